@@ -107,6 +107,7 @@ from .protocol import Configuration as Configuration
 from .protocol import Copied as Copied
 from .protocol import Dataset as Dataset
 from .protocol import DatasetChange as DatasetChange
+from .protocol import DatasetDiff as DatasetDiff
 from .protocol import DatasetImported as DatasetImported
 from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
@@ -119,6 +120,7 @@ from .protocol import Garbage as Garbage
 from .protocol import GradeFacts as GradeFacts
 from .protocol import Health as Health
 from .protocol import Instance as Instance
+from .protocol import InstanceChange as InstanceChange
 from .protocol import InstanceName as InstanceName
 from .protocol import JobState as JobState
 from .protocol import Mirror as Mirror
@@ -142,6 +144,7 @@ from .protocol import Repair as Repair
 from .protocol import ResetAnswer as ResetAnswer
 from .protocol import RestoreAnswer as RestoreAnswer
 from .protocol import RowFault as RowFault
+from .protocol import RowsChange as RowsChange
 from .protocol import SealLeak as SealLeak
 from .protocol import SealReport as SealReport
 from .protocol import Snapshot as Snapshot

@@ -109,11 +109,17 @@ class BackgroundWork:
         filename: str,
         name: DatasetName | None,
         format: str | Columns | None,  # noqa: A002
+        dry_run: bool = False,
         owner_uid: int = 0,
     ) -> Operation:
-        """Import a dataset file of ours, and remove the file."""
-        run = partial(self._import, path, name, format, filename)
-        return await self._start_with(path, "dataset.import", name or filename, run, owner_uid)
+        """Import a dataset file of ours, or say what that would change, and remove the file."""
+
+        async def compare(_: ProgressSink) -> Message:
+            return await self.datasets.compare_file(path, name=name, format=format, source=filename)
+
+        run: Work = partial(self._import, path, name, format, filename)
+        kind, run = ("dataset.compare", compare) if dry_run else ("dataset.import", run)
+        return await self._start_with(path, kind, name or filename, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
         """Import a file of the watched directory, which stays where it is."""

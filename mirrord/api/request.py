@@ -101,6 +101,19 @@ class OwnedStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
+def stream_file(path: Path, headers: dict[str, str]) -> OwnedStream:
+    """A file as the answer, with its length. It is opened now and may be removed afterwards."""
+    owned = AsyncExitStack()
+    file = owned.enter_context(path.open("rb", buffering=0))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while piece := await anyio.to_thread.run_sync(file.read, _WRITE_BYTES):
+            yield piece
+
+    length = {"content-length": str(os.fstat(file.fileno()).st_size)}
+    return OwnedStream(pieces(), headers | length, owned)
+
+
 # -- bodies ---------------------------------------------------------------------------------------
 
 

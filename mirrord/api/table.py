@@ -171,6 +171,8 @@ ENDPOINTS = (
     _get(f"{API}/datasets/formats", MEMBER, datasets.list_formats),
     _get(_DATASET, MEMBER, datasets.get_dataset),
     _delete(_DATASET, ADMIN, datasets.remove_dataset, 204),
+    _get(f"{_DATASET}/diff", ADMIN, datasets.diff_datasets),
+    _get(f"{_DATASET}/export", ADMIN, datasets.export_dataset, answer="application/jsonl"),
     _get(f"{API}/instances", ADMIN, datasets.list_instances),
     _get(f"{API}/instances/{{id}}", MEMBER, datasets.get_instance),
 

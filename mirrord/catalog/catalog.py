@@ -18,8 +18,8 @@ from sqlalchemy import Connection
 
 from ..errors import DiskFullError
 from ..git.workers import Workers
-from ..protocol import DatasetChange
-from . import datasets, mirrors, spool
+from ..protocol import DatasetChange, RowsChange
+from . import datasets, exchange, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .schema import DatasetHead
 
@@ -132,9 +132,17 @@ class Catalog:
         async with self._writer:
             return await self._run_long(spool.merge_dataset, self._place, head, rows)
 
-    async def spool_rows(self, dataset: str, key: str, rows: Path) -> int:
-        """Write the rows of a dataset that name one mirror; answers how many."""
+    async def spool_rows(self, dataset: str, key: str | None, rows: Path) -> int:
+        """Write the rows of a dataset, or those that name one mirror; answers how many."""
         return await self._run_long(spool.spool_rows, self._place, dataset, key, rows)
+
+    async def export_dataset(self, name: str, file: Path) -> None:
+        """Write the rows of a dataset as canonical lines into a new file."""
+        await self._run_long(exchange.export_dataset, self._place, name, file)
+
+    async def compare_dataset(self, name: str, rows: Path) -> RowsChange:
+        """What becomes of a dataset's rows, if it has any, if spooled ones take their place."""
+        return await self._run_long(exchange.compare_dataset, self._place, name, rows)
 
     @property
     def _place(self) -> str:

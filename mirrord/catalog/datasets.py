@@ -4,7 +4,9 @@ Answers a registered mirror in its own spelling, another one in the row's. Wheth
 pinned is never stored with a dataset but read from the pins: no dataset claims a pin it lacks.
 """
 
+import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import (
@@ -14,6 +16,7 @@ from sqlalchemy import (
     and_,
     cast,
     delete,
+    distinct,
     exists,
     func,
     literal,
@@ -27,6 +30,7 @@ from sqlalchemy import (
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
+from .mirrors import in_batches
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
 EVERY = "*"
@@ -52,8 +56,26 @@ _UNRESOLVED = instances.c.base_commit == literal_column("''")  # as the partial 
 
 
 def find_dataset(connection: Connection, name: str) -> Dataset | None:
+    """One dataset, with what its rows have in sum."""
     found = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
-    return _dataset(connection, found, _SHOWN) if found else None
+    if found is None:
+        return None
+    mine, own = instances.c.dataset_id == found["id"], recorded.c.dataset_id == found["id"]
+    by_role = select(recorded.c.role, func.count(distinct(recorded.c.commit_id))).where(own)
+    roles = connection.execute(by_role.group_by(recorded.c.role).order_by(recorded.c.role))
+    born = instances.c.created_at
+    sums = select(func.count(distinct(instances.c.environment)), func.min(born), func.max(born))
+    environments, first, last = connection.execute(sums.where(mine)).one()
+    digests = select(instances.c.id, instances.c.digest).where(mine)
+    rows = sorted((i.encode(), bytes(d)) for i, d in connection.execute(digests))
+    return replace(
+        _dataset(connection, found, _SHOWN),
+        digest=hashlib.sha256(b"".join(b"%b\0%b" % row for row in rows)).hexdigest(),
+        commits_by_role={CommitRole(role): count for role, count in roles},
+        environment_count=environments,
+        first_created_at=first,
+        last_created_at=last,
+    )
 
 
 def list_datasets(connection: Connection) -> list[Dataset]:
@@ -224,16 +246,28 @@ def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstan
 
 
 def iter_instances(
-    connection: Connection, dataset: str, key: str, *, unresolved: bool = False
+    connection: Connection, dataset: str, key: str | None = None, *, unresolved: bool = False
 ) -> Iterator[InstanceRow]:
-    """The instances of a dataset that name one mirror, by id; or those without a base commit."""
-    query = _select_instances().where(
-        datasets.c.name == dataset, func.lower(instances.c.mirror_name) == key.lower()
-    )
+    """The instances of a dataset in the order of their ids' bytes, each with its repository as the
+    file spells it; those that name one mirror, or have no base commit.
+    """
+    query = _select_instances().where(datasets.c.name == dataset)
+    if key is not None:
+        query = query.where(func.lower(instances.c.mirror_name) == key.lower())
     if unresolved:
         query = query.where(_UNRESOLVED)
-    for row in connection.execute(query.order_by(instances.c.id)).mappings().yield_per(_LISTED):
-        yield _instance_row(connection, row)
+    is_sqlite = connection.dialect.name == "sqlite"  # whose own order that is
+    order = instances.c.id if is_sqlite else instances.c.id.collate("C")
+    for row in connection.execute(query.order_by(order)).mappings().yield_per(_LISTED):
+        yield _instance_row(connection, row, row["mirror_name"])
+
+
+def find_instances(connection: Connection, dataset: str, ids: list[str]) -> Iterator[InstanceRow]:
+    """Those of the instances that a dataset has, in any order."""
+    for batch in in_batches(ids):
+        query = _select_instances().where(datasets.c.name == dataset, instances.c.id.in_(batch))
+        for row in connection.execute(query).mappings().all():
+            yield _instance_row(connection, row)
 
 
 def _select_instances() -> Any:
@@ -245,7 +279,9 @@ def _select_instances() -> Any:
     )
 
 
-def _instance_row(connection: Connection, row: RowMapping) -> InstanceRow:
+def _instance_row(
+    connection: Connection, row: RowMapping, repository: str | None = None
+) -> InstanceRow:
     mine = (recorded.c.dataset_id == row["dataset_id"], recorded.c.instance_id == row["id"])
     query = select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role)
     commits = connection.execute(query)
@@ -255,7 +291,7 @@ def _instance_row(connection: Connection, row: RowMapping) -> InstanceRow:
     return InstanceRow(
         id=row["id"],
         dataset=row["dataset"],
-        mirror=MirrorName.parse(row["known_as"]),
+        mirror=MirrorName.parse(repository or row["known_as"]),
         base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
         direction=Direction(row["direction"]),
         commits=tuple((CommitId(commit), CommitRole(role)) for commit, role in commits),

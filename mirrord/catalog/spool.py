@@ -89,8 +89,8 @@ def unspooled(line: bytes) -> InstanceRow:
     )
 
 
-def spool_rows(place: str, dataset: str, key: str, spool: Path) -> int:
-    """Write the rows of a dataset that name one mirror; answers how many."""
+def spool_rows(place: str, dataset: str, key: str | None, spool: Path) -> int:
+    """Write the rows of a dataset, or those that name one mirror; answers how many."""
     count = 0
     with (
         closing(Database(place)) as database,
@@ -117,7 +117,7 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         ids = select(instances.c.id).where(instances.c.dataset_id == dataset_id)
         known = set(connection.execute(ids).scalars())
         count = 0
-        for batch in _iter_batches(spool):
+        for batch in iter_batches(spool):
             fresh = {row.id: (digest, row) for digest, row in batch if row.id not in known}
             _insert_instances(connection, dataset_id, list(fresh.values()))
             known |= fresh.keys()
@@ -169,7 +169,7 @@ def replace_dataset(
         digests = select(instances.c.id, instances.c.digest)
         mine = digests.where(instances.c.dataset_id == dataset_id)
         old = {identity: bytes(digest) for identity, digest in connection.execute(mine)}
-        for batch in _iter_batches(spool, found):
+        for batch in iter_batches(spool, found):
             fresh = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
             unchanged += len(batch) - len(fresh)
             changed = [row.id for _, row in fresh if row.id in old]
@@ -205,7 +205,8 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
     return int(found)
 
 
-def _iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spooled]]:
+def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spooled]]:
+    """The rows of a spool, as many at a time as fit into a few megabytes."""
     batch: list[Spooled] = []
     size = 0
     with spool.open("rb") as lines:

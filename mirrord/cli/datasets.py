@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import mirrord
+
 from ..errors import IntegrityError, UsageError
+from ..model import View
 from .operations import finish, started, watching
 from .output import count, facts, short, table
-from .parameters import Argument, NoWait, Option
+from .parameters import Argument, NoWait, Option, ViewOption
 from .session import Session
 
 if TYPE_CHECKING:
-    from ..protocol import Dataset, Operation
+    from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation
     from ..sources.opening import Source
 
 Name = Annotated[str, Argument(help="The dataset's name.")]
@@ -26,6 +30,7 @@ _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard in
 _MAPPING_HELP = "TOML that says which column is what, in place of a format."
 MappingOption = Annotated[Path | None, Option("--mapping", metavar="FILE", help=_MAPPING_HELP)]
 _SHOWN_IDS = 10
+_SHOWN_MIRRORS = 20
 
 
 def open_sources(words: list[str]) -> Source:
@@ -40,6 +45,7 @@ def add(
     name: NameOption = None,
     format_name: FormatOption = None,
     mapping: MappingOption = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would change.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """A source is a file (jsonl, json, parquet, csv, arrow), - for standard input, a folder of
@@ -61,9 +67,16 @@ def add(
             name=name,
             format=format_name,
             mapping=columns,
+            dry_run=dry_run,
             progress=watch,
         )
     ended = operation if no_wait else finish(session, operation)
+    if dry_run and ended.result is not None:
+        found = mirrord.DatasetDiff.from_json(ended.result)
+        session.answer(ended, _differences(found))
+        for fault in found.faults:
+            session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
+        return
     session.answer(ended, _imported(ended))
     result = ended.result or {}
     for text in _complaints(result):
@@ -124,18 +137,38 @@ def list_all(session: Session) -> None:
     session.answer(found, table([*columns, "BAD ROWS", "UNPINNED", "IMPORTED"], rows))
 
 
-def show(session: Session, name: Name) -> None:
+def show(
+    session: Session,
+    name: Name,
+    instances: Annotated[bool, Option(help="With the ids of its instances.")] = False,
+) -> None:
+    """The digest is the same for datasets with the same rows, whatever files they came from."""
     dataset = session.client.get_dataset(name)
-    session.answer(dataset, _described(dataset))
+    ids = session.client.list_instances(name) if instances else []
+    answer = dataset.to_json() | ({"instances": [each.id for each in ids]} if instances else {})
+    session.answer(answer, _described(dataset, ids))
 
 
-def _described(dataset: Dataset) -> Iterator[str]:
+def _described(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]:
     rules = ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items())
     known: dict[str, object] = {"dataset": dataset.name, "format": dataset.format}
-    known |= {"source": dataset.source, "sha256": dataset.sha256}
-    known |= {"instances": dataset.instance_count, "commits": dataset.commit_count}
-    known |= {"mirrors": ", ".join(dataset.mirrors), "rules": rules or None}
-    yield from facts({**known, "imported": dataset.imported_at}.items())
+    known |= {"source": dataset.source, "sha256": dataset.sha256, "digest": dataset.digest}
+    known |= {"instances": dataset.instance_count, "repositories": len(dataset.mirrors)}
+    roles = ", ".join(f"{n:,} {role}" for role, n in dataset.commits_by_role.items())
+    known |= {"commits": f"{dataset.commit_count:,}" + (f": {roles}" if roles else "")}
+    known |= {"unpinned": dataset.unpinned_count, "bad rows": dataset.fault_count}
+    known |= {"environments": dataset.environment_count}
+    if dataset.first_created_at and dataset.last_created_at:
+        ends = (dataset.first_created_at, dataset.last_created_at)
+        known["created"] = " to ".join(f"{end:%Y-%m-%d}" for end in ends)
+    yield from facts({**known, "rules": rules or None, "imported": dataset.imported_at}.items())
+    if instances:
+        yield ""
+        yield from (each.id for each in instances)
+    else:
+        yield from ("", "mirrors", *(f"  {name}" for name in dataset.mirrors[:_SHOWN_MIRRORS]))
+        if more := len(dataset.mirrors) - _SHOWN_MIRRORS:
+            yield from [f"  and {more} more"] if more > 0 else []
     if dataset.faults:
         yield ""
         bad = [(f"{each.file}:{each.line}", each.instance, each.reason) for each in dataset.faults]
@@ -153,6 +186,80 @@ def _described(dataset: Dataset) -> Iterator[str]:
 def _ids(instances: list[str]) -> str:
     more = f" and {len(instances) - _SHOWN_IDS} more" if len(instances) > _SHOWN_IDS else ""
     return ", ".join(instances[:_SHOWN_IDS]) + more
+
+
+def diff(
+    session: Session,
+    a: Annotated[str, Argument(help="A dataset.")],
+    b: Annotated[str, Argument(help="Another one.")],
+) -> None:
+    """Rows that B has and A has not are added. `dataset import --dry-run` does it with a file."""
+    found = session.client.diff_datasets(a, b)
+    session.answer(found, _differences(found))
+
+
+def _differences(found: DatasetDiff) -> Iterator[str]:
+    change = found.change
+    yield from (f"+ {identity}" for identity in change.added)
+    yield from (f"- {identity}" for identity in change.removed)
+    for each in change.changed:
+        bases = f" ({short(each.base_before)} to {short(each.base_after)})"
+        moved = bases if "base_commit" in each.fields else ""
+        yield f"~ {each.id}: {', '.join(each.fields)}{moved}"
+    moved_count = sum("base_commit" in each.fields for each in change.changed)
+    counts = [
+        f"{len(change.added)} added",
+        f"{len(change.removed)} removed",
+        f"{len(change.changed)} changed, {moved_count} of them moved to another commit",
+        f"{change.unchanged_count} unchanged",
+    ]
+    yield ", ".join(counts)
+    if found.new_mirrors:
+        yield f"would add {count(len(found.new_mirrors), 'mirror')}: {', '.join(found.new_mirrors)}"
+
+
+def export(session: Session, name: Name) -> None:
+    """Prints JSON lines with all answers, in the order of ids: the same bytes for the same rows.
+
+    Importing them again gives an equal dataset.
+    """
+    for piece in session.client.export_dataset(name):
+        sys.stdout.buffer.write(piece)
+    sys.stdout.buffer.flush()
+
+
+def list_instances(
+    session: Session,
+    dataset: Annotated[str | None, Option(metavar="NAME", help="Of this dataset only.")] = None,
+) -> None:
+    """For administrators: an id can tell the answer."""
+    found = session.client.list_instances(dataset)
+    session.answer(found, (each.id for each in found))
+
+
+def show_instance(
+    session: Session,
+    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id.")],
+    dataset: Annotated[str | None, Option(metavar="NAME", help="Of this dataset.")] = None,
+    view: ViewOption = View.AGENT,
+) -> None:
+    """The grader view has the commits, patches and tests; patches and lists are in --json."""
+    found = session.client.get_instance(instance, view=view, dataset=dataset)
+    session.answer(found, facts(_instance_facts(found)))
+
+
+def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
+    yield from (("instance", found.id), ("dataset", found.dataset), ("repository", found.repo))
+    for each in found.commits or []:
+        yield str(each.role), each.commit
+    for name in ("direction", "environment", "python_version", "version", "created_at", "history"):
+        yield name.replace("_", " "), getattr(found, name, None)
+    for name in ("patch", "test_patch"):
+        if (text := getattr(found, name)) is not None:
+            yield name.replace("_", " "), f"{text.count(chr(10)):,} lines"
+    for name in ("fail_to_pass", "pass_to_pass"):
+        if (tests := getattr(found, name)) is not None:
+            yield name.replace("_", " "), count(len(tests), "test")
 
 
 def remove(session: Session, name: Name) -> None:

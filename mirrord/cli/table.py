@@ -19,6 +19,7 @@ EXIT_STATUSES = {
 GROUPS = {
     "mirror": "Complete copies of upstream repositories.",
     "dataset": "Instances, and the commits they record.",
+    "instance": "Tasks of the datasets.",
     "refs": "The ref history of a mirror.",
     "operations": "Background work of the daemon.",
     "bundle": "A mirror as one file, and back.",
@@ -47,9 +48,13 @@ mirror remove; mirrors:remove; 3459; Remove a mirror that nothing needs.
 dataset import; datasets:add; 36789; Import rows: mirror what is missing, pin what is recorded.
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
+dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
+dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
 dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.
 dataset derive; derive:derive; 36789; Write rows with what they lack and can be computed.
 dataset formats; datasets:formats; 39; List the dataset formats.
+instance list; datasets:list_instances; 349; List the ids of instances.
+instance show; datasets:show_instance; 3459; Show one instance.
 pin; mirrors:pin; 34689; Keep a commit of a mirror alive.
 unpin; mirrors:unpin; 349; Remove one of your pins.
 pins; mirrors:pins; 349; List the pins of a mirror, or of all.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..catalog import InstanceRow
-from ..errors import InvalidDatasetError
+from ..errors import InvalidCommitError, InvalidDatasetError
 from ..model import CommitId, CommitRole, Direction, History, parse_commit, shown
 from ..protocol import FormatInfo
 from .fields import STANDARD, Columns, Fields, RawFields, RowError, find_value
@@ -25,6 +25,7 @@ class DatasetFormat:
     """`detects` looks at one row.
 
     `unwrap` gives a row plain columns; with `is_wrapped` the result goes through the table again.
+    `complete` adds what no column of others has.
     """
 
     name: str
@@ -34,6 +35,7 @@ class DatasetFormat:
     columns: Columns = STANDARD
     unwrap: Callable[[RawFields, Note], RawFields] | None = None
     is_wrapped: bool = False
+    complete: Callable[[InstanceRow, RawFields], InstanceRow] = lambda found, _: found
 
     def read(self, row: RawFields) -> InstanceRow:
         """The normalised row; raises RowError."""
@@ -43,7 +45,7 @@ class DatasetFormat:
             if kind.unwrap is not None:
                 row = kind.unwrap(row, rules.append)
             if not kind.is_wrapped:
-                return row_of(Fields(row, kind.columns, rules))
+                return kind.complete(row_of(Fields(row, kind.columns, rules)), row)
             inner = (each for each in FORMATS if not each.is_wrapped and each.detects(row))
             kind = next(inner, FORMATS[-1])
             rules.append(f"row inside: {kind.name}")
@@ -94,6 +96,17 @@ def _base_of(fields: Fields) -> tuple[CommitId | None, str | None]:
     return None, revision
 
 
+def _with_commits(found: InstanceRow, row: RawFields) -> InstanceRow:
+    """An exported row: all its commits with their roles, and the branch that its base was at."""
+    try:
+        named = [
+            (parse_commit(each["commit"]), CommitRole(each["role"])) for each in row["commits"]
+        ]
+    except (InvalidCommitError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RowError("commits is not a list of objects with commit and role") from error
+    return replace(found, commits=tuple(dict.fromkeys(named)), revision=Fields(row).revision())
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 
@@ -134,6 +147,10 @@ _has_shape = _has("instance_id", "repo", "base_commit")
 _BUGS = {"revision": "{instance_id}", "direction": "reverse", "history": "squashed"}
 
 FORMATS = (
+    DatasetFormat(
+        "mirrord", "what `mirrord dataset export` writes", "commits and direction",
+        _has("instance_id", "commits", "direction", "base_commit"), complete=_with_commits,
+    ),
     DatasetFormat(
         "swe-bench-tasks", "SWE-bench v5 task folders", "a folder with task.yaml",
         _is_folder("swe-bench-tasks"), is_wrapped=True,
@@ -208,7 +225,7 @@ FORMATS = (
 )  # fmt: skip
 
 _UNWRAPPED = {"before_repo_set_cmd", "parsed_commit_content", "commit_hash", "repo_name"}
-_UNWRAPPED |= {"responses_create_params", "task_folder"}
+_UNWRAPPED |= {"responses_create_params", "task_folder", "commits"}
 
 COLUMNS = frozenset(_UNWRAPPED.union(*(each.columns.names() for each in FORMATS)))
 """All columns whose values a format or a test reads: Parquet files are read for no others."""

@@ -120,7 +120,7 @@ def _normalise_rows(
         commits = roles.setdefault(row.mirror.key, {})
         for commit, role in row.commits:
             commits.setdefault(commit, set()).add(str(role))
-        if row.revision is not None:
+        if row.revision is not None and row.base_commit is None:
             result.revisions.setdefault(row.mirror.key, set()).add(row.revision)
         out.write(line)
     result.rules = dict(sorted(rules.items()))

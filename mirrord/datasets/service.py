@@ -9,7 +9,8 @@ missing pins. A dataset never claims a pin it lacks: the pins say which commits 
 
 import builtins
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ from ..model import (
     shown,
     utc_now,
 )
-from ..protocol import Dataset, Instance, ProgressSink, RecordedCommit
+from ..protocol import Dataset, DatasetDiff, Instance, ProgressSink, RecordedCommit
 from ..telemetry import log
 from .fields import Columns
 from .pinning import (
@@ -221,6 +222,55 @@ class Datasets:
             "ambiguous": [instance.to_json() for instance in ambiguous[:1000]],
             "ambiguous_count": len(ambiguous),
         }
+
+    # -- whole datasets ---------------------------------------------------------------------------
+
+    async def compare_file(
+        self,
+        path: Path,
+        *,
+        name: str | None,
+        format: str | Columns | None,  # noqa: A002
+        source: str,
+    ) -> DatasetDiff:
+        """What an import of the file would change. Raises what that raises."""
+        dataset = parse_dataset_name(name) if name else name_from(source)
+        async with self._quarantine.directory("compare") as directory:
+            spool, label = directory / "rows.jsonl", Path(source).name or source
+            read = await self._mirrors.workers.run(
+                read_dataset, path, label, format, spool, timeout=timedelta(hours=1)
+            )
+            change = await self._catalog.compare_dataset(dataset, spool)
+        known = {row.name.key for row in await self._catalog.list_mirrors()}
+        return DatasetDiff(
+            a=dataset,
+            b=label,
+            change=change,
+            format=read.format,
+            fault_count=read.fault_count,
+            faults=read.faults,
+            new_mirrors=sorted(str(n) for key, n in read.names.items() if key not in known),
+        )
+
+    async def compare(self, a: str, b: str) -> DatasetDiff:
+        """What differs from one dataset to another. Raises DatasetNotFoundError."""
+        for name in (a, b):
+            await self.get(name)
+        async with self._quarantine.directory("compare") as directory:
+            spool = directory / "rows.jsonl"
+            await self._catalog.spool_rows(b, None, spool)
+            return DatasetDiff(a=a, b=b, change=await self._catalog.compare_dataset(a, spool))
+
+    @asynccontextmanager
+    async def exported(self, name: str) -> AsyncIterator[Path]:
+        """The rows as canonical lines, in a file that is gone after the block.
+
+        Raises DatasetNotFoundError.
+        """
+        await self.get(name)
+        async with self._quarantine.directory("export") as directory:
+            await self._catalog.export_dataset(name, directory / "rows.jsonl")
+            yield directory / "rows.jsonl"
 
     async def repin(self, name: MirrorName) -> int:
         """Retry what a mirror refused to pin or lacked the branch of, as after a sync.

@@ -149,13 +149,20 @@ class UnpinnedCommit(Answer):
 class Dataset(Answer):
     """`rules` counts how often each rule of a normaliser fired.
 
-    `unpinned` and `faults` are cut; `unpinned_count` and `fault_count` count all.
+    `unpinned` and `faults` are cut; `unpinned_count` and `fault_count` count all. `sha256` is the
+    file's; `digest` is the same for two datasets with the same rows. From `digest` to
+    `last_created_at` (the dates of the instances) a list of datasets has nothing.
     """
 
     name: str
     format: str
     source: str
     sha256: str
+    digest: str | None = None
+    commits_by_role: dict[model.CommitRole, int] = {}
+    environment_count: int | None = None
+    first_created_at: datetime | None = None
+    last_created_at: datetime | None = None
     instance_count: int
     commit_count: int
     mirrors: list[str]
@@ -184,6 +191,40 @@ class DatasetChange(Answer):
     changed: list[str] = []
     removed: list[str] = []
     unchanged_count: int = 0
+
+
+class InstanceChange(Answer):
+    """`fields` are those that differ; a base commit that does is there before and after."""
+
+    id: str
+    fields: list[str]
+    base_before: str | None = None
+    base_after: str | None = None
+
+
+class RowsChange(Answer):
+    """The rows that one dataset has and another has not, by id."""
+
+    added: list[str] = []
+    removed: list[str] = []
+    changed: list[InstanceChange] = []
+    unchanged_count: int = 0
+
+
+class DatasetDiff(Answer):
+    """From dataset `a`, which may not exist yet, to `b`: a dataset, or a file as an import reads
+    it.
+
+    Of a file there are the `format`, its first `faults`, and the `new_mirrors` that it needs.
+    """
+
+    a: str
+    b: str
+    change: RowsChange
+    format: str | None = None
+    fault_count: int = 0
+    faults: list[RowFault] = []
+    new_mirrors: list[str] = []
 
 
 class AmbiguousInstance(Answer):
@@ -729,6 +770,7 @@ RESULTS: dict[str, type[Answer]] = {
     "refs.restore": RefDiff,
     "bundle.import": BundleImported,
     "dataset.import": DatasetImported,
+    "dataset.compare": DatasetDiff,
     "audit": Audit,
     "heal": Audit,
     "prewarm": Prewarmed,

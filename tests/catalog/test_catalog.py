@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import re
@@ -251,6 +252,26 @@ def test_thousands_of_pins_are_put_and_deleted_at_once(using: Any) -> None:
 
 
 # -- datasets --------------------------------------------------------------------------------------
+
+
+def test_an_export_is_in_the_order_of_bytes_and_rows_are_weighed(
+    using: Any, tmp_path: Path
+) -> None:
+    async def work(catalog: Catalog) -> None:
+        rows = [instance(identity, patch="p" * 1000) for identity in ("b", "é", "B", "a_", "a-")]
+        await put(catalog, tmp_path, rows)
+        await catalog.export_dataset("lite", tmp_path / "out")
+        lines = (tmp_path / "out").read_text().splitlines()
+        ids = [json.loads(line)["instance_id"] for line in lines]
+        assert ids == sorted(ids, key=str.encode)
+        change = await catalog.compare_dataset("lite", tmp_path / "spool.jsonl")
+        assert (change.unchanged_count, change.added, change.removed) == (5, [], [])
+        found = await catalog.find_dataset("lite")
+        assert found is not None
+        assert found.digest
+        assert 5000 < (await catalog.weigh_datasets())["lite"] < 6000
+
+    using(work)
 
 
 def test_a_dataset_says_what_changed_and_importing_it_again_changes_nothing(

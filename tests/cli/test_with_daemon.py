@@ -190,6 +190,32 @@ def test_sources_that_are_not_one_file_are_streamed(world: World, tmp_path: Path
         assert world.run("dataset", "remove", name).status == 0
 
 
+def test_a_dataset_goes_out_as_lines_and_comes_back(world: World, tmp_path: Path) -> None:
+    """A dry run says what would change and changes nothing; an import of the export is equal."""
+    out = tmp_path / "out.jsonl"
+    out.write_text(world.run("dataset", "export", "demo").out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["instance_id"] for row in rows] == ["demo__project-1", "demo__project-2"]
+    more = [rows[0], {**rows[1], "base_commit": world.commits[0]}, {**rows[1], "instance_id": "x"}]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
+    dry = ("dataset", "import", tmp_path / "more.jsonl", "--name", "demo", "--dry-run")
+    ran = world.run(*dry)
+    assert ran.out.splitlines()[0] == "+ x"
+    assert "~ demo__project-2: base_commit" in ran.out
+    assert f"to {world.commits[0][:12]})" in ran.out
+    found = world.run(*dry, "--json").json
+    assert (found["kind"], found["result"]["new_mirrors"]) == ("dataset.compare", [])
+    assert world.run("dataset", "export", "demo").out == out.read_text()
+    assert world.run("dataset", "import", out, "--name", "copy").status == 0
+    assert world.run("dataset", "diff", "demo", "copy").out.splitlines() == [
+        "0 added, 0 removed, 0 changed, 0 of them moved to another commit, 2 unchanged"
+    ]
+    shown = [world.run("dataset", "show", name, "--json").json for name in ("demo", "copy")]
+    assert shown[0]["digest"] == shown[1]["digest"]
+    assert world.run("dataset", "remove", "copy").status == 0
+    assert world.run("dataset", "diff", "demo", "copy").status == 4
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -200,7 +226,13 @@ def test_sources_that_are_not_one_file_are_streamed(world: World, tmp_path: Path
         (["mirror", "add", "demo/project"], "demo__project"),
         (["dataset", "list"], "demo"),
         (["dataset", "show", "demo"], "rows.jsonl:3"),
+        (["dataset", "show", "demo", "--instances"], "demo__project-2"),
         (["dataset", "formats"], "jsonl"),
+        (["dataset", "diff", "demo", "demo"], "2 unchanged"),
+        (["instance", "list", "--dataset", "demo"], "demo__project-1"),
+        (["instance", "show", "demo__project-1", "--view", "grader"], "fail to pass"),
+        (["du", "--verbose"], "demo__project"),
+        (["gc", "--dry-run"], "would free"),
         (["pins", "demo/project"], "dataset/demo"),
         (["refs", "log", "demo/project"], "RECORD"),
         (["audit"], "at level closure"),

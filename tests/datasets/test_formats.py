@@ -81,6 +81,7 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
     "nemo-gym": [NEMO],
     "swe-bench-tasks": [row(task_folder="swe-bench-tasks")],
     "harbor": [row(task_folder="harbor")],
+    "mirrord": [row(direction="forward", commits=[{"commit": BASE, "role": "base"}])],
 }
 
 

@@ -1,10 +1,5 @@
 """Checkouts. Warm ones are the daemon's hot path: nothing here waits for anything else."""
 
-import os
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-
-import anyio.to_thread
 from pydantic import Field
 from starlette.responses import Response
 
@@ -31,10 +26,9 @@ from ...protocol import (
     StartGrade,
 )
 from ...telemetry import log
-from ..request import Call, OwnedStream, Query, read_patch, text_response
+from ..request import Call, Query, read_patch, stream_file, text_response
 
 _DIFF = "text/x-diff"
-_PIECE_BYTES = 1024**2
 
 
 async def start_checkout(call: Call, body: StartCheckout) -> Checkout:
@@ -117,18 +111,10 @@ async def diff_checkout(call: Call, query: DiffQuery) -> Response:
     }
     if isinstance(content, bytes):
         return Response(content, headers=headers)
-    owned = AsyncExitStack()
     try:
-        file = owned.enter_context(content.open("rb", buffering=0))
+        return stream_file(content, headers)
     finally:
         content.unlink()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        while piece := await anyio.to_thread.run_sync(file.read, _PIECE_BYTES):
-            yield piece
-
-    headers["content-length"] = str(os.fstat(file.fileno()).st_size)
-    return OwnedStream(pieces(), headers, owned)
 
 
 async def get_receipt(call: Call) -> Response:

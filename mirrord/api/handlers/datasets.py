@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
+from starlette.responses import Response
 
 from ...datasets.formats import format_infos
 from ...datasets.mapping import MAPPING_LIMIT_BYTES, parse_mapping
 from ...errors import AccessError, InvalidRequestError
 from ...model import View, parse_dataset_name
-from ...protocol import Dataset, FormatInfo, Instance, InstanceName, Operation
-from ..request import DATASET_LIMIT_BYTES, Call, Query, spool_body
+from ...protocol import Dataset, DatasetDiff, FormatInfo, Instance, InstanceName, Operation
+from ..request import DATASET_LIMIT_BYTES, Call, Query, spool_body, stream_file
 
 _Name = Annotated[str, Field(min_length=1, max_length=100)]
 
@@ -26,6 +27,11 @@ class ImportQuery(Query):
     mapping: str | None = Field(
         None, max_length=MAPPING_LIMIT_BYTES, description="TOML: which column is what"
     )
+    dry_run: bool = Field(False, description="only say what would change")
+
+
+class DiffQuery(Query):
+    to: _Name = Field(description="the other dataset")
 
 
 class InstancesQuery(Query):
@@ -65,8 +71,20 @@ async def import_dataset(call: Call, query: ImportQuery) -> Operation:
         )
     path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
     return await call.engine.work.import_upload(
-        path, filename=filename, name=name, format=columns or query.format, owner_uid=call.peer.uid
-    )
+        path, filename=filename, name=name, format=columns or query.format,
+        dry_run=query.dry_run, owner_uid=call.peer.uid,
+    )  # fmt: skip
+
+
+async def diff_datasets(call: Call, query: DiffQuery) -> DatasetDiff:
+    a, b = parse_dataset_name(call.path["name"]), parse_dataset_name(query.to)
+    return await call.engine.datasets.compare(a, b)
+
+
+async def export_dataset(call: Call) -> Response:
+    """The rows with all answers, as canonical JSON lines in the order of ids."""
+    async with call.engine.datasets.exported(parse_dataset_name(call.path["name"])) as file:
+        return stream_file(file, {"content-type": "application/jsonl", "cache-control": "no-store"})
 
 
 async def remove_dataset(call: Call) -> None:

@@ -210,20 +210,33 @@ class Client:
         name: str | None = None,
         format: str | None = None,  # noqa: A002
         mapping: str | None = None,
+        dry_run: bool = False,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
         """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
 
         `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
         the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
-        `mapping` is TOML that says which column is what, in place of a format.
+        `mapping` is TOML that says which column is what, in place of a format. With `dry_run` the
+        operation's result is a DatasetDiff, and nothing changes.
         """
         if isinstance(file, Path | str):
             source, content = source or Path(file).name, _upload(Path(file), progress)
         else:
             content = pieces(file, _counted(None, progress))
         query = {"filename": source, "name": name, "format": format, "mapping": mapping}
-        return self._start("POST", "datasets", content=content, **query)
+        return self._start("POST", "datasets", content=content, dry_run=dry_run or None, **query)
+
+    def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
+        """The rows that `b` has and `a` has not, and the other way round; for administrators."""
+        path = f"datasets/{_quoted(a)}/diff"
+        return self._one(protocol.DatasetDiff, "GET", path, to=b)
+
+    def export_dataset(self, name: str) -> Generator[bytes, None, None]:
+        """The rows with all answers, as pieces of canonical JSON lines; for administrators."""
+        with self._connection.stream(f"datasets/{_quoted(name)}/export") as (_, body):
+            for piece in body:
+                yield piece
 
     def remove_dataset(self, name: str) -> None:
         """Remove a dataset, and the pins that nobody else owns."""
