@@ -16,13 +16,11 @@ RFC 9457 problem; the client reads it back as the same class. Messages read `can
 <name>: <fact>`; the hint is the remedy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-_CLASSES: dict[str, type[MirrordError]] = {}
+_CLASSES: "dict[str, type[MirrordError]]" = {}
 
 
 class MirrordError(Exception):

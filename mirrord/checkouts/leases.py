@@ -7,8 +7,6 @@ Nothing is flushed but a renewal: a power cut may lose a lease that was made or 
 never half one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -48,7 +46,7 @@ class Directories(NamedTuple):
     public: Path
     private: Path
 
-    def renamed(self, name: str) -> Directories:
+    def renamed(self, name: str) -> "Directories":
         return Directories(self.public.with_name(name), self.private.with_name(name))
 
 

@@ -1,7 +1,5 @@
 """`mirrord dataset derive`: a dataset's rows with what they lacked and can be computed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Primitives that differ between asyncio and threads; `primitives_sync` has those for threads."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
@@ -108,7 +106,7 @@ async def async_write(
 class AsyncWorker:
     """A task beside the caller's, and a bell that ends its pauses."""
 
-    def __init__(self, work: Callable[[AsyncWorker], Coroutine[object, object, None]]) -> None:
+    def __init__(self, work: "Callable[[AsyncWorker], Coroutine[object, object, None]]") -> None:
         self._bell = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(work(self), name="mirrord-renewal")
 

@@ -1,7 +1,5 @@
 """Primitives that differ between asyncio and threads: those for threads. Loads no asyncio."""
 
-from __future__ import annotations
-
 import os
 import select
 import socket
@@ -92,7 +90,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 class Worker:
     """A daemon thread, and an event that ends its pauses."""
 
-    def __init__(self, work: Callable[[Worker], None]) -> None:
+    def __init__(self, work: "Callable[[Worker], None]") -> None:
         self._bell = threading.Event()
         self._thread = threading.Thread(
             target=work, args=(self,), name="mirrord-renewal", daemon=True

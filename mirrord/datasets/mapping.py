@@ -4,8 +4,6 @@ It comes from whoever imports, so its size is bounded and it can name columns on
 paths of files. No I/O.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A function here takes a row and notes what it did; what it does not need stays a
 RowError with a reason where the row cannot be read. No I/O.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

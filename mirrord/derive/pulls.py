@@ -1,7 +1,5 @@
 """What a pull request's diff and text say: which files are tests, which issues it resolves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from enum import StrEnum

@@ -4,8 +4,6 @@ Passes over the source twice and holds one row, so the set-up commits of the fir
 grows. Values that a row has stay; `derived` says of each added column by which rule it came.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

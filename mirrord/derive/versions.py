@@ -4,8 +4,6 @@ The first rule that gives digits wins and is named with the version. Versions ar
 as SWE-bench's are.
 """
 
-from __future__ import annotations
-
 import configparser
 import re
 import tomllib

@@ -5,8 +5,6 @@ next, then the one served longest ago. Work that several wait for counts for whi
 next, so that nobody inherits the place of a user with a long queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -22,7 +20,7 @@ from ..protocol import Progress, ProgressSink
 HOUSEKEEPING = -1
 """The user that stands for work in everybody's interest, such as removing released checkouts."""
 
-_askers: ContextVar[Askers | None] = ContextVar("git_askers", default=None)
+_askers: "ContextVar[Askers | None]" = ContextVar("git_askers", default=None)
 _clock = itertools.count(1)
 
 
@@ -34,7 +32,7 @@ class Askers:
         self.queues: list[Turns] = []
 
     @staticmethod
-    def present() -> Askers:
+    def present() -> "Askers":
         return _askers.get() or Askers()
 
     def bind(self) -> None:
@@ -42,7 +40,7 @@ class Askers:
         _askers.set(self)
 
     @contextmanager
-    def joined(self, others: Askers) -> Iterator[None]:
+    def joined(self, others: "Askers") -> Iterator[None]:
         """Work for those who wait for `others` too, inside the block."""
         uids = list(others.uids)
         self.uids += uids

@@ -5,8 +5,6 @@ glibc's changes all threads. What was opened before stays open: that is how a th
 client reads a file of the daemon's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -56,7 +54,7 @@ class ActingAs:
         self._parent = os.getppid() if self._changes and dies_with_parent() else None
         self._depth = 0
 
-    def __enter__(self) -> ActingAs:
+    def __enter__(self) -> "ActingAs":
         if self._depth == 0:
             self._become_owner()
         self._depth += 1

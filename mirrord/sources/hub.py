@@ -5,8 +5,6 @@ network. The source is named by the commit that was resolved, so an import can b
 endpoint and cache are those of the library: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import re
@@ -49,7 +47,7 @@ class HubName(NamedTuple):
     config: str | None
 
     @classmethod
-    def parse(cls, word: str) -> HubName:
+    def parse(cls, word: str) -> "HubName":
         """Raises UsageError."""
         path, _, query = word.removeprefix("hf://").partition("?")
         found = _NAME.fullmatch(path)

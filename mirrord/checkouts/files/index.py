@@ -5,8 +5,6 @@ data and hashes nothing, `git write-tree` finds the trees of what did not change
 writes the bytes. An index of ours is spliced into the next: what both have is copied.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import stat
@@ -37,7 +35,7 @@ class PreviousIndex(NamedTuple):
     data: bytes
 
     @classmethod
-    def proven(cls, manifest: Manifest, index: bytes) -> PreviousIndex | None:
+    def proven(cls, manifest: Manifest, index: bytes) -> "PreviousIndex | None":
         """None where the bytes are not those that were written."""
         checksum = hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest()
         return cls(manifest, index) if checksum == manifest.index else None

@@ -5,8 +5,6 @@ empty directories. `.git` is not its business. Sync; runs in workers. A crash le
 a manifest, which is removed, or one that its manifest does not match, which a scan finds.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -184,7 +182,7 @@ def share_entries(
     conversions: Conversions,
     entries: Iterable[TreeEntry],
     writer: TreeWriter,
-    shared: Blobs,
+    shared: "Blobs",
 ) -> dict[bytes, Entry]:
     """Write entries of a layer, whose files nobody writes: they are links into `shared`."""
     written: dict[bytes, Entry] = {}

@@ -4,8 +4,6 @@ Follows apply.c of git 2.39. What it refuses, what is not text, and what two ver
 two ways raises NotPlainError: then git itself decides. Pure; names and lines are bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -63,10 +61,10 @@ class Hunk(NamedTuple):
     def trailing(self) -> int:
         return _context(reversed(self.lines))
 
-    def with_lines(self, change: Callable[[bytes], bytes]) -> Hunk:
+    def with_lines(self, change: Callable[[bytes], bytes]) -> "Hunk":
         return self._replace(lines=[(kind, change(line)) for kind, line in self.lines])
 
-    def reversed(self) -> Hunk:
+    def reversed(self) -> "Hunk":
         lines = [(_SWAPPED[kind], line) for kind, line in self.lines]
         return Hunk(self.new_start, self.new_count, self.old_start, self.old_count, lines)
 
@@ -92,7 +90,7 @@ class FilePatch:
     is_copy: bool = False
     hunks: list[Hunk] = field(default_factory=list)
 
-    def reversed(self) -> FilePatch:
+    def reversed(self) -> "FilePatch":
         return replace(
             self,
             old=self.new,

@@ -5,8 +5,6 @@ mount leads to; nothing is followed, waited for or run, and what is read is boun
 `.git`, its configuration and excludes are never read. Sync; runs in workers.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat
@@ -57,7 +55,7 @@ class RawFile(NamedTuple):
 
 
 @contextmanager
-def open_worktree(job: PatchJob) -> Iterator[Worktree]:
+def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
     """Open a checkout; raises CheckoutBusyError where its tree was replaced.
 
     Inside, the refusal of a path that its owner may not use becomes an OwnerDeniedError.

@@ -8,8 +8,6 @@ and modes the client's. (Before Linux 6.13 two changes of one file within a tick
 have one ctime, and look like one.)
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -76,7 +74,7 @@ def copy_layer(
             locked.restore()
 
 
-def _copy(copy: _Copy, survey: Callable[[], Pieces]) -> Taken:
+def _copy(copy: "_Copy", survey: Callable[[], Pieces]) -> Taken:
     wanted, copied = Pieces(), Pieces()
     before: Pieces | None = None
     left_out, has_git = dict[str, int](), True

@@ -3,8 +3,6 @@
 Of `.git` only what records work is taken: nothing that configures git or is run by it. Pure.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat
@@ -49,7 +47,7 @@ class Piece(NamedTuple):
     ino: int = 0
 
     @classmethod
-    def of(cls, where: Where, found: os.stat_result) -> Piece:
+    def of(cls, where: Where, found: os.stat_result) -> "Piece":
         # to open a directory that its owner locked changes its ctime, and so does a link of a file
         if stat.S_ISDIR(found.st_mode):
             return cls(where, found.st_mode, 0, found.st_mtime_ns, 0, found.st_ino)

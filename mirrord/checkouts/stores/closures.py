@@ -8,8 +8,6 @@ made by a worker without a process of git (`git/objects/commits.py`), a longer o
 `templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import (
     Awaitable,

@@ -6,8 +6,6 @@ what a checkout holds. The last store of a mirror outlives its time, so that the
 not a very first one. All of it can be made again from the mirror.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -132,7 +130,7 @@ class Eviction:
             found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
         return found
 
-    async def _evict_store(self, inventory: _Inventory, path: Path, used_at: float) -> int | None:
+    async def _evict_store(self, inventory: "_Inventory", path: Path, used_at: float) -> int | None:
         """Evict a store unless it was used since, or is held; answers the bytes of what went with
         it, closure packs excepted, or None.
         """
@@ -151,12 +149,12 @@ class Eviction:
         await self._registry.sweep()
         return freed
 
-    def _publish(self, inventories: Sequence[_Inventory], count: int) -> None:
+    def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
         if count:
             left = sum(each.size_bytes for each in inventories)
             self._events.publish("templates.evicted", count=count, size_bytes=left)
 
-    async def _evict_strays(self, inventory: _Inventory) -> int:
+    async def _evict_strays(self, inventory: "_Inventory") -> int:
         """Evict layers without a store: of a build that failed, or of a store that is gone; answers
         their bytes.
         """
@@ -170,7 +168,7 @@ class Eviction:
         await self._registry.sweep()
         return freed
 
-    def _retire_layers(self, inventory: _Inventory, tree: str | None) -> None:
+    def _retire_layers(self, inventory: "_Inventory", tree: str | None) -> None:
         """Take a layer out of use, and those below it, as far down as no store needs them."""
         templates = inventory.templates
         while (
@@ -184,7 +182,7 @@ class Eviction:
             self._registry.retire(templates, tree)
             tree = base
 
-    async def _inventories(self) -> list[_Inventory]:
+    async def _inventories(self) -> "list[_Inventory]":
         await self._registry.weigh()
         found = []
         for name in self._registry.names():

@@ -5,8 +5,6 @@ both clients see the kernel's own errors. A Unix socket refuses bytes as soon as
 so a first write that fails has sent nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -121,7 +119,7 @@ class AsyncConnection:
         self._give_back(channel, response.head)
         return response
 
-    async def _take(self) -> AsyncChannel:
+    async def _take(self) -> "AsyncChannel":
         if self._pid != os.getpid():  # a fork: the parent reads these
             self._pid, self._idle = os.getpid(), []
         oldest = time.monotonic() - _KEEP_SECONDS
@@ -133,7 +131,7 @@ class AsyncConnection:
                 channel.close()
         return await AsyncChannel.open(self.socket)
 
-    def _give_back(self, channel: AsyncChannel, head: Head) -> None:
+    def _give_back(self, channel: "AsyncChannel", head: Head) -> None:
         if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)

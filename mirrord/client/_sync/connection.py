@@ -6,8 +6,6 @@ both clients see the kernel's own errors. A Unix socket refuses bytes as soon as
 so a first write that fails has sent nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select
@@ -120,7 +118,7 @@ class Connection:
         self._give_back(channel, response.head)
         return response
 
-    def _take(self) -> Channel:
+    def _take(self) -> "Channel":
         if self._pid != os.getpid():  # a fork: the parent reads these
             self._pid, self._idle = os.getpid(), []
         oldest = time.monotonic() - _KEEP_SECONDS
@@ -132,7 +130,7 @@ class Connection:
                 channel.close()
         return Channel.open(self.socket)
 
-    def _give_back(self, channel: Channel, head: Head) -> None:
+    def _give_back(self, channel: "Channel", head: Head) -> None:
         if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)
