@@ -415,7 +415,6 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("GET", "/v1/datasets/{name}/diff"): [("datasets/swe-bench/diff?to=swe-gym", None)],
         ("GET", "/v1/datasets/{name}/export"): [("datasets/swe-bench/export", None)],
         ("DELETE", "/v1/datasets/{name}"): [("datasets/swe-bench", None)],
-        ("GET", "/v1/datasets/{name}/diff"): [("datasets/swe-bench/diff?to=swe-smith", None)],
         ("GET", "/v1/instances"): [("instances", None), ("instances?dataset=swe-bench", None)],
         ("GET", "/v1/instances/{id}"): [
             (f"instances/{identity}{query}", None)
