@@ -86,4 +86,5 @@ def seconds(duration: float) -> str:
 
 
 def short(commit: str | None) -> str:
-    return commit[:12] if commit else "-"
+    """The first digits of a full id; another name, such as a branch's, stays whole."""
+    return (commit[:12] if len(commit) == 40 else commit) if commit else "-"

@@ -10,7 +10,7 @@ from mirrord.api import connections, server
 from mirrord.api import request as bodies
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import collect, diff, worktree
-from mirrord.datasets import json_stream, readers
+from mirrord.datasets import json_stream, mapping, readers
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
@@ -20,6 +20,7 @@ from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 MIB, GIB = 1024**2, 1024**3
 
 BOUNDS = [
+    ("a mapping of columns", [f"{mapping.MAPPING_LIMIT_BYTES // 1024} KiB"]),
     (
         "connections of members",
         [f"{connections.CONNECTIONS_OF[Role.MEMBER]:,}", f"{connections.MAX_CONNECTIONS:,}"],
