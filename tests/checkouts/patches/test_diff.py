@@ -144,6 +144,34 @@ def test_a_plain_diff_starts_no_process_and_another_one(tree: Tree) -> None:
     assert counts == [0, 1]
 
 
+def test_a_new_file_costs_no_stat(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory says what it is, its descriptor how long it is and whether it may be run."""
+    stats: list[object] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: stats.append(path) or stat(path, **how))
+    counts = []
+    for number in range(30):
+        tree.put(b"new/%d" % number, b"new\n", 0o755 if number % 2 else 0o644)
+        if number in (2, 29):
+            stats.clear()
+            tree.diff(DiffFormat.PATCH, [b"new"])
+            counts.append(len(stats))
+    assert counts[0] == counts[1]
+    monkeypatch.undo()
+    assert compare(tree) is None
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o000])
+def test_directories_that_their_owner_cannot_enter_are_read(tree: Tree, mode: int) -> None:
+    tree.put(b"new/locked/file", b"new\n")
+    tree.put(b"new/locked/sub/file", b"new\n")
+    tree.put(b"empty/one", b"now a line\n")
+    for path in ("new/locked/sub", "new/locked", "new", "empty"):
+        (tree.path / path).chmod(mode)
+    assert compare(tree) is None
+    assert tree.git_diff(DiffFormat.NAME_STATUS).count(b"\n") == 3
+
+
 def test_a_long_diff_is_in_the_spool(tree: Tree) -> None:
     """Not twice in memory: it is written as it is made."""
     tree.put(b"long", b"0123456789\n" * 200_000)
