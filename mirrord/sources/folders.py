@@ -179,7 +179,8 @@ def _parse_yaml(text: str) -> Any:
 # -- Harbor ---------------------------------------------------------------------------------------
 
 _PATCH = re.compile(r"\.(?:patch|diff)$")
-_BASE_KEYS = ("base_commit", "base_sha", "ref")
+_REPO_KEYS = ("repo", "repository", "repository_url")  # the last ones are DeepSWE's
+_BASE_KEYS = ("base_commit", "base_sha", "ref", "base_commit_hash")
 _CLONE = re.compile(
     r"git clone\s[^\n]*?(?:https?://|git@)[^/:\s]+[/:]([\w.-]+/[\w.-]+?)(?:\.git)?[/\s\"']"
 )
@@ -206,7 +207,7 @@ def _read_harbor(folder: _Folder) -> dict[str, Any]:
     image = _table(config, "environment").get("docker_image") or _first(_FROM, dockerfile)
     found = {
         "instance_id": metadata.get("instance_id") or folder.path.name,
-        "repo": _named(tables, ("repo", "repository")) or _first(_CLONE, dockerfile),
+        "repo": _named(tables, _REPO_KEYS) or _first(_CLONE, dockerfile),
         "base_commit": _named(tables, _BASE_KEYS) or _first(_CHECKOUT, dockerfile),
         "version": metadata.get("version"),
         "image_name": image,

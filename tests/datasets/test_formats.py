@@ -64,7 +64,10 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
         row(PASS_TO_FAIL=[], environment_setup_commit=""),
         row(install_config={}, image_name="i", language="go", environment_setup_commit=...),
     ],
-    "generic": [row(environment_setup_commit=..., created_at=...)],
+    "generic": [  # the second as NeMo Gym writes DeepSWE
+        row(environment_setup_commit=..., created_at=...),
+        {**PLAIN, "patch": "d", "language": "go", **NEMO},
+    ],
     "swe-smith": [SMITH, {**SMITH, "image_name": "x"}, {**SMITH, "base_commit": BASE}],
     "swe-minisandbox": [
         {**PLAIN, "image_name": "x", "python_version": "3.9"},

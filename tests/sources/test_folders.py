@@ -192,6 +192,12 @@ def test_repository_commit_and_patch_are_found_where_tasks_name_them(tmp_path: P
         f'[metadata.repo2env]\nrepo = "o/n"\nref = "{BASE}"\n[environment]\ndocker_image = "i"'
     )
     harbor(tmp_path / "a", "o__n-1", {"task.toml": metadata, "solution/patch.diff": GOLD})
+    deepswe = f'[metadata]\nrepository_url = "https://x.org/o/n"\nbase_commit_hash = "{BASE}"\n'
+    harbor(tmp_path / "c", "deep", {"task.toml": deepswe})
+    assert (only(tmp_path / "c")["repo"], only(tmp_path / "c")["base_commit"]) == (
+        "https://x.org/o/n",
+        BASE,
+    )
     docker = (
         "FROM x\nRUN git clone https://github.com/o/n.git /testbed && cd /testbed"
         f" && git reset --hard {BASE}\n"
