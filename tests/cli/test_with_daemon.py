@@ -25,7 +25,12 @@ from gitrepos import Upstream, git
 from mirrord import AsyncClient, Client
 from mirrord.cli import rehearse
 from mirrord.cli.main import run
-from mirrord.errors import AccessError, InstanceAmbiguousError, NoDaemonError
+from mirrord.errors import (
+    AccessError,
+    InstanceAmbiguousError,
+    InvalidDatasetError,
+    NoDaemonError,
+)
 from mirrord.model import DiffFormat, View
 
 pytestmark = pytest.mark.slow
@@ -143,6 +148,30 @@ def test_an_import_tells_what_it_took_and_what_it_could_not(world: World) -> Non
     again = world.run("dataset", "import", world.file, "--name", "demo")
     assert "0 added, 0 changed, 0 removed, 2 unchanged" in again.out
     assert "rows.jsonl:3" in again.err
+
+
+def test_a_stream_that_fails_imports_nothing(world: World) -> None:
+    """Nor one that its client leaves; a whole one from a task's thread is a dataset."""
+    line = world.file.read_bytes().splitlines(keepends=True)[0]
+
+    def broken() -> Iterator[bytes]:
+        yield line
+        raise RuntimeError("the source failed")
+
+    with Client(world.daemon.socket) as client:
+        with pytest.raises(RuntimeError, match="the source failed"):
+            client.import_dataset(broken(), source="broken", name="broken")
+        with pytest.raises(InvalidDatasetError):
+            client.wait(client.import_dataset(iter([b""]), name="empty"))
+
+        async def stream() -> None:
+            async with AsyncClient(world.daemon.socket) as other:
+                await other.wait(await other.import_dataset([line[:9], line[9:]], name="pieces"))
+
+        anyio.run(stream)
+        names = {dataset.name for dataset in client.list_datasets()}
+        assert ("broken" in names, "empty" in names, "pieces" in names) == (False, False, True)
+        client.remove_dataset("pieces")
 
 
 def test_an_import_of_a_commit_that_nobody_has_ends_with_eight(

@@ -205,6 +205,8 @@ class AsyncChannel:
         if rest := await self._begin(request.head("transfer-encoding: chunked\r\n")):
             await self._went_out(rest)
         async for chunk in body:
+            if not chunk:  # an empty chunk would end the body
+                continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
             if self._is_readable() or not await self._went_out(framed):
                 return

@@ -204,6 +204,8 @@ class Channel:
         if rest := self._begin(request.head("transfer-encoding: chunked\r\n")):
             self._went_out(rest)
         for chunk in body:
+            if not chunk:  # an empty chunk would end the body
+                continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
             if self._is_readable() or not self._went_out(framed):
                 return
