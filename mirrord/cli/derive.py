@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from ..client.primitives_sync import write
 from ..derive.pulls import SplitRule
-from ..derive.rows import Column, Deriver, Report, Row
+from ..derive.rows import Column, Derived, Deriver, Row
 from ..derive.versions import Version, find_version
 from ..errors import MirrordError, NoDaemonError, UsageError
 from ..git.objects.commits import describe
@@ -130,7 +130,7 @@ def _version_in(tree: Path, repo: str) -> Version | None:
 # -- the answer -----------------------------------------------------------------------------------
 
 
-def _counts(report: Report) -> Iterator[str]:
+def _counts(report: Derived) -> Iterator[str]:
     lacking = Counter[str]()
     for (column, _), times in report.lacking.items():
         lacking[column] += times
@@ -139,7 +139,7 @@ def _counts(report: Report) -> Iterator[str]:
     yield from table(("COLUMN", "ADDED", "AGREES", "DISAGREES", "NOT DERIVED"), rows)
 
 
-def _remarks(report: Report) -> Iterator[str]:
+def _remarks(report: Derived) -> Iterator[str]:
     for each in report.disagreements:
         values = f"recorded {_shown(each.recorded)}, {each.rule} gives {_shown(each.derived)}"
         yield f"{each.instance}: {each.column}: {values}"
@@ -153,7 +153,7 @@ def _shown(value: object) -> str:
     return cell(", ".join(map(str, value)) if isinstance(value, list) else value)
 
 
-def _answer(report: Report, fault_count: int) -> dict[str, Any]:
+def _answer(report: Derived, fault_count: int) -> dict[str, Any]:
     return {
         "rows": report.rows,
         "faults": fault_count,

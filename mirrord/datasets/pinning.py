@@ -24,7 +24,7 @@ from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 
 
-class Outcome(NamedTuple):
+class PinOutcome(NamedTuple):
     """What became of one mirror's commits.
 
     `refused` says why some have no pin (`*`: all of them); `found` are the commits that revisions
@@ -49,7 +49,7 @@ async def pin_all(
     sink: ProgressSink | None,
     *,
     is_synced: bool = False,
-) -> dict[str, Outcome]:
+) -> dict[str, PinOutcome]:
     """Pin every commit possible, by mirror key; also those that revisions are at.
 
     A mirror that lacks some is synced once more, unless that has just been done (`is_synced`).
@@ -57,7 +57,7 @@ async def pin_all(
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, PinOutcome] = {}
 
     def report(note: str) -> None:
         if sink:
@@ -79,7 +79,7 @@ async def pin_all(
             except MirrordError as error:
                 facts = {"code": error.code, "detail": error.message}
                 log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
-                outcomes[key] = Outcome({EVERY: error.message}, {})
+                outcomes[key] = PinOutcome({EVERY: error.message}, {})
         done += sum(map(len, wanted))
         report(name.repo)
 
@@ -100,7 +100,7 @@ async def _pin(
     revisions: Collection[str],
     is_synced: bool,
     sink: ProgressSink,
-) -> Outcome:
+) -> PinOutcome:
     row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo)
     is_new = row.synced_at is None
     if is_new:
@@ -122,7 +122,7 @@ async def _pin(
             by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
-    return Outcome(_in_short(refused, len(commits) + len(revisions)), found)
+    return PinOutcome(_in_short(refused, len(commits) + len(revisions)), found)
 
 
 def _in_short(refused: Mapping[CommitId, str], count: int) -> dict[str, str]:

@@ -16,8 +16,6 @@ from .pulls import SplitRule, resolved_issues, split
 from .versions import Version
 
 Row = dict[str, Any]
-FindVersion = Callable[[str, str], Version | str]
-"""The version of owner/name at a commit, or why it is not known."""
 
 
 class Column(StrEnum):
@@ -40,7 +38,7 @@ class Disagreement(NamedTuple):
 
 
 @dataclass
-class Report:
+class Derived:
     """Counts by column, and lists. `lacking` counts by column and reason; `split_differs` has, by
     instance, the paths that are tests by one split rule only."""
 
@@ -66,7 +64,7 @@ class Deriver:
         self._columns = columns
         self._rule = rule
         self._versions = versions or {}
-        self.report = Report()
+        self.report = Derived()
 
     def rows(self) -> Iterator[Row]:
         """All rows in their order, with the added columns and `derived`."""

@@ -135,17 +135,7 @@ class Git:
                 f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes"
             )
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
-        if result.status not in ok:
-            is_upstream, secrets = remote is not None, remote.secrets if remote else ()
-            raise failure(
-                doing, result.status, result.stderr,
-                upstream=is_upstream, http=stderr.http, secrets=secrets,
-            )  # fmt: skip
-        if remote is not None and stderr.http.is_garbage:
-            raise errors.UpstreamError(
-                f"cannot {doing}: upstream answers, but not as git does",
-                hint="check the upstream URL",
-            )
+        _must_be_answered(result, ok, stderr, remote, doing)
         return result
 
     @contextlib.asynccontextmanager
@@ -189,6 +179,23 @@ class Git:
         ) as process:
             async with Child(process) as child, contextlib.aclosing(pieces()) as iterator:
                 yield iterator
+
+
+def _must_be_answered(
+    result: GitResult, ok: Collection[int], stderr: StderrReader, remote: Remote | None, doing: str
+) -> None:
+    """Raise the error that the status or the upstream's answer asks for."""
+    if result.status not in ok:
+        is_upstream, secrets = remote is not None, remote.secrets if remote else ()
+        raise failure(
+            doing, result.status, result.stderr,
+            upstream=is_upstream, http=stderr.http, secrets=secrets,
+        )  # fmt: skip
+    if remote is not None and stderr.http.is_garbage:
+        raise errors.UpstreamError(
+            f"cannot {doing}: upstream answers, but not as git does",
+            hint="check the upstream URL",
+        )
 
 
 def run_git_sync(

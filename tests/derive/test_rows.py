@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mirrord.derive.rows import Column, Deriver, Disagreement, Report
+from mirrord.derive.rows import Column, Derived, Deriver, Disagreement
 from mirrord.derive.versions import Version
 
 SOURCE = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1 +1 @@\n-a\n+b\n"
@@ -14,7 +14,7 @@ PYTEST = SOURCE.replace("x.py", "src/_pytest/x.py")
 
 def derive(
     rows: list[dict[str, Any]], *columns: Column, versions: dict[Any, Any] | None = None
-) -> tuple[list[dict[str, Any]], Report]:
+) -> tuple[list[dict[str, Any]], Derived]:
     deriver = Deriver(lambda: (dict(row) for row in rows), columns, versions=versions)
     return list(deriver.rows()), deriver.report
 

@@ -30,7 +30,7 @@ class ImportQuery(Query):
     dry_run: bool = Field(False, description="only say what would change")
 
 
-class DiffQuery(Query):
+class ComparisonQuery(Query):
     to: _Name = Field(description="the other dataset")
 
 
@@ -76,7 +76,7 @@ async def import_dataset(call: Call, query: ImportQuery) -> Operation:
     )  # fmt: skip
 
 
-async def diff_datasets(call: Call, query: DiffQuery) -> DatasetDiff:
+async def diff_datasets(call: Call, query: ComparisonQuery) -> DatasetDiff:
     a, b = parse_dataset_name(call.path["name"]), parse_dataset_name(query.to)
     return await call.engine.datasets.compare(a, b)
 
