@@ -123,6 +123,7 @@ instances = sa.Table(
     sa.Index("instances_by_public_id", "public_id"),
     sa.Index(  # an empty base commit: the mirror does not have the branch yet
         "unresolved_instances",
+        "dataset_id",
         "mirror_name",
         sqlite_where=sa.text("base_commit = ''"),
         postgresql_where=sa.text("base_commit = ''"),

@@ -20,7 +20,7 @@ def upgrade() -> None:
     op.create_index(
         "unresolved_instances",
         "instances",
-        ["mirror_name"],
+        ["dataset_id", "mirror_name"],
         sqlite_where=unresolved,
         postgresql_where=unresolved,
     )
