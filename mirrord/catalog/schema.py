@@ -7,6 +7,7 @@ refuses NUL, which git's patches may hold.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -256,9 +257,16 @@ class InstanceRow:
 
     @property
     def public_id(self) -> str:
-        """The id that agents may see: ours where the dataset's tells a commit of the answer."""
+        """The id that agents may see: ours where the dataset's tells a commit of the answer.
+
+        A whole commit id tells one that a row without its columns does not record.
+        """
         text = self.id.lower()
-        if all(c == self.base_commit or c[:_TELLING_DIGITS] not in text for c, _ in self.commits):
+        others = {
+            commit[:_TELLING_DIGITS] for commit, _ in self.commits if commit != self.base_commit
+        }
+        whole = set(re.findall(r"[0-9a-f]{40}", text)) - {self.base_commit}
+        if not whole and not any(digits in text for digits in others):
             return self.id
         return f"{self.mirror.key}-{hashlib.sha256(self.id.encode()).hexdigest()[:12]}"
 

@@ -185,6 +185,12 @@ class Author:
             row[name.lower()] = str(row.pop(name))
         return Task(fix, identity, row, fix.gold)
 
+    def partial(self) -> Task:
+        """A row with the id of another format, and without the columns that say what is in it."""
+        fix = self.fix("generic")
+        identity = f"instance_o__r-{fix.gold}-vnan"
+        return Task(fix, identity, self.shared(fix, identity), None)
+
     def live(self) -> Task:
         fix, identity = self.fix("swe-bench-live"), "o__r-live"
         urls = [f"https://github.com/o/r/commit/{fix.gold}"]
@@ -257,7 +263,7 @@ class Author:
 
 AUTHORS: tuple[Callable[[Author], Task], ...] = (
     *(Author.classic, Author.rebench, Author.pro, Author.live, Author.multi, Author.nemo),
-    *(Author.r2e, Author.smith, Author.sandbox),
+    *(Author.r2e, Author.smith, Author.sandbox, Author.partial),
 )
 
 
@@ -346,10 +352,14 @@ def _use(world: World, client: Client) -> World:
         assert client.verify_receipt(held.receipt()).holds  # by a git of its own
     client.wait(client.start_audit())
     world.theirs = client.checkout(first.id, owner=AGENT).lease.to_json()
-    asked = [("POST", "checkouts", {"instance": task.id}) for task in world.tasks]
+    asked = [
+        ("POST", "checkouts", {"instance": task.id, "backend": backend})
+        for backend in ("pool", "overlay")
+        for task in world.tasks
+    ]
     made = [json.loads(text) for _, text in world.ask(MEMBER, *asked)]
     world.mine = made[-1]
-    for task, mine in zip(world.tasks, made, strict=True):
+    for task, mine in zip(2 * world.tasks, made, strict=True):
         client.get_checkout(mine["id"])
         client.grade_checkout(mine["id"], owner=GRADER)
         world.ask(
