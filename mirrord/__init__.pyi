@@ -157,3 +157,8 @@ from .protocol import UsageRow as UsageRow
 from .protocol import UsageTotal as UsageTotal
 
 __version__: str
+from .client._async import AsyncRehearsal as AsyncRehearsal
+from .client._sync import Rehearsal as Rehearsal
+from .model import Readiness as Readiness
+from .protocol import RehearsalStep as RehearsalStep
+from .protocol import Rehearsed as Rehearsed

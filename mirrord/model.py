@@ -194,6 +194,17 @@ class CommitRole(StrEnum):
     BUG = "bug-branch"
 
 
+class Readiness(StrEnum):
+    """What a rehearsal found of an instance. BUT: ready, while a commit that it records besides the
+    base commit cannot be served; UNTRIED: something else than the instance kept it from an answer.
+    """
+
+    READY = "ready"
+    BUT = "ready, but"
+    FAILED = "failed"
+    UNTRIED = "untried"
+
+
 class Direction(StrEnum):
     """Which way a row's patch goes: `forward` fixes the bug, `reverse` introduces it."""
 

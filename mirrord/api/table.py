@@ -193,6 +193,7 @@ ENDPOINTS = (
     _delete(f"{_CHECKOUT}/snapshots/{{name}}", OWNER, checkouts.remove_snapshot, 204),
     _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout),
     _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, answer=_PATCH),
+    _get(f"{_CHECKOUT}/seal", ADMIN, checkouts.get_seal),
     _get(f"{_CHECKOUT}/receipt", OWNER, checkouts.get_receipt, answer=Receipt),
     _post(f"{_CHECKOUT}/apply", OWNER, checkouts.apply_patch, upload=_FILE, interruptible=True),
     _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, interruptible=True),

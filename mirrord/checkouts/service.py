@@ -31,6 +31,7 @@ from ..model import (
     ApplyStrategy,
     Backend,
     CheckoutId,
+    CommitRole,
     DiffFormat,
     Direction,
     History,
@@ -53,6 +54,7 @@ from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
 from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
+from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
@@ -85,6 +87,7 @@ class Checkouts:
         self._trash = trash
         self._clock = clock
         self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
+        self._stores = stores
         self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
         self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
         self._grading = Grading(settings, workers, mirrors, datasets)
@@ -380,6 +383,27 @@ class Checkouts:
             made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
             return await self._receipts.issue(lease, made.content, proven_at)
+
+    async def seal(self, checkout: str, peer: Peer) -> protocol.SealReport:
+        """Judge the sealed store that a checkout shows: it is as it was built, and has neither the
+        gold commit nor the bug's of the instance, but for its own.
+        """
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
+            store = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
+            row = await self._patches.find_row(lease)
+            answers = (CommitRole.GOLD, CommitRole.BUG)
+            secret = {commit for commit, role in row.commits if role in answers} if row else set()
+            secret.discard(lease.commit)
+            leaks = await anyio.to_thread.run_sync(find_leaks, store, secret)
+        return protocol.SealReport(
+            path=str(lease.tree_path),
+            base=lease.commit,
+            sealed=not leaks,
+            head=store.head,
+            leaks=leaks,
+            checked=[f"history {lease.history}", f"{len(store.packs)} packs", "control files"],
+        )
 
     async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror; the peer must be one who may check its commit out."""

@@ -1,39 +1,13 @@
-"""The report on predictions as one HTML page, without scripts and without anything to load.
+"""The report on predictions as one HTML page. Every text in it may be a model's."""
 
-Every text in it may be a model's: all of it is escaped, and a content security policy lets nothing
-but its own style in.
-"""
-
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import page
 from .outcomes import MEANINGS, Outcome, State
-from .output import count, printable, when
+from .output import count, when
+from .page import escape
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #2a8a4a; --bad: #c0392b; --other: #888 }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% }
-th, td { text-align: left; vertical-align: top; padding: .25rem .6rem;
-  border-bottom: 1px solid var(--line); overflow-wrap: anywhere }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-td.bar { width: 35% } td.bar div { height: .8rem; border-radius: .2rem; background: var(--other) }
-b { font-weight: 600; white-space: nowrap }
-b.prepared { color: var(--good) } b.conflict, b.refused, b.failed, b.invalid { color: var(--bad) }
-td.prepared div { background: var(--good) }
-td.conflict div, td.refused div, td.failed div, td.invalid div { background: var(--bad) }
-code { font-size: .9em } p.note { color: var(--bad) } summary { cursor: pointer }
-ul { margin: .2rem 0; padding-left: 1.2rem }
-"""
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{style}</style></head><body>
-<h1>{title}</h1>
-"""
 _SHOWN_MAX = 100
 
 
@@ -43,8 +17,7 @@ def render(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 
 def _sections(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    title = escape(f"Predictions in {totals['predictions']}")
-    yield _HEAD.format(title=title, style=_STYLE)
+    yield page.head(f"Predictions in {totals['predictions']}")
     dataset = f"dataset {totals['dataset']}, " if totals["dataset"] else ""
     ended = f"{when(totals['ended_at'])}, mirrord {totals['mirrord']}"
     yield f"<p>{escape(f'{dataset}{ended}')}</p>\n"
@@ -61,54 +34,56 @@ def _sections(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterato
     if without:
         yield f"<h2>Not graded</h2>\n{_table(('line', 'instance', 'result', 'why'), without)}"
     columns = ("line", "instance", "model", "result", "how", "paths", "notable")
-    yield f"<h2>All predictions</h2>\n{_table(columns, outcomes)}</body></html>\n"
+    yield f"<h2>All predictions</h2>\n{_table(columns, outcomes)}{page.FOOT}"
 
 
-def escape(text: str) -> str:
-    return html.escape(printable(text))
+_TONES = {State.PREPARED: "good", State.EMPTY: "other", State.UNKNOWN: "other"}
+_TONES[State.DUPLICATE] = "other"
+
+
+def _result(state: State) -> str:
+    return f'<td><b class="{_TONES.get(state, "bad")}">{state}</b></td>'
 
 
 def _states(totals: Mapping[str, Any]) -> str:
-    rows = []
-    for state in State:
-        if number := totals["states"].get(state):
-            share = round(100 * number / totals["done"], 1)
-            bar = f'<td class="bar {state}"><div style="width:{share}%"></div></td>'
-            rows.append(
-                f'<tr><td><b class="{state}">{state}</b></td><td class="n">{number:,}</td>'
-                f'<td class="n">{share} %</td>{bar}<td>{escape(MEANINGS[state])}</td></tr>\n'
-            )
-    return f"<table>{''.join(rows)}</table>\n"
+    counted = [(state, totals["states"].get(state, 0)) for state in State]
+    rows = [
+        [
+            *(_result(state), page.number(found)),
+            page.share_bar(found, totals["done"], _TONES.get(state, "bad")),
+            f"<td>{escape(MEANINGS[state])}</td>",
+        ]
+        for state, found in counted
+        if found
+    ]
+    return page.table((), rows)
 
 
 def _counts(title: str, noun: str, counts: Mapping[str, int]) -> str:
     if not counts:
         return ""
-    rows = "".join(
-        f'<tr><td><code>{escape(name)}</code></td><td class="n">{number:,}</td></tr>\n'
-        for name, number in sorted(counts.items(), key=lambda each: -each[1])
-    )
-    head = f"<tr><th>{noun}</th><th>predictions</th></tr>\n"
-    return f"<h2>{title}</h2>\n<table>{head}{rows}</table>\n"
+    rows = [
+        (f"<td><code>{escape(name)}</code></td>", page.number(found))
+        for name, found in sorted(counts.items(), key=lambda each: -each[1])
+    ]
+    return f"<h2>{title}</h2>\n{page.table((noun, 'predictions'), rows)}"
 
 
 def _table(columns: Sequence[str], outcomes: Iterable[Outcome]) -> str:
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    rows = [f"<tr>{''.join(_cell(name, each) for name in columns)}</tr>\n" for each in outcomes]
-    return f"<table><tr>{head}</tr>\n{''.join(rows)}</table>\n"
+    return page.table(columns, ([_cell(name, each) for name in columns] for each in outcomes))
 
 
 def _cell(column: str, each: Outcome) -> str:
     grade = each.grade
     match column:
         case "line":
-            return f'<td class="n">{each.line}</td>'
+            return page.number(each.line)
         case "instance":
             return f"<td>{escape(each.instance or '')}</td>"
         case "model":
             return f"<td>{escape(each.model or '')}</td>"
         case "result":
-            return f'<td><b class="{each.state}">{each.state}</b></td>'
+            return _result(each.state)
         case "how":
             return f"<td>{escape((grade and grade.strategy) or '')}</td>"
         case "paths":

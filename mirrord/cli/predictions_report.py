@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from ..errors import UsageError
 from ..model import utc_now
 from ..protocol import to_bytes, to_json
 from .outcomes import Outcome, State
 from .output import count, table
+from .page import PAGES, create
 from .predictions_page import render
 
-_LINES, _PAGES = {".jsonl"}, {".html", ".htm"}
+_LINES = {".jsonl"}
 
 
 class Report:
@@ -36,7 +36,7 @@ class Report:
         self._pages: list[BinaryIO] = []
         with ExitStack() as opened:  # now: better than after hours of work
             for path in paths:
-                file = opened.enter_context(_create(path))
+                file = opened.enter_context(create(path, _LINES | PAGES))
                 (self._lines if path.suffix.lower() in _LINES else self._pages).append(file)
             self._files = opened.pop_all()
 
@@ -99,14 +99,3 @@ class Report:
         states = Counter(each.state for each in self.outcomes)
         counted = ", ".join(f"{states[state]} {state}" for state in State if states[state])
         yield f"{count(len(self.outcomes), 'prediction')}: {counted}"
-
-
-def _create(path: Path) -> BinaryIO:
-    if path.suffix.lower() not in _LINES | _PAGES:
-        hint = "end its name in .jsonl or .html"
-        raise UsageError(f"cannot write a report to {path}: unknown suffix", hint=hint)
-    try:
-        return path.open("wb")
-    except OSError as error:
-        hint = "name another file with --report"
-        raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error

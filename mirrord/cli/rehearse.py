@@ -1,47 +1,28 @@
-"""`mirrord rehearse`: try every row of a dataset, from its checkout to its reset."""
+"""`mirrord rehearse`: does every instance work, here and now?"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+import asyncio
+import importlib
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ..errors import AccessError, MirrordError, NoDaemonError, UsageError
-from ..model import View
+from ..errors import UsageError
 from ..protocol import Progress
 from .operations import watching
-from .output import count, seconds, size, table
 from .parameters import Argument, Option
-from .session import Session, print_line
+from .rehearse_report import Results
+from .session import Session
 
 if TYPE_CHECKING:
-    from .. import Checkout, Client
+    from collections.abc import Callable
 
-T = TypeVar("T")
+    from ..protocol import Rehearsed
 
-_FAILED = 8
-
-
-class Row(NamedTuple):
-    """One instance, as far as it got: the seconds of each step, and the step that failed."""
-
-    instance: str
-    seconds: dict[str, float]
-    failure: tuple[str, MirrordError] | None
-    patch_bytes: int
-
-    @property
-    def status(self) -> int:
-        """The row's exit status: 8 when it was tried and failed.
-
-        An unknown instance, missing rights or no daemon is no failed row.
-        """
-        if self.failure is None:
-            return 0
-        step, error = self.failure
-        was_tried = step != "instance" and not isinstance(error, AccessError | NoDaemonError)
-        return _FAILED if was_tried else error.exit_status
+_JOBS_MAX = 256
+_REPORT_HELP = "Write what is ready, and why the rest is not, as a page (.html); repeatable."
+_RESUME_HELP = "Note each result in this file, and leave out those in it that still hold."
 
 
 def rehearse(
@@ -50,79 +31,59 @@ def rehearse(
         list[str] | None, Argument(metavar="[INSTANCE]...", help="Default: all.")
     ] = None,
     dataset: Annotated[str | None, Option(help="All instances of this dataset.")] = None,
+    jobs: Annotated[str, Option(metavar="N", help="How many instances at a time.")] = "8",
+    report: Annotated[list[Path] | None, Option(metavar="FILE", help=_REPORT_HELP)] = None,
+    resume: Annotated[Path | None, Option(metavar="FILE", help=_RESUME_HELP)] = None,
 ) -> None:
-    """For each instance: a grader's checkout, test patch, gold patch, diff, reset, release.
+    """Each is checked out and compared with its base commit, its seal is judged, its test patch and
+    gold patch are applied and taken back, and it is reset. Recorded commits are audited.
 
-    Patches go in the dataset's direction. One line each; status 8 when a row fails, another status
-    where it could not be tried.
+    Status 8 when an instance fails. One that works while another commit of its row cannot be served
+    is "ready, but". Ctrl-C releases every checkout and leaves a report of what was done.
     """
-    client = session.client
-    wanted = list(instances or ())
-    if dataset or not wanted:
-        wanted += [found.id for found in client.list_instances(dataset)]
-    if not wanted:
-        hint = "import a dataset first, or name instances"
-        raise UsageError("cannot rehearse: there are no instances", hint=hint)
-    rows = []
-    with watching(session, "rehearse") as watch:
-        for number, instance in enumerate(wanted):
-            watch(Progress(done=number, total=len(wanted), unit="instances", note=instance))
-            rows.append(_rehearse(client, instance, dataset))
-    _answer(session, rows)
-    if statuses := {row.status for row in rows} - {0}:
-        raise SystemExit(_FAILED if _FAILED in statuses else min(statuses))
+    if not jobs.isdecimal() or not 0 < int(jobs) <= _JOBS_MAX:
+        hint = f"give a number from 1 to {_JOBS_MAX}"
+        raise UsageError(f"cannot read --jobs {jobs}", hint=hint)
+    with closing(Results(report or (), resume)) as results, watching(session, "rehearse") as watch:
 
+        def note(row: Rehearsed) -> None:
+            results.add(row)
+            done, total = len(results.rows), results.total
+            watch(Progress(done=done, total=total, unit="instances", note=row.instance))
 
-def _rehearse(client: Client, instance: str, dataset: str | None) -> Row:
-    """The first failure ends the row, because each step needs those before it."""
-    took: dict[str, float] = {}
-    failures: list[tuple[str, MirrordError]] = []
-
-    def timed(name: str, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        began = time.perf_counter()
         try:
-            return work(*args, **options)
-        except MirrordError as error:
-            failures.append((name, error))
+            asyncio.run(_rehearse_all(session, instances or [], dataset, int(jobs), results, note))
+        except KeyboardInterrupt:
+            session.note(f"interrupted after {len(results.rows)} of {results.total} instances")
             raise
-        finally:
-            took[name] = time.perf_counter() - began
-
-    known: dict[str, Any] = {"view": View.GRADER, "dataset": dataset}
-    checkout: Checkout | None = None
-    patch = b""
-    with suppress(MirrordError):  # `failures` has it
-        row = timed("instance", client.get_instance, instance, **known)
-        checkout = timed("checkout", client.checkout, instance, **known)
-        if row.test_patch:
-            timed("@test_patch", checkout.apply, "@test_patch")
-        if row.patch:
-            timed("@patch", checkout.apply, "@patch")
-        patch = timed("diff", checkout.diff)
-        timed("reset", checkout.reset)
-    if checkout is not None:
-        with suppress(MirrordError):
-            timed("release", checkout.release)
-    return Row(instance, took, next(iter(failures), None), len(patch))
+    session.answer(results.answer(), results.lines())
+    if status := results.exit_status:
+        raise SystemExit(status)
 
 
-def _answer(session: Session, rows: list[Row]) -> None:
-    answers: list[dict[str, Any]] = []
-    cells = []
-    for row in rows:
-        step, error = row.failure or (None, None)
-        took = {name: seconds(duration) for name, duration in row.seconds.items()}
-        why = f"{step}: {error.message}" if error else None
-        times = (took.get("checkout"), took.get("reset"), size(row.patch_bytes))
-        cells.append((row.instance, "failed" if error else "ok", *times, why))
-        answer: dict[str, Any] = {"instance": row.instance, "ok": error is None}
-        answer["seconds"] = {name: round(duration, 6) for name, duration in row.seconds.items()}
-        answer |= {"diff_bytes": row.patch_bytes, "failed_step": step}
-        answers.append({**answer, "error": error.problem() if error else None})
-    if session.json:
-        session.print_json(answers)
-        return
-    for line in table(("INSTANCE", "RESULT", "CHECKOUT", "RESET", "PATCH", "WHY"), cells):
-        print_line(line)
-    failed = sum(row.failure is not None for row in rows)
-    print_line(f"{count(len(rows), 'instance')} rehearsed, {failed or 'none'} failed")
+async def _rehearse_all(
+    session: Session,
+    instances: list[str],
+    dataset: str | None,
+    jobs: int,
+    results: Results,
+    note: Callable[[Rehearsed], None],
+) -> None:
+    clients = importlib.import_module("mirrord.client._async")
+    async with clients.AsyncClient(session.socket, config=session.config) as client:
+        rehearsal = await client.rehearsal(*instances, dataset=dataset)
+        if not rehearsal.candidates:
+            hint = "import a dataset first, or name instances"
+            raise UsageError("cannot rehearse: there are no instances", hint=hint)
+        left = iter(results.choose(rehearsal.candidates))  # shared: each job takes the next
+
+        async def work() -> None:
+            for candidate in left:
+                note(await rehearsal.rehearse(candidate))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(jobs):
+                    tasks.create_task(work())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None

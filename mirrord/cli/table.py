@@ -75,7 +75,7 @@ checkouts; checkouts:list_all; 39; List the held checkouts.
 receipt; receipts:receipt; 345789; Print what a checkout is and how that was proven, or verify that.
 exec; execute:execute; 346789; Run a command in a temporary checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
-rehearse; rehearse:rehearse; 346789; Try every instance: checkout, patches, diff, reset.
+rehearse; rehearse:rehearse; 3456789; Try every instance: checkout, seal, patches and back, reset.
 du; storage:du; 379; Show what is on disk, shared, and only a cache.
 gc; storage:gc; 379; Drop what is only a cache and not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.

@@ -596,7 +596,9 @@ class SealLeak(Answer):
 
 
 class SealReport(Answer):
-    """The answer of `verify-seal`. `sealed` is true when a repository has no leaks."""
+    """The answer of `verify-seal`, and of the daemon on the store below a checkout. `sealed` is
+    true when there are no leaks.
+    """
 
     path: str
     base: str
@@ -606,6 +608,42 @@ class SealReport(Answer):
     objects_in_closure: int = 0
     leaks: list[SealLeak] = []
     checked: list[str] = []
+
+
+# -- rehearsals ------------------------------------------------------------------------------------
+
+
+class RehearsalStep(Answer):
+    """One check. `nothing`: the row has no such patch, so there was nothing to apply."""
+
+    name: str
+    outcome: Literal["ok", "nothing", "failed", "but"]
+    detail: str = ""
+    duration_s: float = 0.0
+
+
+class Rehearsed(Answer):
+    """What a rehearsal found of one instance, step by step as far as it came.
+
+    `reason` says what keeps it from being ready; `error` is the problem behind that. `state` tells
+    the row, the mirror and the daemon that it holds for.
+    """
+
+    instance: str
+    dataset: str | None = None
+    repo: str | None = None
+    commit: str | None = None
+    status: model.Readiness
+    reason: str = ""
+    steps: list[RehearsalStep] = []
+    error: Problem | None = None
+    state: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be checked out and graded."""
+        return self.status in (model.Readiness.READY, model.Readiness.BUT)
 
 
 # -- receipts --------------------------------------------------------------------------------------

@@ -23,14 +23,8 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
 from mirrord import AsyncClient, Client
-from mirrord.cli import rehearse
 from mirrord.cli.main import run
-from mirrord.errors import (
-    AccessError,
-    InstanceAmbiguousError,
-    InvalidDatasetError,
-    NoDaemonError,
-)
+from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError
 from mirrord.model import DiffFormat, View
 
 pytestmark = pytest.mark.slow
@@ -500,37 +494,6 @@ def test_pins_have_an_owner_and_a_way_out(world: World) -> None:
     assert "a paper" in world.run("pins", "demo__project").out
     assert world.run("unpin", "demo/project", world.commits[4]).status == 0
     assert world.run("unpin", "demo/project", world.commits[4]).status == 4
-
-
-def test_rehearse_tries_every_instance(world: World) -> None:
-    """Test patch and gold patch apply, and the reset takes both away."""
-    ran = world.run("rehearse", "--dataset", "demo")
-    assert ran.status == 0, ran
-    assert "2 instances rehearsed, none failed" in ran.out
-    assert [row["ok"] for row in world.run("rehearse", "demo__project-1", "--json").json] == [True]
-    assert world.run("rehearse", "none").status == 4
-
-
-def test_rehearse_tells_a_row_that_fails_from_one_that_could_not_be_tried(
-    world: World, tmp_path: Path
-) -> None:
-    """Eight is a statement about the dataset: a stranger's rehearsal makes none."""
-    rows = [json.loads(line) for line in world.file.read_text().splitlines()[:1]]
-    broken = {
-        **rows[0],
-        "instance_id": "demo__project-broken",
-        "patch": rows[0]["patch"].replace("\n ", "\n nowhere "),
-    }
-    broken["patch"] = broken["patch"].replace("\n-", "\n-nowhere ")
-    (tmp_path / "broken.jsonl").write_text(json.dumps(broken) + "\n")
-    assert world.run("dataset", "import", tmp_path / "broken.jsonl").status == 0
-    ran = world.run("rehearse", "demo__project-broken", "none")
-    assert ran.status == 8, ran
-    assert "@patch: cannot apply the patch" in ran.out
-    assert world.run("dataset", "remove", "broken").status == 0
-    refused = (AccessError("cannot"), NoDaemonError("cannot"))
-    rows = [rehearse.Row("x", {"instance": 0.1}, ("instance", error), 0) for error in refused]
-    assert [row.status for row in rows] == [3, 9]
 
 
 def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:

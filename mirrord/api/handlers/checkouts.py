@@ -21,6 +21,7 @@ from ...protocol import (
     ResetCheckout,
     RestoreAnswer,
     RestorePaths,
+    SealReport,
     Snapshot,
     StartCheckout,
     StartGrade,
@@ -115,6 +116,10 @@ async def diff_checkout(call: Call, query: DiffQuery) -> Response:
         return stream_file(content, headers)
     finally:
         content.unlink()
+
+
+async def get_seal(call: Call) -> SealReport:
+    return await call.engine.checkouts.seal(call.path["id"], call.peer)
 
 
 async def get_receipt(call: Call) -> Response:

@@ -106,7 +106,7 @@ class Patches:
         """A commit by its id, or by the role that the lease's instance records it in."""
         if text not in set(CommitRole):
             return parse_commit(text)
-        row = await self._find_row(lease)
+        row = await self.find_row(lease)
         commits = [commit for commit, role in row.commits if role == text] if row else []
         if len(commits) != 1:
             fact = f"{len(commits) or 'no'} commits of this role" if row else "no instance"
@@ -116,7 +116,8 @@ class Patches:
             )
         return commits[0]
 
-    async def _find_row(self, lease: Lease) -> InstanceRow | None:
+    async def find_row(self, lease: Lease) -> InstanceRow | None:
+        """The row of a lease's instance."""
         if lease.instance is None:
             return None
         return await self._instances.find_instance(lease.instance, lease.dataset)
@@ -124,7 +125,7 @@ class Patches:
     async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, Direction]:
         """`@patch` or `@test_patch` of the lease's instance, and which way it goes."""
         _must_grade(lease, "apply the instance's own patch")
-        row = await self._find_row(lease)
+        row = await self.find_row(lease)
         patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
         if row and (patch := patches.get(named)):
             direction = row.direction if named == "@patch" else Direction.FORWARD

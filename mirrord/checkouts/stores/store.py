@@ -27,6 +27,7 @@ from ...git.command import Git
 from ...git.packs import PackIndex, graph_is_whole, has_both_ends
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import CommitId, History, MirrorName
+from ...protocol import SealLeak
 
 # checkStat: git compares the seconds of mtime, size and mode only, so one index is valid for every
 # user (idmapped mounts change uid and gid) and in every overlay. trustctime: the files of layers
@@ -147,6 +148,31 @@ def is_as_built(store: SealedStore) -> bool:
         )
     except (OSError, ValueError, KeyError):
         return False
+
+
+def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
+    """What a store has besides what it was built with, or lacks of it; none of the commits `secret`
+    may be in it. Packs are told by size and checksum; the bytes between are an audit's business.
+    """
+    packs = [f"objects/pack/{name}" for name in store.packs]
+    indexes = [store.git / name.replace(".pack", ".idx") for name in packs]
+    known = {*CONTROL_FILES, *packs, *(str(index.relative_to(store.git)) for index in indexes)}
+    found = {str(file.relative_to(store.git)) for file in store.git.rglob("*") if _is_file(file)}
+    leaks = [SealLeak(kind="file", detail=name) for name in sorted(found - known - {GRAPH})]
+    if not is_as_built(store):
+        leaks.append(SealLeak(kind="control", detail="HEAD, config, packed-refs or a pack changed"))
+    for name, size, index in zip(packs, store.pack_sizes, indexes, strict=True):
+        if not has_both_ends(store.git / name, size):
+            leaks.append(SealLeak(kind="incomplete", detail=f"{name} is not as it was built"))
+        elif secret:
+            pack = PackIndex(index, mapped=True)
+            inside = (commit for commit in secret if bytes.fromhex(commit) in pack)
+            leaks += [SealLeak(kind="object", detail=f"{name} has commit {oid}") for oid in inside]
+    return leaks
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
 
 
 def _control_sum(contents: Iterable[bytes]) -> str:

@@ -2,5 +2,6 @@
 
 from .checkout import AsyncCheckout, AsyncGrade
 from .client import AsyncClient
+from .rehearsal import AsyncRehearsal
 
-__all__ = ["AsyncCheckout", "AsyncClient", "AsyncGrade"]
+__all__ = ["AsyncCheckout", "AsyncClient", "AsyncGrade", "AsyncRehearsal"]

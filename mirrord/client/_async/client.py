@@ -26,6 +26,7 @@ from ..answers import (
 from ..primitives_async import Pending, async_chunks, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
+from .rehearsal import AsyncRehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
 ReportProgress = Callable[[protocol.Progress], None]
@@ -443,6 +444,10 @@ class AsyncClient:
         path = f"{_checkout(checkout)}/restore"
         return (await self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
+    async def get_seal(self, checkout: str) -> protocol.SealReport:
+        """Judge the sealed store that a checkout shows; for administrators."""
+        return await self._one(protocol.SealReport, "GET", f"{_checkout(checkout)}/seal")
+
     async def get_receipt(self, checkout: str) -> protocol.Receipt:
         """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
         return await self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
@@ -521,6 +526,12 @@ class AsyncClient:
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         await self._connection.request("DELETE", _checkout(checkout))
+
+    async def rehearsal(self, *instances: str, dataset: str | None = None) -> AsyncRehearsal:
+        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators."""
+        rehearsal = AsyncRehearsal(self)
+        await rehearsal.prepare(instances, dataset)
+        return rehearsal
 
     # -- operations and events
 

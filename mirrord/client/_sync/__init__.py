@@ -3,5 +3,6 @@
 
 from .checkout import Checkout, Grade
 from .client import Client
+from .rehearsal import Rehearsal
 
-__all__ = ["Checkout", "Client", "Grade"]
+__all__ = ["Checkout", "Client", "Grade", "Rehearsal"]

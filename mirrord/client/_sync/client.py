@@ -27,6 +27,7 @@ from ..answers import (
 from ..primitives_sync import chunks, pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
+from .rehearsal import Rehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
 ReportProgress = Callable[[protocol.Progress], None]
@@ -438,6 +439,10 @@ class Client:
         path = f"{_checkout(checkout)}/restore"
         return (self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
+    def get_seal(self, checkout: str) -> protocol.SealReport:
+        """Judge the sealed store that a checkout shows; for administrators."""
+        return self._one(protocol.SealReport, "GET", f"{_checkout(checkout)}/seal")
+
     def get_receipt(self, checkout: str) -> protocol.Receipt:
         """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
         return self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
@@ -516,6 +521,12 @@ class Client:
     def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         self._connection.request("DELETE", _checkout(checkout))
+
+    def rehearsal(self, *instances: str, dataset: str | None = None) -> Rehearsal:
+        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators."""
+        rehearsal = Rehearsal(self)
+        rehearsal.prepare(instances, dataset)
+        return rehearsal
 
     # -- operations and events
 

@@ -1,0 +1,230 @@
+"""Rehearsals: whether instances work, here and now, each from its mirror to a reset.
+
+Everything is asked of the daemon as a grader would: a checkout, both patches and their reverse, a
+diff, a reset. Mirrors are audited once for all instances, at level closure where nobody did lately.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ... import errors, protocol
+from ...model import AuditLevel, Bind, CommitState, History, View, utc_now
+from ..rehearsing import FATAL, PATCHES, Candidate, Record, must_equal
+
+if TYPE_CHECKING:
+    from .checkout import AsyncCheckout
+    from .client import AsyncClient
+
+_WALK_AGE = timedelta(hours=1)
+_TTL = timedelta(minutes=30)
+
+
+class AsyncRehearsal:
+    """What instances can be rehearsed, with the facts about their mirrors.
+
+    `candidates` are in an order in which templates are built soonest: their commits lie near those
+    of the ones before.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._bind = Bind.PROCESS
+        self._mirrors: dict[str, protocol.Mirror] = {}
+        self._audit: protocol.Operation | None = None
+        self._problems: dict[tuple[str, str], str] | None = None
+        self.candidates: list[Candidate] = []
+
+    async def prepare(self, instances: Sequence[str], dataset: str | None) -> None:
+        """Read the rows, and begin the audit of their mirrors."""
+        client = self._client
+        self._mirrors = {each.name.lower(): each for each in await client.list_mirrors()}
+        version = (await client.health()).version
+        named: list[tuple[str, str | None]] = [(each, dataset) for each in instances]
+        if not named:
+            datasets = (
+                [dataset] if dataset else [each.name for each in await client.list_datasets()]
+            )
+            for name in datasets:
+                named += [(found.id, name) for found in await client.list_instances(name)]
+        found = [await self._look(*each, version) for each in dict.fromkeys(named)]
+        self.candidates = sorted(found, key=lambda each: (each.created_at, each.instance))
+        wanted = {each.mirror.lower() for each in found if each.mirror}
+        names = sorted(self._mirrors[key].name for key in wanted if self._is_mirrored(key))
+        if names:
+            level = AuditLevel.QUICK if await self._were_walked(names) else AuditLevel.CLOSURE
+            self._audit = await client.start_audit(*names, level=level, heal=False)
+
+    async def _look(self, instance: str, dataset: str | None, version: str) -> Candidate:
+        try:
+            row = await self._client.get_instance(instance, view=View.GRADER, dataset=dataset)
+        except FATAL:
+            raise
+        except errors.MirrordError as error:
+            return Candidate(instance, dataset, error=error)
+        mirror = self._mirrors.get(row.mirror.lower())
+        synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
+        facts = [row.to_json(), synced, version]
+        has = dict(zip(PATCHES, (row.test_patch, row.patch), strict=True))
+        return Candidate(
+            instance=row.id,
+            dataset=row.dataset,
+            mirror=row.mirror,
+            repo=row.repo,
+            base_commit=row.base_commit,
+            commits=tuple(row.commits or ()),
+            patches=tuple(name for name, patch in has.items() if patch and patch.strip()),
+            history=row.history,
+            created_at=row.created_at.isoformat() if row.created_at else "",
+            state=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32],
+        )
+
+    def _is_mirrored(self, mirror: str) -> bool:
+        found = self._mirrors.get(mirror.lower())
+        return found is not None and found.synced_at is not None
+
+    async def _were_walked(self, names: Sequence[str]) -> bool:
+        """Whether an audit walked all closures of these mirrors lately, and after their syncs."""
+        synced = [self._mirrors[name.lower()].synced_at for name in names]
+        latest = max([utc_now() - _WALK_AGE, *(at for at in synced if at)])
+        for audit in await self._client.list_audits():
+            if (
+                audit.level is not AuditLevel.QUICK
+                and audit.dataset is None
+                and audit.started_at > latest
+                and not audit.left
+                and {*names} <= {*audit.mirrors}
+            ):
+                return True
+        return False
+
+    async def _find_problems(self) -> dict[tuple[str, str], str]:
+        """Why recorded commits cannot be served, by mirror in lower case and commit."""
+        if self._problems is None and self._audit is not None:
+            ended = await self._client.wait(self._audit)
+            audit = await self._client.get_audit(str((ended.result or {})["id"]))
+            self._problems = {
+                (found.mirror.lower(), found.commit): found.detail or str(found.kind)
+                for found in audit.findings
+                if found.commit and found.state is not CommitState.OK
+            }
+        return self._problems or {}
+
+    # -- one instance ------------------------------------------------------------------------------
+
+    async def rehearse(self, candidate: Candidate) -> protocol.Rehearsed:
+        """Try an instance. What fails is in the answer; raises where no instance can be tried."""
+        began = time.perf_counter()
+        record = Record()
+        try:
+            await self._try(candidate, record)
+        except FATAL:
+            raise
+        except errors.MirrordError as error:
+            record.error = record.error or error
+        return protocol.Rehearsed(
+            instance=candidate.instance,
+            dataset=candidate.dataset,
+            repo=candidate.repo,
+            commit=candidate.base_commit,
+            status=record.status,
+            reason=record.reason,
+            steps=record.steps,
+            error=record.problem,
+            state=candidate.state,
+            duration_s=round(time.perf_counter() - began, 6),
+        )
+
+    async def _try(self, candidate: Candidate, record: Record) -> None:
+        if candidate.error:
+            record.is_known = False
+            raise candidate.error
+        with record.step("mirrored", needed=True):
+            if not self._is_mirrored(candidate.mirror):
+                mirror = self._mirrors.get(candidate.mirror.lower())
+                why = mirror.error.detail if mirror and mirror.error else "it was never synced"
+                raise errors.MirrorNotFoundError(
+                    f"cannot rehearse {candidate.instance}: {candidate.mirror} is not mirrored:"
+                    f" {why}",
+                    hint=f"run `mirrord mirror add {candidate.repo}`",
+                )
+        with record.step("checkout", needed=True):
+            checkout = await self._check_out(candidate)
+        async with checkout:
+            await self._try_tree(checkout, candidate, record)
+        await self._judge_commits(candidate, record)
+
+    async def _check_out(self, candidate: Candidate) -> AsyncCheckout:
+        choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
+        choices |= {"auto_renew": False, "history": candidate.history}  # as agents have it
+        try:
+            return await self._client.checkout(candidate.instance, bind=self._bind, **choices)
+        except errors.ProcessGoneError:  # the daemon cannot see this process
+            self._bind = Bind.LEASE
+            return await self._client.checkout(candidate.instance, **choices)
+
+    async def _try_tree(
+        self, checkout: AsyncCheckout, candidate: Candidate, record: Record
+    ) -> None:
+        """Each check is made although others have failed, as far as it does not need them.
+
+        One diff proves two things: it is empty only where the tree was its commit's to begin with,
+        and where the reverse of the patches leads back.
+        """
+        with record.step("seal"):
+            report = await self._client.get_seal(checkout.id)
+            if not report.sealed:
+                leaks = "; ".join(f"{leak.kind}: {leak.detail}" for leak in report.leaks[:3])
+                raise errors.ProofFailedError(f"cannot prove the seal: {leaks}")
+        applied = []
+        for named in PATCHES:
+            if named not in candidate.patches:
+                record.add(named, "nothing", "the row has none: nothing to apply")
+                continue
+            with record.step(named):
+                await checkout.apply(named)
+                applied.append(named)
+        with record.step("tree"):
+            must_equal("its commit", checkout.commit, candidate.base_commit)
+            for named in reversed(applied):
+                await checkout.apply(named, reverse=True)
+            await _must_be_clean(checkout, applied)
+        with record.step("reset"):
+            for named in applied[:1]:
+                await checkout.apply(named)
+            proof = await checkout.reset()
+            must_equal("the tree after the reset", proof.tree, checkout.tree)
+            if checkout.history is not History.SQUASHED:
+                must_equal("HEAD after the reset", proof.head, checkout.commit)
+
+    async def _judge_commits(self, candidate: Candidate, record: Record) -> None:
+        """The checkout has proven the base commit; here the audit speaks of all by their role."""
+        problems = await self._find_problems()
+        key = candidate.mirror.lower()
+        found = [
+            f"its {each.role} commit {each.commit} cannot be served: {problem}"
+            for each in candidate.commits
+            if (problem := problems.get((key, each.commit)))
+        ]
+        record.add("recorded", "but" if found else "ok", "; ".join(found))
+
+
+async def _must_be_clean(checkout: AsyncCheckout, applied: Sequence[str]) -> None:
+    if patch := await checkout.diff():
+        after = f"after {' and '.join(applied)} and back" if applied else "as it is handed out"
+        paths = ", ".join(
+            sorted(
+                set(
+                    re.findall(r"^diff --git a/(\S+)", patch.decode(errors="replace"), re.MULTILINE)
+                )
+            )
+        )
+        raise errors.ProofFailedError(
+            f"cannot prove the tree equal to its base commit {after}: {paths[:200]} differ",
+        )
