@@ -549,7 +549,7 @@ def test_real_rows_tell_nothing(tmp_path: Path) -> None:
     with daemon(text) as running, Client(running.socket) as client:
         for number, file in enumerate(files):
             client.wait(client.import_dataset(file, name=f"d{number}"))
-            for name in client.list_instances(f"d{number}"):
+            for name in client.list_instances(f"d{number}")[:8]:
                 row = client.get_instance(name.id, view=View.GRADER, dataset=f"d{number}")
                 rows.append(row)
                 public, typed = str(row.public_id), [*typed, name.id]
@@ -558,7 +558,7 @@ def test_real_rows_tell_nothing(tmp_path: Path) -> None:
         asked += [("GET", path, None) for path in ("status", "datasets", "mirrors", "health")]
         asked += [("GET", "events?follow=false&after=0", None), ("GET", "/metrics", None)]
         answers = ask_as(MEMBER, running.socket, *asked, groups=[GROUP])
-    assert len(rows) > 30
+    assert len(rows) > 20
     secrets, leaks = Canaries(), {}
     for row in rows:
         _plant_row(secrets, row, {each.base_commit for each in rows})
