@@ -451,10 +451,11 @@ def run(source: Path, area: Path, options: argparse.Namespace) -> dict[str, obje
 def run_scale(area: Path, options: argparse.Namespace) -> dict[str, object]:
     """Many mirrors, in daemons of their own."""
     upstreams = options.upstreams.absolute() if options.upstreams else area / "upstreams"
+    load = os.getloadavg()[0]
     growths = scale.grow(area / "scale", upstreams, options.mirrors)
     rows = scale.ROWS * options.mirrors
     return {
-        "machine": _machine(area),
+        "machine": {**_machine(area), "load": load},
         "repository": {"name": f"{options.mirrors:,} repositories, {rows:,} rows"},
         "cases": options.cases,
         "rows": [],

@@ -21,6 +21,10 @@ file. Both sides start each round clean, with nothing left to remove, and write 
 git's. A whole turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one
 `AsyncClient`, which writes the files itself, on the same processors; every few seconds git has the machine instead, with a
 process for each processor. There the time for removing is inside the time of both.
+
+Many mirrors (`make bench BENCH_ARGS='--cases scale'`): a dataset of the shape of SWE-rebench over generated repositories, 20
+commits and 10 rows each, first a tenth of them and then all, each time in a daemon that begins with nothing. Ours is the command
+of the command line from its start to its end; a start ends when the daemon serves. "Times" is how a cost grows: 10 is linear.
 """
 
 
@@ -129,7 +133,8 @@ def write_docs(ran: list[dict[str, Any]], docs: Path) -> None:
     for result in results:
         machine = result["machine"]
         text += f"\n## {_title(result)}\n\n{machine['at']}, Linux {machine['kernel']}, {machine['cpus']} CPUs, {machine['git']}, "
-        text += f"on {machine['disk']}\n"
+        load = f", load {machine['load']:.1f} before it" if "load" in machine else ""
+        text += f"on {machine['disk']}{load}\n"
         if result["rows"]:
             text += "\n| work | against | mirrord, ms | theirs, ms | theirs / ours | goal |\n|---|---|---|---|---|---|\n"
             text += "".join("| " + " | ".join(row) + " |\n" for row in _rows(result))
