@@ -36,6 +36,7 @@ from load import (
     tasks_of_streams,
 )
 from measured_daemon import MIRROR, Daemon
+from rehearsals import rehearse
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
 from results import Figure, Growth, Latency, Row
@@ -346,6 +347,9 @@ class Bench:
         recorded = f"{mirrors * len(audited.commits):,} recorded commits in {mirrors} mirrors"
         self.figures.append(Figure(f"audit, level quick, of {recorded}", took, "s", "under 2"))
 
+    def rehearse(self) -> None:
+        self.figures += rehearse(self.daemon, self.git.mirror, self.line)
+
     def grow(self, case: Callable[[Path, int], list[Growth]], count: int) -> None:
         """With daemons and repositories of its own."""
         tenth, whole = (
@@ -372,6 +376,7 @@ class Bench:
             "variants": partial(self.weigh, Stores.variants),
             "audit": self.audit,
             "quick-audit": self.quick_audit,
+            "rehearse": self.rehearse,
             "refs": partial(self.grow, big_mirror.many_refs, 60_000),
             "pins": partial(self.grow, big_mirror.many_pins, 5_000),
         }
