@@ -33,7 +33,7 @@ code { font-size: .9em } p.note { color: var(--bad) } summary { cursor: pointer 
 p, li { overflow-wrap: anywhere }
 ul { margin: .2rem 0; padding-left: 1.2rem }
 @media (max-width: 40rem) {
-  body { margin: 1rem auto } th, td { padding: .25rem .3rem } td.bar { width: 20% }
+  body { margin: 1rem auto } th, td { padding: .25rem .3rem } td.bar { display: none }
   table.rows tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line) }
   table.rows th { display: none }
   table.rows td { display: block; border: 0; padding: 0 .3rem; text-align: left }
@@ -58,7 +58,7 @@ def escape(text: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]], kind: str = "") -> str:
-    """A table of cells, each a whole `<td>`."""
+    """A table of cells, each a whole `<td>`. A table of the kind `rows` is for long texts."""
     first = f"<tr>{''.join(f'<th>{column}</th>' for column in columns)}</tr>\n" if columns else ""
     body = "".join(f"<tr>{''.join(cells)}</tr>\n" for cells in rows)
     return f"<table{f' class={kind}' if kind else ''}>{first}{body}</table>\n"

@@ -19,7 +19,7 @@ _MEANINGS = {
     Readiness.UNTRIED: "could not be tried, for another reason than the row",
 }
 _TONES = {Readiness.READY: "good", Readiness.BUT: "good", Readiness.FAILED: "bad"}
-_NOTHING = {"@test_patch": "no test patch", "@patch": "no gold patch"}
+_NOTHING = {"@test_patch": "a test patch", "@patch": "a gold patch"}
 
 
 def render(totals: Mapping[str, Any], rows: Sequence[Rehearsed]) -> str:
@@ -55,21 +55,19 @@ def _dataset(
     dataset: str | None, rows: Sequence[Rehearsed], groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
     yield f"<h2>{escape(f'Dataset {dataset}' if dataset else 'No dataset')}</h2>\n"
-    cells = []
-    for group in groups:
-        if group["dataset"] == (dataset or "-"):
-            counts = [group["states"].get(state, 0) for state in Readiness]
-            nothing = ", ".join(
-                f"{found:,} {_NOTHING[name]}" for name, found in group["nothing_to_apply"].items()
-            )
-            cells.append(
-                [
-                    f"<td>{escape(group['repo'])}</td>",
-                    *map(page.number, counts),
-                    f"<td>{nothing}</td>",
-                ]
-            )
-    yield page.table(("repository", *Readiness, "nothing to apply"), cells)
+    mine = [group for group in groups if group["dataset"] == (dataset or "-")]
+    states = [state for state in Readiness if any(state in group["states"] for group in mine)]
+    cells = [
+        (
+            f"<td>{escape(group['repo'])}</td>",
+            *(page.number(group["states"].get(state, 0)) for state in states),
+        )
+        for group in mine
+    ]
+    yield page.table(("repository", *states), cells)
+    for name, what in _NOTHING.items():
+        if without := sum(group["nothing_to_apply"].get(name, 0) for group in mine):
+            yield f"<p>{count(without, 'instance')} without {what}: nothing to apply.</p>\n"
     bad = [row for row in rows if row.status is not Readiness.READY]
     if bad:
         listed = ([_name(row), _result(row.status), _why(row)] for row in bad)
