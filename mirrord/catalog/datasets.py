@@ -5,7 +5,7 @@ pinned is never stored with a dataset but read from the pins: no dataset claims 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,7 +219,7 @@ def find_instance(
             instance=identity,
             datasets=names,
         )
-    return _instance_row(connection, rows[0]) if rows else None
+    return next(_read_instances(connection, rows[:1]), None)
 
 
 def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
@@ -258,16 +258,16 @@ def iter_instances(
         query = query.where(_UNRESOLVED)
     is_sqlite = connection.dialect.name == "sqlite"  # whose own order that is
     order = instances.c.id if is_sqlite else instances.c.id.collate("C")
-    for row in connection.execute(query.order_by(order)).mappings().yield_per(_LISTED):
-        yield _instance_row(connection, row, row["mirror_name"])
+    found = connection.execute(query.order_by(order)).mappings()
+    for rows in found.yield_per(_LISTED).partitions():
+        yield from _read_instances(connection, rows, "mirror_name")
 
 
 def find_instances(connection: Connection, dataset: str, ids: list[str]) -> Iterator[InstanceRow]:
     """Those of the instances that a dataset has, in any order."""
     for batch in in_batches(ids):
         query = _select_instances().where(datasets.c.name == dataset, instances.c.id.in_(batch))
-        for row in connection.execute(query).mappings().all():
-            yield _instance_row(connection, row)
+        yield from _read_instances(connection, connection.execute(query).mappings().all())
 
 
 def _select_instances() -> Any:
@@ -279,22 +279,35 @@ def _select_instances() -> Any:
     )
 
 
+def _read_instances(
+    connection: Connection, rows: Sequence[RowMapping], repository: str = "known_as"
+) -> Iterator[InstanceRow]:
+    """Instances of one dataset; `repository` is the column that spells theirs."""
+    ids = [row["id"] for row in rows]
+    query = select(recorded.c.instance_id, recorded.c.commit_id, recorded.c.role).where(
+        recorded.c.dataset_id == (rows[0]["dataset_id"] if rows else None),
+        recorded.c.instance_id.in_(ids),
+    )
+    commits: dict[str, list[tuple[CommitId, CommitRole]]] = {identity: [] for identity in ids}
+    for identity, commit, role in connection.execute(query.order_by(recorded.c.role)):
+        commits[identity].append((CommitId(commit), CommitRole(role)))
+    for row in rows:
+        yield _instance_row(row, row[repository], tuple(commits[row["id"]]))
+
+
 def _instance_row(
-    connection: Connection, row: RowMapping, repository: str | None = None
+    row: RowMapping, repository: str, commits: tuple[tuple[CommitId, CommitRole], ...]
 ) -> InstanceRow:
-    mine = (recorded.c.dataset_id == row["dataset_id"], recorded.c.instance_id == row["id"])
-    query = select(recorded.c.commit_id, recorded.c.role).where(*mine).order_by(recorded.c.role)
-    commits = connection.execute(query)
     patch, test_patch = (
         None if row[name] is None else bytes(row[name]).decode() for name in ("patch", "test_patch")
     )
     return InstanceRow(
         id=row["id"],
         dataset=row["dataset"],
-        mirror=MirrorName.parse(repository or row["known_as"]),
+        mirror=MirrorName.parse(repository),
         base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
         direction=Direction(row["direction"]),
-        commits=tuple((CommitId(commit), CommitRole(role)) for commit, role in commits),
+        commits=commits,
         patch=patch,
         test_patch=test_patch,
         fail_to_pass=tuple(row["fail_to_pass"]),
