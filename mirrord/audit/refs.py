@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import BatchObject
 from ..mirrors.fetch import INCOMING
-from ..mirrors.history import NOTHING_RECORDED, Record, blobs_of, parse_lines, parse_record
+from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
@@ -265,7 +265,7 @@ def record_ids(repository: Path, tip: str) -> set[str] | None:
         return None
 
 
-def read_record(repository: Path, record: str) -> Record:
+def read_record(repository: Path, record: str) -> RecordedRefs:
     """One record of the ref history; an empty one where it cannot be read."""
     blobs = look_up(repository, (), read=blobs_of(record))
     return (

@@ -30,7 +30,7 @@ EVERY_RECORD = 1_000_000
 _GONE = "0" * 40
 
 
-class Record(NamedTuple):
+class RecordedRefs(NamedTuple):
     """What a record lists: the refs that follow upstream and the kept ones, and HEAD.
 
     `base` is its blob `refs`, which the next record may share, and `base_lists` what that lists.
@@ -50,7 +50,7 @@ class Record(NamedTuple):
         return {oid for ref, oid in self.listed.items() if ref.startswith(KEPT)}
 
 
-NOTHING_RECORDED = Record({}, None)
+NOTHING_RECORDED = RecordedRefs({}, None)
 
 
 def blobs_of(record: str) -> tuple[str, str]:
@@ -58,10 +58,10 @@ def blobs_of(record: str) -> tuple[str, str]:
     return f"{record}:refs", f"{record}:moved"
 
 
-def parse_record(refs: BatchObject, moved: BatchObject) -> Record:
+def parse_record(refs: BatchObject, moved: BatchObject) -> RecordedRefs:
     """Read the blobs of a record."""
     base, _ = parse_lines(refs.data)
-    return Record(*parse_lines(moved.data, base), refs.oid, base)
+    return RecordedRefs(*parse_lines(moved.data, base), refs.oid, base)
 
 
 def parse_lines(
@@ -84,7 +84,7 @@ def parse_lines(
     return listed, head
 
 
-async def read_record(repository: Repository, record: str) -> Record:
+async def read_record(repository: Repository, record: str) -> RecordedRefs:
     """Read a record; raises CorruptObjectError, GitFailedError."""
     doing = f"read ref record {record} of {repository.name}"
     names, git_dir = blobs_of(record), repository.path
@@ -95,7 +95,7 @@ async def read_record(repository: Repository, record: str) -> Record:
     return await to_thread.run_sync(parse_record, refs, moved)
 
 
-async def read_last(repository: Repository, record: str | None) -> Record:
+async def read_last(repository: Repository, record: str | None) -> RecordedRefs:
     """A record, or an empty one where there is none that can be read."""
     with suppress(CorruptObjectError, GitFailedError):
         return await read_record(repository, record) if record else NOTHING_RECORDED
@@ -111,7 +111,7 @@ async def write_record(
     kept: Collection[str],
     parents: Sequence[str],
     why: str,
-    last: Record = NOTHING_RECORDED,
+    last: RecordedRefs = NOTHING_RECORDED,
 ) -> str:
     """Store a set of refs and the ids of the kept ones; answers the commit, which no ref names yet.
 
