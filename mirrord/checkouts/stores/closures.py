@@ -35,7 +35,7 @@ from ...host.trash import Trash
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ...telemetry import log
 from ..deferred import Deferred
-from .chains import MARGINS, PackLayer, chain, choose_root, is_short, plan
+from .chains import MARGINS, SHORT, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 
@@ -191,7 +191,8 @@ class Closures:
         line = await self._line_to_base(name, commit)
         directory = self.directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        straight = commit in await self.recorded(name)
+        # a short step has hardly room for a way-point, and no time to read what is recorded
+        straight = len(line) > SHORT + 1 and commit in await self.recorded(name)
         steps = plan(self._known(name), line, straight=straight)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
