@@ -39,12 +39,16 @@ class RefPlan:
 
     `restore` are refs to make, `drop` those to remove; `head` is what HEAD must name.
     `lines` are the tips of two lines of records that the history must join, where it has two.
+    `remnant` is the newest record that is left where newer ones are lost: what refs name is newer
+    than what it lists, so it only gives refs that are gone and whose commits are not kept, and the
+    history goes on from it.
     """
 
     restore: dict[str, str] = field(default_factory=dict)
     drop: set[str] = field(default_factory=set)
     head: str | None = None
     lines: tuple[str, ...] = ()
+    remnant: str | None = None
 
     def refs(self, found: RefFiles) -> dict[str, str]:
         """All refs as they must be."""
@@ -66,10 +70,16 @@ def plan_refs(
     history, plan.lines = _history(stand_in, found, known)
     if history and found.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
+        is_older = known != history and (known or HISTORY in found.refs)
+        plan.remnant = history if is_older else None
     lines = plan.lines or ((history,) if history else ())
     past = {oid for line in lines for oid in audited.recorded_tips(stand_in, line)}
     recorded, head, *_ = audited.read_record(stand_in, history) if history else NOTHING_RECORDED
-    plan.restore |= {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
+    lost = {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
+    if plan.remnant:
+        gone = lost.keys() - found.refs.keys()
+        lost = {ref: lost[ref] for ref in gone if f"{KEPT}{lost[ref]}" not in found.refs}
+    plan.restore |= lost
     # refs that are a directory of a restored one, or below it
     above = {directory for ref in plan.restore for directory in _directories(ref)}
     restored = plan.restore.keys()
@@ -80,6 +90,8 @@ def plan_refs(
     refs = plan.refs(found)
     moved = {ref: oid for ref, oid in found.refs.items() if refs.get(ref) != oid}
     astray = {*found.astray.values(), *moved.values()}
+    if plan.remnant:
+        astray.discard(str(known))  # a record with a hole
     kinds = object_kinds(stand_in, astray - set(refs.values()))
     plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
     plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(found))
@@ -87,7 +99,8 @@ def plan_refs(
     refs = plan.refs(found)
     branches = [ref for ref in sorted(refs) if ref.startswith("refs/heads/")]
     default = f"refs/heads/{default_branch}" if default_branch else None
-    wanted = [head, found.head, default, "refs/heads/main", "refs/heads/master", *branches]
+    known_heads = [found.head, head] if plan.remnant else [head, found.head]
+    wanted = [*known_heads, default, "refs/heads/main", "refs/heads/master", *branches]
     plan.head = next((ref for ref in wanted if ref in refs), found.head)
     return plan
 
@@ -132,7 +145,8 @@ def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
     real = {
         oid
         for oid in candidates
-        if any(lists.get(blobs[name].oid) for name in blobs_of(oid) if name in blobs)
+        if all(name in blobs for name in blobs_of(oid))
+        and any(lists.get(blobs[name].oid) for name in blobs_of(oid))
     }
     last = real.difference(*(parents[oid] for oid in real))
     return max(last, key=lambda oid: candidates[oid], default=None)

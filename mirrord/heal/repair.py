@@ -87,6 +87,9 @@ class MirrorRepair:
         ):  # the records are not whole, and no donor but a bundle has them
             await self._renew_history(refs, plan)
             missing = await self._collect({*self.recorded, *plan.refs(found).values()})
+        elif plan.remnant:
+            await self._write_history(refs, plan, [plan.remnant], "continued by a heal")
+            self.history = "its newest records were lost; continued from what is here"
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
         going = [bad for bad in bad_files if self._may_go(bad, missing.all)] + found.bad
         if plan.head != found.head and not any(bad.path == "HEAD" for bad in going):

@@ -219,6 +219,29 @@ def test_a_ref_history_that_nobody_has_begins_anew_and_says_so(furnished: Furnis
     furnished.live(body)
 
 
+@pytest.mark.parametrize("part", ["", ":moved", ":"], ids=["commit", "blob", "tree"])
+def test_refs_stay_where_only_the_newest_record_is_lost(furnished: Furnished, part: str) -> None:
+    """They are newer than what the record before it lists; the history goes on from that."""
+
+    async def body(house: House) -> None:
+        house.upstream.commit({"later": "1"})
+        await house.mirrors.sync(house.name)
+        repository = house.mirrors.repository(house.name)
+        before, records = refs_of(house.mirror), await list_records(repository)
+        furnished.lose(f"{HISTORY}{part}")
+        healed = await house.heal()
+        assert (healed.counts, healed.findings) == SOUND
+        assert "continued from what is here" in healed.repairs[0].history
+        after = refs_of(house.mirror)
+        assert before.pop(HISTORY) != after.pop(HISTORY)
+        assert after == before
+        first, *old = await list_records(repository)
+        assert first.summary.startswith("continued by a heal")
+        assert old == records[1:]
+
+    furnished.live(body)
+
+
 def test_a_bundle_that_is_found_later_brings_the_old_records_back(
     furnished: Furnished, tmp_path: Path
 ) -> None:
