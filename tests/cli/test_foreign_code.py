@@ -150,6 +150,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             operation = running.json("GET", "/v1/operations")[0]["id"]
             given = {
                 "pin": ["a/b", last], "unpin": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
+                "dataset diff": ["d", "d"], "dataset derive": [str(rows)],
                 "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity],
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],

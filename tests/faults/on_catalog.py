@@ -31,7 +31,14 @@ _FILES = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm")
 _START_S = 30.0
 _BUG = 1
 _NOTED = {("mirrors", "error"), ("mirrors", "history")}
-"""What a start notes of a git that failed, and what only the newest schema has."""
+_NOTED |= {
+    ("instances", name)
+    for name in (
+        *("public_id", "revision", "environment", "python_version", "version"),
+        *("created_at", "history", "rules"),
+    )
+}
+"""What a start notes of a git that failed, and what only newer schemas have."""
 _DROPPED = {"audits", "judgements"}
 """What a migration leaves to the next audit."""
 

@@ -46,6 +46,7 @@ _PACK = (
 )  # fmt: skip
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
+_LINE_BYTES = 4000  # pack-objects takes one of more than 4,162 for two
 _PACE_S = 0.005
 _KEPT_MAX = 10_000
 
@@ -281,11 +282,12 @@ def _hand_on(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:
     Into a pipe git would write commit by commit.
     """
     with sink, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # then it says why
-        ended = False
+        ended, rest = False, b""
         while not ended:
             ended = walked.wait(_PACE_S)
             while piece := source.read(_PIECE_BYTES):
-                write_all(sink.fileno(), piece)
+                *lines, rest = (line[:_LINE_BYTES] for line in (rest + piece).split(b"\n"))
+                write_all(sink.fileno(), b"".join(line + b"\n" for line in lines))
 
 
 def _check_loose(store: Path, packed: PackIndex) -> None:
