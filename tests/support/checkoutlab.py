@@ -218,6 +218,7 @@ class Service:
         await self.checkouts.close()
         await self.templates.close()
         await self.mirrors.close()
+        await self.trash.close()  # a worker still removes what its test's end removes too
         await self.workers.close()
         await self.catalog.close()
 
