@@ -19,6 +19,7 @@ import anyio.to_thread
 from . import __version__, config, telemetry
 from .audit.service import Audits
 from .catalog import Catalog
+from .checkouts.environments import EnvironmentStore
 from .checkouts.overlay.probe import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
@@ -147,6 +148,8 @@ class Engine:
             templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
             trash=self.trash,
         )  # fmt: skip
+        self.environment_store = EnvironmentStore(self.layout.root, self.trash)
+        await anyio.to_thread.run_sync(self.environment_store.open)
         # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,

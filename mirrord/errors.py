@@ -169,6 +169,10 @@ class SnapshotNotFoundError(NotFoundError):
     code, title = "snapshot-not-found", "No such snapshot"
 
 
+class EnvironmentNotFoundError(NotFoundError):
+    code, title = "environment-not-found", "No such environment"
+
+
 class OperationNotFoundError(NotFoundError):
     code, title = "operation-not-found", "No such operation"
 
@@ -211,6 +215,10 @@ class CheckoutBusyError(ConflictError):
 
 class SnapshotExistsError(ConflictError):
     code, title = "snapshot-exists", "The snapshot exists"
+
+
+class EnvironmentInUseError(ConflictError):
+    code, title = "environment-in-use", "The environment is in use"
 
 
 class TreeRefusedError(ConflictError):
@@ -347,6 +355,10 @@ class IntegrityError(MirrordError):
 
 class CommitUnservableError(IntegrityError):
     code, title = "commit-unservable", "A recorded commit cannot be served"
+
+
+class EnvironmentFailedError(IntegrityError):
+    code, title = "environment-failed", "The environment cannot be built"
 
 
 class ProofFailedError(IntegrityError):

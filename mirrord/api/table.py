@@ -111,7 +111,7 @@ class Endpoint:
 
 _CHECKOUT_SUBJECTS = {
     "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
-    "tree", "diff", "fork", "snapshot", "snapshots", "steering", "ttl", "process",
+    "tree", "diff", "fork", "snapshot", "snapshots", "steering", "ttl", "process", "environment",
 }  # fmt: skip
 _SUBJECTS_OF: dict[str, set[str]] = {
     "reload": {"config"},
