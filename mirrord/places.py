@@ -1,4 +1,4 @@
-"""Places: of configuration, state and socket by default, and within the state directory."""
+"""Places: of configuration, state and socket by default, in the state directory, in a sandbox."""
 
 import os
 import tomllib
@@ -8,6 +8,13 @@ from stat import S_IMODE
 from .errors import InvalidConfigError, ResourceError
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
+
+# In a sandbox or container: where the scripts and images of SWE-bench have the same.
+TESTBED = "/testbed"  # the tree
+ENVIRONMENT = "/opt/miniconda3/envs/testbed"
+ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
+PYTHONS = "/opt/pythons"  # managed interpreters, read-only
+SANDBOX_HOME = "/home/testbed"
 
 
 def xdg_directory(name: str, otherwise: Path) -> Path:

@@ -1,0 +1,206 @@
+"""A box for commands that somebody else wrote: its namespaces and mounts, made by bubblewrap.
+
+`Box` says what is inside; `start` runs a command in it. Nothing else writes options of bwrap(1).
+Inside are the tree at /testbed, an environment at its fixed path and active, the host's programs,
+and of /etc what programs need to run: no user, password, key or name of the host. HOME and /tmp are
+in memory and end with the box, as do all its processes when bwrap or the thread that started it
+ends. The command has no capability, cannot gain one and cannot make user namespaces, and there is
+no daemon's socket, no state directory and, unless asked, no network.
+
+The command's uid is the caller's, or another `owner`: root becomes it by setpriv(1) before bwrap
+starts, so that bwrap never has a privilege; a user enters a subordinate uid by unshare(1), which
+calls newuidmap.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import BackendUnavailableError
+from .places import ACTIVATE, ENVIRONMENT, PYTHONS, SANDBOX_HOME, TESTBED
+
+# Copied: a bind costs 0.2 ms and more where the host has many mounts, a file nothing.
+_ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
+        "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
+_ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
+_SHIM = f"""\
+conda() {{ :; }}
+export -f conda
+export VIRTUAL_ENV={ENVIRONMENT} CONDA_DEFAULT_ENV=testbed
+case ":$PATH:" in *:{ENVIRONMENT}/bin:*) ;; *) export PATH={ENVIRONMENT}/bin:$PATH ;; esac
+"""
+_NAME = "testbed"  # of the user, of its group and of the host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """What a command finds, and as whom it runs.
+
+    `owner` is a uid with its gid where that is not the caller's. `pythons` is the directory of
+    managed interpreters. `readable` and `writable` are further paths inside, each with the host's
+    path that is shown there. HOME and /tmp hold `scratch_bytes` each.
+    """
+
+    tree: Path
+    environment: Path | None = None
+    owner: tuple[int, int] | None = None
+    network: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    pythons: Path | None = None
+    readable: Mapping[str, Path] = field(default_factory=dict)
+    writable: Mapping[str, Path] = field(default_factory=dict)
+    scratch_bytes: int = 4 * 1024**3
+
+    def start(
+        self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a command in the box; `options` are Popen's.
+
+        `before` are arguments of a program on the host that replaces itself by those which follow.
+        Variables are in no process's arguments, which every user can read.
+        """
+        with ExitStack() as opened:
+
+            def give(content: bytes) -> str:
+                """A descriptor of a file in memory, for bwrap."""
+                descriptor = os.memfd_create("mirrord")
+                opened.callback(os.close, descriptor)
+                os.write(descriptor, content)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                given.append(descriptor)
+                return str(descriptor)
+
+            given: list[int] = list(options.pop("pass_fds", ()))
+            arguments = [*self._namespaces(), *self._host(), *self._own()]
+            for path, content in self._files():
+                arguments += "--perms", "0444", "--file", give(content), path
+            arguments += "--remount-ro", "/", "--chdir", TESTBED
+            packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
+            argv = [*before, *self._become(), find_bwrap(), "--args", packed, "--", *command]
+            return subprocess.Popen(argv, pass_fds=given, **options)
+
+    def _become(self) -> Iterator[str]:
+        """Programs that each replace themselves by the next, as the owner, in a guard's namespace.
+
+        An agent may trace the first process that it sees, bwrap's, and undo what ties it to its
+        parent. So the box is in another pid namespace, whose first process it does not see.
+        """
+        if self.owner not in (None, (os.geteuid(), os.getegid())):
+            uid, gid = self.owner
+            if os.geteuid() == 0:
+                yield from ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--")
+            else:  # by newuidmap and newgidmap; the same number inside and outside
+                yield from ("unshare", "--user", f"--map-users={uid},{uid},1")
+                yield from (f"--map-groups={gid},{gid},1", f"--setuid={uid}", f"--setgid={gid}")
+                yield "--"
+        yield from ("setpriv", "--pdeathsig=KILL", "--")  # last: a change of the uid undoes it
+        yield from ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child")
+        yield "--"
+
+    def _namespaces(self) -> Iterator[str]:
+        yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+        yield from ("--unshare-cgroup-try", "--hostname", _NAME, "--cap-drop", "ALL")
+        # A terminal's input cannot be forged in another session (TIOCSTI).
+        yield from ("--new-session", "--die-with-parent")
+        if _can_disable_userns():
+            yield "--disable-userns"
+        if not self.network:
+            yield "--unshare-net"
+
+    def _host(self) -> Iterator[str]:
+        """Programs of the host, read-only."""
+        yield from ("--ro-bind", "/usr", "/usr")
+        for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+            path = Path("/", name)
+            if path.is_symlink():
+                yield from ("--symlink", str(path.readlink()), str(path))
+            elif path.exists():
+                yield from ("--ro-bind", str(path), str(path))
+        for directory in ("/etc/alternatives", "/etc/ssl/certs"):
+            yield from ("--ro-bind-try", directory, directory)
+        # Read-only, because root's uid may write to /proc/sys without any capability.
+        yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
+        yield from ("--dir", "/run", "--dir", "/var")
+        yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
+
+    def _own(self) -> Iterator[str]:
+        for path in ("/tmp", SANDBOX_HOME):  # noqa: S108
+            yield from ("--perms", "1777" if path == "/tmp" else "0700")  # noqa: S108
+            yield from ("--size", str(self.scratch_bytes), "--tmpfs", path)
+        readable = {**({PYTHONS: self.pythons} if self.pythons else {}), **self.readable}
+        for inside, shown in readable.items():
+            yield from ("--ro-bind", str(shown), inside)
+        environment = {ENVIRONMENT: self.environment} if self.environment else {}
+        for inside, shown in {TESTBED: self.tree, **environment, **self.writable}.items():
+            yield from ("--bind", str(shown), inside)
+        yield "--clearenv"
+        for name, value in {**self._variables(), **self.variables}.items():
+            yield from ("--setenv", name, value)
+
+    def _variables(self) -> dict[str, str]:
+        search = "/usr/local/bin:/usr/bin:/bin"
+        active = {"VIRTUAL_ENV": ENVIRONMENT, "CONDA_DEFAULT_ENV": "testbed"}
+        return {
+            "PATH": f"{ENVIRONMENT}/bin:{search}" if self.environment else search,
+            "HOME": SANDBOX_HOME,
+            "USER": _NAME,
+            "LOGNAME": _NAME,
+            "LANG": "C.UTF-8",
+            **(active if self.environment else {}),
+        }
+
+    def _files(self) -> Iterator[tuple[str, bytes]]:
+        uid, gid = self.owner or (os.geteuid(), os.getegid())
+        yield "/etc/passwd", f"{_NAME}:x:{uid}:{gid}::{SANDBOX_HOME}:/bin/bash\n".encode()
+        yield "/etc/group", f"{_NAME}:x:{gid}:\n".encode()
+        yield "/etc/nsswitch.conf", b"passwd: files\ngroup: files\nhosts: files dns\n"
+        if self.environment:
+            yield ACTIVATE, _SHIM.encode()
+            yield "/etc/profile", f". {ACTIVATE}\n".encode()  # a login shell resets PATH
+        if not self.network:
+            yield "/etc/hosts", f"127.0.0.1 localhost {_NAME}\n::1 localhost\n".encode()
+        for name in (*_ETC, *(_ETC_OF_NETWORK if self.network else ())):
+            with suppress(OSError):
+                yield f"/etc/{name}", Path("/etc", name).read_bytes()
+
+
+def find_bwrap() -> str:
+    """The path of bwrap. Raises BackendUnavailableError where it is not installed."""
+    if found := shutil.which("bwrap"):
+        return found
+    hint = "install it: `apt-get install bubblewrap`"
+    raise BackendUnavailableError("cannot make a sandbox: bwrap is not installed", hint=hint)
+
+
+def find_obstacle() -> str | None:
+    """Why no box can be made here; None where one can. Tries it, without a tree."""
+    try:
+        bwrap = find_bwrap()
+    except BackendUnavailableError as error:
+        return error.message.partition(": ")[2]
+    options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/"]
+    argv = [bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
+    # Root may be allowed what others are not, and becomes another user before it starts bwrap.
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    if os.geteuid() == 0:
+        argv = [*nobody, *argv]
+    done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip().removeprefix("bwrap: ") or f"bwrap exited with {done.returncode}"
+
+
+@cache
+def _can_disable_userns() -> bool:
+    """Whether bwrap is of version 0.8 or later."""
+    version = subprocess.run(
+        [find_bwrap(), "--version"], capture_output=True, text=True, check=True
+    )
+    major, minor = version.stdout.split()[-1].split(".")[:2]
+    return (int(major), int(minor)) >= (0, 8)
