@@ -121,6 +121,10 @@ class InvalidMappingError(UsageError):
     code, title = "invalid-mapping", "Invalid mapping"
 
 
+class InvalidRecipeError(UsageError):
+    code, title = "invalid-recipe", "Invalid recipe"
+
+
 class InvalidBundleError(UsageError):
     code, title = "invalid-bundle", "Invalid bundle"
 
@@ -155,6 +159,10 @@ class DatasetNotFoundError(NotFoundError):
 
 class InstanceNotFoundError(NotFoundError):
     code, title = "instance-not-found", "No such instance"
+
+
+class RecipeNotFoundError(NotFoundError):
+    code, title = "recipe-not-found", "No recipe for the instance"
 
 
 class CommitNotFoundError(NotFoundError):

@@ -26,6 +26,8 @@ NAME_LIMIT_BYTES = 255  # Linux's NAME_MAX
 TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each directory
 TREE_PATH_LIMIT_BYTES = 3072  # the kernel takes 4,095 bytes with the tree's own path
 
+ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
+
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")

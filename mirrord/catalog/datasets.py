@@ -319,6 +319,7 @@ def _instance_row(
         created_at=row["created_at"],
         history=History(row["history"]) if row["history"] else None,
         rules=tuple(row["rules"] or ()),
+        install_config=row["install_config"],
     )
 
 

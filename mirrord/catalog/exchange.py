@@ -45,6 +45,7 @@ def exported(row: InstanceRow) -> bytes:
         "version": row.version,
         "created_at": row.created_at.isoformat() if row.created_at else None,
         "history": row.history,
+        "install_config": row.install_config,
     }
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return text.encode() + b"\n"

@@ -26,7 +26,7 @@ from ..model import (
 )
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0004"  # the newest migration
+HEAD = "0005"  # the newest migration
 
 _TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
@@ -120,6 +120,7 @@ instances = sa.Table(
     sa.Column("created_at", UtcTime),
     sa.Column("history", sa.String(16)),
     sa.Column("rules", sa.JSON),
+    sa.Column("install_config", sa.JSON(none_as_null=True)),
     sa.Index("instances_by_id", "id", "dataset_id"),
     sa.Index("instances_by_public_id", "public_id"),
     sa.Index(  # an empty base commit: the mirror does not have the branch yet
@@ -229,8 +230,8 @@ class InstanceRow:
 
     `revision` is the branch that holds the base commit of a row that names none; `base_commit` is
     None until the mirror has that branch. `history` bounds what an agent may see: the past of a
-    SWE-smith instance is its answer. `environment` and `python_version` say where it runs, `rules`
-    how its values were interpreted.
+    SWE-smith instance is its answer. `environment` and `python_version` say where it runs,
+    `install_config` how that is made, `rules` how its values were interpreted.
     """
 
     id: str
@@ -250,6 +251,7 @@ class InstanceRow:
     created_at: datetime | None = None
     history: History | None = None
     rules: tuple[str, ...] = ()
+    install_config: dict[str, Any] | None = None
 
     @property
     def repo(self) -> str:

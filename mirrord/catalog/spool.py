@@ -43,6 +43,7 @@ def spooled(row: InstanceRow) -> bytes:
         "version": row.version,
         "created": row.created_at.isoformat() if row.created_at else None,
         "history": row.history,
+        **({"install": row.install_config} if row.install_config else {}),  # digests stay
         "rules": row.rules,
     }
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
@@ -61,11 +62,13 @@ def unspooled(line: bytes) -> InstanceRow:
     """The row of a line from anywhere; raises ValueError, KeyError or TypeError for any other."""
     value = json.loads(line)
     optional = ("revision", "environment", "python", "version", "created", "history")
-    value = dict.fromkeys(optional) | {"rules": []} | value
+    value = dict.fromkeys((*optional, "install")) | {"rules": []} | value
     known = (value[name] for name in ("patch", "test_patch", *optional))
     texts = [value["id"], *value["fail"], *value["pass"], *value["rules"]]
     texts += [text for text in known if text is not None]
-    if not all(isinstance(text, str) for text in texts) or len(value["id"]) > 500:
+    is_known = value["install"] is None or isinstance(value["install"], dict)
+    is_text = all(isinstance(text, str) for text in texts)
+    if not is_text or not is_known or len(value["id"]) > 500:
         raise ValueError("not the row of an instance")
     commits = [(parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]]
     return InstanceRow(
@@ -86,6 +89,7 @@ def unspooled(line: bytes) -> InstanceRow:
         created_at=datetime.fromisoformat(value["created"]) if value["created"] else None,
         history=History(value["history"]) if value["history"] else None,
         rules=tuple(value["rules"]),
+        install_config=value["install"],
     )
 
 
@@ -252,6 +256,7 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
             "created_at": row.created_at,
             "history": row.history,
             "rules": row.rules,
+            "install_config": row.install_config,
         }
         for digest, row in rows
     ]

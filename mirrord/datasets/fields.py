@@ -27,6 +27,11 @@ _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
 _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 _REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x20\x7f]+|[0-9a-f]{40}\^")  # a branch's name, or SHA^
 PLACE = re.compile(r"\{([^{}]*)\}")
+_INSTALL = {
+    *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
+    *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
+}
+_INSTALL_BYTES = 64 * 1024
 _KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
 _KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
 _LITERAL_BYTES = 4 * 1024**2
@@ -65,6 +70,7 @@ class Columns:
 _SAME = (
     *("instance_id", "repo", "base_commit", "revision", "environment_setup_commit", "gold_commits"),
     *("patch", "test_patch", "direction", "history", "python_version", "version", "created_at"),
+    *("install_config", "log_parser"),
 )
 STANDARD = Columns(
     {
@@ -257,6 +263,26 @@ class Fields:
         self.note(f"{name}: not readable as a list of names, left empty")
         return ()
 
+    def install_config(self) -> dict[str, Any] | None:
+        """How the row's environment is made, as SWE-rebench says it; known members alone, texts in
+        them and lists or objects of texts. A row may name its log parser beside it.
+        """
+        name, value = self._find("install_config")
+        if isinstance(value, str):
+            value = parse_json(value)
+        found = {}
+        if isinstance(value, Mapping):
+            found = {key: plain(value[key]) for key in sorted(_INSTALL & value.keys())}
+        elif self._find("install_config")[1] is not None:
+            self.note(f"{name}: not an object, left out")
+        if parser := self.text("log_parser"):
+            found.setdefault("log_parser", parser)
+        found = {key: each for key, each in found.items() if each}
+        if len(json.dumps(found)) > _INSTALL_BYTES:
+            self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")
+            return None
+        return found or None
+
     def _parsed(self, name: str, text: str) -> Any:
         value = parse_json(text)
         if value is not None:
@@ -289,6 +315,15 @@ class Fields:
         if not is_encodable(value):
             raise RowError(f"{name} holds a lone surrogate, which is no character")
         return name, value
+
+
+def plain(value: Any) -> Any:
+    """A text, or a list or object of texts, of what JSON may hold; None for anything else."""
+    if isinstance(value, Mapping):
+        return {str(key): str(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [str(each) for each in value if isinstance(each, str | int | float)]
+    return str(value) if isinstance(value, str | int | float) and is_encodable(str(value)) else None
 
 
 def is_encodable(text: str) -> bool:

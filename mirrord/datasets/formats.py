@@ -81,6 +81,7 @@ def row_of(fields: Fields) -> InstanceRow:
         version=fields.text("version"),
         created_at=fields.time("created_at"),
         history=fields.choice("history", History),
+        install_config=fields.install_config(),
         rules=tuple(fields.rules),
     )
 

@@ -610,6 +610,30 @@ class SealReport(Answer):
     checked: list[str] = []
 
 
+# -- environments ----------------------------------------------------------------------------------
+
+
+class Recipe(Answer, Request):
+    """How an environment is built, and how tests are run in it; docs/environments.md has it whole.
+
+    `requirements` are packages and `-r FILE` lines; `packages` are installed after them, and win.
+    `pre_install` and `install` run in the instance's tree. `index_date`: no package released later
+    is taken. `host_packages` are Debian packages that the host has to have.
+    """
+
+    key: str
+    python: str
+    index_date: str | None = None
+    pre_install: list[str] = []
+    requirements: list[str] = []
+    packages: list[str] = []
+    install: list[str] = []
+    test_command: str = ""
+    variables: dict[str, str] = {}
+    log_parser: str = "pytest"
+    host_packages: list[str] = []
+
+
 # -- rehearsals ------------------------------------------------------------------------------------
 
 

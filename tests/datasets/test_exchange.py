@@ -22,7 +22,7 @@ GOLD = "c0ffee1234" * 4
 OTHER = "d" * 40
 SAMPLES: dict[str, list[dict[str, Any]]] = {
     "swe-bench": [row(2), row(1, environment_setup_commit="", patch="a\0b\u2028\x7f ÿ\r\n")],
-    "swe-rebench": [row(install_config={}, image_name="i", created_at="2020-02-03 04:05:06+02:00")],
+    "swe-rebench": [row(install_config={"python": 3.9, "pre_install": ["a"]}, image_name="i", created_at="2020-02-03 04:05:06+02:00")],
     "swe-smith": [
         {"instance_id": "p__r.1a2b3c4d.x", "repo": "swesmith/p__r.1a2b3c4d", "patch": "p"},
         {"instance_id": "p__r.1a2b3c4d.y", "repo": "swesmith/P__r.1a2b3c4d", "patch": "q"},

@@ -455,3 +455,16 @@ def test_a_made_up_row_of_multi_swe_bench_is_whole_but_for_its_commit(case: Case
     found = read_one(case, json.loads(content))
     assert (found["id"], found["mirror"], found["base"]) == ("acme__calc-12", "acme__calc", BASE)
     assert (found["fail"], found["pass"]) == (["t"], [])
+
+
+def test_what_installs_a_row_is_kept_and_nothing_else_of_its_column(case: Case) -> None:
+    config = {"python": 3.9, "pre_install": None, "install": ["a", 1], "env_vars": {"A": 1}}
+    found = read_one(case, row(install_config={**config, "patch": "secret"}, log_parser="django"))
+    assert found["install"] == {
+        "python": "3.9",
+        "install": ["a", "1"],
+        "env_vars": {"A": "1"},
+        "log_parser": "django",
+    }
+    assert "install" not in read_one(case, row(install_config=[1]))
+    assert "install" not in read_one(case, row(install_config={"install": "x" * 70_000}))

@@ -35,7 +35,7 @@ _NOTED |= {
     ("instances", name)
     for name in (
         *("public_id", "revision", "environment", "python_version", "version"),
-        *("created_at", "history", "rules"),
+        *("created_at", "history", "rules", "install_config"),
     )
 }
 """What a start notes of a git that failed, and what only newer schemas have."""

@@ -1,0 +1,1 @@
+"""Environments: the recipes that they are built from, and the builds."""

@@ -1,0 +1,229 @@
+"""Recipes: how an environment is built and its tests are run. Pure; no I/O.
+
+A recipe names an interpreter, packages and commands, and nothing of one instance's answer: agents
+may read it. `requirements` are installed first, then `packages`, which win, as in SWE-bench's own
+scripts; then, in the tree of an instance, `pre_install` and `install` run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import datetime
+
+import yaml
+
+from ..errors import InvalidRecipeError
+from ..model import ENVIRONMENT_KEY, MirrorName, shown
+from ..protocol import Recipe, canonical
+from ..testlogs import find_parser
+
+ReadFile = Callable[[str], str | None]
+"""The text of a file of the tree, by its path; None where there is none."""
+
+_PYTHON = re.compile(r"3\.\d{1,2}(\.\d{1,2})?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
+_REQUIREMENT = re.compile(rf"{_NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;][^@]*)?")
+_DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
+_FILE = "-r "
+_LINES, _CHARACTERS = 2000, 20_000
+_DEEP = 8
+
+_CONDA_ALONE = {
+    *("cudatoolkit", "ffmpeg", "gcc", "gfortran", "git", "graphviz", "gxx", "hdf5", "imagemagick"),
+    *("libgdal", "libnetcdf", "make", "mkl", "nodejs", "openblas", "pandoc", "proj", "r-base"),
+    *("compilers", "c-compiler", "cxx-compiler", "fortran-compiler"),
+}
+"""Programs and libraries that conda installs and PyPI does not."""
+_CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
+_RENAMED = {"types-pkg_resources": "types-setuptools", "types-pkg-resources": "types-setuptools"}
+"""Withdrawn from PyPI; SWE-bench's scripts replace it too."""
+
+
+def digest_of(recipe: Recipe) -> str:
+    """The hash of its canonical JSON."""
+    return hashlib.sha256(canonical(recipe)).hexdigest()
+
+
+def key_of(
+    *, instance: str, repo: str, image: str | None, version: str | None, python: str | None
+) -> str:
+    """The key of an instance's environment, which it shares with others.
+
+    An image made for one instance alone is no name for that; then repository and version are.
+    """
+    owner_name = MirrorName.parse(repo).key
+    if image and not _names_instance(image, instance):
+        return _slug(image)
+    if version:
+        return _slug(f"{owner_name}-{version}")
+    return _slug(f"{owner_name}-py{python}" if python else owner_name)
+
+
+def _names_instance(image: str, instance: str) -> bool:
+    """Docker takes no `__` in an image's name: `_1776_` or `_s_` stands for it."""
+    plain = re.sub(r"_(1776|s)_|__", "-", image.lower())
+    return instance.lower().replace("__", "-") in plain
+
+
+def _slug(text: str) -> str:
+    """A text as a key. One that had to be changed much keeps a hash of all of it."""
+    found = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
+    if len(found) > 120 or not found:
+        found = f"{found[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip("-")
+    return found
+
+
+# -- validation ------------------------------------------------------------------------------------
+
+
+def checked(recipe: Recipe) -> Recipe:
+    """The same recipe; raises InvalidRecipeError with all that is wrong."""
+    faults = list(_iter_faults(recipe))
+    if faults:
+        raise InvalidRecipeError(
+            f"cannot use recipe {shown(recipe.key)}: {'; '.join(faults[:20])}",
+            hint="docs/environments.md has the grammar and an example",
+            faults=faults,
+        )
+    return recipe
+
+
+def _iter_faults(recipe: Recipe) -> Iterator[str]:
+    if not ENVIRONMENT_KEY.fullmatch(recipe.key):
+        yield "key has a-z, 0-9, '.', '_' and '-', begins with a letter or digit, at most 200"
+    if not _PYTHON.fullmatch(recipe.python):
+        yield f"python {shown(recipe.python)} is no version such as 3.11"
+    if recipe.index_date is not None and not _is_time(recipe.index_date):
+        yield f"index_date {shown(recipe.index_date)} is no date such as 2023-05-01"
+    for name in ("pre_install", "install"):
+        yield from _faults_of_commands(name, getattr(recipe, name))
+    yield from _faults_of_commands("test_command", [recipe.test_command or "true"])
+    for line in recipe.requirements:
+        is_file = line.startswith(_FILE)
+        if is_file and not all(_is_inside(each) for each in _alternatives(line)):
+            yield f"requirements: {shown(line)} leads out of the tree"
+        elif not is_file and not _REQUIREMENT.fullmatch(line):
+            yield f"requirements: {shown(line)} is neither a package nor -r FILE"
+    for line in recipe.packages:
+        if not _REQUIREMENT.fullmatch(line):
+            yield f"packages: {shown(line)} is no package, such as numpy==1.26.4"
+    for name in recipe.host_packages:
+        if not _DEBIAN.fullmatch(name):
+            yield f"host_packages: {shown(name)} is no name of a Debian package"
+    for name, value in recipe.variables.items():
+        if not _VARIABLE.fullmatch(name):
+            yield f"variables: {shown(name)} is no name of a variable"
+        elif "\0" in value or len(value) > _CHARACTERS:
+            yield f"variables: the value of {name} is too long or has NUL"
+    if find_parser(recipe.log_parser) is None:
+        yield f"log_parser {shown(recipe.log_parser)} is unknown"
+    lists = (recipe.requirements, recipe.packages, recipe.host_packages, recipe.variables)
+    if any(len(each) > _LINES for each in lists):
+        yield f"it has more than {_LINES} lines"
+
+
+def _faults_of_commands(name: str, commands: list[str]) -> Iterator[str]:
+    for command in commands:
+        if not command.strip() or "\0" in command or len(command) > _CHARACTERS:
+            yield f"{name}: {shown(command)} is empty, too long, or has NUL"
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_inside(path: str) -> bool:
+    parts = path.split("/")
+    return bool(path) and path.isprintable() and not path.startswith("/") and ".." not in parts
+
+
+def _alternatives(line: str) -> list[str]:
+    return [each.strip() for each in line.removeprefix(_FILE).split("|")]
+
+
+# -- files of the tree that name packages ----------------------------------------------------------
+
+
+def reads_tree(recipe: Recipe) -> bool:
+    """Whether the recipe names files of the tree, which `expanded` needs."""
+    return any(line.startswith(_FILE) for line in recipe.requirements)
+
+
+def expanded(recipe: Recipe, read: ReadFile) -> Recipe:
+    """The recipe with the packages that its `-r` lines name; raises InvalidRecipeError.
+
+    As in SWE-bench's scripts, the project itself is left out (`-e .`): installed here it would be
+    the version of another commit. So are options, which could name another index.
+    """
+    lines: list[str] = []
+    for line in recipe.requirements:
+        lines += _lines_of(line, read, recipe.key) if line.startswith(_FILE) else [line]
+    return checked(replace(recipe, requirements=list(dict.fromkeys(lines))))
+
+
+def _lines_of(line: str, read: ReadFile, key: str) -> Iterator[str]:
+    paths = _alternatives(line)
+    for path in paths:
+        if (text := read(path)) is not None:
+            is_conda = path.endswith((".yml", ".yaml"))
+            yield from _conda_file(text, path) if is_conda else _pip_file(text, path, read, 0)
+            return
+    raise InvalidRecipeError(
+        f"cannot use recipe {key}: the tree has no {' and no '.join(paths)}",
+        hint="name another file after -r, or the packages themselves",
+    )
+
+
+def _pip_file(text: str, path: str, read: ReadFile, depth: int) -> Iterator[str]:
+    for raw in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*|\s--?hash[= ].*", "", raw).strip()
+        if match := re.fullmatch(r"(?:-r|--requirement)[= ]?\s*(\S+)", line):
+            other = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+            inner = read(other) if _is_inside(other) and depth < _DEEP else None
+            yield from _pip_file(inner or "", other, read, depth + 1)
+        elif line and not line.startswith(("-", ".", "/")):
+            bare = re.split(r"[<>=!~;\[ ]", line)[0]
+            yield _RENAMED.get(bare, line)
+
+
+def _conda_file(text: str, path: str) -> Iterator[str]:
+    try:
+        found = yaml.safe_load(text)
+        entries = list(found["dependencies"])
+    except (yaml.YAMLError, TypeError, KeyError) as error:
+        raise InvalidRecipeError(f"cannot read {path}: it is no environment of conda") from error
+    named = [each for each in entries if isinstance(each, str)]
+    yield from pip_lines(named)
+    for each in entries:
+        if isinstance(each, dict) and isinstance(each.get("pip"), list):
+            yield from _pip_file("\n".join(map(str, each["pip"])), path, lambda _: None, 0)
+
+
+def pip_lines(specs: Iterable[str]) -> Iterator[str]:
+    """Packages as conda spells them, as pip does. Raises InvalidRecipeError for what is no package
+    of Python's.
+    """
+    for spec in specs:
+        text = spec.rpartition("::")[2].strip()
+        match = re.fullmatch(rf"({_NAME})\s*(.*)", text)
+        name, rest = (match[1].lower(), match[2].strip()) if match else (text, "")
+        if name in _CONDA_ITSELF:
+            continue
+        if not match or name in _CONDA_ALONE or name.startswith("lib"):
+            raise InvalidRecipeError(
+                f"cannot install {shown(spec)} without conda: PyPI has no such package",
+                hint="write a recipe of your own with host_packages: docs/environments.md",
+            )
+        if pinned := re.fullmatch(r"=([^=<>!~,]+)(=.*)?", rest):  # conda's = is a prefix
+            version = pinned[1].strip().removesuffix(".*").removesuffix("*").rstrip(".")
+            rest = f"=={version}" if pinned[2] else f"=={version}.*"
+        yield _RENAMED.get(name, f"{match[1]}{rest}")

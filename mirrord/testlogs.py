@@ -1,0 +1,247 @@
+"""Logs of tests: which test had which outcome, and whether that is what a dataset expects.
+
+The rules are those of SWE-bench's own grading, quirks included, because the test ids in datasets
+were read from logs by them: an id ends at its first blank, say, and a parameter that is a path
+loses its directories. Imports the standard library only; no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Outcome(StrEnum):
+    """What a log says of one test; an expected failure is a pass."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    ERROR = "error"
+
+
+Outcomes = dict[str, Outcome]
+Parser = Callable[[str], Outcomes]
+
+_WORDS = {each.name: each for each in Outcome} | {"XFAIL": Outcome.PASSED}
+_COUNT = re.compile(r"\[\d+\]")
+_STATUSES = tuple(_WORDS)
+
+
+# -- pytest ----------------------------------------------------------------------------------------
+
+
+def _summary(log: str) -> Iterator[tuple[Outcome, str]]:
+    """The lines of pytest's -rA summary: an outcome, and an id that ends at its first blank."""
+    for line in log.split("\n"):
+        if line.startswith(_STATUSES):
+            if line.startswith("FAILED"):
+                line = line.replace(" - ", " ")
+            status, *rest = line.split()
+            if rest and status in _WORDS and not _is_count(status, rest[0]):
+                yield _WORDS[status], rest[0]
+
+
+def _is_count(status: str, name: str) -> bool:
+    """`SKIPPED [1] path:3: reason` names no test."""
+    return status == "SKIPPED" and _COUNT.fullmatch(name) is not None
+
+
+def _pytest(log: str) -> Outcomes:
+    return {name: outcome for outcome, name in _summary(log)}
+
+
+def _pytest_paths(log: str) -> Outcomes:
+    """A parameter that is an absolute path keeps its last component alone."""
+    return {_short(name): outcome for outcome, name in _summary(log)}
+
+
+def _short(name: str) -> str:
+    if match := re.search(r"(.*?)\[(.*)\]", name):
+        main, option = match.groups()
+        if option.startswith("/") and not option.startswith("//") and "*" not in option:
+            option = "/" + option.rpartition("/")[2]
+        return f"{main}[{option}]"
+    return name
+
+
+def _pytest_whole(log: str) -> Outcomes:
+    """Ids with their blanks, without colours; older releases write the outcome last."""
+    found: Outcomes = {}
+    for raw in log.split("\n"):
+        line = re.sub(r"[\x01-\x1f]", "", re.sub(r"\[(\d+)m", "", raw))
+        if line.startswith(_STATUSES):
+            if line.startswith("FAILED"):
+                line = line.partition(" - ")[0]
+            status, *rest = line.split()
+            if rest and status in _WORDS and not _is_count(status, rest[0]):
+                found[" ".join(rest)] = _WORDS[status]
+        elif line.endswith(_STATUSES):
+            *rest, status = line.split()
+            if rest and status in _WORDS:
+                found[" ".join(rest)] = _WORDS[status]
+    return found
+
+
+def _seaborn(log: str) -> Outcomes:
+    found: Outcomes = {}
+    for line in log.split("\n"):
+        words = line.split()
+        if len(words) >= 2 and line.startswith(("FAILED", "PASSED")):
+            found[words[1]] = Outcome.FAILED if line.startswith("FAILED") else Outcome.PASSED
+        elif len(words) >= 2 and words[1] == "PASSED":
+            found[words[0]] = Outcome.PASSED
+    return found
+
+
+def _matplotlib(log: str) -> Outcomes:
+    return _pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
+
+
+# -- others ----------------------------------------------------------------------------------------
+
+_UNITTEST_ENDS = {
+    **dict.fromkeys((" ... ok", " ... OK", " ...  OK"), Outcome.PASSED),
+    " ... FAIL": Outcome.FAILED,
+    " ... ERROR": Outcome.ERROR,
+}
+_INTERRUPTED = re.compile(  # output of the test itself between `...` and `ok`
+    r"^(.*?)\s\.\.\.\s(?:Testing against Django installed in (?s:.*?) silenced\)\."
+    r"|Internal Server Error: \/(?:.*)\/|System check identified no issues \(0 silenced\))\nok$",
+    re.MULTILINE,
+)
+
+
+def _unittest(log: str) -> Outcomes:
+    """Python's own runner with -v, and Django's."""
+    found: Outcomes = {}
+    before = None
+    for raw in log.split("\n"):
+        line = raw.strip()
+        if "--version is equivalent to version" in line:
+            found["--version is equivalent to version"] = Outcome.PASSED
+        if " ... " in line:
+            before = line.partition(" ... ")[0]
+        for end, outcome in _UNITTEST_ENDS.items():
+            if line.endswith(end):
+                if line.startswith("Applying sites.0002_alter_domain_unique...test_no_migrations"):
+                    line = line.partition("...")[2].strip()  # django-7188: two lines in one
+                found[line.rpartition(end)[0]] = outcome
+                break
+        if " ... skipped" in line:
+            found[line.partition(" ... skipped")[0]] = Outcome.SKIPPED
+        for start, outcome in (("FAIL:", Outcome.FAILED), ("ERROR:", Outcome.ERROR)):
+            if line.startswith(start) and len(words := line.split()) > 1:
+                found[words[1]] = outcome
+        if line.startswith("ok") and before is not None:
+            found[before] = Outcome.PASSED
+    return found | dict.fromkeys(_INTERRUPTED.findall(log), Outcome.PASSED)
+
+
+def _sympy(log: str) -> Outcomes:
+    pairs = re.findall(r"_* (.*)\.py:(.*) _*", log)
+    found: Outcomes = {f"{path}.py:{name}": Outcome.FAILED for path, name in pairs}
+    ends = {" E": Outcome.ERROR, " F": Outcome.FAILED, " ok": Outcome.PASSED}
+    for raw in log.split("\n"):
+        line = raw.strip()
+        for end, outcome in ends.items():
+            if line.startswith("test_") and line.endswith(end):
+                found[line.split()[0]] = outcome
+    return found
+
+
+# -- by name ---------------------------------------------------------------------------------------
+
+_PARSERS: dict[str, Parser] = {
+    "pytest": _pytest,
+    "pytest_options": _pytest_paths,
+    "pytest_v2": _pytest_whole,
+    "unittest": _unittest,
+    "django": _unittest,
+    "matplotlib": _matplotlib,
+    "seaborn": _seaborn,
+    "sympy": _sympy,
+    **dict.fromkeys(("astroid", "flask", "marshmallow", "pvlib", "pyvista"), _pytest),
+    **dict.fromkeys(("sqlfluff", "xarray"), _pytest),
+    **dict.fromkeys(("pydicom", "pylint", "requests"), _pytest_paths),
+    **dict.fromkeys(("astropy", "scikit", "sphinx"), _pytest_whole),
+}
+_REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
+PARSERS = tuple(_PARSERS)
+
+
+def find_parser(name: str) -> Parser | None:
+    """The parser of a name, with or without SWE-bench's `parse_log_`."""
+    return _PARSERS.get(name.removeprefix("parse_log_"))
+
+
+def parser_of_repo(repo: str) -> str:
+    """The name of the parser by which SWE-bench reads a repository's logs."""
+    name = repo.lower().rpartition("/")[2]
+    name = _REPOSITORIES.get(name, name)
+    return name if name in _PARSERS else "pytest"
+
+
+# -- what a dataset expects ------------------------------------------------------------------------
+
+
+class Want(StrEnum):
+    """How a test should come out.
+
+    One that the log does not have counts as failed; a skipped one has not passed, but is kept.
+    """
+
+    FAIL = "fail"
+    PASS = "pass"  # noqa: S105
+    KEEP = "keep"
+
+
+class Miss(NamedTuple):
+    """A test that is not as it should be, and how it came out; None: not in the log."""
+
+    test: str
+    outcome: Outcome | None
+
+
+_WANTED: dict[Want, set[Outcome | None]] = {
+    Want.FAIL: {Outcome.FAILED, Outcome.ERROR, Outcome.SKIPPED, None},
+    Want.PASS: {Outcome.PASSED},
+    Want.KEEP: {Outcome.PASSED, Outcome.SKIPPED},
+}
+
+_NO_TESTS = (
+    *(".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml"),
+    ".toml",
+)
+
+
+def arguments_of(test_patch: str, repo: str) -> list[str]:
+    """What SWE-bench gives to the test command: the files of a test patch, for Django modules."""
+    paths = re.findall(r"diff --git a/.* b/(.*)", test_patch)
+    paths = [path for path in paths if not path.endswith(_NO_TESTS)]
+    if repo.lower() != "django/django":
+        return paths
+    return [path.removesuffix(".py").removeprefix("tests/").replace("/", ".") for path in paths]
+
+
+def outcome_of(test: str, found: Mapping[str, Outcome]) -> Outcome | None:
+    """What a log says of a test of a dataset.
+
+    Ids in datasets can end in the middle of a parameter. Such a one means all that begin with it,
+    where those agree.
+    """
+    if test in found or test.count("[") <= test.count("]"):
+        return found.get(test)
+    matches = [outcome for name, outcome in found.items() if name.startswith(test)]
+    agree = len({outcome is Outcome.PASSED for outcome in matches}) == 1
+    return matches[0] if agree else None
+
+
+def broken(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> Iterator[Miss]:
+    """The tests that are not as they should be."""
+    for test in tests:
+        outcome = outcome_of(test, found)
+        if outcome not in _WANTED[want]:
+            yield Miss(test, outcome)

@@ -1,0 +1,226 @@
+"""Recipes: what they are made from, what is refused, and what names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rowlab import row
+
+from mirrord.catalog import InstanceRow
+from mirrord.datasets.formats import choose_format
+from mirrord.environments import sources
+from mirrord.environments.recipes import checked, digest_of, expanded, key_of
+from mirrord.environments.sources import recipe_of, recipes_of_toml
+from mirrord.errors import InvalidRecipeError, RecipeNotFoundError
+from mirrord.protocol import Recipe
+
+PROJECT = Path(__file__).parents[2]
+REBENCH = {
+    "python": "3.9",
+    "packages": "requirements.txt",
+    "reqs_path": ["requirements/base.txt"],
+    "pip_packages": ["pytest", "responses==0.23"],
+    "pre_install": ["apt-get update && apt-get install -y gcc libxml2-dev"],
+    "install": "pip install -e .[dev]",
+    "test_cmd": "pytest --no-header -rA",
+    "log_parser": "parse_log_pytest",
+    "env_vars": {"A": "1"},
+    "no_use_env": None,
+}
+MAPPING = """
+MAP_REPO_VERSION_TO_SPECS_PY = {"Own/Thing": {"1.0": {
+    "python": "3.9", "packages": "mpmath 'numpy=1.19' conda-forge::scipy>=1.5", "install": "pip install -e .",
+    "pip_packages": ["tox"], "eval_commands": ["export LANG=en_US.UTF-8", "locale-gen"], "test_cmd": "bin/test"}}}
+MAP_REPO_TO_REQS_PATHS = {}
+"""
+
+
+def instance(**changes: Any) -> InstanceRow:
+    given = row(**changes)
+    return choose_format("", None, [given]).read(given)
+
+
+@pytest.fixture
+def swebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that cannot be imported; the file of its mapping can be read."""
+    place = tmp_path / "swebench" / "harness" / "constants"
+    place.mkdir(parents=True)
+    (tmp_path / "swebench" / "__init__.py").write_text("raise ImportError('no docker here')")
+    (place / "python.py").write_text(MAPPING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources.swebench_specs.cache_clear()
+    yield
+    sources.swebench_specs.cache_clear()
+
+
+def test_a_row_of_swe_rebench_has_its_recipe() -> None:
+    found = recipe_of(instance(install_config=REBENCH, version="2.27"))
+    assert found == Recipe(
+        key="psf__requests-2.27",
+        python="3.9",
+        requirements=["-r requirements/base.txt"],
+        packages=["pytest", "responses==0.23"],
+        install=["pip install -e .[dev]"],
+        test_command="pytest --no-header -rA",
+        variables={"A": "1"},
+        log_parser="parse_log_pytest",
+        host_packages=["gcc", "libxml2-dev"],
+    )
+
+
+def test_the_mapping_of_swebench_is_read_without_an_import_of_it(swebench: None) -> None:
+    found = recipe_of(instance(repo="own/thing", version="1.0", created_at="2020-01-02T00:00:00Z"))
+    assert found.packages == ["mpmath", "numpy==1.19.*", "scipy>=1.5", "tox"]
+    assert (found.key, found.python) == ("own__thing-1.0", "3.9")
+    assert (found.variables, found.test_command) == (
+        {"LANG": "en_US.UTF-8"},
+        "locale-gen; bin/test",
+    )
+    frozen = recipe_of(instance(repo="own/thing", version="1.0"), frozen=True)
+    assert frozen.index_date == "2020-01-01T00:00:00+00:00"
+
+
+def test_the_python_of_a_custom_row_is_enough_for_a_recipe() -> None:
+    custom = instance(
+        image_name="Lab/Requests:v2", python_version="3.11", environment_setup_commit=...
+    )
+    found = recipe_of(custom)
+    assert (found.key, found.python) == ("lab-requests-v2", "3.11")
+    assert found.packages == ["pytest"]
+    assert found.install == ["python -m pip install -e ."]
+
+
+def test_a_row_that_says_nothing_has_no_recipe() -> None:
+    with pytest.raises(RecipeNotFoundError, match="psf__requests-1"):
+        recipe_of(instance())
+    with pytest.raises(InvalidRecipeError, match="'c:latest'"):
+        recipe_of(instance(install_config={"base_image_name": "c:latest", "test_cmd": ["make"]}))
+
+
+def test_nothing_of_the_answer_is_in_a_recipe() -> None:
+    secret = {**REBENCH, "patch": "secret", "FAIL_TO_PASS": ["secret"], "notes": "secret"}
+    given = instance(
+        install_config=secret, patch="secret", test_patch="secret", FAIL_TO_PASS=["secret"]
+    )
+    assert "secret" not in str(recipe_of(given))
+
+
+@pytest.mark.parametrize(
+    ("image", "key"),
+    [
+        ("swebench/sweb.eval.x86_64.psf_1776_requests-1:latest", "psf__requests-2.3"),
+        ("swerebench/sweb.eval.x86_64.psf__requests-1", "psf__requests-2.3"),
+        ("jyangballin/swesmith.x86_64.own_1776_x.0f", "jyangballin-swesmith.x86_64.own_1776_x.0f"),
+        (None, "psf__requests-2.3"),
+    ],
+)
+def test_an_image_of_one_instance_names_no_environment(image: str | None, key: str) -> None:
+    found = key_of(
+        instance="psf__requests-1", repo="psf/requests", image=image, version="2.3", python=None
+    )
+    assert found == key
+
+
+def test_a_long_name_is_cut_and_stays_another() -> None:
+    keys = {
+        key_of(instance="i", repo="a/b", image="x" * 300 + end, version=None, python=None)
+        for end in "ab"
+    }
+    assert len(keys) == 2
+    assert all(len(key) < 120 for key in keys)
+
+
+def test_equal_recipes_have_one_digest() -> None:
+    one = Recipe(key="a", python="3.11", variables={"A": "1", "B": "2"})
+    two = Recipe(variables={"B": "2", "A": "1"}, python="3.11", key="a")
+    assert digest_of(one) == digest_of(two) != digest_of(Recipe(key="a", python="3.12"))
+
+
+# -- files of the tree -----------------------------------------------------------------------------
+
+TREE = {
+    "requirements/dev.txt": "-r tests.txt\n-e .\n--index-url https://x\ntox  # a tool\n",
+    "requirements/tests.txt": "pytest==7.3 \\\n    --hash=sha256:00\ntypes-pkg_resources==1\n-r ../../x",
+    "environment.yml": "dependencies:\n- python=3.9\n- numpy=1.2=h1\n- pip:\n  - flit\n  - .[test]\n",
+    "conda.yml": "dependencies:\n- hdf5\n",
+}
+
+
+def test_a_file_of_the_tree_becomes_its_packages() -> None:
+    recipe = Recipe(key="a", python="3.11", requirements=["-r no.txt|requirements/dev.txt"])
+    assert expanded(recipe, TREE.get).requirements == ["pytest==7.3", "types-setuptools", "tox"]
+    conda = Recipe(key="a", python="3.11", requirements=["six", "-r environment.yml"])
+    assert expanded(conda, TREE.get).requirements == ["six", "numpy==1.2", "flit"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("-r no.txt", "no no.txt"), ("-r conda.yml", "'hdf5'"), ("-r requirements/tests.txt", None)],
+)
+def test_what_a_file_cannot_give_is_named(line: str, said: str | None) -> None:
+    recipe = Recipe(key="a", python="3.11", requirements=[line])
+    if said is None:
+        expanded(recipe, TREE.get)
+    else:
+        with pytest.raises(InvalidRecipeError, match=said):
+            expanded(recipe, TREE.get)
+
+
+# -- TOML ------------------------------------------------------------------------------------------
+
+
+def test_the_documented_recipe_is_read() -> None:
+    text = (PROJECT / "docs" / "environments.md").read_text()
+    [block] = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [found] = recipes_of_toml(block, "it")
+    assert Recipe.__annotations__.keys() == {
+        name for name, value in found.to_json().items() if value not in (None, [], {}, "")
+    }
+    documented = re.findall(r"^\| `(\w+)` \|", text.partition("### What")[0], re.MULTILINE)
+    assert set(documented) == Recipe.__annotations__.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x", "not TOML"),
+        ("[other]", "other"),
+        ("[[environment]]\nkey = 'a'", "python: Field required"),
+        ("[[environment]]\nkey = 'a'\npython = 3.11", "python: Input should be a string"),
+        ("[[environment]]\nkey = 'a'\npython = '3.11'\npip = []", "unknown key pip"),
+        ("[[environment]]\nkey = 'A b'\npython = '3.11'", "key has"),
+        ("[[environment]]\nkey = 'a'\npython = '3.11'\n" * 2, "a stands there twice"),
+    ],
+)
+def test_a_fault_of_a_file_is_named(text: str, said: str) -> None:
+    with pytest.raises(InvalidRecipeError, match=re.escape(said)):
+        recipes_of_toml(text, "it")
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("key", "../a"),
+        ("python", "2.7"),
+        ("python", "3.11; rm"),
+        ("index_date", "yesterday"),
+        ("requirements", ["-r ../../etc/passwd"]),
+        ("requirements", ["-r /etc/passwd"]),
+        ("requirements", ["--index-url https://x"]),
+        ("packages", ["a @ https://x/a.whl"]),
+        ("packages", ["./local"]),
+        ("packages", ["a\n-e b"]),
+        ("install", [" "]),
+        ("host_packages", ["-y"]),
+        ("variables", {"A B": "1"}),
+        ("log_parser", "magic"),
+    ],
+)
+def test_what_no_recipe_can_have_is_refused(member: str, value: object) -> None:
+    given = {"key": "a", "python": "3.11", member: value}
+    with pytest.raises(InvalidRecipeError, match=member):
+        checked(Recipe.from_json(given))
