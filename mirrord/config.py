@@ -221,6 +221,10 @@ class LogSettings(_Section):
     format: Annotated[Literal["auto", "json", "console"], Restart] = "auto"
 
 
+class DockerSettings(_Section):
+    volumes: Annotated[StrictBool, Restart] = False
+
+
 class MirrorSettings(_Section):
     repo: Annotated[str, AfterValidator(_repo)]
     url: Annotated[str, AfterValidator(_url)] | None = None
@@ -251,6 +255,7 @@ class Settings(_Section):
     access: AccessSettings = AccessSettings()
     grading: GradingSettings = GradingSettings()
     log: LogSettings = LogSettings()
+    docker: DockerSettings = DockerSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
 
 

@@ -8,6 +8,8 @@ from stat import S_IMODE
 from .errors import InvalidConfigError, ResourceError
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
+DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
+"""Where docker looks for a driver of this name."""
 
 # In a sandbox or container: where the scripts and images of SWE-bench have the same.
 TESTBED = "/testbed"  # the tree

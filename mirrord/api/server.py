@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -19,7 +20,7 @@ from uvicorn.server import ServerState
 from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
 from ..host.peers import Peer, peer_of
 from ..telemetry import log
-from .application import Application
+from .connections import Connections
 from .problems import problem_body, problem_headers
 
 HEAD_LIMIT_BYTES = 64 * 1024
@@ -37,7 +38,7 @@ _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 class Server:
     """Serves one application on any number of listening sockets."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: ASGIApp, connections: Connections) -> None:
         self._config = Config(
             application,
             http=HttpConnection,
@@ -53,7 +54,7 @@ class Server:
         self._config.load()
         self._state = ServerState()
         self._listeners: list[asyncio.Server] = []
-        self.connections = application.connections
+        self.connections = connections
         self.lingering = 0
 
     async def listen(self, listener: socket.socket) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
 from ..host.pidfds import Process
+from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
 
@@ -86,13 +87,37 @@ class Graded:
 
 
 @dataclass(frozen=True, slots=True)
+class Volume:
+    """A name under which docker or podman mount a checkout, made with `options`.
+
+    `part` is what of the checkout it shows, `ttl_s` how long the lease lives after the last
+    unmount. `mounts` are the ids of those who have it mounted, during the boot `boot`. The lease
+    was taken for the volume that `holds` it, and ends with it.
+    """
+
+    name: str
+    part: str
+    options: dict[str, str]
+    holds: bool
+    ttl_s: float
+    mounts: tuple[str, ...] = ()
+    boot: str = ""
+
+    @property
+    def mounted_by(self) -> frozenset[str]:
+        """The ids of `mounts`, less those that a restart of the host undid."""
+        return frozenset(self.mounts) if self.boot == boot_id() else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
 
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
     `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
     `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
-    (`snapshots/layers.py`), `parent` the checkout that it was forked from.
+    (`snapshots/layers.py`), `parent` the checkout that it was forked from. `volumes` are what
+    container engines know it by.
     """
 
     id: CheckoutId
@@ -117,6 +142,7 @@ class Lease:
     parent: CheckoutId | None = None
     snapshots: tuple[SavedState, ...] = ()
     graded: Graded | None = None
+    volumes: tuple[Volume, ...] = ()
     state: LeaseState = LeaseState.LIVE
 
     @property
@@ -295,6 +321,7 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
         "snapshots": [
             {**_facts_of(each), "taken_at": each.taken_at.isoformat()} for each in lease.snapshots
         ],
+        "volumes": [_facts_of(each) for each in lease.volumes],
         "created_at": lease.created_at.isoformat(),
         "expires_at": lease.expires_at.isoformat(),
         "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
@@ -322,7 +349,7 @@ def _replace(path: str) -> None:
         raise
 
 
-def _facts_of(part: SavedState | Graded) -> dict[str, Any]:
+def _facts_of(part: SavedState | Graded | Volume) -> dict[str, Any]:
     return {each.name: getattr(part, each.name) for each in fields(part)}
 
 
@@ -345,6 +372,10 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             snapshots=tuple(
                 SavedState(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
                 for each in facts.get("snapshots", ())
+            ),
+            volumes=tuple(
+                Volume(**{**each, "mounts": tuple(each["mounts"])})
+                for each in facts.get("volumes", ())
             ),
             history=History(facts["history"]),
             view=View(facts["view"]),

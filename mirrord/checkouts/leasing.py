@@ -7,7 +7,7 @@ not exist. The work itself is in `service.py`.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -148,6 +148,7 @@ def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "directory": str(lease.directory),
         "mirror": str(lease.mirror),
         "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
+        "volumes": [volume.name for volume in lease.volumes],
         "timings": timings,
     }
 
@@ -168,7 +169,8 @@ def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
 
 
 class Expiry:
-    """Ends leases at their deadlines, and with the processes that they are bound to.
+    """Ends leases at their deadlines, and with the processes that they are bound to; renews those
+    that are mounted as volumes.
 
     `publish` takes the name of an event and its lease. Belongs to one event loop.
     """
@@ -229,6 +231,11 @@ class Expiry:
                 current = self._leases.find(lease.id)
                 if current is None or not self._is_over(current):
                     continue
+                mounted = [each for each in current.volumes if each.mounted_by]
+                if mounted and not self._is_orphaned(current):
+                    ttl = timedelta(seconds=max(each.ttl_s for each in mounted))
+                    self._leases.save(replace(current, expires_at=self._clock() + ttl))
+                    continue
                 self._lifecycle.end(current)
             self._publish("checkout.expired", current)
             await self._trash.keep_up()
@@ -236,8 +243,10 @@ class Expiry:
         return count
 
     def _is_over(self, lease: Lease) -> bool:
-        is_orphaned = lease.bound_to is not None and lease.bound_to not in self._processes
-        return is_orphaned or lease.expires_at <= self._clock()
+        return self._is_orphaned(lease) or lease.expires_at <= self._clock()
+
+    def _is_orphaned(self, lease: Lease) -> bool:
+        return lease.bound_to is not None and lease.bound_to not in self._processes
 
     async def _watch(self) -> None:
         while True:

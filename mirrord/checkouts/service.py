@@ -45,7 +45,7 @@ from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
-from .leases import Directories, Lease, Leases, LeaseState
+from .leases import Directories, Lease, Leases, LeaseState, Volume
 from .leasing import Admitted, Leasing, copied, members, must_be_whole, shown_snapshot
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
@@ -56,6 +56,7 @@ from .snapshots.layers import Layers
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
+from .volumes import Volumes
 
 _RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
 _OF_GRADE = ("backend", "ttl", "owner", "bind")
@@ -107,6 +108,7 @@ class Checkouts:
             clock=clock,
             default_history=lambda: settings().checkouts.history,
         )
+        self.volumes = Volumes(self._leasing, self.checkout, self.fork)
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
@@ -156,7 +158,11 @@ class Checkouts:
     # -- requests ----------------------------------------------------------------------------------
 
     async def checkout(
-        self, request: protocol.StartCheckout, peer: Peer, process: Process | None = None
+        self,
+        request: protocol.StartCheckout,
+        peer: Peer,
+        process: Process | None = None,
+        volumes: tuple[Volume, ...] = (),
     ) -> protocol.Checkout:
         """Hand out a new checkout, owned by the peer's uid or by another that it may ask for.
 
@@ -170,7 +176,7 @@ class Checkouts:
         )
         admitted = admitted._replace(history=history)
         resolved_s = round(time.perf_counter() - began, 6)
-        lease, timings = await self._leasing.begin(admitted, found)
+        lease, timings = await self._leasing.begin(admitted, found, volumes=volumes)
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
         self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**members(lease, timings))
@@ -251,6 +257,7 @@ class Checkouts:
         request: protocol.ForkCheckout,
         peer: Peer,
         process: Process | None = None,
+        volumes: tuple[Volume, ...] = (),
     ) -> protocol.Fork:
         """Hand out another checkout of the same owner with the same content, or a snapshot's."""
         began = time.perf_counter()
@@ -274,6 +281,7 @@ class Checkouts:
                         reset_at=None,
                         parent=parent.id,
                         snapshots=(),
+                        volumes=volumes,
                     )
                     lease, timings = await self._leasing.hand_out(draft, [parent.backend], process)
         timings = {"copy": round(copied_s, 6), **timings}

@@ -12,22 +12,22 @@ import fcntl
 import json
 import os
 import signal
-import socket
-import stat
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import config, errors, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
+from ..api.volumes import VolumeDriver
 from ..engine import Engine
 from ..host.files import host_error, opened
-from ..host.systemd import Notifier, take_sockets
+from ..host.systemd import Notifier
 from ..model import utc_now
 from ..telemetry import log
+from .listeners import Listeners, open_listeners
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
@@ -58,13 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
         engine = Engine(settings, config_path=path, load=load)
         engine.layout.make_root()
         with state_lock(engine.layout.root):
-            listeners = open_listeners(settings.socket)
+            listeners = open_listeners(settings.socket, volumes=settings.docker.volumes)
             try:
                 engine.layout.make()
                 asyncio.run(Daemon(engine, listeners, Notifier.from_environment()).run())
             finally:
-                for listener in listeners:
-                    listener.remove()
+                listeners.remove()
     except (errors.MirrordError, OSError) as error:
         doing = "start the daemon"
         problem = host_error(error, doing) if isinstance(error, OSError) else error
@@ -128,98 +127,16 @@ def _read_holder(lock: int) -> dict[str, Any]:
         return {}
 
 
-# -- the sockets that clients connect to: systemd's where it passes some, else our own -------------
-#
-# Our own is bound beside its place and renamed into it once it listens, so that no client finds a
-# file that refuses; a left-over file is replaced only when nobody answers behind it. Everybody may
-# connect (mode 0666): each request is allowed or not by the peer's credentials.
-
-_BACKLOG = 2048
-_LONGEST_PATH = 107  # sockaddr_un.sun_path without its zero byte
-
-
-class Listener(NamedTuple):
-    """A listening Unix socket; `inode` is its file's, where that is ours to remove."""
-
-    socket: socket.socket
-    path: Path
-    inode: int | None
-
-    def remove(self) -> None:
-        """Remove our socket file, unless another daemon has replaced it."""
-        with contextlib.suppress(FileNotFoundError):
-            if self.inode is not None and self.path.stat().st_ino == self.inode:
-                self.path.unlink()
-
-
-def open_listeners(path: Path) -> list[Listener]:
-    """Systemd's sockets, else one of our own at `path`. Raises AlreadyRunningError."""
-    if taken := take_sockets():
-        return [
-            Listener(listener, Path(os.fsdecode(listener.getsockname())), None)
-            for listener in taken.values()
-        ]
-    return [_bind(path)]
-
-
-def _bind(path: Path) -> Listener:
-    if len(os.fsencode(path)) > _LONGEST_PATH - len(".4194304"):
-        raise errors.InvalidConfigError(
-            f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes",
-            hint="choose a shorter `socket`",
-        )
-    _refuse_occupied(path)
-    staged = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        staged.unlink(missing_ok=True)
-        listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        )
-        listener.bind(os.fsencode(staged))
-        staged.chmod(0o666)
-        listener.listen(_BACKLOG)
-        staged.rename(path)
-    except OSError as error:
-        raise errors.ResourceError(
-            f"cannot listen at {path}: {error.strerror}",
-            hint="check the directory's owner and mode",
-        ) from error
-    return Listener(listener, path, path.stat().st_ino)
-
-
-def _refuse_occupied(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except OSError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise errors.ConflictError(
-            f"cannot listen at {path}: a file that is not a socket is there",
-            hint="move it away, or choose another `socket`",
-        )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(os.fsencode(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return
-        except OSError:  # its backlog is full, or it refuses us: somebody is there
-            pass
-    raise errors.AlreadyRunningError(
-        f"cannot listen at {path}: another process serves there",
-        hint="stop that one, or choose another `socket`",
-    )
-
-
 class Daemon:
     """Runs one engine on its listeners until a signal ends it."""
 
-    def __init__(self, engine: Engine, listeners: Sequence[Listener], notifier: Notifier) -> None:
+    def __init__(self, engine: Engine, listeners: Listeners, notifier: Notifier) -> None:
         self._engine = engine
         self._listeners = listeners
         self._notifier = notifier
-        self._serving = f"serving {listeners[0].path}"
+        self._serving = f"serving {listeners.api[0].path}"
+        if fault := listeners.fault:
+            engine.health.warn_by(lambda: [fault])
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -229,16 +146,20 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload()))
-        server = Server(Application(self._engine))
-        for listener in self._listeners:
+        application = Application(self._engine)
+        server = Server(application, application.connections)
+        for listener in self._listeners.api:
             await server.listen(listener.socket)
+        driver = Server(VolumeDriver(self._engine), application.connections)
+        for listener in self._listeners.volumes:
+            await driver.listen(listener.socket)
         self._notifier.status("opening")
         try:
             if await self._open():
                 self._spawn(self._notify_watchdog())
                 await self._stop.wait()
         finally:
-            await self._shut_down(server)
+            await self._shut_down([server, driver])
 
     async def _open(self) -> bool:
         """Open the engine, unless a signal comes first."""
@@ -252,20 +173,21 @@ class Daemon:
             return False
         opening.result()
         self._notifier.ready(self._serving)
-        sockets = [str(listener.path) for listener in self._listeners]
+        sockets = [str(listener.path) for listener in self._listeners.all]
         log.info("daemon.started", pid=os.getpid(), sockets=sockets)
         return True
 
-    async def _shut_down(self, server: Server) -> None:
+    async def _shut_down(self, servers: Sequence[Server]) -> None:
         """Accept nothing, end operations and requests, close the engine; each step is bounded."""
         self._notifier.stopping("stopping")
         log.info("daemon.stopping")
-        server.stop_accepting()
+        for server in servers:
+            server.stop_accepting()
         for task in self._tasks:
             task.cancel()
         await self._engine.operations.close(OPERATIONS_DRAIN)
         self._engine.events.close()
-        await server.close(REQUESTS_DRAIN)
+        await asyncio.gather(*(server.close(REQUESTS_DRAIN) for server in servers))
         try:
             async with asyncio.timeout(ENGINE_BOUND.total_seconds()):
                 await self._engine.close()
@@ -276,8 +198,7 @@ class Daemon:
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """The second one ends the process at once, which is safe: a power cut is no kinder."""
         if self._stop.is_set():
-            for listener in self._listeners:
-                listener.remove()
+            self._listeners.remove()
             os._exit(128 + number)  # workers and git children die with us
         log.info("signal.received", signal=number.name)
         self._stop.set()

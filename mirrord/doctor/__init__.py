@@ -60,5 +60,6 @@ _CHECKS: dict[str, Callable[[Settings], Result]] = {
     "socket": state.socket_path,
     "daemon": state.daemon,
     "group": state.group,
+    "volumes": state.volumes,
     "exec": state.confinement,
 }

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..host.mounts import HARMLESS
 from ..host.namespaces import find_obstacle
 from ..host.processes import search_path
 from ..model import MirrorName
-from ..places import Layout
+from ..places import DOCKER_SOCKET, Layout
 from .host import Result, entries, existing, judge
 
 _GIB = 1024**3
@@ -241,6 +242,35 @@ def group(settings: Settings) -> Result:
     except KeyError:
         fact = f"group {name} does not exist: only root and the daemon's user may use it"
         return "warn", fact, f"make it with `groupadd --system {name}`"
+
+
+def volumes(settings: Settings) -> Result:
+    """Whether docker and podman, those that are installed, would find the driver."""
+    if not settings.docker.volumes:
+        return "ok", "not served: [docker] volumes is false", ""
+    if os.geteuid() != 0:
+        fact = f"an ordinary user cannot serve at {DOCKER_SOCKET}"
+        return "warn", fact, "run the daemon as root, or enable mirrord-docker.socket"
+    if not DOCKER_SOCKET.is_socket():
+        fact = f"nobody serves at {DOCKER_SOCKET}"
+        return "warn", fact, "start the daemon; under systemd enable mirrord-docker.socket before"
+    if not shutil.which("podman", path=search_path()) or str(DOCKER_SOCKET) in _podman_plugins():
+        return "ok", f"served at {DOCKER_SOCKET}", ""
+    wanted = f'[engine.volume_plugins] mirrord = "{DOCKER_SOCKET}"'
+    return "warn", "podman does not know the driver", f"write in a {_PODMAN}/*.conf: {wanted}"
+
+
+_PODMAN = "/etc/containers/containers.conf.d"
+
+
+def _podman_plugins() -> set[str]:
+    """The sockets of volume drivers that podman is configured with, for all users."""
+    found = set()
+    for file in (Path("/etc/containers/containers.conf"), *Path(_PODMAN).glob("*.conf")):
+        with suppress(OSError, ValueError):
+            engine = tomllib.loads(file.read_text(encoding="utf-8")).get("engine", {})
+            found |= set(engine.get("volume_plugins", {}).values())
+    return found
 
 
 def confinement(settings: Settings) -> Result:

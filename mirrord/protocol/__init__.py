@@ -471,7 +471,7 @@ class Checkout(Answer):
     `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
     follows every reset. `taken_by` is the uid that asked for the checkout. It and `owner_uid` may
     use and release it. `parent` is the checkout that this one was forked from, or
-    grades.
+    grades. `volumes` are the names that docker or podman know it by.
     """
 
     id: str
@@ -491,6 +491,7 @@ class Checkout(Answer):
     created_at: datetime
     expires_at: datetime
     parent: str | None = None
+    volumes: list[str] = []
     timings: dict[str, float] = {}
 
 

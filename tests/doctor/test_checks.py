@@ -11,7 +11,7 @@ import anyone
 import pytest
 
 from mirrord.cli.main import run
-from mirrord.config import CheckoutSettings, Settings
+from mirrord.config import CheckoutSettings, DockerSettings, Settings
 from mirrord.daemon.main import state_lock
 from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
@@ -28,13 +28,23 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 27
+    assert len(checks) == 28
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {
         "ok",
         "warn",
     }
+
+
+def test_volumes_that_nobody_serves_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mirrord.doctor.state.DOCKER_SOCKET", tmp_path / "nobody")
+    settings = Settings(state_dir=tmp_path, docker=DockerSettings(volumes=True))
+    (check,) = [check for check in examine(settings) if check.name == "volumes"]
+    assert check.verdict == "warn"
+    assert "mirrord-docker.socket" in check.remedy
 
 
 def test_nothing_is_changed(tmp_path: Path) -> None:

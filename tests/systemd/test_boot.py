@@ -37,6 +37,8 @@ commits = "any"
 url = "file:///srv/upstreams/{owner}__{name}"
 [sync]
 interval = "24h"
+[docker]
+volumes = true
 """
 # Asks until told to stop, each time on a new connection; every failure is a line.
 ASKER = """
@@ -114,7 +116,7 @@ def _units(directory: Path) -> Path:
     for unit in [*UNITS.glob("*.service"), *UNITS.glob("*.socket")]:
         shutil.copy(unit, directory)
     for target, names in {
-        "multi-user.target": ["mirrord.service"], "sockets.target": ["mirrord.socket", "mirrord-mount.socket"],
+        "multi-user.target": ["mirrord.service"], "sockets.target": ["mirrord.socket", "mirrord-mount.socket", "mirrord-docker.socket"],
     }.items():  # fmt: skip
         wants = directory / f"{target}.wants"
         wants.mkdir()
@@ -245,6 +247,17 @@ def test_root_gets_a_checkout_that_the_mount_service_would_not_make(host: Host) 
     made = host.json("checkout", f"psf/requests@{host.commits[0]}", user=None)
     assert (made["backend"], made["owner_uid"]) == ("pool", 0)
     host.mirrord("release", made["id"], user=None)
+
+
+def test_volumes_are_served_at_a_socket_of_root_only(host: Host) -> None:
+    """The daemon, which is not root, takes that socket from systemd."""
+    ask = "curl -sS --unix-socket /run/docker/plugins/mirrord.sock http://d/VolumeDriver"
+    made = f'{{"Name": "task", "Opts": {{"instance": "psf/requests@{host.commits[0]}"}}}}'
+    assert host.shell(f"{ask}.List -d '{{}}' || echo refused") == "refused"
+    assert json.loads(host.shell(f"{ask}.Create -d '{made}'", None)) == {"Err": ""}
+    answer = json.loads(host.shell(f'{ask}.Mount -d \'{{"Name": "task", "ID": "a"}}\'', None))
+    assert host.shell(f"cat {answer['Mountpoint']}/README", None) == "1"
+    host.shell(f'{ask}.Remove -d \'{{"Name": "task"}}\'', None)
 
 
 def test_a_checkout_is_found_again_after_a_restart(host: Host, checkout: dict[str, Any]) -> None:

@@ -1,0 +1,170 @@
+"""The volume driver for docker and podman: their plugin protocol over the service of volumes.
+
+JSON is posted to `/Plugin.Activate` and `/VolumeDriver.…` on a socket that only root enters, and
+every answer has `Err`, empty where all is well (docker's page "Docker volume plugins"). What an
+option means is decided here; who may have what, as for every other request.
+"""
+
+import json
+from collections import Counter
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..checkouts.deferred import answering
+from ..checkouts.leases import Lease, Volume
+from ..checkouts.volumes import Existing, ForkOf, Source, path_of
+from ..engine import Engine
+from ..errors import AccessError, InvalidRequestError, NotFoundError
+from ..git.turns import Askers
+from ..host.peers import Peer
+from ..model import shown
+from ..protocol import ForkCheckout, StartCheckout
+from ..telemetry import bind_request, new_request_id
+from .problems import invalid_request, problem_response
+from .request import JSON_LIMIT_BYTES, Body, read_body
+
+MEDIA_TYPES = tuple(f"application/vnd.docker.plugins.v1{minor}+json" for minor in ("", ".1", ".2"))
+PARTS = ("tree", "directory")
+_START, _FORK = TypeAdapter(StartCheckout), TypeAdapter(ForkCheckout)
+
+
+class _Nothing(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Call(BaseModel):
+    """The body of every call; docker leaves out what does not matter, podman sends null."""
+
+    Name: Annotated[str, Field(pattern=r"^([a-zA-Z0-9][a-zA-Z0-9_.-]{0,254})?$")] = ""
+    ID: Annotated[str, Field(max_length=500)] = ""
+    Opts: dict[str, str] | None = None
+
+
+class VolumeDriver:
+    """The ASGI application of the plugin's socket."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: Counter[int] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        bind_request(new_request_id())
+        scope["state"]["body"] = body = Body(receive, self._held)
+        request = Request(scope, body.receive)
+        with answering():
+            try:
+                status, answer = 200, {"Err": "", **await self._respond(request)}
+            except Exception as error:  # noqa: BLE001  # problem_response logs what is a bug
+                problem = problem_response(error)
+                facts = json.loads(bytes(problem.body))
+                text = "; ".join(filter(None, (facts["detail"], facts.get("hint"))))
+                # never 404, by which docker means a driver without the call
+                status, answer = 500, {"Err": f"mirrord: {text}"}
+            finally:
+                body.release()
+            accepted = request.headers.get("accept", "")
+            kind = accepted if accepted in MEDIA_TYPES else MEDIA_TYPES[1]
+            response = Response(json.dumps(answer), status, media_type=kind)
+            await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> dict[str, Any]:
+        peer: Peer = request.state.connection.peer
+        if not self._engine.access.is_admin(peer.uid):
+            raise AccessError("cannot serve volumes: only administrators may ask for them")
+        if not self._engine.settings().docker.volumes:
+            hint = "set it in the daemon's configuration, and restart the daemon"
+            raise InvalidRequestError("cannot serve volumes: [docker] volumes is false", hint=hint)
+        Askers(self._engine.access.user_of(peer.uid)).bind()
+        content = await read_body(request, JSON_LIMIT_BYTES)
+        try:
+            call = _Call.model_validate_json(content or b"{}")
+        except ValidationError as error:
+            raise invalid_request("body", error) from error
+        return await self._answer(request, call, peer)
+
+    async def _answer(self, request: Request, call: _Call, peer: Peer) -> dict[str, Any]:
+        path = request.scope["path"]  # docker's Host is a path, which spoils `request.url`
+        match path:
+            case "/Plugin.Activate":
+                return {"Implements": ["VolumeDriver"]}
+            case "/VolumeDriver.Capabilities":
+                return {"Capabilities": {"Scope": "local"}}
+        await self._engine.wait_until_open()
+        volumes = self._engine.checkouts.volumes
+        match path:
+            case "/VolumeDriver.List":
+                return {"Volumes": [_shown(*each) for each in volumes.list()]}
+            case "/VolumeDriver.Create":
+                part, options, source = _read_options(call.Name, call.Opts or {})
+                await volumes.create(call.Name, part, options, source, peer)
+                if request.state.connection.is_lost:  # podman waits for 5 seconds
+                    await volumes.remove(call.Name, peer)
+                return {}
+            case "/VolumeDriver.Get":
+                return {"Volume": _shown(*volumes.get(call.Name))}
+            case "/VolumeDriver.Path":
+                return {"Mountpoint": path_of(*volumes.get(call.Name))}
+            case "/VolumeDriver.Mount":
+                return {"Mountpoint": await volumes.mount(call.Name, call.ID, peer)}
+            case "/VolumeDriver.Unmount":
+                if volumes.find(call.Name):
+                    await volumes.unmount(call.Name, call.ID, peer)
+                return {}
+            case "/VolumeDriver.Remove":
+                if volumes.find(call.Name):  # an expired one is removed already
+                    await volumes.remove(call.Name, peer)
+                return {}
+        raise NotFoundError("cannot answer the request: no such call of a volume driver")
+
+
+def _shown(lease: Lease, volume: Volume) -> dict[str, Any]:
+    status = {
+        "checkout": lease.id,
+        "instance": lease.instance,
+        "mirror": str(lease.mirror),
+        "commit": lease.commit,
+        "part": volume.part,
+        "owner_uid": lease.owner_uid,
+        "expires_at": lease.expires_at.isoformat(timespec="seconds"),
+        "mounts": len(volume.mounted_by),
+    }
+    created_at = lease.created_at.isoformat(timespec="seconds")
+    mountpoint = path_of(lease, volume)
+    return {
+        "Name": volume.name, "Mountpoint": mountpoint, "CreatedAt": created_at, "Status": status,
+    }  # fmt: skip
+
+
+def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str], Source]:
+    """What of a checkout a volume shows, its options, and where its checkout comes from.
+
+    Without a source the name is an instance's, up to `--`: `docker run -v` takes no options.
+    """
+    options = {"owner" if key == "uid" else key: value for key, value in given.items()}
+    choices = dict(options)
+    part = choices.pop("what", "tree")
+    if part not in PARTS:
+        hint = f"what is one of {', '.join(PARTS)}"
+        raise InvalidRequestError(f"cannot make volume {name}: no part {shown(part)}", hint=hint)
+    checkout, fork = choices.pop("checkout", None), choices.pop("fork", None)
+    if not (checkout or fork or choices.keys() & {"instance", "mirror"}):
+        choices["instance"] = name.rpartition("--")[0] or name
+    if "bind" in choices:
+        fact = f"cannot make volume {name}: a volume is bound to no process"
+        raise InvalidRequestError(fact, hint="leave out bind")
+    try:
+        if checkout:
+            _Nothing.model_validate_strings(choices)
+            return part, options, Existing(checkout)
+        if fork:
+            return part, options, ForkOf(fork, _FORK.validate_strings(choices))
+        return part, options, _START.validate_strings(choices)
+    except ValidationError as error:
+        faults = invalid_request("options", error).facts["faults"]
+        listing = "; ".join(f"{each['key']}: {each['message']}" for each in faults)
+        hint = "docs/integrations.md lists the options of volumes"
+        raise InvalidRequestError(f"cannot make volume {name}: {listing}", hint=hint) from error
