@@ -1,0 +1,182 @@
+"""Checkouts as volumes of a real podman and a real dockerd: what docs/integrations.md says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import enginelab
+import pytest
+from enginelab import Engine
+from volumelab import VolumeWorld, volume_world
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+AGENT = 4321
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VolumeWorld]:
+    with volume_world(tmp_path_factory.mktemp("containers")) as world:
+        yield world
+
+
+def _engine(name: str, world: VolumeWorld) -> Iterator[Engine]:
+    reason = enginelab.why_no_podman() if name == "podman" else enginelab.why_no_docker()
+    if reason:
+        pytest.skip(reason)
+    with (enginelab.podman if name == "podman" else enginelab.dockerd)(world.plugin) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def podman_engine(world: VolumeWorld) -> Iterator[Engine]:
+    yield from _engine("podman", world)
+
+
+@pytest.fixture
+def podman(podman_engine: Engine, world: VolumeWorld) -> Iterator[Engine]:
+    yield podman_engine
+    podman_engine.clean()
+    assert world.checkouts() == {}
+
+
+@pytest.fixture(scope="module")
+def docker_engine(world: VolumeWorld) -> Iterator[Engine]:
+    yield from _engine("docker", world)
+
+
+@pytest.fixture
+def docker(docker_engine: Engine, world: VolumeWorld) -> Iterator[Engine]:
+    yield docker_engine
+    docker_engine.clean()
+    assert world.checkouts() == {}
+
+
+def test_an_agent_works_in_a_podman_volume_until_it_is_removed(
+    podman: Engine, world: VolumeWorld
+) -> None:
+    podman.make_volume("task", instance="o__r-0", owner=str(AGENT))
+    assert podman("volume", "ls", "--format", "{{.Driver}} {{.Name}}") == "mirrord task"
+    (found,) = podman.json("volume", "inspect", "task")
+    assert found["Status"]["instance"] == "o__r-0"
+    container = podman.start("task:/testbed", "--workdir", "/testbed", user=AGENT)
+    assert podman.shell(container, "id -u; cat README") == f"{AGENT}\nnumber 0"
+    podman.shell(container, "echo work > new; mkdir d; echo more > d/f")
+    assert podman.shell(container, "git status --short") == "?? d/\n?? new"
+    with world.client as client:
+        patch = client.diff_checkout(world.checkouts()["task"].id)
+    assert b"+work" in patch
+    assert "in use" in podman.try_run("volume", "rm", "task").stderr.replace("being used", "in use")
+    podman.remove(container)
+    podman("volume", "rm", "task")
+    assert podman("volume", "ls", "--quiet") == ""
+    assert world.checkouts() == {}
+
+
+def test_root_in_a_container_is_told_that_the_tree_is_not_its_own(podman: Engine) -> None:
+    podman.make_volume("task", instance="o__r-0", owner=str(AGENT))
+    container = podman.start("task:/testbed", "--workdir", "/testbed")
+    assert "dubious ownership" in podman.shell(container, "git status || true")
+    safe = "export HOME=/tmp; git config --global --add safe.directory /testbed"
+    assert podman.shell(container, f"{safe}; git status --short") == ""
+
+
+def test_two_containers_share_a_volume(podman: Engine, world: VolumeWorld) -> None:
+    podman.make_volume("task", instance="o__r-0")
+    first, second = (podman.start("task:/testbed") for _ in range(2))
+    podman.shell(first, "echo work > /testbed/new")
+    assert podman.shell(second, "cat /testbed/new") == "work"
+    podman.remove(first)
+    assert podman.shell(second, "cat /testbed/new") == "work"
+    assert world.call("Get", Name="task")["Volume"]["Status"]["mounts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "volume", "tree"),
+    [
+        ({"backend": "pool"}, "task:/testbed", "/testbed"),
+        ({"what": "directory"}, "task:/mnt/task:rslave", "/mnt/task/tree"),
+    ],
+    ids=["pool", "directory"],
+)
+def test_a_reset_is_seen_in_a_container_that_runs(
+    podman: Engine, world: VolumeWorld, options: dict[str, str], volume: str, tree: str
+) -> None:
+    podman.make_volume("task", instance="o__r-0", **options)
+    container = podman.start(volume)
+    podman.shell(container, f"cd {tree}; echo junk > junk; echo junk >> README")
+    with world.client as client:
+        client.reset_checkout(world.checkouts()["task"].id)
+    assert podman.shell(container, f"cd {tree}; ls; cat README") == "README\ndocs\nsrc\nnumber 0"
+    podman.shell(container, f"echo work > {tree}/new")
+    with world.client as client:
+        assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)
+        client.reset_checkout(world.checkouts()["task"].id, "o__r-1")
+    assert podman.shell(container, f"cat {tree}/README") == "number 1"
+
+
+def test_a_restarted_container_sees_the_reset_of_an_overlay(
+    podman: Engine, world: VolumeWorld
+) -> None:
+    podman.make_volume("task", instance="o__r-0", backend="overlay")
+    container = podman.start("task:/testbed")
+    with world.client as client:
+        client.reset_checkout(world.checkouts()["task"].id, "o__r-1")
+        assert podman.shell(container, "cat /testbed/README") == "number 0"  # the old tree
+        podman("restart", "--time", "0", container)
+        assert (
+            podman.shell(container, "cat /testbed/README; echo work > /testbed/new") == "number 1"
+        )
+        assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)
+
+
+def test_a_container_outlives_the_daemon(podman: Engine, world: VolumeWorld) -> None:
+    podman.make_volume("task", instance="o__r-0")
+    container = podman.start("task:/testbed")
+    world.daemon.kill()
+    podman.shell(container, "echo work > /testbed/new")
+    world.start()
+    assert podman("volume", "ls", "--quiet") == "task"
+    with world.client as client:
+        assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)
+    podman.remove(container)
+    assert world.call("Get", Name="task")["Volume"]["Status"]["mounts"] == 0
+
+
+def test_docker_run_takes_and_releases_a_checkout(docker: Engine, world: VolumeWorld) -> None:
+    def run(*options: str, source: str = "", command: str) -> str:
+        said = ",".join(
+            ["type=volume", f"volume-driver={docker.driver}", "dst=/testbed"]
+            + ([f"src={source}"] if source else [])
+            + [f"volume-opt={option}" for option in options]
+        )
+        usr = ("--volume", "/usr:/usr:ro", "--network", "none")
+        return docker("run", "--rm", *usr, "--mount", said, enginelab.IMAGE, "sh", "-c", command)
+
+    assert run("instance=o__r-0", command="cat /testbed/README") == "number 0"
+    assert world.checkouts() == {}  # `--rm` removes a volume without a name
+    run("instance=o__r-0", source="task", command="echo work > /testbed/new")
+    assert run("instance=o__r-0", source="task", command="cat /testbed/new") == "work"
+    (found,) = docker.json("volume", "inspect", "task")
+    assert found["Status"]["instance"] == "o__r-0"
+    with world.client as client:
+        client.release_checkout(found["Status"]["checkout"])
+    assert docker("volume", "ls", "--quiet") == ""
+    assert run("instance=o__r-0", source="task", command="ls /testbed") == "README\ndocs\nsrc"
+
+
+def test_docker_counts_containers_and_sees_resets_in_place(
+    docker: Engine, world: VolumeWorld
+) -> None:
+    docker.make_volume("o__r-0--a", backend="pool")
+    first, second = (docker.start("o__r-0--a:/testbed") for _ in range(2))
+    status = docker.json("volume", "inspect", "o__r-0--a")[0]["Status"]
+    assert status["mounts"] == 2
+    docker.shell(first, "echo junk > /testbed/junk")
+    with world.client as client:
+        client.reset_checkout(status["checkout"])
+    assert docker.shell(second, "ls /testbed") == "README\ndocs\nsrc"
+    world.daemon.kill()
+    world.start()
+    docker.remove(first)
+    assert docker.json("volume", "inspect", "o__r-0--a")[0]["Status"]["mounts"] == 1
