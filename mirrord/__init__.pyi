@@ -94,9 +94,11 @@ from .model import History as History
 from .model import Policy as Policy
 from .model import Reach as Reach
 from .model import SteeringKind as SteeringKind
+from .model import Target as Target
 from .model import View as View
 from .protocol import AmbiguousInstance as AmbiguousInstance
 from .protocol import ApplyAnswer as ApplyAnswer
+from .protocol import Attachment as Attachment
 from .protocol import Audit as Audit
 from .protocol import AuditPart as AuditPart
 from .protocol import AuditSummary as AuditSummary

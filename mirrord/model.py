@@ -79,6 +79,13 @@ class Bind(StrEnum):
     PROCESS = "process"
 
 
+class Target(StrEnum):
+    """The directories of a checkout that can be attached elsewhere."""
+
+    TREE = "tree"
+    ENVIRONMENT = "environment"
+
+
 class View(StrEnum):
     AGENT = "agent"
     GRADER = "grader"

@@ -6,6 +6,8 @@ head, and the time for a head, for the next request, and for reading an answer.
 """
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +19,13 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ..errors import CancelledError, InvalidRequestError, MirrordError, TooManyConnectionsError
+from ..errors import (
+    CancelledError,
+    InvalidRequestError,
+    LimitReachedError,
+    MirrordError,
+    TooManyConnectionsError,
+)
 from ..host.peers import Peer, peer_of
 from ..telemetry import log
 from .connections import Connections
@@ -31,6 +39,7 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
 _BACKLOG = 2048
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 # A loop reads up to 256 KiB at once, the end of the last body included.
 _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
@@ -167,6 +176,25 @@ class HttpConnection(HttpToolsProtocol):
             raise CancelledError("cannot answer the request: the client hung up") from error
         finally:
             self._working = None
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Send a descriptor with an interim response, ahead of the answer to this request.
+
+        It goes past the transport, which knows no ancillary data, and so only while nothing waits
+        in the transport's buffer. A descriptor that is never read goes with the connection.
+        """
+        plain = self.transport.get_extra_info("socket")
+        try:
+            if self.transport.get_write_buffer_size():
+                raise BlockingIOError(errno.EAGAIN, "it reads no answers")
+            with socket.socket(fileno=os.dup(plain.fileno())) as same:
+                socket.send_fds(same, [_INTERIM], [descriptor])
+        except OSError as error:  # ETOOMANYREFS: more are on their way than files may be open
+            raise LimitReachedError(
+                f"cannot send a descriptor to the client: {error.strerror}",
+                hint="read the answers to earlier requests",
+                retry_after=1,
+            ) from error
 
     # -- the head of a request --------------------------------------------------------------------
 

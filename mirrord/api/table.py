@@ -192,6 +192,7 @@ ENDPOINTS = (
     _post(f"{_CHECKOUT}/snapshots", OWNER, checkouts.make_snapshot, 201, interruptible=True),
     _delete(f"{_CHECKOUT}/snapshots/{{name}}", OWNER, checkouts.remove_snapshot, 204),
     _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout),
+    _post(f"{_CHECKOUT}/attach", OWNER, checkouts.attach_checkout),
     _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, answer=_PATCH),
     _get(f"{_CHECKOUT}/seal", ADMIN, checkouts.get_seal),
     _get(f"{_CHECKOUT}/receipt", OWNER, checkouts.get_receipt, answer=Receipt),

@@ -152,8 +152,8 @@ class Admission:
             raise errors.BackendUnavailableError(
                 "cannot make a checkout: the mount namespace of the asking process does not show"
                 f" {'mounts in ' if visible is Visible.FILES else ''}{self._directory}",
-                hint=f"mount {self._directory} there with propagation rslave,"
-                " or ask for the backend pool",
+                hint=f"ask with attach and attach it there, mount {self._directory} there with"
+                " propagation rslave, or ask for the backend pool",
             )
         if wanted is Backend.POOL or visible is Visible.FILES:
             return [Backend.POOL]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ProofFailedError
-from ..model import Backend
+from ..model import Backend, Target
 from ..protocol import Proof
 
 if TYPE_CHECKING:  # workers load this module, and need neither leases nor settings
@@ -106,6 +106,15 @@ class CheckoutBackend(Protocol):
 
         The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
         written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.
+        """
+        ...
+
+    def clone(self, lease: Lease, target: Target) -> int:
+        """A descriptor of a mount of the checkout's `target`, attached nowhere; the caller closes
+        it.
+
+        Attached in any mount namespace, it shows what the checkout shows there, resets included,
+        without set-id bits and devices. Raises BackendUnavailableError.
         """
         ...
 

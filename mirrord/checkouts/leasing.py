@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from .. import protocol
 from ..errors import CheckoutBusyError, StoppingError
+from ..host.namespaces import Visible
 from ..host.peers import Owners, Peer
 from ..host.pidfds import Process, ProcessWatch, process_gone
 from ..host.processes import Owner
@@ -27,7 +28,7 @@ from .resolve import ResolvedRequest
 
 _SHOWN = (
     *("id", "commit", "tree", "instance", "history", "view", "backend"),
-    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
 )
 
 
@@ -69,8 +70,12 @@ class Leasing:
         ttl = self.admission.ttl(request.ttl, peer)
         owner = await self.owners.find(request.owner, peer)
         self.admission.check(peer, owner, request.view, history)
-        visible = await self.admission.visible_to(peer)
-        backends = self.admission.choose_backends(request.backend, history, visible)
+        asked, visible = request.backend, Visible.MOUNTS
+        if request.attach:
+            asked = asked or Backend.OVERLAY
+        else:
+            visible = await self.admission.visible_to(peer)
+        backends = self.admission.choose_backends(asked, history, visible)
         return Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
 
     async def begin(

@@ -348,6 +348,19 @@ class Checkouts:
             self._leases.put(lease)
         return protocol.Checkout(**members(lease, {}))
 
+    async def attach(
+        self, checkout: str, request: protocol.AttachCheckout, peer: Peer
+    ) -> tuple[protocol.Attachment, int]:
+        """A mount for the peer's own namespace: a descriptor, which the caller closes."""
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
+            mount = self._lifecycle.backend_of(lease).clone(lease, request.target)
+        facts = {"target": str(request.target), "by": peer.uid}
+        self._leasing.publish("checkout.attached", lease, **facts)
+        return protocol.Attachment(
+            checkout=lease.id, target=request.target, resets=lease.resets
+        ), mount
+
     async def release(self, checkout: str, peer: Peer) -> None:
         """End a lease. The checkout is gone at once; its files are deleted in the background."""
         async with self._leasing.held(checkout, peer) as lease:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
-from ..model import ApplyStrategy, DiffFormat, FoundStrategy, View, shown
+from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
 from . import parameters
 from .output import short, table, when
 from .parameters import Argument, Option
@@ -35,6 +35,9 @@ def checkout(
     backend: parameters.BackendOption = None,
     ttl: parameters.Ttl = None,
     owner: parameters.OwnerOption = None,
+    attachable: Annotated[
+        bool, Option("--attach", help="For `mirrord attach`: it need not be visible from here.")
+    ] = False,
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline.
 
@@ -49,6 +52,7 @@ def checkout(
         backend=backend,
         ttl=parameters.read_duration(ttl, "--ttl"),
         owner=parameters.read_owner(owner),
+        attach=attachable,
         auto_renew=False,
     )
     session.answer(handle.lease, [handle.lease.path])
@@ -200,6 +204,35 @@ def restore(
     """Needs a checkout of the grader view."""
     written = session.client.restore_paths(find_id(session, checkout_id), commit, *paths)
     session.answer({"paths": written}, written)
+
+
+def attach(
+    session: Session,
+    checkout_id: Id,
+    path: Annotated[Path, Argument(help="A directory, in the place of which the tree is seen.")],
+    environment: Annotated[
+        Path | None, Option(metavar="PATH", help="Attach its environment too, here.")
+    ] = None,
+    pid: Annotated[
+        str | None,
+        Option(
+            metavar="PID", help="In the mount namespace of this process, such as a container's."
+        ),
+    ] = None,
+) -> None:
+    """In this mount namespace, and gone with it; it follows every reset. Prints the path.
+
+    Needs CAP_SYS_ADMIN in the namespace: `unshare --user --map-root-user --mount` gives one. With
+    --pid, for root, PATH is as that process sees it.
+    """
+    found, process = find_id(session, checkout_id), parameters.read_pid(pid)
+    client = session.client
+    if environment is not None:
+        client.attach_checkout(found, environment, target=Target.ENVIRONMENT, pid=process)
+    client.attach_checkout(found, path, pid=process)
+    session.answer(
+        {"path": str(path), "environment": environment and str(environment)}, [str(path)]
+    )
 
 
 def release(

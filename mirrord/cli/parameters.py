@@ -57,6 +57,12 @@ def read_duration(text: str | None, option: str) -> timedelta | None:
     return duration
 
 
+def read_pid(text: str | None) -> int | None:
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    raise UsageError(f"cannot read --pid {shown(text)}: it is not a number")
+
+
 def read_owner(text: str | None) -> int | None:
     """The uid of a user, named or numbered."""
     if text is None or text.isdecimal():

@@ -69,6 +69,7 @@ diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
 restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout.
 grade; grading:grade; 3456789; Lease a grader's tree with an agent's change and the tests.
+attach; checkouts:attach; 34579; Make a checkout visible in a mount namespace, at any path.
 release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Move the deadline of a checkout.
 checkouts; checkouts:list_all; 39; List the held checkouts.

@@ -44,6 +44,17 @@ async def async_receive(connected: socket.socket, most: int, timeout: float | No
         return await asyncio.get_running_loop().sock_recv(connected, most)
 
 
+async def async_readable(connected: socket.socket, timeout: float | None) -> None:
+    """Wait until a non-blocking socket has bytes or has ended; TimeoutError after `timeout` s."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connected, ready.set)
+    try:
+        async with asyncio.timeout(timeout):
+            await ready.wait()
+    finally:
+        loop.remove_reader(connected)
+
+
 async def async_send(
     connected: socket.socket, data: bytes | memoryview, timeout: float | None
 ) -> None:

@@ -19,8 +19,13 @@ def pause(seconds: float) -> None:
 
 def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
     """The next bytes of a non-blocking socket; empty at the end; TimeoutError after `timeout` s."""
-    _wait_for(connected, select.POLLIN, timeout)
+    readable(connected, timeout)
     return connected.recv(most)
+
+
+def readable(connected: socket.socket, timeout: float | None) -> None:
+    """Wait until a non-blocking socket has bytes or has ended; TimeoutError after `timeout` s."""
+    _wait_for(connected, select.POLLIN, timeout)
 
 
 def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:

@@ -2,7 +2,7 @@
 
 A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon
 that has neither. It is a privilege boundary: it answers one uid and root (SO_PEERCRED), takes
-four typed requests, makes every path itself out of checked names, and opens each below the state
+five typed requests, makes every path itself out of checked names, and opens each below the state
 directory following no link; the kernel gets those descriptors, so what a name comes to mean later
 does not matter. Only the daemon's files are shown as those of other users, who must be ordinary,
 with a group of theirs, and hold the lease of that checkout; set-id bits have no effect wherever a
@@ -38,6 +38,7 @@ _CHECKOUT = re.compile(r"[a-z2-7]{16}")
 # released ones and kept trees are renamed, and removed by every backend
 _DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _UPPER = re.compile(r"layer|next")
+_TARGET = re.compile(r"tree|environment")
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _ID = "[0-9a-f]{40}"
 _LAYER = re.compile(
@@ -73,7 +74,7 @@ class GuardedMounter:
             work = self._open(stack, f"{private}/{order.upper}/work")
             templates = self._open(stack, "templates")
             if order.owner is not None:
-                self._must_be_leased(self._open(stack, private), order)
+                self._must_be_leased(stack, order.checkout, order.owner)
                 self._must_be_ordinary(order.owner)
                 self._must_be_ours(templates)
                 templates = stack.enter_context(self._mapped.view(templates, order.owner))
@@ -103,10 +104,22 @@ class GuardedMounter:
             os.close(mounts.open_beneath(above, "tree"))
             show(self._pending[checkout], f"{mounts.descriptor_path(above)}/tree")
 
+    def clone(self, checkout: str, target: str, owner: Owner) -> int:
+        """A mount of the checkout's `target`, for the daemon to give to its owner."""
+        with ExitStack() as stack:
+            self._must_be_leased(stack, checkout, owner)
+            return mounts.clone_follower(self._open(stack, f"checkouts/{checkout}"), target)
+
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
             above = self._open(stack, f"checkouts/{checkout}")
             mounts.umount(f"{mounts.descriptor_path(above)}/tree")
+
+    def close_given(self, descriptors: Sequence[int]) -> None:
+        """Close what was given away, but for what `show` needs."""
+        for each in descriptors:
+            if each not in self._pending.values():
+                os.close(each)
 
     def forget_all(self) -> None:
         """Close the overlays that were made and not attached."""
@@ -121,16 +134,15 @@ class GuardedMounter:
         if (mount := self._pending.pop(checkout, None)) is not None:
             os.close(mount)
 
-    def _must_be_leased(self, private: int, order: OverlayOrder) -> None:
+    def _must_be_leased(self, stack: ExitStack, checkout: str, owner: Owner) -> None:
         """The lease of that checkout, or the one being written, must name the same owner."""
+        private = self._open(stack, f"leases/{checkout}")
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
                 lease = json.loads(os.read(file, 64 * 1024))
-                if (lease["owner_uid"], lease["owner_gid"]) == order.owner:
+                if (lease["owner_uid"], lease["owner_gid"]) == owner:
                     return
-        raise errors.AccessError(
-            f"cannot mount checkout {order.checkout}: it is not leased to that user"
-        )
+        raise errors.AccessError(f"cannot mount checkout {checkout}: it is not leased to that user")
 
     def _must_be_ordinary(self, owner: Owner) -> None:
         """Files written in a checkout are its owner's: never root's, the daemon's, or a group's."""
@@ -199,21 +211,20 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
 def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
     match request["request"]:
         case "make":
-            owner, layers = request["owner"], request["layers"]
-            if owner is not None:
-                uid, gid = owner  # TypeError and ValueError refuse what is no pair
-                if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
-                    raise ValueError(owner)
-                owner = uid, gid
+            layers = request["layers"]
             if not isinstance(layers, list) or not 0 < len(layers) <= _LAYERS_MAX:
                 raise ValueError(layers)
             order = OverlayOrder(
                 _matching(_CHECKOUT, request["checkout"]),
                 _matching(_UPPER, request["upper"]),
                 tuple(each if each == PROBE_LAYER else _matching(_LAYER, each) for each in layers),
-                owner,
+                None if request["owner"] is None else _owner(request["owner"]),
             )
             return [mounter.make(order)]
+        case "clone":
+            checkout = _matching(_CHECKOUT, request["checkout"])
+            target = _matching(_TARGET, request["target"])
+            return [mounter.clone(checkout, target, _owner(request["owner"]))]
         case "attach":
             mounter.show(_matching(_CHECKOUT, request["checkout"]), mounts.attach)
         case "replace":
@@ -231,6 +242,13 @@ def _matching(pattern: re.Pattern[str], value: object) -> str:
     return value
 
 
+def _owner(value: Any) -> Owner:
+    uid, gid = value  # TypeError and ValueError refuse what is no pair
+    if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
+        raise ValueError(value)
+    return uid, gid
+
+
 def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:
     """Answer the connections of one user and root, one request at a time, for ever."""
     selector = selectors.DefaultSelector()
@@ -246,10 +264,18 @@ def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:
                 message = connection.recv(MESSAGE_MAX_BYTES)
             except OSError:
                 message = b""
-            if not message or not _send(connection, *answer(mounter, message)):
+            if not message or not _answer(connection, mounter, message):
                 selector.unregister(connection)
                 connection.close()
                 mounter.forget_all()
+
+
+def _answer(connection: socket.socket, mounter: GuardedMounter, message: bytes) -> bool:
+    reply, descriptors = answer(mounter, message)
+    try:
+        return _send(connection, reply, descriptors)
+    finally:
+        mounter.close_given(descriptors)
 
 
 def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector) -> None:

@@ -25,9 +25,9 @@ _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 _MOUNT_ATTR_IDMAP = 0x100000
-_MS_PRIVATE, _MS_SHARED = 1 << 18, 1 << 20
+_MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 18, 1 << 19, 1 << 20
 _CLONE_FS = 0x200
-_AT_FDCWD, _AT_EMPTY_PATH = -100, 0x1000
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
@@ -45,6 +45,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _libc.umount2.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
+
+
+class _FileHandle(ctypes.Structure):
+    """MAX_HANDLE_SZ, `size` bytes of which are used."""
+
+    _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
 
 
 class _MountAttr(ctypes.Structure):
@@ -165,6 +171,43 @@ def clone_idmapped(source: int, userns: int) -> int:
     return clone
 
 
+def clone_follower(above: int, name: str) -> int:
+    """A detached clone of `name`, a directory in `above`, with what is mounted on it.
+
+    Once it is attached, in whatever namespace, it follows: what is mounted on `name` later, or
+    unmounted, is mounted and unmounted on it (Linux 6.18 does neither while it is detached). So it
+    is cloned from the directory below that mount. No path leads there; its file handle does, which
+    needs CAP_DAC_READ_SEARCH.
+    """
+    with (
+        opened(_clone(above)) as uncovered,
+        opened(os.open(name, DIRECTORY, dir_fd=uncovered)) as same,
+        opened(os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=above)) as place,
+        opened(_open_again(same, place)) as covered,
+    ):
+        clone = _clone(covered, _AT_RECURSIVE)
+    try:
+        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        following = _MountAttr(attr_set=flags, propagation=_MS_SLAVE)
+        _set_attributes(clone, following, _AT_RECURSIVE)
+    except BaseException:
+        os.close(clone)
+        raise
+    return clone
+
+
+def _open_again(directory: int, place: int) -> int:
+    """Open a directory as it is in the mount of `place`, even where something is mounted on it."""
+    handle, mount = _FileHandle(128), ctypes.c_int()
+    at, itself = ctypes.byref(handle), ctypes.byref(mount)
+    if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
+        raise _refused("name", "a directory", ctypes.get_errno())
+    found = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
+    if found < 0:
+        raise _refused("open", "a directory", ctypes.get_errno())
+    return found
+
+
 def mount_private(target: str) -> int:
     """Mount an empty directory in memory, for root and this user alone; answers its root.
 
@@ -253,14 +296,15 @@ def _configure(context: int, command: int, *key_and_value: str) -> None:
     _syscall("mount", "an overlay", _SYS_FSCONFIG, context, command, key, value, 0)
 
 
-def _clone(directory: int) -> int:
-    how = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
+def _clone(directory: int, how: int = 0) -> int:
+    how |= _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
     return _syscall("clone", "a directory's mount", _SYS_OPEN_TREE, directory, b"", how)
 
 
-def _set_attributes(mount: int, attributes: _MountAttr) -> None:
-    size, how = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.byref(attributes)
-    _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, how, size)
+def _set_attributes(mount: int, attributes: _MountAttr, how: int = 0) -> None:
+    size, given = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.byref(attributes)
+    how |= _AT_EMPTY_PATH
+    _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", how, given, size)
 
 
 def _unmount(target: str) -> bool:

@@ -393,7 +393,8 @@ class StartCheckout(Request):
     """Names `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
 
     `dataset` chooses among datasets that record the id differently. With `bind` "process" the lease
-    ends with the process that made the connection, not with the connection.
+    ends with the process that made the connection, not with the connection. With `attach` it is one
+    that can be attached, though the peer's mount namespace may not show it.
     """
 
     instance: Word | None = None
@@ -406,6 +407,7 @@ class StartCheckout(Request):
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
+    attach: bool = False
 
 
 class ResetCheckout(Request):
@@ -431,6 +433,12 @@ class MakeSnapshot(Request):
     """Without a name it gets one: s1, s2 and so on."""
 
     name: SnapshotName | None = None
+
+
+class AttachCheckout(Request):
+    """Asks for a mount of a checkout's directory, for the peer's own mount namespace."""
+
+    target: model.Target = model.Target.TREE
 
 
 class RenewCheckout(Request):
@@ -492,7 +500,19 @@ class Checkout(Answer):
     expires_at: datetime
     parent: str | None = None
     volumes: list[str] = []
+    resets: int = 0
     timings: dict[str, float] = {}
+
+
+class Attachment(Answer):
+    """The mount came before this answer, as a descriptor with an interim response (SCM_RIGHTS).
+
+    `move_mount` attaches it. Until then it shows the checkout as of its `resets`-th reset.
+    """
+
+    checkout: str
+    target: model.Target
+    resets: int
 
 
 class Copied(Answer):

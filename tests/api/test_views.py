@@ -257,6 +257,7 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("POST", "/v1/checkouts/{id}/snapshots"): each("checkouts/ID/snapshots", {}),
         ("DELETE", "/v1/checkouts/{id}/snapshots/{name}"): each("checkouts/ID/snapshots/s1", None),
         ("POST", "/v1/checkouts/{id}/renew"): each("checkouts/ID/renew", {}),
+        ("POST", "/v1/checkouts/{id}/attach"): each("checkouts/ID/attach", {}),
         ("GET", "/v1/checkouts/{id}/diff"): each("checkouts/ID/diff", None),
         ("GET", "/v1/checkouts/{id}/seal"): each("checkouts/ID/seal", None),
         ("GET", "/v1/checkouts/{id}/receipt"): each("checkouts/ID/receipt", None),

@@ -151,7 +151,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             given = {
                 "pin": ["a/b", last], "unpin": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
                 "dataset diff": ["d", "d"], "dataset derive": [str(rows)],
-                "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity],
+                "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity], "attach": [identity, "/nonexistent"],
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last],
@@ -214,6 +214,7 @@ def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
     expected = {
         "serve": {5},
         "doctor": {0, 7},
+        "attach": {4},
         "mirror remove": {0, 5},
         "operations cancel": {0, 5},
     }.get(verb.name, {0, 8})

@@ -24,6 +24,7 @@ from typing import Any, cast
 import anyone
 import pytest
 from mountlab import KERNELS, TREE, Lab, mounted_below, mountlab
+from waiting import until
 
 from mirrord.errors import (
     AccessError,
@@ -699,3 +700,31 @@ def test_it_loads_little() -> None:
         "mirrord.host",
         *(f"mirrord.host.{room}" for room in rooms),
     }
+
+
+def test_a_mount_is_given_only_of_a_leased_checkout_and_follows_it(
+    lab: Lab, service: Service, mounter: RemoteMounter
+) -> None:
+    """The service keeps none of those that it gives."""
+    order = lab.checkout(USER)
+    lab.mount(mounter, order)
+    before, place = service.open_files(), lab.state / "place"
+    place.mkdir()
+    for owner in (STRANGER, STRANGER), (USER[0], STRANGER):
+        with pytest.raises(AccessError):
+            mounter.clone(order.checkout, "tree", owner)
+    with pytest.raises(FileNotFoundError):
+        mounter.clone(order.checkout, "environment", USER)
+    with pytest.raises(FileNotFoundError):
+        mounter.clone("b" * 16, "tree", USER)
+    for wrong in ("../leases", ".", "", None):
+        request = {"request": "clone", "checkout": order.checkout, "target": wrong, "owner": USER}
+        assert service.ask(json.dumps(request).encode())["problem"]["code"] == "invalid-request"
+    for _ in range(100):
+        os.close(mounter.clone(order.checkout, "tree", USER))
+    with opened(mounter.clone(order.checkout, "tree", USER)) as mount:
+        mounts.attach(mount, str(place))
+    assert (place / "README").read_text() == "below\n"
+    until(lambda: service.open_files() == before)
+    mounter.umount(order.checkout)
+    assert os.listdir(place) == []

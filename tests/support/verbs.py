@@ -23,6 +23,7 @@ ARGUMENTS = {
     "diff": ["a" * 16],
     "apply": ["a" * 16, __file__],
     "restore": ["a" * 16, "--commit", "c" * 40, "file"],
+    "attach": ["a" * 16, "/nonexistent"],
     "release": ["a" * 16],
     "renew": ["a" * 16],
     "grade": ["a" * 16],

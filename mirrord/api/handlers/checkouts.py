@@ -5,10 +5,13 @@ from starlette.responses import Response
 
 from ...checkouts.grading.prepare import ModelPatch
 from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
+from ...host.files import opened
 from ...host.pidfds import Process, process_of
 from ...model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
 from ...protocol import (
     ApplyAnswer,
+    AttachCheckout,
+    Attachment,
     Checkout,
     Fork,
     ForkCheckout,
@@ -92,6 +95,17 @@ async def reset_checkout(call: Call, body: ResetCheckout) -> ResetAnswer:
 
 async def renew_checkout(call: Call, body: RenewCheckout) -> Checkout:
     return await call.engine.checkouts.renew(call.path["id"], body, call.peer)
+
+
+async def attach_checkout(call: Call, body: AttachCheckout) -> Attachment:
+    """A mount of the checkout, for `move_mount` in the peer's own mount namespace.
+
+    Its descriptor comes with an interim response before the answer, by SCM_RIGHTS.
+    """
+    answer, mount = await call.engine.checkouts.attach(call.path["id"], body, call.peer)
+    with opened(mount):
+        call.connection.send_descriptor(mount)
+    return answer
 
 
 class DiffQuery(Query):

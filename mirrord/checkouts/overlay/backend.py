@@ -23,13 +23,19 @@ from typing import TypedDict, TypeVar
 
 import anyio.to_thread
 
-from ...errors import BackendUnavailableError, MirrordError, ProofFailedError, ResourceError
+from ...errors import (
+    BackendUnavailableError,
+    MirrordError,
+    PathNotFoundError,
+    ProofFailedError,
+    ResourceError,
+)
 from ...git.workers import Workers
 from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
 from ...host.mounting import Mounter, OverlayOrder
 from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, CheckoutId, MirrorName
+from ...model import Backend, CheckoutId, MirrorName, Target
 from ...protocol import Proof
 from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
@@ -188,6 +194,15 @@ class OverlayBackend:
             earlier,
             timeout=DIFF_TIMEOUT,
         )
+
+    def clone(self, lease: Lease, target: Target) -> int:
+        try:
+            return self._mounter.clone(lease.id, target, lease.owner)
+        except FileNotFoundError as error:
+            raise PathNotFoundError(
+                f"cannot attach the {target} of checkout {lease.id}: it has none",
+                hint="ask for a checkout with an environment",
+            ) from error
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         template = self._held.get(lease.id)

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from ...errors import TreeTooLargeError
+from ...errors import BackendUnavailableError, TreeTooLargeError
 from ...git.workers import Workers
 from ...host.files import mounted_on
 from ...host.mounts import mounts_below
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, History, MirrorName
+from ...model import Backend, History, MirrorName, Target
 from ...protocol import Proof
 from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
@@ -129,6 +129,12 @@ class PoolBackend:
             return await self._workers.run(
                 copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
             )
+
+    def clone(self, lease: Lease, target: Target) -> int:
+        raise BackendUnavailableError(
+            f"cannot attach checkout {lease.id}: it is a plain directory, not a mount",
+            hint=f"bind {lease.directory} with rbind,rslave, or ask for the backend overlay",
+        )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -12,8 +13,19 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from ... import errors, protocol
-from ...model import ApplyStrategy, AuditLevel, Backend, Bind, DiffFormat, History, Policy, View
+from ...model import (
+    ApplyStrategy,
+    AuditLevel,
+    Backend,
+    Bind,
+    DiffFormat,
+    History,
+    Policy,
+    Target,
+    View,
+)
 from ...places import socket_path
+from .. import mounts
 from ..answers import (
     EventReader,
     message,
@@ -306,6 +318,7 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
+        attach: bool = False,
         auto_renew: bool = True,
     ) -> Pending[AsyncCheckout]:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
@@ -313,7 +326,8 @@ class AsyncClient:
         `dataset` says whose instance, where several record the id differently. `ttl` is how long it
         is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
         this client renews it until the handle is released or garbage collected. `owner` is the uid
-        that owns the tree; `bind` "process" ends it with this process.
+        that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
+        `AsyncCheckout.attach`, even where this mount namespace does not show checkouts.
         """
         body = message(
             protocol.StartCheckout,
@@ -327,6 +341,7 @@ class AsyncClient:
             ttl=seconds_of(ttl),
             owner=owner,
             bind=bind,
+            attach=attach,
         )
         return Pending(self._check_out(body, auto_renew))
 
@@ -522,6 +537,39 @@ class AsyncClient:
         if auto_renew:
             self._renewal.hold(grade)
         return grade
+
+    async def attach_checkout(
+        self,
+        checkout: str,
+        path: Path | str,
+        *,
+        target: Target = Target.TREE,
+        pid: int | None = None,
+    ) -> None:
+        """Make a checkout's tree, or its environment, visible at a directory of this mount
+        namespace.
+
+        There it follows resets, and goes with the namespace; what was attached at the place before
+        is replaced. With `pid`, for root, in the mount namespace of that process.
+        """
+        body = message(protocol.AttachCheckout, target=target)
+        while True:
+            descriptors: list[int] = []
+            try:
+                answer = await self._one(
+                    protocol.Attachment,
+                    "POST",
+                    f"{_checkout(checkout)}/attach",
+                    body=body,
+                    descriptors=descriptors,
+                )
+                mounts.attach(descriptors[0], Path(path), pid)
+            finally:
+                for each in descriptors:
+                    os.close(each)
+            # it follows resets only once it is attached
+            if (await self.get_checkout(checkout)).resets == answer.resets:
+                return
 
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)

@@ -20,7 +20,7 @@ from ...errors import StoppingError
 from .. import http
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
-from ..primitives_async import async_pause, async_receive, async_send
+from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01
@@ -60,9 +60,13 @@ class AsyncConnection:
         body: protocol.Request | None = None,
         content: bytes | AsyncIterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
+        descriptors: list[int] | None = None,
         **query: object,
     ) -> Response:
-        """Send, and read the whole answer; raises its error unless its status is accepted."""
+        """Send, and read the whole answer; raises its error unless its status is accepted.
+
+        Descriptors that come with the answer are added to `descriptors`, also before an error.
+        """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
         request = HttpRequest(method, http.target(path, query), headers)
@@ -70,7 +74,7 @@ class AsyncConnection:
         pauses = retry_pauses(self._patience_seconds)
         while True:
             try:
-                response = await self._exchange(request, sent)
+                response = await self._exchange(request, sent, descriptors)
                 if is_error(response, accepted):
                     raise problem_of(response)
                 return response
@@ -106,9 +110,13 @@ class AsyncConnection:
                 channel.close()
 
     async def _exchange(
-        self, request: HttpRequest, body: bytes | AsyncIterator[bytes] | None
+        self,
+        request: HttpRequest,
+        body: bytes | AsyncIterator[bytes] | None,
+        descriptors: list[int] | None,
     ) -> Response:
         channel = await self._take()
+        channel.descriptors = descriptors
         try:
             await channel.send(request, body, self._timeout)
             response = await channel.read_rest(await channel.read_head(request))
@@ -152,6 +160,7 @@ class AsyncChannel:
         self._is_sent_whole = False
         self._is_read_whole = False
         self._timeout: float | None = None
+        self.descriptors: list[int] | None = None
         self.idle_since = 0.0
 
     @classmethod
@@ -296,7 +305,13 @@ class AsyncChannel:
 
     async def _fill(self) -> None:
         try:
-            piece = await async_receive(self._socket, _READ_BYTES, self._timeout)
+            if self.descriptors is None:
+                piece = await async_receive(self._socket, _READ_BYTES, self._timeout)
+            else:
+                await async_readable(self._socket, self._timeout)
+                flags = socket.MSG_CMSG_CLOEXEC
+                piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
+                self.descriptors += found
         except (ConnectionResetError, BrokenPipeError) as error:
             raise BrokenError from error
         except TimeoutError as error:

@@ -22,6 +22,7 @@ from ...model import (
     FoundStrategy,
     History,
     Policy,
+    Target,
     View,
     utc_now,
 )
@@ -200,6 +201,25 @@ class Checkout:
             bind=bind,
             auto_renew=auto_renew,
         )
+
+    def attach(
+        self,
+        path: Path | str,
+        *,
+        environment: Path | str | None = None,
+        pid: int | None = None,
+    ) -> None:
+        """Make the tree visible at the directory `path` of this process's mount namespace, and the
+        environment at another.
+
+        There they follow every reset, and go with the namespace. Needs CAP_SYS_ADMIN in it, as
+        after `unshare --user --map-root-user --mount`. With `pid`, for root, in the namespace of
+        that process, at the paths that it sees.
+        """
+        if environment is not None:
+            target = Target.ENVIRONMENT
+            self._client.attach_checkout(self.id, environment, target=target, pid=pid)
+        self._client.attach_checkout(self.id, path, pid=pid)
 
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Move the deadline to `ttl` from now, by default the last one given; returns it."""

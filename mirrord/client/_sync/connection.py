@@ -21,7 +21,7 @@ from ...errors import StoppingError
 from .. import http
 from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
-from ..primitives_sync import pause, receive, send
+from ..primitives_sync import pause, readable, receive, send
 
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01
@@ -61,9 +61,13 @@ class Connection:
         body: protocol.Request | None = None,
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
+        descriptors: list[int] | None = None,
         **query: object,
     ) -> Response:
-        """Send, and read the whole answer; raises its error unless its status is accepted."""
+        """Send, and read the whole answer; raises its error unless its status is accepted.
+
+        Descriptors that come with the answer are added to `descriptors`, also before an error.
+        """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
         request = HttpRequest(method, http.target(path, query), headers)
@@ -71,7 +75,7 @@ class Connection:
         pauses = retry_pauses(self._patience_seconds)
         while True:
             try:
-                response = self._exchange(request, sent)
+                response = self._exchange(request, sent, descriptors)
                 if is_error(response, accepted):
                     raise problem_of(response)
                 return response
@@ -106,8 +110,14 @@ class Connection:
             if channel is not None:
                 channel.close()
 
-    def _exchange(self, request: HttpRequest, body: bytes | Iterator[bytes] | None) -> Response:
+    def _exchange(
+        self,
+        request: HttpRequest,
+        body: bytes | Iterator[bytes] | None,
+        descriptors: list[int] | None,
+    ) -> Response:
         channel = self._take()
+        channel.descriptors = descriptors
         try:
             channel.send(request, body, self._timeout)
             response = channel.read_rest(channel.read_head(request))
@@ -151,6 +161,7 @@ class Channel:
         self._is_sent_whole = False
         self._is_read_whole = False
         self._timeout: float | None = None
+        self.descriptors: list[int] | None = None
         self.idle_since = 0.0
 
     @classmethod
@@ -295,7 +306,13 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            piece = receive(self._socket, _READ_BYTES, self._timeout)
+            if self.descriptors is None:
+                piece = receive(self._socket, _READ_BYTES, self._timeout)
+            else:
+                readable(self._socket, self._timeout)
+                flags = socket.MSG_CMSG_CLOEXEC
+                piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
+                self.descriptors += found
         except (ConnectionResetError, BrokenPipeError) as error:
             raise BrokenError from error
         except TimeoutError as error:

@@ -1,0 +1,174 @@
+"""Attach mounts that the daemon gave, as descriptors, in this process's mount namespace or another.
+
+In another process's namespace the place is looked up as that process sees it, through no symbolic
+link, by a child that enters the namespace (setns(2) takes a process of one thread) and whose time
+is bounded: a file system of the other's may answer never.
+"""
+
+import ctypes
+import errno
+import os
+import re
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import (
+    AccessError,
+    MirrordError,
+    NotFoundError,
+    PathNotFoundError,
+    ResourceError,
+    UsageError,
+)
+
+_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SYS_MOVE_MOUNT, _SYS_OPENAT2 = 429, 437  # the same on every architecture
+_F_EMPTY_PATH, _T_EMPTY_PATH, _MNT_DETACH = 0x4, 0x40, 2  # linux/mount.h
+_CLONE_NEWNS = 0x20000  # linux/sched.h
+_NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
+_STACKED_MAX = 8
+_ENTERED_SECONDS = 10
+_OURS = re.compile(rb"/checkouts/[^/]+/(tree|environment)(//deleted)?")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("flags", "mode", "resolve"))
+
+
+def attach(mount: int, path: Path, pid: int | None = None) -> None:
+    """Make a mount visible at a directory, in the place of what was attached there before.
+
+    With `pid`, at `path` as that process sees it, in its mount namespace. Raises AccessError,
+    PathNotFoundError, NotFoundError, UsageError.
+    """
+    try:
+        if pid is None:
+            _replace(mount, lambda: os.open(path, _PLACE), "/proc/self")
+        else:
+            _replace_in(pid, mount, path)
+    except OSError as error:
+        raise _refused(path, pid, error.errno or errno.EIO) from error
+
+
+def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
+    """Mount on the directory, once what is ours there is unmounted; `proc` is /proc/self."""
+    for _ in range(_STACKED_MAX):
+        place = open_place()
+        try:
+            if not _is_ours(place, proc) or _libc.umount2(
+                f"{proc}/fd/{place}".encode(), _MNT_DETACH
+            ):
+                _must(_move(mount, place))
+                return
+        finally:
+            os.close(place)
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+def _is_ours(place: int, proc: str) -> bool:
+    """Whether a mount that was attached before is topmost on a directory.
+
+    It is an overlay of ours, or what is left of it when its checkout was released.
+    """
+    mounted = _mount_id(place, proc)
+    with suppress(PermissionError):  # only of what is below an overlay of ours
+        above = os.open("..", _PLACE, dir_fd=place)
+        try:
+            if mounted == _mount_id(above, proc):
+                return False
+        finally:
+            os.close(above)
+    with open(f"{proc}/mountinfo", "rb") as file:
+        for fields in map(bytes.split, file):
+            if fields[0] == mounted:
+                kind, source = fields[fields.index(b"-") + 1 :][:2]
+                return (kind, source) == (b"overlay", b"mirrord") or bool(_OURS.search(fields[3]))
+    return False
+
+
+def _mount_id(fd: int, proc: str) -> bytes:
+    with open(f"{proc}/fdinfo/{fd}", "rb") as file:
+        return next(line.split()[1] for line in file if line.startswith(b"mnt_id:"))
+
+
+def _replace_in(pid: int, mount: int, path: Path) -> None:
+    """Do it in a child, in the namespace of another process; its exit status is the errno."""
+    descriptors: list[int] = []
+    try:
+        descriptors.append(process := os.pidfd_open(pid))
+        descriptors.append(root := os.open(f"/proc/{pid}/root", _PLACE & ~os.O_NOFOLLOW))
+        descriptors.append(proc := os.open("/proc", _PLACE))
+        signal.pidfd_send_signal(process, 0)  # the root is this process's: it has not ended
+        if (child := os.fork()) == 0:
+            _enter_and_replace(process, root, proc, mount, path)
+        _, status = os.waitpid(child, 0)
+    finally:
+        for each in descriptors:
+            os.close(each)
+    number = errno.ETIMEDOUT if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    if number:
+        raise OSError(number, os.strerror(number))
+
+
+def _enter_and_replace(process: int, root: int, proc: int, mount: int, path: Path) -> None:
+    """Never returns."""
+    number = errno.EIO
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_ENTERED_SECONDS)
+        _must(_libc.setns(process, _CLONE_NEWNS))
+        os.fchdir(proc)  # ours: the other's may be anything
+        _replace(mount, lambda: _open_in(root, path), "self")
+        number = 0
+    except OSError as error:
+        number = error.errno or number
+    finally:
+        os._exit(number)
+
+
+def _open_in(root: int, path: Path) -> int:
+    how = _OpenHow(_PLACE, 0, _IN_ROOT | _NO_SYMLINKS | _NO_MAGICLINKS)
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    return _must(_libc.syscall(_SYS_OPENAT2, root, os.fsencode(path), ctypes.byref(how), size))
+
+
+def _move(mount: int, place: int) -> int:
+    how = _F_EMPTY_PATH | _T_EMPTY_PATH
+    return int(_libc.syscall(_SYS_MOVE_MOUNT, mount, b"", place, b"", how))
+
+
+def _must(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(result)
+
+
+_NEEDS = {
+    False: "attaching needs CAP_SYS_ADMIN in the user namespace of this mount namespace: be root,"
+    " or enter both first, as `unshare --user --map-root-user --mount` does",
+    True: "attaching in the namespace of another process is for root",
+}
+
+
+def _refused(path: Path, pid: int | None, number: int) -> MirrordError:
+    """What an errno means."""
+    where = f"{path}" if pid is None else f"{path} of process {pid}"
+    fact = f"cannot attach a checkout at {where}: {os.strerror(number)}"
+    match number:
+        case errno.EPERM | errno.EACCES:
+            return AccessError(fact, hint=_NEEDS[pid is not None])
+        case errno.ENOENT:
+            return PathNotFoundError(fact, hint="make the directory first")
+        case errno.ENOTDIR | errno.ELOOP:
+            return UsageError(fact, hint="name a directory, through no symbolic link")
+        case errno.ESRCH:
+            return NotFoundError(fact, hint="name the process by its number outside")
+        case _:
+            return ResourceError(fact, hint="the kernel's log may say more", errno=number)
