@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 
 import enginelab
 import pytest
 from enginelab import Engine
 from volumelab import VolumeWorld, volume_world
+
+import mirrord
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -130,6 +134,37 @@ def test_a_restarted_container_sees_the_reset_of_an_overlay(
         assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)
 
 
+def test_a_bound_directory_follows_resets_in_podman(podman: Engine, world: VolumeWorld) -> None:
+    with world.client as client, client.checkout("o__r-0", owner=AGENT) as checkout:
+        container = podman.start(f"{checkout.directory}:/mnt/task:rslave", user=AGENT)
+        _follows_a_reset(lambda script: podman.shell(container, script), checkout)
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+def test_a_bound_directory_follows_resets_in_bubblewrap(world: VolumeWorld) -> None:
+    with world.client as client, client.checkout("o__r-0", owner=AGENT) as checkout:
+        agent = ("setpriv", f"--reuid={AGENT}", f"--regid={AGENT}", "--clear-groups")
+        mounts = ("--ro-bind", "/", "/", "--tmpfs", "/mnt", "--bind", str(checkout.directory))
+        command = [*agent, "bwrap", *mounts, "/mnt/task", "--die-with-parent", "sh"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes, text=True) as shell:  # type: ignore[call-overload]
+
+            def run(script: str) -> str:
+                print(f"({script}); echo; echo end", file=shell.stdin, flush=True)
+                return "".join(iter(shell.stdout.readline, "end\n")).strip()
+
+            _follows_a_reset(run, checkout)
+
+
+def _follows_a_reset(run: Callable[[str], str], checkout: mirrord.Checkout) -> None:
+    """As the agent: it changes the tree, and goes on in the clean one."""
+    assert run("cd /mnt/task/tree; echo junk > junk; echo junk >> README; id -u") == str(AGENT)
+    checkout.reset()
+    assert run("cd /mnt/task/tree; ls; cat README") == "README\ndocs\nsrc\nnumber 0"
+    run("echo work > /mnt/task/tree/new")
+    assert b"+work" in checkout.diff()
+
+
 def test_a_container_outlives_the_daemon(podman: Engine, world: VolumeWorld) -> None:
     podman.make_volume("task", instance="o__r-0")
     container = podman.start("task:/testbed")
@@ -180,3 +215,9 @@ def test_docker_counts_containers_and_sees_resets_in_place(
     world.start()
     docker.remove(first)
     assert docker.json("volume", "inspect", "o__r-0--a")[0]["Status"]["mounts"] == 1
+
+
+def test_a_bound_directory_follows_resets_in_docker(docker: Engine, world: VolumeWorld) -> None:
+    with world.client as client, client.checkout("o__r-0", owner=AGENT) as checkout:
+        container = docker.start(f"{checkout.directory}:/mnt/task:rslave", user=AGENT)
+        _follows_a_reset(lambda script: docker.shell(container, script), checkout)

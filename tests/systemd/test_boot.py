@@ -249,6 +249,26 @@ def test_root_gets_a_checkout_that_the_mount_service_would_not_make(host: Host) 
     host.mirrord("release", made["id"], user=None)
 
 
+def test_a_directory_that_systemd_run_binds_follows_resets(
+    host: Host, checkout: dict[str, Any]
+) -> None:
+    """In a service of the agent's uid, with a mount namespace of its own."""
+    tree, seen = "/run/task/tree", "/tmp/seen-by-agent"
+    script = f"""cd {tree} && echo junk > junk && touch {seen}.1
+        until [ -e {seen}.2 ]; do sleep 0.02; done; cd {tree} && ls > {seen}.3 && echo work > new"""
+    bind = f"--property=BindPaths={checkout['directory']}:/run/task"
+    options = ("--unit=agent", "--uid=alice", bind, "sh", "-c", script)
+    host.machine.run("systemd-run", "--quiet", *options)
+    nspawn.wait_until(lambda: host.shell(f"ls {seen}.1", check=False) != "", "the agent works")
+    host.mirrord("reset", checkout["id"])
+    host.shell(f"touch {seen}.2")
+    ended = "systemctl is-active agent || true"
+    nspawn.wait_until(lambda: host.shell(ended, None) == "inactive", "the agent ends")
+    assert host.shell(f"cat {seen}.3; rm {seen}.*") == "README\ndocs\nsrc"
+    assert "+work" in host.mirrord("diff", checkout["id"]).stdout
+    host.mirrord("reset", checkout["id"])
+
+
 def test_volumes_are_served_at_a_socket_of_root_only(host: Host) -> None:
     """The daemon, which is not root, takes that socket from systemd."""
     ask = "curl -sS --unix-socket /run/docker/plugins/mirrord.sock http://d/VolumeDriver"
