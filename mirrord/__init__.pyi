@@ -42,6 +42,9 @@ from .errors import InvalidNameError as InvalidNameError
 from .errors import InvalidPatchError as InvalidPatchError
 from .errors import InvalidRequestError as InvalidRequestError
 from .errors import InvalidUrlError as InvalidUrlError
+from .errors import LayerExistsError as LayerExistsError
+from .errors import LayerInUseError as LayerInUseError
+from .errors import LayerNotFoundError as LayerNotFoundError
 from .errors import LimitReachedError as LimitReachedError
 from .errors import MirrordError as MirrordError
 from .errors import MirrorExistsError as MirrorExistsError
@@ -67,6 +70,7 @@ from .errors import StoppingError as StoppingError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError
 from .errors import TooManyFilesError as TooManyFilesError
+from .errors import TooManyLayersError as TooManyLayersError
 from .errors import TooManySnapshotsError as TooManySnapshotsError
 from .errors import TreeRefusedError as TreeRefusedError
 from .errors import TreeTooLargeError as TreeTooLargeError
@@ -129,6 +133,7 @@ from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
 from .protocol import Operation as Operation
 from .protocol import Pin as Pin
+from .protocol import PreparedLayer as PreparedLayer
 from .protocol import Prewarmed as Prewarmed
 from .protocol import Problem as Problem
 from .protocol import Progress as Progress

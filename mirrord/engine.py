@@ -143,18 +143,19 @@ class Engine:
         )  # fmt: skip
         self._closing.push_async_callback(self.templates.close)
         await self.templates.open()
+        self.environment_store = EnvironmentStore(self.layout.root, self.trash)
+        await anyio.to_thread.run_sync(self.environment_store.open)
         overlay = await find_overlay(
             state_dir=self.layout.root, service=self._settings.socket.parent / "mount.sock",
             templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
-            trash=self.trash,
+            trash=self.trash, environments=self.environment_store,
         )  # fmt: skip
-        self.environment_store = EnvironmentStore(self.layout.root, self.trash)
-        await anyio.to_thread.run_sync(self.environment_store.open)
         # leases are adopted once the templates under their trees are known
         self.checkouts = Checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
-            access=self.access, events=self.events, trash=self.trash,
+            environments=self.environment_store, access=self.access, events=self.events,
+            trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()

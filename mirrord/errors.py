@@ -181,6 +181,10 @@ class EnvironmentNotFoundError(NotFoundError):
     code, title = "environment-not-found", "No such environment"
 
 
+class LayerNotFoundError(NotFoundError):
+    code, title = "layer-not-found", "No such layer"
+
+
 class OperationNotFoundError(NotFoundError):
     code, title = "operation-not-found", "No such operation"
 
@@ -223,6 +227,14 @@ class CheckoutBusyError(ConflictError):
 
 class SnapshotExistsError(ConflictError):
     code, title = "snapshot-exists", "The snapshot exists"
+
+
+class LayerExistsError(ConflictError):
+    code, title = "layer-exists", "The layer exists"
+
+
+class LayerInUseError(ConflictError):
+    code, title = "layer-in-use", "The layer is in use"
 
 
 class EnvironmentInUseError(ConflictError):
@@ -303,6 +315,10 @@ class TooManyCheckoutsError(ResourceError):
 
 class TooManySnapshotsError(ResourceError):
     code, title = "too-many-snapshots", "Too many snapshots"
+
+
+class TooManyLayersError(ResourceError):
+    code, title = "too-many-layers", "Too many layers"
 
 
 class LimitReachedError(ResourceError):

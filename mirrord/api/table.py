@@ -112,6 +112,7 @@ class Endpoint:
 _CHECKOUT_SUBJECTS = {
     "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
     "tree", "diff", "fork", "snapshot", "snapshots", "steering", "ttl", "process", "environment",
+    "layer", "layers",
 }  # fmt: skip
 _SUBJECTS_OF: dict[str, set[str]] = {
     "reload": {"config"},
@@ -124,6 +125,7 @@ _SUBJECTS_OF: dict[str, set[str]] = {
     "heals": {"mirror", "name"},
     "checkouts": _CHECKOUT_SUBJECTS,
     "grades": _CHECKOUT_SUBJECTS,
+    "layers": {"layer", "mirror", "name"},
     "receipts": {"mirror", "name", "commit"},
     "operations": {"operation"},
 }
@@ -191,6 +193,9 @@ ENDPOINTS = (
     _get(f"{_CHECKOUT}/snapshots", OWNER, checkouts.list_snapshots),
     _post(f"{_CHECKOUT}/snapshots", OWNER, checkouts.make_snapshot, 201, interruptible=True),
     _delete(f"{_CHECKOUT}/snapshots/{{name}}", OWNER, checkouts.remove_snapshot, 204),
+    _post(f"{_CHECKOUT}/layers", MEMBER, checkouts.save_layer, 201, interruptible=True),
+    _get(f"{API}/layers", MEMBER, checkouts.list_layers),
+    _delete(f"{API}/layers/{{id}}", MEMBER, checkouts.remove_layer, 204),
     _post(f"{_CHECKOUT}/renew", OWNER, checkouts.renew_checkout),
     _post(f"{_CHECKOUT}/attach", OWNER, checkouts.attach_checkout),
     _get(f"{_CHECKOUT}/diff", OWNER, checkouts.diff_checkout, answer=_PATCH),

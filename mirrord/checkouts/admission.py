@@ -170,3 +170,14 @@ class Admission:
             "cannot use the overlay backend: this host does not allow it",
             hint="see `mirrord doctor`",
         )
+
+
+def must_mount(backends: list[Backend]) -> list[Backend]:
+    """Those that can show an environment; raises BackendUnavailableError where none can."""
+    if Backend.OVERLAY in backends:
+        return [Backend.OVERLAY]
+    raise errors.BackendUnavailableError(
+        "cannot show an environment: the backend pool mounts nothing",
+        hint="ask for the backend overlay, which needs a host that `mirrord doctor` finds fit,"
+        " or for no environment",
+    )

@@ -35,6 +35,15 @@ ChangedPaths = Callable[[], list[bytes]]
 """Can be pickled."""
 
 
+class CopyRule(NamedTuple):
+    """What is copied of a checkout. Without `git` nothing of any `.git` is; else of the tree's own
+    what records work, and all others whole.
+    """
+
+    of_environment: bool = False
+    git: bool = True
+
+
 class Taken(NamedTuple):
     """What was copied of a checkout, as it was `at` that moment.
 
@@ -50,6 +59,15 @@ class Taken(NamedTuple):
     git: bool
     is_same: bool
 
+    def plus(self, other: Taken) -> Taken:
+        """This with the counts of what was copied beside it."""
+        left_out = {
+            kind: self.left_out.get(kind, 0) + other.left_out.get(kind, 0)
+            for kind in self.left_out | other.left_out
+        }
+        files, size = self.files + other.files, self.size_bytes + other.size_bytes
+        return self._replace(files=files, size_bytes=size, left_out=left_out)
+
 
 class CheckoutBackend(Protocol):
     @property
@@ -63,7 +81,7 @@ class CheckoutBackend(Protocol):
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         """Make `lease.tree_path` a clean tree at `lease.commit`, with `.git`, owned by the owner,
-        and on it what `lease.layer` has.
+        and on it what `lease.saved` and `lease.layer` have; `lease.environment` beside it.
 
         The lease's directories exist, the public one empty; the caller makes the lease stand
         afterwards. Answers the verified hash of the tree, and seconds per step. Raises
@@ -100,9 +118,12 @@ class CheckoutBackend(Protocol):
         """When the last part of the template below the tree was proven; None without a template."""
         ...
 
-    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
-        """Copy what a checkout has over `lease.commit` into the new layer `directory`; what did not
-        change since the layer `earlier` was copied of it is shared with that.
+    async def copy_layer(
+        self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
+    ) -> Taken:
+        """Copy what a checkout has over `lease.commit` and `lease.saved` into the new layer
+        `directory`; what did not change since the layer `earlier` was copied of it is shared with
+        that.
 
         The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
         written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.
@@ -119,7 +140,8 @@ class CheckoutBackend(Protocol):
         ...
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        """What lists every path that may differ from `lease.commit`, by the lease's layer or since.
+        """What lists every path that may differ from `lease.base_tree`, by the lease's layer or
+        since.
 
         It runs in a worker, in the call that uses the paths. An extra directory stands for all in
         it, and one that is none any more for all that was in it. Paths are relative to the tree,

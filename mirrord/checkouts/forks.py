@@ -5,11 +5,12 @@ such a layer, or on one that is made for it. The caller holds the lock of the ch
 """
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from ..errors import SnapshotExistsError, SnapshotNotFoundError, TooManySnapshotsError
 from ..model import CheckoutId, LayerId, shown
+from .backend import CopyRule, Taken
 from .leases import Lease, Leases, SavedState
 from .lifecycle import Lifecycle
 from .snapshots.layers import Layers
@@ -25,7 +26,8 @@ class Forks:
         self._leases = leases
         self._layers = layers
         self._lifecycle = lifecycle
-        self._latest: dict[CheckoutId, LayerId] = {}  # what was copied last of a checkout
+        # what was copied last of a checkout, or of its environment
+        self._latest: dict[tuple[CheckoutId, CopyRule], LayerId] = {}
 
     @asynccontextmanager
     async def source(self, lease: Lease, name: str | None) -> AsyncIterator[SavedState]:
@@ -35,14 +37,13 @@ class Forks:
         if name is not None:
             yield self.get(lease, name)
             return
-        latest = self._latest.get(lease.id)
-        with self._layers.held(latest) as earlier, self._layers.making() as new:
-            backend = self._lifecycle.backend_of(lease)
-            taken = await backend.copy_layer(lease, new.path, earlier)
-            layer = latest if latest and taken.is_same else new.id
-            if len(self._latest) >= _LATEST_MAX:
-                self._latest.clear()
-            self._latest[lease.id] = layer
+        async with AsyncExitStack() as stack:
+            layer, taken = await stack.enter_async_context(self._copied(lease, CopyRule()))
+            environment_layer = None
+            if lease.environment is not None:
+                copied = self._copied(lease, CopyRule(of_environment=True))
+                environment_layer, beside = await stack.enter_async_context(copied)
+                taken = taken.plus(beside)
             yield SavedState(
                 name="",
                 layer=layer,
@@ -55,7 +56,23 @@ class Forks:
                 size_bytes=taken.size_bytes,
                 left_out=taken.left_out,
                 git=taken.git,
+                saved=lease.saved,
+                environment=lease.environment,
+                environment_layer=environment_layer,
             )
+
+    @asynccontextmanager
+    async def _copied(self, lease: Lease, what: CopyRule) -> AsyncIterator[tuple[LayerId, Taken]]:
+        """A layer with a part of a checkout, made now, or before where nothing changed since."""
+        latest = self._latest.get((lease.id, what))
+        with self._layers.held(latest) as earlier, self._layers.making() as new:
+            backend = self._lifecycle.backend_of(lease)
+            taken = await backend.copy_layer(lease, new.path, earlier, what)
+            layer = latest if latest and taken.is_same else new.id
+            if len(self._latest) >= _LATEST_MAX:
+                self._latest.clear()
+            self._latest[lease.id, what] = layer
+            yield layer, taken
 
     async def make(self, lease: Lease, name: str | None) -> SavedState:
         """Keep the tree as it is under a name, by default a new one."""

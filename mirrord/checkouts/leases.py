@@ -10,13 +10,13 @@ never half one.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
@@ -26,8 +26,12 @@ from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-_OF_BASE = ("commit", "tree", "instance", "dataset", "layer")
+_OF_BASE = (
+    *("commit", "tree", "instance", "dataset", "layer"),
+    *("saved", "environment", "environment_layer"),
+)
 _PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
+_OPTIONAL = ("dataset", "layer", "environment", "environment_layer")
 
 
 class LeaseState(StrEnum):
@@ -51,10 +55,41 @@ class Directories(NamedTuple):
         return Directories(self.public.with_name(name), self.private.with_name(name))
 
 
+class SavedLayer(NamedTuple):
+    """A prepared layer as a checkout has it, by the `id` of its record (`prepared.py`); the uid
+    `saved_by` asked for it.
+
+    `tree` is git's tree of the commit with what it changed. `layers` are those over the commit,
+    `environment_layers` those over the environment, top first.
+    """
+
+    id: LayerId
+    name: str
+    saved_by: int
+    tree: str
+    layers: tuple[LayerId, ...]
+    environment_layers: tuple[LayerId, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Self:
+        *plain, layers, environment_layers = value
+        return cls._make([*plain, tuple(layers), tuple(environment_layers)])
+
+
+class EnvironmentName(NamedTuple):
+    """The environment of a checkout."""
+
+    key: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.key}@{self.digest[:12]}"
+
+
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """A kept state of a checkout: a layer over the commit that the checkout had, with what the
-    copy was made of (`backend.Taken`).
+    copy was made of (`backend.Taken`); likewise over its environment.
     """
 
     name: str
@@ -68,6 +103,9 @@ class SavedState:
     size_bytes: int
     left_out: dict[str, int]
     git: bool
+    saved: SavedLayer | None = None
+    environment: EnvironmentName | None = None
+    environment_layer: LayerId | None = None
 
     @property
     def base(self) -> dict[str, Any]:
@@ -116,8 +154,9 @@ class Lease:
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
     `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
     `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
-    (`snapshots/layers.py`), `parent` the checkout that it was forked from. `volumes` are what
-    container engines know it by.
+    (`snapshots/layers.py`), and over the prepared layer `saved`, to which diffs and resets are
+    relative; `environment_layer` likewise over the environment. `parent` is the checkout that it
+    was forked from, `volumes` are what container engines know it by.
     """
 
     id: CheckoutId
@@ -139,6 +178,9 @@ class Lease:
     resets: int = 0
     reset_at: datetime | None = None
     layer: LayerId | None = None
+    saved: SavedLayer | None = None
+    environment: EnvironmentName | None = None
+    environment_layer: LayerId | None = None
     parent: CheckoutId | None = None
     snapshots: tuple[SavedState, ...] = ()
     graded: Graded | None = None
@@ -163,10 +205,36 @@ class Lease:
         return self.owner_uid, self.owner_gid
 
     @property
+    def base_tree(self) -> str:
+        """git's tree that a diff is relative to."""
+        return self.saved.tree if self.saved else self.tree
+
+    @property
     def layers(self) -> frozenset[LayerId]:
         """The layers that this lease keeps."""
-        named = [snapshot.layer for snapshot in self.snapshots]
-        return frozenset([*named, self.layer] if self.layer else named)
+        if not (self.layer or self.saved or self.snapshots or self.environment_layer):
+            return frozenset()
+        return frozenset(layer for state in self.states for layer in _layers_of(state))
+
+    @property
+    def environments(self) -> frozenset[str]:
+        """The digests of the environments that this lease keeps."""
+        named = (state.environment for state in self.states)
+        return frozenset(environment.digest for environment in named if environment)
+
+    @property
+    def states(self) -> tuple["Lease | SavedState", ...]:
+        """What it is, and what it can go back to."""
+        return self, *self.snapshots
+
+
+def _layers_of(state: Lease | SavedState) -> Iterator[LayerId]:
+    if state.layer:
+        yield state.layer
+    if state.environment_layer:
+        yield state.environment_layer
+    if state.saved:
+        yield from (*state.saved.layers, *state.saved.environment_layers)
 
 
 def resetting(lease: Lease) -> Lease:
@@ -313,10 +381,8 @@ def not_found(text: str) -> CheckoutNotFoundError:
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
     facts = {name: getattr(lease, name) for name in (*_PLAIN, "history", "view", "backend")} | {
+        **{name: getattr(lease, name) for name in (*_OPTIONAL, "saved", "parent")},
         "mirror": str(lease.mirror),
-        "dataset": lease.dataset,
-        "layer": lease.layer,
-        "parent": lease.parent,
         "graded": _facts_of(lease.graded) if lease.graded else None,
         "snapshots": [
             {**_facts_of(each), "taken_at": each.taken_at.isoformat()} for each in lease.snapshots
@@ -349,6 +415,15 @@ def _replace(path: str) -> None:
         raise
 
 
+def _read_base(facts: dict[str, Any]) -> dict[str, Any]:
+    """The members that what was written by an earlier version may lack."""
+    saved, environment = facts.get("saved"), facts.get("environment")
+    return {name: facts.get(name) for name in _OPTIONAL} | {
+        "saved": SavedLayer.from_json(saved) if saved else None,
+        "environment": EnvironmentName(*environment) if environment else None,
+    }
+
+
 def _facts_of(part: SavedState | Graded | Volume) -> dict[str, Any]:
     return {each.name: getattr(part, each.name) for each in fields(part)}
 
@@ -365,12 +440,14 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             **{name: facts[name] for name in _PLAIN},
             directories=directories,
             mirror=MirrorName.parse(facts["mirror"]),
-            dataset=facts.get("dataset"),
-            layer=facts.get("layer"),
+            **_read_base(facts),
             parent=facts.get("parent"),
             graded=_read_graded(facts.get("graded")),
             snapshots=tuple(
-                SavedState(**{**each, "taken_at": datetime.fromisoformat(each["taken_at"])})
+                SavedState(
+                    **{**each, **_read_base(each)}
+                    | {"taken_at": datetime.fromisoformat(each["taken_at"])}
+                )
                 for each in facts.get("snapshots", ())
             ),
             volumes=tuple(

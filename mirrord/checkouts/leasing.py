@@ -21,7 +21,7 @@ from ..host.processes import Owner
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, Bind, History, View
-from .admission import Admission
+from .admission import Admission, must_mount
 from .leases import Lease, Leases, LeaseState, SavedState, not_found
 from .lifecycle import Lifecycle
 from .resolve import ResolvedRequest
@@ -76,6 +76,8 @@ class Leasing:
         else:
             visible = await self.admission.visible_to(peer)
         backends = self.admission.choose_backends(asked, history, visible)
+        if request.environment is not None:
+            backends = must_mount(backends)
         return Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
 
     async def begin(
@@ -152,6 +154,8 @@ def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "path": f"{lease.directory}/tree",
         "directory": str(lease.directory),
         "mirror": str(lease.mirror),
+        "layer": lease.saved.name if lease.saved else None,
+        "environment": str(lease.environment) if lease.environment else None,
         "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
         "volumes": [volume.name for volume in lease.volumes],
         "timings": timings,

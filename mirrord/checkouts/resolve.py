@@ -123,6 +123,12 @@ class Resolver:
             hint=f"ask for {limit}, or for none; the grader view has no limit",
         )
 
+    async def find_row(self, found: ResolvedRequest) -> InstanceRow | None:
+        """The row of an instance that was found."""
+        if found.instance is None:
+            return None
+        return await self._datasets.find_instance(found.instance, found.dataset)
+
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """The base commit of an instance; None where none is known, or several are."""
         with suppress(errors.InstanceAmbiguousError):

@@ -2,7 +2,8 @@
 
 import builtins
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import anyio.to_thread
 
 from .. import protocol
+from ..catalog import InstanceRow
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import (
@@ -39,8 +41,10 @@ from ..model import (
     View,
     utc_now,
 )
-from .admission import Admission
+from ..telemetry import log
+from .admission import Admission, must_mount
 from .backend import CheckoutBackend
+from .environments import EnvironmentStore
 from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
@@ -48,11 +52,13 @@ from .grading.steering import Policies
 from .leases import Directories, Lease, Leases, LeaseState, Volume
 from .leasing import Admitted, Leasing, copied, members, must_be_whole, shown_snapshot
 from .lifecycle import Lifecycle
+from .outfit import Outfit, Outfits
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
+from .prepared import LayerRecord, PreparedLayers, shown_layer
 from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
-from .snapshots.layers import Layers
+from .snapshots.layers import Layers, objects_path
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
@@ -79,25 +85,46 @@ class Checkouts:
         datasets: Datasets,
         stores: StoreBuilder,
         overlay: CheckoutBackend | None,
+        environments: EnvironmentStore,
         access: Access,
         events: Events,
         trash: Trash,
         clock: Callable[[], datetime] = utc_now,
+        environment_of: Callable[[InstanceRow], str | None] = lambda _: None,
     ) -> None:
+        """`environment_of` names the environment that an instance asks for."""
         self._pool = pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
         self._trash = trash
         self._clock = clock
+        self._mirrors = mirrors
         self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
         self._stores = stores
         self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
-        self._patches = Patches(workers=workers, mirrors=mirrors, instances=datasets)
-        self._grading = Grading(settings, workers, mirrors, datasets)
+
+        def objects_of(lease: Lease) -> Path:
+            return objects_path(state_dir, mirrors.path(lease.mirror), lease.tree, lease.saved)
+
+        self._patches = Patches(
+            workers=workers, mirrors=mirrors, instances=datasets, objects_of=objects_of
+        )
+        self._grading = Grading(settings, state_dir, workers, mirrors, datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)
         self._layers = Layers(state_dir, self._leases, trash)
         self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
         self._forks = Forks(self._leases, self._layers, self._lifecycle)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
+        self._prepared = PreparedLayers(
+            leases=self._leases,
+            layers=self._layers,
+            lifecycle=self._lifecycle,
+            environments=environments,
+            workers=workers,
+            is_admin=access.is_admin,
+        )
+        self._outfits = Outfits(
+            self._prepared, environments, self._resolver, access, environment_of
+        )
         self._leasing = Leasing(
             admission=self._admission,
             owners=Owners(settings, access),
@@ -112,6 +139,7 @@ class Checkouts:
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
+        await anyio.to_thread.run_sync(self._prepared.open)
         await self._lifecycle.open()
         await self._leasing.expiry.open()
 
@@ -175,8 +203,11 @@ class Checkouts:
             found, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
-        resolved_s = round(time.perf_counter() - began, 6)
-        lease, timings = await self._leasing.begin(admitted, found, volumes=volumes)
+        async with self._outfits.chosen(request, found, history, peer) as outfit:
+            resolved_s = round(time.perf_counter() - began, 6)
+            lease, timings = await self._leasing.begin(
+                admitted, found, volumes=volumes, **outfit._asdict()
+            )
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
         self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**members(lease, timings))
@@ -198,12 +229,18 @@ class Checkouts:
                 start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
                 admitted = await self._leasing.admit(start, peer, process)
                 self._admission.must_be_apart(parent, admitted.owner)
+                self._outfits.must_be_trusted(parent)
                 found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
                 changed = self._lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self._patches.job(parent), changed)
-                prepared = await self._grading.prepare(layer.path, found, source, policies)
+                outfit = Outfit(parent.saved, parent.environment)
+                if parent.environment is not None:
+                    admitted = admitted._replace(backends=must_mount(admitted.backends))
+                prepared = await self._grading.prepare(
+                    layer.path, found, parent.saved, source, policies
+                )
             return await self._graded(
-                began, admitted, found, layer.id, prepared, policies, parent.id
+                began, admitted, found, layer.id, prepared, policies, outfit, parent.id
             )
 
     async def grade_patch(
@@ -219,9 +256,15 @@ class Checkouts:
         policies = self._grading.policies(policy)
         admitted = await self._leasing.admit(request, peer, process)
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
+        history = admitted.history
         with self._layers.making() as layer:
-            prepared = await self._grading.prepare(layer.path, found, source, policies)
-            return await self._graded(began, admitted, found, layer.id, prepared, policies)
+            async with self._outfits.chosen(request, found, history, peer) as outfit:
+                prepared = await self._grading.prepare(
+                    layer.path, found, outfit.saved, source, policies
+                )
+                return await self._graded(
+                    began, admitted, found, layer.id, prepared, policies, outfit
+                )
 
     async def _graded(
         self,
@@ -231,11 +274,12 @@ class Checkouts:
         layer: LayerId,
         prepared: Prepared,
         policies: Policies,
+        outfit: Outfit,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
-        """A checkout on a prepared layer."""
+        """A checkout on the layer of a grade."""
         prepared_s = round(time.perf_counter() - began, 6)
-        facts = lease_facts(prepared, layer, found, policies, self._clock())
+        facts = lease_facts(prepared, layer, found, outfit, policies, self._clock())
         lease, timings = await self._leasing.begin(admitted, found, parent=parent, **facts)
         timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
         # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
@@ -322,10 +366,12 @@ class Checkouts:
         proof.
         """
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer) as lease:
-            facts = await self._base_of(request, lease, peer)
-            facts |= {"resets": lease.resets + 1, "reset_at": self._clock()}
-            lease = replace(lease, **facts, state=LeaseState.LIVE)
+        async with (
+            self._leasing.held(checkout, peer) as before,
+            self._base_of(request, before, peer) as base,
+        ):
+            base |= {"resets": before.resets + 1, "reset_at": self._clock()}
+            lease = replace(before, **base, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
         duration_s = round(time.perf_counter() - began, 6)
@@ -478,22 +524,73 @@ class Checkouts:
         self._leasing.publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
 
+    @asynccontextmanager
     async def _base_of(
         self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
-    ) -> dict[str, Any]:
-        """The commit and layer that a reset brings a checkout to."""
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The commit, layers and environment that a reset brings a checkout to."""
         if request.to is None:
             naming = self._admission.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
             if found.commit != lease.commit:
                 asked = lease.history
                 await self._resolver.choose_history(found, lease.view, asked, asked)
-            return found._asdict() | {"mirror": lease.mirror, "layer": None}
-        if request.instance or request.commit or request.dataset:
+            base = found._asdict() | {"mirror": lease.mirror, "layer": None}
+            base["environment_layer"] = None
+            chosen = self._outfits.chosen(request, found, lease.history, peer, lease)
+            async with chosen as outfit:
+                if outfit.environment is not None:
+                    must_mount([lease.backend])
+                yield base | outfit._asdict()
+            return
+        others = (request.instance, request.commit, request.dataset)
+        if any((*others, request.layer, request.environment)):
             raise InvalidRequestError(
-                "cannot reset to a snapshot and to an instance or commit at once",
+                "cannot reset to a snapshot and to anything else at once",
                 hint="name one of them",
             )
-        return self._forks.get(lease, request.to).base
+        yield self._forks.get(lease, request.to).base
+
+    # -- prepared layers and environments ----------------------------------------------------------
+
+    async def save(
+        self, checkout: str, request: protocol.SaveLayer, peer: Peer
+    ) -> protocol.PreparedLayer:
+        """Keep what was changed in a checkout for others of its commit, under a name."""
+        began = time.perf_counter()
+        async with self._leasing.held(checkout, peer) as lease:
+            must_be_whole(lease)
+            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
+            job = self._patches.job(lease)
+            record = await self._prepared.save(lease, request.name, peer.uid, job, changed)
+        duration_s = round(time.perf_counter() - began, 6)
+        facts = {"layer": record.saved.name, "files": record.copied["files"]}
+        self._leasing.publish("layer.saved", lease, duration_s=duration_s, **facts)
+        return self._shown(record)
+
+    async def list_layers(
+        self, mirror: str | None, peer: Peer
+    ) -> builtins.list[protocol.PreparedLayer]:
+        """The prepared layers that a peer may use, oldest first; all for an administrator."""
+        key = self._mirrors.get_name(mirror).key if mirror else None
+        return [
+            self._shown(record)
+            for record in self._prepared.visible_to(peer.uid)
+            if key in (None, record.mirror.key)
+        ]
+
+    async def remove_layer(self, layer: str, peer: Peer) -> None:
+        """Remove a prepared layer that no checkout has."""
+        record = self._prepared.remove(layer, peer.uid)
+        log.info("layer.removed", layer=record.saved.name, mirror=str(record.mirror), uid=peer.uid)
+
+    @property
+    def prepared_layers(self) -> builtins.list[LayerRecord]:
+        """All of them."""
+        return self._prepared.visible_to(0)
+
+    def _shown(self, record: LayerRecord) -> protocol.PreparedLayer:
+        shared, holders = self._prepared.is_shared(record), self._prepared.holders(record)
+        return shown_layer(record, shared=shared, checkouts=holders)
 
     # -- one lease at a time -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import base64
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,10 @@ from .session import Session, read_file
 _ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
 Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
 _DATASET_HELP = "Whose instance, where datasets record the id differently."
+_LAYER_HELP = "Start with this prepared layer of the commit."
+Layer = Annotated[str | None, Option(metavar="NAME", help=_LAYER_HELP)]
+_ENVIRONMENT_HELP = "KEY, KEY@DIGEST, or auto: the instance's. Shown beside the tree."
+Environment = Annotated[str | None, Option(metavar="KEY", help=_ENVIRONMENT_HELP)]
 Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
 _PATCH_HELP = (
     "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"
@@ -38,6 +43,8 @@ def checkout(
     attachable: Annotated[
         bool, Option("--attach", help="For `mirrord attach`: it need not be visible from here.")
     ] = False,
+    layer: Layer = None,
+    environment: Environment = None,
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline.
 
@@ -53,6 +60,8 @@ def checkout(
         ttl=parameters.read_duration(ttl, "--ttl"),
         owner=parameters.read_owner(owner),
         attach=attachable,
+        layer=layer,
+        environment=environment,
         auto_renew=False,
     )
     session.answer(handle.lease, [handle.lease.path])
@@ -67,21 +76,27 @@ def reset(
     ] = None,
     dataset: Dataset = None,
     to: Annotated[str | None, Option(metavar="NAME", help="Go back to this snapshot.")] = None,
+    layer: Layer = None,
+    environment: Environment = None,
 ) -> None:
-    """Prints the path. It is proven first: tree and .git equal the template's."""
-    client = session.client
+    """Prints the path. It is proven first: tree and .git equal the template's.
+
+    The environment is made new too. Layer and environment stay unless others are named; a layer
+    belongs to its commit.
+    """
     found = find_id(session, checkout_id)
+    move = partial(session.client.reset_checkout, found, layer=layer, environment=environment)
     if to is not None:
-        answer = client.reset_checkout(found, target, dataset=dataset, to=to)
+        answer = move(target, dataset=dataset, to=to)
     elif target is None or dataset is not None:
-        answer = client.reset_checkout(found, target, dataset=dataset)
+        answer = move(target, dataset=dataset)
     elif _COMMIT.fullmatch(target):
-        answer = client.reset_checkout(found, commit=target)
+        answer = move(commit=target)
     else:
         try:
-            answer = client.reset_checkout(found, target)
+            answer = move(target)
         except InstanceNotFoundError:
-            answer = client.reset_checkout(found, commit=target)
+            answer = move(commit=target)
     session.answer(answer, [answer.path])
 
 
@@ -136,6 +151,42 @@ def snapshots(session: Session, checkout_id: Id) -> None:
         for each in made
     ]
     session.answer(made, table(["NAME", "COMMIT", "TAKEN", "FILES"], rows))
+
+
+def save(
+    session: Session,
+    checkout_id: Id,
+    name: Annotated[str, Argument(metavar="NAME", help="Letters, digits, '.', '_' and '-'.")],
+) -> None:
+    """Keeps what was changed in the tree, ignored files too, and in the environment, and nothing of
+    .git. `mirrord checkout --layer NAME` starts with it; reset and diff are relative to it. What an
+    administrator saves, everybody may use. A layer never changes; `mirrord layers --remove` removes
+    it.
+    """
+    made = session.client.save_layer(find_id(session, checkout_id), name)
+    session.answer(made, [made.name])
+
+
+def layers(
+    session: Session,
+    mirror: Annotated[str | None, Argument(metavar="[NAME]", help="Of this mirror.")] = None,
+    remove: Annotated[
+        list[str] | None, Option("--remove", metavar="ID", help="Remove this layer; repeatable.")
+    ] = None,
+) -> None:
+    """Lists those that you may use, oldest first."""
+    if remove:
+        session.each(remove, session.client.remove_layer)
+        session.answer(None, [])
+        return
+    found = session.client.list_layers(mirror)
+    rows = []
+    for each in found:
+        place = (each.mirror, short(each.commit), each.history, each.environment)
+        counts = (str(each.saved_by), str(each.copied.files), str(each.checkouts))
+        rows.append((each.id, each.name, *place, *counts))
+    columns = ["ID", "NAME", "MIRROR", "COMMIT", "HISTORY", "ENVIRONMENT", "UID", "FILES"]
+    session.answer(found, table([*columns, "CHECKOUTS"], rows))
 
 
 def diff(

@@ -65,6 +65,8 @@ reset; checkouts:reset; 345789; Reset a checkout, move it to another instance or
 fork; checkouts:fork; 345789; Lease another tree with a checkout's content; prints its path.
 snapshot; checkouts:snapshot; 34579; Keep a checkout's content under a name; prints the name.
 snapshots; checkouts:snapshots; 349; List the snapshots of a checkout.
+save; checkouts:save; 34579; Keep a checkout's changes as a prepared layer for others.
+layers; checkouts:layers; 34579; List or remove prepared layers.
 diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
 restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout.

@@ -349,7 +349,7 @@ def sync_tree(path: Path) -> None:
     """Make a tree of a few files survive a power failure: a flush for each file and directory."""
     for directory, _, names in os.walk(path):
         for file in (os.path.join(directory, name) for name in names):
-            if not os.path.islink(file):  # which is in its directory
+            if os.path.isfile(file) and not os.path.islink(file):  # a link is in its directory
                 with opened(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
                     os.fsync(fd)
         sync_directory(Path(directory))

@@ -30,21 +30,34 @@ from typing import Any, cast
 from .. import errors
 from . import mounts
 from .files import open_directory, open_regular, opened
-from .mounting import BOUND, IDMAPS, MESSAGE_MAX_BYTES, PROBE_LAYER, MappedTemplates, OverlayOrder
+from .mounting import (
+    BOUND,
+    ENVIRONMENT,
+    IDMAPS,
+    MESSAGE_MAX_BYTES,
+    PROBE_LAYER,
+    TARGETS,
+    TREE,
+    MappedTemplates,
+    OverlayOrder,
+)
 from .processes import Owner
 from .systemd import Notifier, take_sockets
 
 _CHECKOUT = re.compile(r"[a-z2-7]{16}")
 # released ones and kept trees are renamed, and removed by every backend
 _DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
-_UPPER = re.compile(r"layer|next")
-_TARGET = re.compile(r"tree|environment")
+_UPPER = re.compile(r"layer|next|environment|environment-next")
+_TARGET = re.compile("|".join(TARGETS))
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _ID = "[0-9a-f]{40}"
-_LAYER = re.compile(
-    rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
-    rf"|\.layers/{_CHECKOUT.pattern}"
-)
+_LAYER = {
+    TREE: re.compile(
+        rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
+        rf"|\.layers/{_CHECKOUT.pattern}"
+    ),
+    ENVIRONMENT: re.compile(rf"\.environments/[0-9a-f]{{64}}/files|\.layers/{_CHECKOUT.pattern}"),
+}
 _LAYERS_MAX = 64
 _PENDING_MAX = 64
 _ID_MAX = 2**32 - 2
@@ -64,7 +77,7 @@ class GuardedMounter:
         self._state, self._daemon = open_directory(state_dir), daemon
         place = f"{mounts.descriptor_path(self._state)}/{IDMAPS}"
         self._mapped = MappedTemplates(place, stored=daemon)
-        self._pending: dict[str, int] = {}
+        self._pending: dict[tuple[str, str], int] = {}
 
     def make(self, order: OverlayOrder) -> int:
         """Make an overlay and keep it for `show`; answers its root, which stays ours."""
@@ -87,22 +100,24 @@ class GuardedMounter:
             for path in ("work/incompat/volatile", "work/incompat", "work"):
                 with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as made:
                     os.chown(mounts.descriptor_path(made), self._daemon[0], -1)
-        self._forget(order.checkout)
-        self._pending[order.checkout] = mount
+        place = order.checkout, order.target
+        self._forget(place)
+        self._pending[place] = mount
         if len(self._pending) > _PENDING_MAX:
             self._forget(next(iter(self._pending)))
         return mount
 
-    def show(self, checkout: str, show: Callable[[int, str], None]) -> None:
-        """Mount the overlay made last for a checkout: a mount of a peer's could be of anything."""
-        if checkout not in self._pending:
+    def show(self, checkout: str, target: str, show: Callable[[int, str], None]) -> None:
+        """Mount the overlay made last for a target: a mount of a peer's could be of anything."""
+        place = checkout, target
+        if place not in self._pending:
             raise FileNotFoundError(f"cannot mount checkout {checkout}: nothing was made for it")
         with ExitStack() as stack:
-            stack.callback(self._forget, checkout)
+            stack.callback(self._forget, place)
             above = self._open(stack, f"checkouts/{checkout}")
             # should it become a link after this, the kernel does not follow it
-            os.close(mounts.open_beneath(above, "tree"))
-            show(self._pending[checkout], f"{mounts.descriptor_path(above)}/tree")
+            os.close(mounts.open_beneath(above, target))
+            show(self._pending[place], f"{mounts.descriptor_path(above)}/{target}")
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
         """A mount of the checkout's `target`, for the daemon to give to its owner."""
@@ -113,7 +128,8 @@ class GuardedMounter:
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
             above = self._open(stack, f"checkouts/{checkout}")
-            mounts.umount(f"{mounts.descriptor_path(above)}/tree")
+            for target in TARGETS:
+                mounts.umount(f"{mounts.descriptor_path(above)}/{target}")
 
     def close_given(self, descriptors: Sequence[int]) -> None:
         """Close what was given away, but for what `show` needs."""
@@ -123,15 +139,15 @@ class GuardedMounter:
 
     def forget_all(self) -> None:
         """Close the overlays that were made and not attached."""
-        for checkout in list(self._pending):
-            self._forget(checkout)
+        for place in list(self._pending):
+            self._forget(place)
 
     def close(self) -> None:
         self.forget_all()
         self._mapped.close()
 
-    def _forget(self, checkout: str) -> None:
-        if (mount := self._pending.pop(checkout, None)) is not None:
+    def _forget(self, place: tuple[str, str]) -> None:
+        if (mount := self._pending.pop(place, None)) is not None:
             os.close(mount)
 
     def _must_be_leased(self, stack: ExitStack, checkout: str, owner: Owner) -> None:
@@ -217,18 +233,21 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
             order = OverlayOrder(
                 _matching(_CHECKOUT, request["checkout"]),
                 _matching(_UPPER, request["upper"]),
-                tuple(each if each == PROBE_LAYER else _matching(_LAYER, each) for each in layers),
+                tuple(map(str, layers)),
                 None if request["owner"] is None else _owner(request["owner"]),
             )
+            for each in order.layers:
+                if each != PROBE_LAYER:
+                    _matching(_LAYER[order.target], each)
             return [mounter.make(order)]
         case "clone":
             checkout = _matching(_CHECKOUT, request["checkout"])
             target = _matching(_TARGET, request["target"])
             return [mounter.clone(checkout, target, _owner(request["owner"]))]
-        case "attach":
-            mounter.show(_matching(_CHECKOUT, request["checkout"]), mounts.attach)
-        case "replace":
-            mounter.show(_matching(_CHECKOUT, request["checkout"]), mounts.replace)
+        case "attach" | "replace" as how:
+            show = mounts.attach if how == "attach" else mounts.replace
+            target = _matching(_TARGET, request.get("target", TREE))
+            mounter.show(_matching(_CHECKOUT, request["checkout"]), target, show)
         case "umount":
             mounter.umount(_matching(_DIRECTORY, request["checkout"]))
         case kind:

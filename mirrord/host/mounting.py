@@ -1,7 +1,7 @@
 """Mounting for checkouts: in this process, or by the mount service.
 
-Owns the mounts of a state directory: `checkouts/<name>/tree`, an overlay over
-`leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves.
+Owns the mounts of a state directory: `checkouts/<name>/tree` and `…/environment`, each an overlay
+over `leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves.
 `LocalMounter` calls the kernel. `RemoteMounter` asks `mirrord.host.mounter`, because clients cannot
 see the mounts of a service with a private mount namespace. Calls are short and block.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import BackendUnavailableError, ResourceError, from_problem
+from ..model import Target
 from . import mounts
 from .files import opened
 from .namespaces import make_userns, shares_mounts
@@ -32,17 +33,26 @@ MESSAGE_MAX_BYTES = 64 * 1024
 _UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
 
 
+TREE, ENVIRONMENT = TARGETS = tuple(Target)
+"""What is mounted in a checkout's directory."""
+
+
 class OverlayOrder(NamedTuple):
     """`checkout` names its directories, `layers` are directories below `templates`, top first.
 
     `upper` is the directory in the checkout's private one with `upper` and `work`, which must be
-    fresh. `owner` is whom the templates are shown as; None leaves them as they are.
+    fresh; its name says what it is for. `owner` is whom the templates are shown as; None leaves
+    them as they are.
     """
 
     checkout: str
     upper: str
     layers: tuple[str, ...]
     owner: Owner | None
+
+    @property
+    def target(self) -> Target:
+        return ENVIRONMENT if self.upper.startswith(ENVIRONMENT) else TREE
 
 
 @dataclass(slots=True)
@@ -183,13 +193,13 @@ class LocalMounter:
             lower = [at(layer, templates) for layer in order.layers]
             return mounts.make_overlay(lower, at(f"{private}/upper"), at(f"{private}/work"))
 
-    def attach(self, checkout: str, mount: int) -> None:
-        """Mount it at the checkout's `tree`."""
-        mounts.attach(mount, f"{self._state}/checkouts/{checkout}/tree")
+    def attach(self, checkout: str, mount: int, target: str = TREE) -> None:
+        """Mount it in the checkout's directory."""
+        mounts.attach(mount, f"{self._state}/checkouts/{checkout}/{target}")
 
-    def replace(self, checkout: str, mount: int) -> None:
+    def replace(self, checkout: str, mount: int, target: str = TREE) -> None:
         """Mount it instead of another overlay, in one step for all who mounted `checkouts/<id>`."""
-        mounts.replace(mount, f"{self._state}/checkouts/{checkout}/tree")
+        mounts.replace(mount, f"{self._state}/checkouts/{checkout}/{target}")
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
         """A mount of the checkout's `target` for another namespace, where it follows resets."""
@@ -197,8 +207,9 @@ class LocalMounter:
             return mounts.clone_follower(above, target)
 
     def umount(self, checkout: str) -> None:
-        """Unmount its tree, even in use. Takes 15 ms where 5,000 files were looked at."""
-        mounts.umount(f"{self._state}/checkouts/{checkout}/tree")
+        """Unmount all that it has, even in use. Takes 15 ms where 5,000 files were looked at."""
+        for target in TARGETS:
+            mounts.umount(f"{self._state}/checkouts/{checkout}/{target}")
 
     def close(self, *, unbind: bool) -> None:
         """`unbind` undoes `open`, unless something is mounted or in use there."""
@@ -229,12 +240,12 @@ class RemoteMounter:
     def make(self, order: OverlayOrder) -> int:
         return _only(self._ask("make", **order._asdict()))
 
-    def attach(self, checkout: str, mount: int) -> None:
-        """The mount that it made last for this checkout: the service takes none from others."""
-        self._ask("attach", checkout=checkout)
+    def attach(self, checkout: str, mount: int, target: str = TREE) -> None:
+        """The mount that it made last for this target: the service takes none from others."""
+        self._ask("attach", checkout=checkout, target=target)
 
-    def replace(self, checkout: str, mount: int) -> None:
-        self._ask("replace", checkout=checkout)
+    def replace(self, checkout: str, mount: int, target: str = TREE) -> None:
+        self._ask("replace", checkout=checkout, target=target)
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
         return _only(self._ask("clone", checkout=checkout, target=target, owner=owner))

@@ -11,9 +11,9 @@ from .. import model
 from .codec import API as API
 from .codec import Answer as Answer
 from .codec import Bounds as Bounds
+from .codec import EnvironmentName, LayerName, OwnerUid, SnapshotName, Text, Ttl, Word
 from .codec import MalformedError as MalformedError
 from .codec import Message as Message
-from .codec import OwnerUid, SnapshotName, Text, Ttl, Word
 from .codec import Problem as Problem
 from .codec import Repo as Repo
 from .codec import Request as Request
@@ -394,7 +394,9 @@ class StartCheckout(Request):
 
     `dataset` chooses among datasets that record the id differently. With `bind` "process" the lease
     ends with the process that made the connection, not with the connection. With `attach` it is one
-    that can be attached, though the peer's mount namespace may not show it.
+    that can be attached, though the peer's mount namespace may not show it. `layer` is a prepared
+    layer of the same commit, by its name; without one the checkout has the layer
+    `environment-<digest>` of its `environment`, where that was saved.
     """
 
     instance: Word | None = None
@@ -408,17 +410,23 @@ class StartCheckout(Request):
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
     attach: bool = False
+    layer: LayerName | None = None
+    environment: EnvironmentName | None = None
 
 
 class ResetCheckout(Request):
     """Resets to the same commit, moves to an `instance` or `commit` of the same mirror, or goes
     back `to` a snapshot, by its name.
+
+    The environment stays unless another is named, and so does the layer at the same commit.
     """
 
     instance: Word | None = None
     commit: Word | None = None
     dataset: Word | None = None
     to: Word | None = None
+    layer: LayerName | None = None
+    environment: EnvironmentName | None = None
 
 
 class ForkCheckout(Request):
@@ -439,6 +447,12 @@ class AttachCheckout(Request):
     """Asks for a mount of a checkout's directory, for the peer's own mount namespace."""
 
     target: model.Target = model.Target.TREE
+
+
+class SaveLayer(Request):
+    """Keeps what was changed, in the tree and in the environment, as a prepared layer."""
+
+    name: LayerName
 
 
 class RenewCheckout(Request):
@@ -464,7 +478,10 @@ PolicyText = Annotated[
 
 
 class StartGrade(Request):
-    """The grade of a checkout: what its owner changed, at the same commit, with the tests."""
+    """The grade of a checkout: what its owner changed, at the same commit, with the tests.
+
+    It has the checkout's layer and environment, as they were before they were worked on.
+    """
 
     policy: PolicyText | None = None
     backend: model.Backend | None = None
@@ -476,10 +493,12 @@ class StartGrade(Request):
 class Checkout(Answer):
     """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
 
-    `path` is `directory/tree`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
-    follows every reset. `taken_by` is the uid that asked for the checkout. It and `owner_uid` may
-    use and release it. `parent` is the checkout that this one was forked from, or
-    grades. `volumes` are the names that docker or podman know it by.
+    `path` is `directory/tree`; with an `environment` (KEY@DIGEST) its prefix is
+    `directory/environment`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
+    follows every reset. `layer` names the prepared layer that resets and diffs are relative to.
+    `taken_by` is the uid that asked for the checkout. It and `owner_uid` may use and release it.
+    `parent` is the checkout that this one was forked from, or grades. `volumes` are the
+    names that docker or podman know it by.
     """
 
     id: str
@@ -501,6 +520,8 @@ class Checkout(Answer):
     parent: str | None = None
     volumes: list[str] = []
     resets: int = 0
+    layer: str | None = None
+    environment: str | None = None
     timings: dict[str, float] = {}
 
 
@@ -545,6 +566,28 @@ class Snapshot(Answer):
     commit: str
     instance: str | None = None
     copied: Copied
+
+
+class PreparedLayer(Answer):
+    """What was saved of a checkout, for others at the same commit with the same history.
+
+    `saved_by` is the uid that asked; what an administrator saved (`shared`) everybody may use.
+    `environment` is the one whose changes it has, `environment_copied` what those were.
+    `checkouts` counts those that hold it.
+    """
+
+    id: str
+    name: str
+    mirror: str
+    commit: str
+    history: model.History
+    instance: str | None = None
+    saved_by: int
+    shared: bool
+    copied: Copied
+    environment: str | None = None
+    environment_copied: Copied | None = None
+    checkouts: int = 0
 
 
 class Steering(Answer):
@@ -911,7 +954,7 @@ class Status(Answer):
 
 
 UsageKind = Literal[
-    "mirrors", "datasets", "catalog", "templates", "checkouts", "snapshots",
+    "mirrors", "datasets", "catalog", "templates", "checkouts", "snapshots", "layers",
     "warm-trees", "quarantine", "trash", "other",
 ]  # fmt: skip
 

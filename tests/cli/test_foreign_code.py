@@ -156,6 +156,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last],
                 **{name: [identity] for name in OF_CHECKOUTS},
+                "save": [identity, "name"],
                 **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},
             }  # fmt: skip
             yield World(trap, running, {**ARGUMENTS, **given})

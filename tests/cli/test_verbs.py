@@ -46,6 +46,8 @@ DESIGNED = [
     "reset",
     "fork",
     "snapshot",
+    "save",
+    "layers",
     "snapshots",
     "diff",
     "apply",

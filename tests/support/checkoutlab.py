@@ -21,6 +21,7 @@ from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
+from mirrord.checkouts.environments import EnvironmentStore
 from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay.probe import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
@@ -202,15 +203,19 @@ class Service:
             settings=lambda: self._settings, stores=self.stores, events=self.events, **store
         )
         await self.templates.open()
+        self.environments = EnvironmentStore(self.state, self.trash)
+        self.environments.open()
         service = self.state / "mount.sock"
         overlay = (
-            await find_overlay(service=service, templates=self.templates, **store)
+            await find_overlay(
+                service=service, templates=self.templates, environments=self.environments, **store
+            )
             if self._with_overlay
             else None
         )
         self.checkouts = Checkouts(
             state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
-            access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
+            environments=self.environments, access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         await self.checkouts.open()
 

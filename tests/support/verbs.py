@@ -20,6 +20,7 @@ ARGUMENTS = {
     "fork": ["a" * 16],
     "snapshot": ["a" * 16],
     "snapshots": ["a" * 16],
+    "save": ["a" * 16, "name"],
     "diff": ["a" * 16],
     "apply": ["a" * 16, __file__],
     "restore": ["a" * 16, "--commit", "c" * 40, "file"],

@@ -17,6 +17,7 @@ from ...protocol import (
     ForkCheckout,
     Grade,
     MakeSnapshot,
+    PreparedLayer,
     Receipt,
     ReceiptReport,
     RenewCheckout,
@@ -24,11 +25,13 @@ from ...protocol import (
     ResetCheckout,
     RestoreAnswer,
     RestorePaths,
+    SaveLayer,
     SealReport,
     Snapshot,
     StartCheckout,
     StartGrade,
 )
+from ...protocol.codec import EnvironmentName, LayerName
 from ...telemetry import log
 from ..request import Call, Query, read_patch, stream_file, text_response
 
@@ -75,6 +78,24 @@ async def list_snapshots(call: Call) -> list[Snapshot]:
 
 async def remove_snapshot(call: Call) -> None:
     await call.engine.checkouts.remove_snapshot(call.path["id"], call.path["name"], call.peer)
+
+
+async def save_layer(call: Call, body: SaveLayer) -> PreparedLayer:
+    """Keep what was changed, for other checkouts of its commit."""
+    return await call.engine.checkouts.save(call.path["id"], body, call.peer)
+
+
+class LayersQuery(Query):
+    mirror: str | None = Field(None, min_length=1, max_length=400)
+
+
+async def list_layers(call: Call, query: LayersQuery) -> list[PreparedLayer]:
+    """The prepared layers that the caller may use; for an administrator all."""
+    return await call.engine.checkouts.list_layers(query.mirror, call.peer)
+
+
+async def remove_layer(call: Call) -> None:
+    await call.engine.checkouts.remove_layer(call.path["id"], call.peer)
 
 
 async def list_checkouts(call: Call) -> list[Checkout]:
@@ -194,6 +215,8 @@ class GradeQuery(Query):
     ttl: float | None = Field(None, gt=0, le=366 * 86400, description="seconds")
     owner: int | None = Field(None, ge=0, lt=2**32 - 1)
     bind: Bind = Bind.LEASE
+    layer: LayerName | None = None
+    environment: EnvironmentName | None = None
 
 
 async def grade_patch(call: Call, query: GradeQuery) -> Grade:

@@ -9,10 +9,10 @@ attributes of the agent's change nothing about the tests. A crash leaves a layer
 import hashlib
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ...errors import ConflictError, PatchConflictError, UsageError
 from ...git.objects.filters import Conversions
 from ...git.objects.repository import Objects, open_objects
 from ...git.objects.trees import BaseTree
+from ...host.files import entries_in, open_beneath, open_directory, opened
 from ...model import ApplyStrategy, FoundStrategy
 from ...protocol import Steering
 from ..backend import ChangedPaths
@@ -41,10 +42,14 @@ _REMEMBERED = 16
 
 @dataclass(frozen=True, slots=True)
 class GradeJob:
-    """A grade to prepare: on which tree of a mirror, into which new `layer`, by which rules."""
+    """A grade to prepare: on which tree of a mirror, into which new `layer`, by which rules.
+
+    `below` are prepared layers, which have files of that tree, and others.
+    """
 
     mirror: Path
     tree: str
+    below: tuple[Path, ...]
     layer: Path
     test_patch: bytes | None
     own_rules: tuple[Rule, ...]
@@ -102,7 +107,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         sifted = sift(look, book, job.policies, left)
         written = [*sifted.changes, *look.tests.changes]
         files = _files(written, _conversions(objects, base, written))
-        write_layer(job.layer, base.names_in, files)
+        write_layer(job.layer, partial(_names_in, base, job.below), files)
     return Prepared(
         changed=len(changes),
         dropped=[printable(path) for path in sifted.dropped],
@@ -112,6 +117,19 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         files=len(written),
         size_bytes=sum(len(change.data) for change in written),
     )
+
+
+def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[bytes]:
+    """The names that git tracks in a directory, and those that layers below have there."""
+    names = set(base.names_in(directory))
+    for layer in below:
+        with (
+            suppress(OSError),
+            opened(open_directory(layer)) as top,
+            opened(open_beneath(top, directory or b".")) as found,
+        ):
+            names |= {name for name, kind in entries_in(found) if kind}  # else a whiteout
+    return names
 
 
 @lru_cache(maxsize=4)

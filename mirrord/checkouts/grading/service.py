@@ -16,8 +16,10 @@ from ...git.workers import Workers
 from ...mirrors.service import Mirrors
 from ...model import LayerId, Policy, SteeringKind, shown
 from ..backend import DIFF_TIMEOUT
-from ..leases import Graded, SavedState
+from ..leases import Graded, SavedLayer, SavedState
+from ..outfit import Outfit
 from ..resolve import ResolvedRequest
+from ..snapshots.layers import objects_path
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import own_rule
 from .steering import Policies
@@ -36,11 +38,13 @@ class Grading:
     def __init__(
         self,
         settings: Callable[[], Settings],
+        state_dir: Path,
         workers: Workers,
         mirrors: Mirrors,
         instances: Datasets,
     ) -> None:
         self._settings = settings
+        self._state = state_dir
         self._workers = workers
         self._mirrors = mirrors
         self._instances = instances
@@ -49,14 +53,19 @@ class Grading:
         self,
         layer: Path,
         found: ResolvedRequest,
+        saved: SavedLayer | None,
         source: AgentTree | ModelPatch,
         policies: Policies,
     ) -> Prepared:
-        """Write the layer of a grade of an instance, or without tests of a bare commit."""
+        """Write the layer of a grade of an instance, or without tests of a bare commit; on its
+        prepared layer, if it is to have one.
+        """
         settings = self._settings().grading
+        mirror = self._mirrors.path(found.mirror)
         job = GradeJob(
-            mirror=self._mirrors.path(found.mirror),
-            tree=found.tree,
+            mirror=objects_path(self._state, mirror, found.tree, saved),
+            tree=saved.tree if saved else found.tree,
+            below=tuple(layer.with_name(each) for each in saved.layers) if saved else (),
             layer=layer,
             test_patch=await self._test_patch(found),
             own_rules=tuple(own_rule(own.name, own.paths, own.policy) for own in settings.rule),
@@ -92,7 +101,12 @@ class Grading:
 
 
 def lease_facts(
-    prepared: Prepared, layer: LayerId, found: ResolvedRequest, policies: Policies, now: datetime
+    prepared: Prepared,
+    layer: LayerId,
+    found: ResolvedRequest,
+    outfit: Outfit,
+    policies: Policies,
+    now: datetime,
 ) -> dict[str, Any]:
     """What the lease of a grade says besides those of all: its layer, which is a snapshot too."""
     graded = SavedState(
@@ -107,10 +121,12 @@ def lease_facts(
         size_bytes=prepared.size_bytes,
         left_out={},
         git=False,
+        **outfit._asdict(),
     )
     dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
     facts = Graded(layer, policies.text, prepared.strategy, *dropped)
-    return {"layer": layer, "snapshots": (graded,), "graded": facts}
+    more = {"layer": layer, "snapshots": (graded,), "graded": facts}
+    return outfit._asdict() | more
 
 
 def _choice(kind: type[C], text: str, noun: str) -> C:

@@ -1,11 +1,15 @@
 """The overlay backend: a checkout is one mount, a private layer over its template's layers.
 
 `checkouts/<id>/tree` is the mount point, `leases/<id>/layer/` has `upper`, what the client wrote,
-and overlayfs's `work`; a lease's own layer comes between the two. A warm checkout is six mkdirs and
-a mount. A reset makes another layer, proves its mount before that is attached anywhere, and swaps
-it in: in one step, which containers that mounted `checkouts/<id>` follow. All that runs on the
-event loop, where it takes less time than to start a thread; taking down waits for kernel and disk,
-and runs in threads.
+and overlayfs's `work`; the lease's own layers come between that and the template's. A warm checkout
+is six mkdirs and a mount. A reset makes another layer, proves its mount before that is attached
+anywhere, and swaps it in: in one step, which containers that mounted `checkouts/<id>` follow. All
+that runs on the event loop, where it takes less time than to start a thread; taking down waits for
+kernel and disk, and runs in threads.
+
+A checkout with an environment has one more overlay of the same kind, at
+`checkouts/<id>/environment` over `leases/<id>/environment/`. A reset makes both before it swaps
+one.
 
 Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
 layer is mounted again. `.trash-*` in a private directory is to be removed.
@@ -15,11 +19,11 @@ import errno
 import os
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import anyio.to_thread
 
@@ -32,22 +36,36 @@ from ...errors import (
 )
 from ...git.workers import Workers
 from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
-from ...host.mounting import Mounter, OverlayOrder
+from ...host.mounting import ENVIRONMENT, TREE, Mounter, OverlayOrder
 from ...host.mounts import read_overlays
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, CheckoutId, MirrorName, Target
+from ...model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ...protocol import Proof
 from ...telemetry import log
-from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken, must_prove
+from ..backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
+from ..environments import EnvironmentStore
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path
+from ..snapshots.layers import layer_path, objects_path
 from ..templates.store import Template, Templates, proven_at
 from .changes import changed_paths
 from .copying import copy_checkout
 
 T = TypeVar("T")
 
+
+class _Part(NamedTuple):
+    """One overlay of a checkout: where it is mounted, its standing directory in the private one,
+    the one of a reset, and what it is mounted over, top first.
+    """
+
+    target: str
+    layer: str
+    next: str
+    below: tuple[Path, ...]
+
+
 _LAYER, _NEXT = "layer", "next"
+_ENVIRONMENT_NEXT = f"{ENVIRONMENT}-next"
 
 
 class OverlayBackend:
@@ -63,10 +81,13 @@ class OverlayBackend:
         workers: Workers,
         mirrors_path: Callable[[MirrorName], Path],
         trash: Trash,
+        environments: EnvironmentStore,
         *,
         may_map_owners: bool,
     ) -> None:
         self._state = state_dir
+        self._environments = environments
+        self._kept: dict[CheckoutId, frozenset[str]] = {}  # digests of environments
         self._store = f"{state_dir}/templates/"
         self._leases = state_dir / "leases"
         self._mounter = mounter
@@ -94,10 +115,9 @@ class OverlayBackend:
 
         async def mount_layer(template: Template) -> tuple[str, dict[str, float]]:
             ready = time.perf_counter()
-            with full_disk_named(f"checkout {lease.id}"), suppress(FileExistsError):
-                os.mkdir(lease.tree_path, 0o700)  # nobody enters it while nothing is mounted there
-            with opened(self._make(lease, _LAYER, template)) as mount:
-                self._mounter.attach(lease.id, mount)
+            for part in self._parts(lease, template):
+                with opened(self._make(lease, part, part.layer)) as mount:
+                    self._mounter.attach(lease.id, mount, part.target)
             mounted_s = time.perf_counter() - ready
             timings = {"template": round(ready - began, 6), "mount": round(mounted_s, 6)}
             return template.tree, timings
@@ -119,51 +139,58 @@ class OverlayBackend:
             facts = self._facts[key]
             before = leases.get(to.id)
             leases.save(resetting(to))
-            try:
-                mount = self._make(to, _NEXT, template)
+            parts = self._parts(to, template)
+            with ExitStack() as stack:
                 try:
-                    proof = _prove(mount, template, facts, to, self._layer_of(to))
+                    made = [
+                        stack.enter_context(opened(self._make(to, part, part.next)))
+                        for part in parts
+                    ]
+                    own = self._layer_of(to.layer) if to.layer else None
+                    proof = _prove(made[0], template, facts, to, own)
                 except BaseException:
-                    os.close(mount)
+                    leases.save(before)
                     raise
-            except BaseException:
-                leases.save(before)
-                raise
-            with opened(mount):
-                # Held until the client has its answer: the kernel takes 15 ms to tear down a tree
-                # in which 5,000 files were looked at.
-                old = os.open(to.tree_path, os.O_PATH | os.O_CLOEXEC)
-                self._mounter.replace(to.id, mount)
-                self._discard(to, _LAYER, holding=old)
-                os.rename(to.private / _NEXT, to.private / _LAYER)
+                for part, mount in zip(parts, made, strict=True):
+                    # Held until the client has its answer: the kernel takes 15 ms to tear down a
+                    # tree in which 5,000 files were looked at.
+                    old = os.open(to.directory / part.target, os.O_PATH | os.O_CLOEXEC)
+                    self._mounter.replace(to.id, mount, part.target)
+                    self._discard(to, part.layer, holding=old)
+                    os.rename(to.private / part.next, to.private / part.layer)
             leases.save(to)
             return proof
 
         return await self._with_template(to, swap_in)
 
     async def adopt(self, lease: Lease) -> bool:
-        is_mounted = str(lease.tree_path) in self._mounted
-        self._mounted.discard(str(lease.tree_path))
+        def is_mounted(target: str) -> bool:
+            return str(lease.directory / target) in self._mounted
+
         for old in find_trash(lease.private):
             self._trash.add(old)
 
         async def mount_again(template: Template) -> None:
-            if is_mounted or lease.state is not LeaseState.LIVE:
+            if lease.state is not LeaseState.LIVE:
                 return
-            self._mounter.umount(lease.id)
-            # the work directory of a volatile overlay cannot be used twice
-            self._discard(lease, f"{_LAYER}/work")
-            os.mkdir(lease.private / _LAYER / "work", 0o700)
-            with opened(self._mount(lease, _LAYER, template)) as mount:
-                self._mounter.attach(lease.id, mount)
-            log.info("checkout.remounted", checkout=lease.id)
+            parts = self._parts(lease, template)
+            missing = [each for each in parts if not is_mounted(each.target)]
+            if missing == parts:
+                self._mounter.umount(lease.id)
+            for part in missing:
+                # the work directory of a volatile overlay cannot be used twice
+                self._discard(lease, f"{part.layer}/work")
+                os.mkdir(lease.private / part.layer / "work", 0o700)
+                with opened(self._mount(lease, part, part.layer)) as mount:
+                    self._mounter.attach(lease.id, mount, part.target)
+                log.info("checkout.remounted", checkout=lease.id, target=part.target)
 
         try:
             await self._with_template(lease, mount_again)
         except (MirrordError, OSError) as error:
-            facts = {"mounted": is_mounted, "error": str(error)}
+            facts = {"mounted": is_mounted(TREE), "error": str(error)}
             log.warning("checkout.orphaned", checkout=lease.id, **facts)
-            return is_mounted
+            return is_mounted(TREE)
         return True
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
@@ -176,22 +203,32 @@ class OverlayBackend:
         finally:
             if lease is not None and (template := self._held.pop(lease.id, None)):
                 self._templates.drop(template)
+            if lease is not None:
+                self._keep_environments(lease.id, frozenset())
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         template = self._held.get(lease.id)
         return await anyio.to_thread.run_sync(proven_at, template) if template else None
 
-    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
-        template = self._held.get(lease.id)
+    async def copy_layer(
+        self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
+    ) -> Taken:
+        if what.of_environment:
+            target, upper = ENVIRONMENT, str(ENVIRONMENT)
+            own, below = lease.environment_layer, self._below_environment(lease)
+        else:
+            target, upper, own = TREE, _LAYER, lease.layer
+            below = self._below(lease, self._held.get(lease.id))
         return await self._workers.run(
             copy_checkout,
             directory,
-            lease.tree_path,
-            lease.private / _LAYER / "upper",
-            self._layer_of(lease),
-            template.layers if template else (),
+            lease.directory / target,
+            lease.private / upper / "upper",
+            self._layer_of(own) if own else None,
+            below,
             lease.owner,
             earlier,
+            what,
             timeout=DIFF_TIMEOUT,
         )
 
@@ -205,15 +242,14 @@ class OverlayBackend:
             ) from error
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        template = self._held.get(lease.id)
         return partial(
             changed_paths,
             lease.tree_path,
             lease.private / _LAYER / "upper",
-            self._layer_of(lease),
-            template.layers if template else (),
-            self._mirrors_path(lease.mirror),
-            lease.tree,
+            self._layer_of(lease.layer) if lease.layer else None,
+            self._below(lease, self._held.get(lease.id)),
+            objects_path(self._state, self._mirrors_path(lease.mirror), lease.tree, lease.saved),
+            lease.base_tree,
             lease.owner,
         )
 
@@ -240,6 +276,8 @@ class OverlayBackend:
             found = self._templates.find(*wanted) if attempt == 1 else None
             template = found or await self._templates.ensure(*wanted)
             self._templates.hold(template)
+            held = self._kept.get(lease.id, frozenset())
+            self._keep_environments(lease.id, held | lease.environments)
             try:
                 used = await use(template)
             except FileNotFoundError as error:
@@ -256,14 +294,49 @@ class OverlayBackend:
         if before := self._held.get(lease.id):
             self._templates.drop(before)
         self._held[lease.id] = template
+        self._keep_environments(lease.id, lease.environments)
         return used
+
+    def _keep_environments(self, checkout: CheckoutId, digests: frozenset[str]) -> None:
+        """Hold these environments for a checkout instead of those before."""
+        before = self._kept.pop(checkout, frozenset())
+        if digests:
+            self._kept[checkout] = digests
+        for digest in digests - before:
+            self._environments.hold(digest)
+        for digest in before - digests:
+            self._environments.drop(digest)
 
     # -- layers and mounts -------------------------------------------------------------------------
 
-    def _make(self, lease: Lease, layer: str, template: Template) -> int:
+    def _parts(self, lease: Lease, template: Template) -> list[_Part]:
+        """The overlays of a checkout, the tree's first."""
+        below = self._below(lease, template)
+        own = (self._layer_of(lease.layer),) if lease.layer else ()
+        parts = [_Part(TREE, _LAYER, _NEXT, (*own, *below))]
+        if lease.environment is not None:
+            below = self._below_environment(lease)
+            own = (self._layer_of(lease.environment_layer),) if lease.environment_layer else ()
+            parts.append(_Part(ENVIRONMENT, ENVIRONMENT, _ENVIRONMENT_NEXT, (*own, *below)))
+        return parts
+
+    def _below(self, lease: Lease, template: Template | None) -> tuple[Path, ...]:
+        """What changes of the tree are relative to."""
+        saved = lease.saved.layers if lease.saved else ()
+        return (*map(self._layer_of, saved), *(template.layers if template else ()))
+
+    def _below_environment(self, lease: Lease) -> tuple[Path, ...]:
+        assert lease.environment is not None
+        saved = lease.saved.environment_layers if lease.saved else ()
+        prefix = self._environments.directory(lease.environment.digest)
+        return (*map(self._layer_of, saved), prefix)
+
+    def _make(self, lease: Lease, part: _Part, layer: str) -> int:
         """Make an empty layer, and an overlay of it that is attached nowhere."""
         path = f"{lease.private}/{layer}"
         with full_disk_named(f"checkout {lease.id}"):
+            with suppress(FileExistsError):  # nobody enters it while nothing is mounted there
+                os.mkdir(f"{lease.directory}/{part.target}", 0o700)
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:  # half-made
@@ -273,17 +346,15 @@ class OverlayBackend:
             os.mkdir(f"{path}/work", 0o700)
             if lease.owner != self._me:
                 os.chown(f"{path}/upper", *lease.owner)
-        return self._mount(lease, layer, template)
+        return self._mount(lease, part, layer)
 
-    def _mount(self, lease: Lease, layer: str, template: Template) -> int:
-        own = self._layer_of(lease)
-        paths = (own, *template.layers) if own else template.layers
-        layers = tuple(str(path).removeprefix(self._store) for path in paths)
+    def _mount(self, lease: Lease, part: _Part, layer: str) -> int:
+        layers = tuple(str(path).removeprefix(self._store) for path in part.below)
         owner = None if lease.owner == self._me else lease.owner
         return self._mounter.make(OverlayOrder(lease.id, layer, layers, owner))
 
-    def _layer_of(self, lease: Lease) -> Path | None:
-        return layer_path(self._state, lease.layer) if lease.layer else None
+    def _layer_of(self, layer: LayerId) -> Path:
+        return layer_path(self._state, layer)
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
         """Remove a layer later, and before that close the descriptor `holding`."""
@@ -302,7 +373,8 @@ class OverlayBackend:
 def _remove(directories: Directories) -> bool:
     """Remove the directories of a checkout to which its owner wrote nothing."""
     is_gone = True
-    for directory in (directories.public / "tree", directories.public):
+    public = directories.public
+    for directory in (public / TREE, public / ENVIRONMENT, public):
         try:
             os.rmdir(directory)
         except FileNotFoundError:
@@ -312,8 +384,9 @@ def _remove(directories: Directories) -> bool:
                 raise
             is_gone = False  # a tree that another backend made
     try:
-        if not remove_layer(directories.private / _LAYER):
-            return False
+        for layer in (_LAYER, ENVIRONMENT):
+            if not remove_layer(directories.private / layer):
+                return False
         with suppress(FileNotFoundError):
             os.unlink(directories.private / "lease.json")
         with suppress(FileNotFoundError):

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ...host.credentials import ActingAs
 from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
-from ..backend import Taken
+from ..backend import CopyRule, Taken
 from ..files.reader import TreeReader
 from ..snapshots.content import is_whiteout
 from ..snapshots.copy import copy_layer
@@ -32,9 +32,10 @@ def copy_checkout(
     layers: Sequence[Path],
     owner: tuple[int, int],
     earlier: Path | None,
+    what: CopyRule,
 ) -> Taken:
     """Write into the new `directory` what a checkout has over its template's `layers`; `earlier`
-    is as for `copy_layer`.
+    and `what` are as for `copy_layer`.
     """
     with ExitStack() as stack:
         tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
@@ -50,7 +51,7 @@ def copy_checkout(
                 return survey.take()
 
         return copy_layer(
-            directory, look, merged, acting, upper=written, own=layer, earlier=earlier
+            directory, look, merged, acting, what, upper=written, own=layer, earlier=earlier
         )
 
 

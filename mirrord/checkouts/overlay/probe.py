@@ -18,6 +18,7 @@ from ...host.processes import Owner
 from ...host.trash import Trash, find_trash, remove_tree
 from ...model import MirrorName, new_checkout_id
 from ...telemetry import log
+from ..environments import EnvironmentStore
 from ..templates.store import Templates
 from .backend import OverlayBackend
 
@@ -29,6 +30,7 @@ async def find_overlay(
     workers: Workers,
     mirrors_path: Callable[[MirrorName], Path],
     trash: Trash,
+    environments: EnvironmentStore,
 ) -> OverlayBackend | None:
     """The overlay backend, if this host allows it; `service` is the mount service's socket."""
     unmapped = ""
@@ -47,8 +49,9 @@ async def find_overlay(
         log.warning("owners.unmapped", reason=unmapped)
     can_map = not unmapped
     return OverlayBackend(
-        state_dir, mounter, templates, workers, mirrors_path, trash, may_map_owners=can_map
-    )
+        state_dir, mounter, templates, workers, mirrors_path, trash, environments,
+        may_map_owners=can_map,
+    )  # fmt: skip
 
 
 def try_overlay(state_dir: Path, mounter: Mounter) -> str:

@@ -6,6 +6,7 @@ view. The work runs in workers, in a private directory that is removed at its en
 
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,15 @@ class DiffAnswer(NamedTuple):
 class Patches:
     """Diff, apply and restore for one lease at a time; the caller holds its lock."""
 
-    def __init__(self, *, workers: Workers, mirrors: Mirrors, instances: Datasets) -> None:
+    def __init__(
+        self,
+        *,
+        workers: Workers,
+        mirrors: Mirrors,
+        instances: Datasets,
+        objects_of: Callable[[Lease], Path],
+    ) -> None:
+        self._objects_of = objects_of
         self._workers = workers
         self._mirrors = mirrors
         self._instances = instances
@@ -141,9 +150,9 @@ class Patches:
         """A checkout as the functions of this package take it."""
         return PatchJob(
             root=lease.tree_path,
-            mirror=self._mirrors.path(lease.mirror),
+            mirror=self._objects_of(lease),
             commit=lease.commit,
-            tree=lease.tree,
+            tree=lease.base_tree,
             owner=(lease.owner_uid, lease.owner_gid),
             scratch=lease.private / ".scratch",
         )

@@ -34,8 +34,8 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PatchJob:
-    """A checkout as patches see it: `root` has the files, `tree` is the base commit's, `scratch` a
-    private directory.
+    """A checkout as patches see it: `root` has the files, `tree` is the base commit's, or with a
+    prepared layer what that made of it; `mirror` has its objects. `scratch` is a private directory.
     """
 
     root: Path

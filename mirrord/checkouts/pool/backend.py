@@ -23,13 +23,13 @@ from ...host.trash import Trash, find_trash, new_trash
 from ...model import Backend, History, MirrorName, Target
 from ...protocol import Proof
 from ...telemetry import log
-from ..backend import DIFF_TIMEOUT, ChangedPaths, Taken
+from ..backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
 from . import dotgit, worktree
 from .copying import copy_checkout
-from .worktree import PoolPaths
+from .worktree import PoolPaths, base_manifest
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all
@@ -124,10 +124,12 @@ class PoolBackend:
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         return None
 
-    async def copy_layer(self, lease: Lease, directory: Path, earlier: Path | None) -> Taken:
+    async def copy_layer(
+        self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
+    ) -> Taken:
         async with self._paths(lease) as paths:
             return await self._workers.run(
-                copy_checkout, paths, directory, earlier, timeout=DIFF_TIMEOUT
+                copy_checkout, paths, directory, earlier, what, timeout=DIFF_TIMEOUT
             )
 
     def clone(self, lease: Lease, target: Target) -> int:
@@ -137,7 +139,8 @@ class PoolBackend:
         )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        return partial(worktree.changed_paths, lease.tree_path, lease.private / "manifest")
+        manifest = base_manifest(lease.private, has_layers=bool(lease.saved))
+        return partial(worktree.changed_paths, lease.tree_path, manifest)
 
     @property
     def warm(self) -> list[Directories]:
@@ -159,6 +162,8 @@ class PoolBackend:
             self._mirrors_path(lease.mirror),
         )
         layer = layer_path(self._state, lease.layer) if lease.layer else None
+        saved = lease.saved.layers if lease.saved else ()
+        below = tuple(layer_path(self._state, each) for each in reversed(saved))
         trash = new_trash(directory.parent)
         with ExitStack() as stack:
             store, head = None, lease.commit
@@ -167,7 +172,9 @@ class PoolBackend:
                 stack.enter_context(self._stores.holding(sealed))
                 store, head = sealed.git, sealed.head
             try:
-                yield PoolPaths(directory, private, mirror, store, head, lease.owner, trash, layer)
+                yield PoolPaths(
+                    directory, private, mirror, store, head, lease.owner, trash, layer, below
+                )
             finally:
                 if trash.exists():
                     self._trash.add(trash)

@@ -7,7 +7,7 @@ from typing import NoReturn
 from ...errors import CheckoutBusyError
 from ...host.credentials import ActingAs
 from ...host.files import opened
-from ..backend import Taken
+from ..backend import CopyRule, Taken
 from ..files.manifest import Manifest
 from ..files.reader import TreeReader, open_top
 from ..files.scan import is_control, scan
@@ -17,9 +17,9 @@ from ..templates.layers import parents
 from .worktree import PoolPaths, has_top
 
 
-def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None) -> Taken:
-    """Write into the new `directory` what a checkout has over its clean state; `earlier` is as for
-    `copy_layer`.
+def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None, what: CopyRule) -> Taken:
+    """Write into the new `directory` what a checkout has over its clean state; `earlier` and `what`
+    are as for `copy_layer`.
 
     Of a linked one without its `.git`, which is a part of the mirror.
     """
@@ -27,7 +27,7 @@ def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None) -> Ta
         raise CheckoutBusyError(
             "cannot copy the checkout: its top directory was replaced", hint="reset the checkout"
         )
-    manifest, acting = Manifest.load(paths.manifest), ActingAs(paths.owner)
+    manifest, acting = Manifest.load(paths.base_manifest), ActingAs(paths.owner)
     is_linked = paths.store is None
 
     def survey() -> Pieces:
@@ -45,7 +45,7 @@ def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None) -> Ta
         return pieces
 
     with opened(open_top(paths.tree)) as root, TreeReader(root, acting) as reader:
-        taken = copy_layer(directory, survey, reader, acting, earlier=earlier)
+        taken = copy_layer(directory, survey, reader, acting, what, earlier=earlier)
     return taken._replace(git=taken.git and not is_linked)
 
 

@@ -26,7 +26,7 @@ from ..files.reader import TreeReader, open_top
 from ..files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
-from ..snapshots.content import lay
+from ..snapshots.content import lay, with_layers
 from . import dotgit
 from .dotgit import DotGit
 
@@ -35,8 +35,8 @@ _ROUNDS = 3
 
 class PoolPaths(NamedTuple):
     """`store` is the sealed `.git`; None links to the mirror. The caller removes `trash`, where
-    everything goes that is taken away. `layer` is laid on the clean tree, which is what the
-    manifest describes.
+    everything goes that is taken away. `below` are prepared layers, the lowest first, that are laid
+    on the clean tree, which is what the manifest describes; `layer` is laid on that.
     """
 
     directory: Path
@@ -47,6 +47,7 @@ class PoolPaths(NamedTuple):
     owner: tuple[int, int]
     trash: Path
     layer: Path | None = None
+    below: tuple[Path, ...] = ()
 
     @property
     def tree(self) -> Path:
@@ -55,6 +56,15 @@ class PoolPaths(NamedTuple):
     @property
     def manifest(self) -> Path:
         return self.private / "manifest"
+
+    @property
+    def base_manifest(self) -> Path:
+        return base_manifest(self.private, has_layers=bool(self.below))
+
+
+def base_manifest(private: Path, *, has_layers: bool) -> Path:
+    """The record that changes are relative to: of the clean tree, or with layers laid on it."""
+    return private / ("manifest-laid" if has_layers else "manifest")
 
 
 def make(
@@ -79,7 +89,7 @@ def make(
                 store = dotgit.read_store(paths.store) if paths.store else None
                 manifest = _bring(paths, store, commit, manifest, Changes(), trash)
         manifest.save(paths.manifest)
-        _lay(paths)
+        _lay(paths, manifest)
     return manifest.tree, timings
 
 
@@ -102,7 +112,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
             after = _bring(paths, store, commit, manifest, found, trash)
         if after is not before:
             after.save(paths.manifest)
-        _lay(paths)
+        _lay(paths, after)
     method = "written anew, read back"
     if before:
         method = "stat against the private manifest, content where stat proves nothing"
@@ -213,9 +223,14 @@ def _with_proven(manifest: Manifest, found: Changes) -> Manifest:
     return replace(manifest, files=files, control=control)
 
 
-def _lay(paths: PoolPaths) -> None:
-    if paths.layer is not None:
-        with closing(TrashDirectory(paths.trash)) as trash:
+def _lay(paths: PoolPaths, clean: Manifest) -> None:
+    """Lay the layers of a checkout on its clean tree, and record what the lower ones made of it."""
+    with closing(TrashDirectory(paths.trash)) as trash:
+        for layer in paths.below:
+            lay(layer, paths.tree, paths.owner, trash)
+        if paths.below:
+            with_layers(clean, paths.below, paths.tree).save(paths.base_manifest)
+        if paths.layer is not None:
             lay(paths.layer, paths.tree, paths.owner, trash)
 
 

@@ -4,6 +4,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,17 @@ from ...host.files import (
     write_all,
 )
 from ...host.trash import TrashDirectory
-from ..files.manifest import DIRECTORY, SUBMODULE, SYMLINK
-from ..files.reader import TreeReader, open_top
+from ..files.manifest import (
+    DIRECTORY,
+    NO_OBJECT,
+    SUBMODULE,
+    SYMLINK,
+    Entry,
+    Manifest,
+    blob_id,
+    clock_ns,
+)
+from ..files.reader import TreeReader, file_id, open_top
 from ..files.writer import TreeWriter
 from ..templates.layers import parents
 
@@ -127,6 +137,47 @@ def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) 
             )
             if permissions & stat.S_IRWXU != stat.S_IRWXU:  # which opening it may have changed
                 os.chmod(layer / os.fsdecode(piece.path), permissions)
+
+
+def with_layers(clean: Manifest, layers: Iterable[Path], tree: Path) -> Manifest:
+    """The record of a clean tree on which layers were just laid, the lowest first."""
+    files, touched = clean.files.copy(), set[bytes]()
+    for layer in layers:
+        for piece in _pieces(layer):
+            try:
+                entry = _entry_of(piece)
+            finally:
+                if piece.file >= 0:
+                    os.close(piece.file)
+            before = files.get(piece.path)
+            if before and before.is_directory and not (entry and entry.is_directory):
+                for path in [each for each in files if each.startswith(piece.path + b"/")]:
+                    del files[path]
+            if entry is not None:
+                files[piece.path] = entry
+            elif before:
+                del files[piece.path]
+            touched |= {piece.path, *parents(piece.path), b""}
+    recorded_ns = clock_ns()
+    acting = ActingAs(clean.owner)
+    with opened(open_top(tree)) as root, acting, TreeReader(root, acting) as reader:
+        for path in touched & files.keys():
+            if (seen := reader.find_stat(path)) is not None:
+                files[path] = files[path].with_stat(seen)
+    return replace(clean, files=files, recorded_ns=recorded_ns)
+
+
+def _entry_of(piece: _Piece) -> Entry | None:
+    """The record of a path of a layer, without a stat; None of a whiteout."""
+    if is_whiteout(piece.found):
+        return None
+    mode, content = DIRECTORY, NO_OBJECT
+    if piece.file >= 0:
+        mode = 0o100755 if piece.found.st_mode & 0o100 else 0o100644
+        content = file_id(piece.file)
+    elif stat.S_ISLNK(piece.found.st_mode):
+        mode, content = SYMLINK, blob_id(piece.target)
+    return Entry(mode, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0)
 
 
 def is_whiteout(found: os.stat_result) -> bool:

@@ -33,7 +33,7 @@ from ...host.files import (
 )
 from ...host.trash import remove_tree
 from ...model import utc_now
-from ..backend import Taken
+from ..backend import CopyRule, Taken
 from ..files.manifest import clock_ns
 from ..files.reader import TreeReader
 from ..patches.worktree import denials_named
@@ -52,12 +52,14 @@ def copy_layer(
     survey: Callable[[], Pieces],
     client: TreeReader,
     owner: ActingAs,
+    what: CopyRule,
     *,
     upper: TreeReader | None = None,
     own: Path | None = None,
     earlier: Path | None = None,
 ) -> Taken:
-    """Copy what `survey` finds into the new `directory`, until it finds nothing else.
+    """Copy what `survey` finds into the new `directory`, as far as `what` says, until it finds
+    nothing else.
 
     What did not change since the layer `earlier` of the same checkout was made is linked from it;
     where nothing did, no layer is made, and the answer says so.
@@ -69,12 +71,12 @@ def copy_layer(
         try:
             readers = {Where.CLIENT: client, Where.UPPER: upper}
             copy = _Copy(directory, readers, owner, own, earlier)
-            return _copy(copy, lambda: locked.see(survey()))
+            return _copy(copy, lambda: locked.see(survey()), what)
         finally:
             locked.restore()
 
 
-def _copy(copy: "_Copy", survey: Callable[[], Pieces]) -> Taken:
+def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     wanted, copied = Pieces(), Pieces()
     before: Pieces | None = None
     left_out, has_git = dict[str, int](), True
@@ -84,7 +86,7 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces]) -> Taken:
         if found == before:
             copy.record(wanted, began_ns)
             return _taken(at, wanted, left_out, has_git, is_same=False)
-        wanted, left_out, has_git = select(found)
+        wanted, left_out, has_git = select(found, what)
         if before is None and copy.is_same(wanted):
             return _taken(at, wanted, left_out, has_git, is_same=True)
         unlocked = copy.bring(copied, wanted)

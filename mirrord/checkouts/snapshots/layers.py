@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...host.trash import Trash, new_trash
 from ...model import LayerId, new_layer_id
-from ..leases import Leases
+from ..leases import Leases, SavedLayer
 
 DIRECTORY = ".layers"
 """Below `templates`, which the mounter shows to other owners as theirs."""
@@ -21,6 +21,15 @@ DIRECTORY = ".layers"
 
 def layer_path(state_dir: Path, layer: LayerId) -> Path:
     return state_dir / "templates" / DIRECTORY / layer
+
+
+def objects_path(state_dir: Path, mirror: Path, tree: str, saved: SavedLayer | None) -> Path:
+    """A repository with the objects that a checkout's changes are relative to: its mirror, or that
+    of its prepared layer, which borrows from the mirror.
+    """
+    if saved is None or saved.tree == tree:
+        return mirror
+    return layer_path(state_dir, saved.id).with_suffix(".git")
 
 
 class NewLayer(NamedTuple):
@@ -34,14 +43,15 @@ class Layers:
     """The layers of a state directory, counted by its `leases`. Belongs to the event loop."""
 
     def __init__(self, state_dir: Path, leases: Leases, trash: Trash) -> None:
+        self.directory = state_dir / "templates" / DIRECTORY
         self._state = state_dir
         self._leases = leases
         self._trash = trash
 
     def open(self) -> None:
-        """Remove what no lease refers to; call once, when the leases were read."""
+        """Remove what nothing refers to; call once, when leases and prepared layers were read."""
         with suppress(FileNotFoundError):
-            for path in (self._state / "templates" / DIRECTORY).iterdir():
+            for path in self.directory.iterdir():
                 if not self._leases.layers[LayerId(path.name.partition(".")[0])]:
                     self._trash.add(path)
 
@@ -53,7 +63,7 @@ class Layers:
         """A new layer, removed at the end unless a lease refers to it by then."""
         layer = new_layer_id()
         # not at the start, which needs no room on a full disk
-        self.path(layer).parent.mkdir(mode=0o700, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         try:
             yield NewLayer(layer, self.path(layer))
         finally:
@@ -82,4 +92,5 @@ class Layers:
                 with suppress(FileNotFoundError):
                     path.rename(gone)
                     self._trash.add(gone)
-                self._trash.remove(path.with_suffix(".stats"))
+                for suffix in (".stats", ".git"):
+                    self._trash.remove(path.with_suffix(suffix))

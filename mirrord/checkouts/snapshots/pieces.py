@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ...errors import ForkTooLargeError
+from ..backend import CopyRule
 from ..files.scan import is_control
 from .content import is_whiteout
 
@@ -25,6 +26,8 @@ _OF_GIT = re.compile(
     rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
     re.DOTALL,
 )
+# any repository, of whatever depth and spelling (git takes `.GIT` for its own on some systems)
+_IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
 
 
 class Where(Enum):
@@ -81,7 +84,7 @@ def hidden_by(found: os.stat_result) -> Piece:
 Pieces = dict[bytes, Piece]
 
 
-def select(found: Pieces) -> tuple[Pieces, dict[str, int], bool]:
+def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:
     """What a layer takes of a survey; what it leaves out, by kind; and whether it has the client's
     `.git`, whose HEAD and files must be plain files.
     """
@@ -90,7 +93,10 @@ def select(found: Pieces) -> tuple[Pieces, dict[str, int], bool]:
     git: Pieces = {}
     for path, piece in found.items():
         kind = stat.S_IFMT(piece.mode)
-        if is_control(path):
+        if not what.git and _IN_GIT.search(path):
+            left_out["git_files"] += piece != HIDDEN and not piece.is_directory
+            continue
+        if is_control(path) and not what.of_environment:
             if _OF_GIT.fullmatch(path):
                 git[path] = piece
             elif not piece.is_directory and piece != HIDDEN:
@@ -102,7 +108,7 @@ def select(found: Pieces) -> tuple[Pieces, dict[str, int], bool]:
             wanted[path] = HIDDEN
         elif kind in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
             wanted[path] = piece
-    has_git = _is_plain(git)
+    has_git = what.git and _is_plain(git)
     if has_git:
         wanted |= {path: piece for path, piece in git.items() if not _is_lost_object(path, piece)}
     else:

@@ -59,8 +59,18 @@ class AsyncCheckout:
 
     @property
     def directory(self) -> Path:
-        """Holds the tree alone; mounted elsewhere with `rslave`, it follows every reset."""
+        """Holds tree and environment; mounted elsewhere with `rslave`, it follows every reset."""
         return Path(self.lease.directory)
+
+    @property
+    def layer(self) -> str | None:
+        """The prepared layer that it starts with: `reset` goes back to it, `diff` is without it."""
+        return self.lease.layer
+
+    @property
+    def environment(self) -> str | None:
+        """KEY@DIGEST of the environment, whose prefix is `directory / "environment"`."""
+        return self.lease.environment
 
     @property
     def mirror(self) -> str:
@@ -112,13 +122,18 @@ class AsyncCheckout:
         commit: str | None = None,
         dataset: str | None = None,
         to: str | None = None,
+        layer: str | None = None,
+        environment: str | None = None,
     ) -> protocol.Proof:
         """Reset the tree, move it to another instance or commit of the same mirror, or back `to` a
         snapshot, by its name.
 
-        Returns the proof that the tree and its .git equal the template's, or the snapshot's.
+        The environment is made new with it, and stays the same one unless another is named; so
+        does the layer at the same commit. Returns the proof that the tree and its .git equal the
+        template's, or the snapshot's.
         """
         choice = {"commit": commit, "dataset": dataset, "to": to}
+        choice |= {"layer": layer, "environment": environment}
         answer = await self._client.reset_checkout(self.id, instance, **choice)
         self.lease = answer
         return answer.proof
@@ -150,8 +165,14 @@ class AsyncCheckout:
         """Forget a snapshot; forks of it stay as they are."""
         await self._client.remove_snapshot(self.id, name)
 
+    async def save(self, name: str) -> protocol.PreparedLayer:
+        """Keep what was changed, in the environment too, as a prepared layer: other checkouts of
+        this commit start with it by `layer=name`. A layer never changes.
+        """
+        return await self._client.save_layer(self.id, name)
+
     async def diff(self, *, format: DiffFormat = DiffFormat.PATCH) -> bytes:  # noqa: A002
-        """The changes since the base commit, as a patch that git accepts.
+        """The changes since the base commit and the prepared layer, as a patch that git accepts.
 
         Or as `git diff` prints them with `--stat` or `--name-status`.
         """

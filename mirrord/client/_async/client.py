@@ -319,6 +319,8 @@ class AsyncClient:
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
         attach: bool = False,
+        layer: str | None = None,
+        environment: str | None = None,
         auto_renew: bool = True,
     ) -> Pending[AsyncCheckout]:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
@@ -327,7 +329,8 @@ class AsyncClient:
         is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
         this client renews it until the handle is released or garbage collected. `owner` is the uid
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
-        `AsyncCheckout.attach`, even where this mount namespace does not show checkouts.
+        `AsyncCheckout.attach`, even where this mount namespace does not show checkouts. `layer` is
+        a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
         """
         body = message(
             protocol.StartCheckout,
@@ -342,6 +345,8 @@ class AsyncClient:
             owner=owner,
             bind=bind,
             attach=attach,
+            layer=layer,
+            environment=environment,
         )
         return Pending(self._check_out(body, auto_renew))
 
@@ -394,6 +399,20 @@ class AsyncClient:
         path = f"{_checkout(checkout)}/snapshots/{_quoted(name)}"
         await self._connection.request("DELETE", path)
 
+    async def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
+        """Keep what was changed in a checkout, for others of its commit."""
+        body = message(protocol.SaveLayer, name=name)
+        path = f"{_checkout(checkout)}/layers"
+        return await self._one(protocol.PreparedLayer, "POST", path, body=body)
+
+    async def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
+        """The prepared layers that the caller may use; for an administrator all."""
+        return await self._list(protocol.PreparedLayer, "GET", "layers", mirror=mirror)
+
+    async def remove_layer(self, layer: str) -> None:
+        """Remove a prepared layer, by its id; no checkout may have it."""
+        await self._connection.request("DELETE", f"layers/{_quoted(layer)}")
+
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
         return self._handle(await self.get_checkout(checkout), None, auto_renew)
@@ -413,10 +432,12 @@ class AsyncClient:
         commit: str | None = None,
         dataset: str | None = None,
         to: str | None = None,
+        layer: str | None = None,
+        environment: str | None = None,
     ) -> protocol.ResetAnswer:
         """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
         choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
-        body = message(protocol.ResetCheckout, **choice)
+        body = message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
         path = f"{_checkout(checkout)}/reset"
         return await self._one(protocol.ResetAnswer, "POST", path, body=body)
 
@@ -485,6 +506,8 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
+        layer: str | None = None,
+        environment: str | None = None,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
@@ -502,6 +525,8 @@ class AsyncClient:
             "ttl": seconds_of(ttl),
             "owner": owner,
             "bind": str(bind),
+            "layer": layer,
+            "environment": environment,
         }
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         request = {"content": content, **query}

@@ -318,6 +318,8 @@ class Client:
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
         attach: bool = False,
+        layer: str | None = None,
+        environment: str | None = None,
         auto_renew: bool = True,
     ) -> Checkout:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
@@ -326,7 +328,8 @@ class Client:
         is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
         this client renews it until the handle is released or garbage collected. `owner` is the uid
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
-        `Checkout.attach`, even where this mount namespace does not show checkouts.
+        `Checkout.attach`, even where this mount namespace does not show checkouts. `layer` is
+        a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
         """
         body = message(
             protocol.StartCheckout,
@@ -341,6 +344,8 @@ class Client:
             owner=owner,
             bind=bind,
             attach=attach,
+            layer=layer,
+            environment=environment,
         )
         return self._check_out(body, auto_renew)
 
@@ -389,6 +394,20 @@ class Client:
         path = f"{_checkout(checkout)}/snapshots/{_quoted(name)}"
         self._connection.request("DELETE", path)
 
+    def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
+        """Keep what was changed in a checkout, for others of its commit."""
+        body = message(protocol.SaveLayer, name=name)
+        path = f"{_checkout(checkout)}/layers"
+        return self._one(protocol.PreparedLayer, "POST", path, body=body)
+
+    def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
+        """The prepared layers that the caller may use; for an administrator all."""
+        return self._list(protocol.PreparedLayer, "GET", "layers", mirror=mirror)
+
+    def remove_layer(self, layer: str) -> None:
+        """Remove a prepared layer, by its id; no checkout may have it."""
+        self._connection.request("DELETE", f"layers/{_quoted(layer)}")
+
     def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> Checkout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
         return self._handle(self.get_checkout(checkout), None, auto_renew)
@@ -408,10 +427,12 @@ class Client:
         commit: str | None = None,
         dataset: str | None = None,
         to: str | None = None,
+        layer: str | None = None,
+        environment: str | None = None,
     ) -> protocol.ResetAnswer:
         """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
         choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
-        body = message(protocol.ResetCheckout, **choice)
+        body = message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
         path = f"{_checkout(checkout)}/reset"
         return self._one(protocol.ResetAnswer, "POST", path, body=body)
 
@@ -480,6 +501,8 @@ class Client:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: Bind = Bind.LEASE,
+        layer: str | None = None,
+        environment: str | None = None,
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
@@ -497,6 +520,8 @@ class Client:
             "ttl": seconds_of(ttl),
             "owner": owner,
             "bind": str(bind),
+            "layer": layer,
+            "environment": environment,
         }
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         request = {"content": content, **query}

@@ -47,6 +47,16 @@ class ScratchRepository:
         return [TreeEntry(os.fsencode(at.path), int(at.mode), str(at.id)) for at in index]
 
 
+def make_repository(git_dir: Path, *, borrows_from: Path) -> None:
+    """Make a repository of the objects in `git_dir/objects`, and those that another one has."""
+    (git_dir / "refs").mkdir()
+    (git_dir / "objects/info").mkdir(exist_ok=True)
+    lender = os.path.relpath(borrows_from / "objects", git_dir / "objects")
+    (git_dir / "objects/info/alternates").write_bytes(os.fsencode(f"{lender}\n"))
+    (git_dir / "config").write_text(_CONFIG)
+    (git_dir / "HEAD").write_text("ref: refs/heads/none\n")
+
+
 _Names = dict[bytes, tuple[int, str] | None]
 
 

@@ -411,6 +411,7 @@ def bench(service: Service) -> Bench:
         mirrors_path=service.mirrors.path,
         may_map_owners=True,
         trash=service.trash,
+        environments=service.environments,
     )
     commit, tree = git(service.mirror, "rev-parse", "v2^{commit}", "v2^{tree}").split()
     return Bench(backend, mounter, Leases(service.state), CommitId(commit), tree)

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from mirrord import errors
-from mirrord.checkouts.backend import Taken
+from mirrord.checkouts.backend import CopyRule, Taken
 from mirrord.checkouts.files.manifest import clock_ns
 from mirrord.checkouts.files.reader import TreeReader
 from mirrord.checkouts.snapshots import copy, pieces
@@ -44,7 +44,7 @@ def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tup
                     for path, found in reader.iter_stats_below(name, refused)
                 }
 
-        return layer, copy_layer(layer, survey, reader, acting, earlier=earlier)
+        return layer, copy_layer(layer, survey, reader, acting, CopyRule(), earlier=earlier)
 
 
 @pytest.fixture

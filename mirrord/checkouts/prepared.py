@@ -1,0 +1,374 @@
+"""Prepared layers: what was changed in a checkout, kept under a name for others of its commit.
+
+A layer is immutable: `templates/.layers/<id>` over the commit (and over the layers that its own
+checkout had), another over the environment where there was one, and a record `<id>.json`, written
+last. Where it changes what git tracks, `<id>.git` has those objects and borrows the rest from the
+mirror: diffs are relative to that tree. A layer has nothing of any `.git`. Names belong to the uid
+that saved them, for one mirror, commit and history; what an administrator saved is everybody's. A
+crash leaves a layer without a record, which the next start removes.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from ..errors import (
+    AccessError,
+    CheckoutBusyError,
+    InvalidRequestError,
+    LayerExistsError,
+    LayerInUseError,
+    LayerNotFoundError,
+    TooManyLayersError,
+    UsageError,
+)
+from ..git.workers import Workers
+from ..host.files import full_disk_named, opened, sync_directory, sync_tree, write_all
+from ..model import CommitId, History, LayerId, MirrorName, View, shown
+from ..protocol import Copied, PreparedLayer
+from .backend import ChangedPaths, CopyRule, Taken
+from .environments import EnvironmentStore
+from .leases import EnvironmentName, Lease, Leases, SavedLayer
+from .lifecycle import Lifecycle
+from .patches.record import write_repository
+from .patches.worktree import PatchJob
+from .snapshots.layers import Layers, NewLayer
+
+LAYERS_LIMIT = 128
+_STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
+_ROUNDS = 5
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One prepared layer; `environment` is that of its checkout, whose changes it has too."""
+
+    saved: SavedLayer
+    mirror: MirrorName
+    commit: CommitId
+    history: History
+    instance: str | None
+    saved_at: datetime
+    copied: dict[str, Any]
+    environment: EnvironmentName | None = None
+    environment_copied: dict[str, Any] | None = None
+
+    @property
+    def layers(self) -> tuple[LayerId, ...]:
+        return *self.saved.layers, *self.saved.environment_layers
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What it can be used for."""
+        return self.mirror.key, self.commit, self.history
+
+
+class PreparedLayers:
+    """Belongs to the event loop. `is_admin` judges the uids that saved layers."""
+
+    def __init__(
+        self,
+        *,
+        leases: Leases,
+        layers: Layers,
+        lifecycle: Lifecycle,
+        environments: EnvironmentStore,
+        workers: Workers,
+        is_admin: Callable[[int], bool],
+    ) -> None:
+        self._leases = leases
+        self._layers = layers
+        self._lifecycle = lifecycle
+        self._environments = environments
+        self._workers = workers
+        self._is_admin = is_admin
+        self._records: dict[LayerId, LayerRecord] = {}
+
+    def open(self) -> None:
+        """Read the records of an earlier daemon; call before unused layers are removed."""
+        for path in sorted(self._layers.directory.glob("*.json")):
+            if record := _read(path):
+                self._add(record)
+
+    # -- which there are ---------------------------------------------------------------------------
+
+    def visible_to(self, uid: int) -> list[LayerRecord]:
+        """Those that a uid may use, and for an administrator all; oldest first."""
+        found = (each for each in self._records.values() if self.may_see(each, uid))
+        return sorted(found, key=lambda record: record.saved_at)
+
+    def may_see(self, record: LayerRecord, uid: int) -> bool:
+        return record.saved.saved_by == uid or self.is_shared(record) or self._is_admin(uid)
+
+    def is_shared(self, record: LayerRecord) -> bool:
+        """Whether everybody may use it."""
+        return self._is_admin(record.saved.saved_by)
+
+    def find(self, name: str, place: tuple[str, str, str], uid: int | None) -> LayerRecord | None:
+        """The layer of a name: the uid's own, else one that is everybody's."""
+        found = [r for r in self._records.values() if r.saved.name == name and r.place == place]
+        own = (record for record in found if record.saved.saved_by == uid)
+        return next(own, next(filter(self.is_shared, found), None))
+
+    def choose(
+        self,
+        name: str | None,
+        place: tuple[str, str, str],
+        uid: int,
+        environment: EnvironmentName | None,
+    ) -> SavedLayer | None:
+        """The layer of a checkout with this environment: the one of that name, or without a name
+        the one that was saved for the environment.
+        """
+        if name is None:
+            own = f"environment-{environment.digest[:12]}" if environment else None
+            record = self.find(own, place, None) if own else None
+        elif (record := self.find(name, place, uid)) is None:
+            raise _not_found(name, place)
+        if record is None:
+            return None
+        if not record.saved.environment_layers or environment == record.environment:
+            return record.saved
+        if environment is None:  # of the tree alone
+            return record.saved._replace(environment_layers=())
+        raise InvalidRequestError(
+            f"cannot use layer {shown(record.saved.name)} with environment {environment}: it was"
+            f" saved with {record.environment}",
+            hint=f"ask for environment {record.environment}, or for none",
+        )
+
+    def holders(self, record: LayerRecord) -> int:
+        """How many checkouts need it, by themselves or by a snapshot."""
+        identity = record.saved.id
+        return sum(
+            any(state.saved and state.saved.id == identity for state in lease.states)
+            for lease in self._leases
+        )
+
+    @contextmanager
+    def held(self, saved: SavedLayer | None) -> Iterator[None]:
+        """Keep the layers of a checkout that is being made."""
+        with ExitStack() as stack:
+            for layer in (*saved.layers, *saved.environment_layers) if saved else ():
+                stack.enter_context(self._layers.held(layer))
+            yield
+
+    # -- made and removed --------------------------------------------------------------------------
+
+    async def save(
+        self, lease: Lease, name: str, uid: int, job: PatchJob, changed: ChangedPaths
+    ) -> LayerRecord:
+        """Keep what was changed in a checkout; the caller holds its lock.
+
+        Raises LayerExistsError, TooManyLayersError, AccessError, and what a fork raises.
+        """
+        self._must_be_possible(lease, name, uid)
+        before = lease.saved
+        with ExitStack() as stack:
+            new, taken, tree = await self._copy_tree(stack, lease, job, changed)
+            layers = (new.id, *(before.layers if before else ()))
+            environment_layers, beside = before.environment_layers if before else (), None
+            if lease.environment is not None:
+                extra = stack.enter_context(self._layers.making())
+                what = CopyRule(of_environment=True, git=False)
+                backend = self._lifecycle.backend_of(lease)
+                beside = await backend.copy_layer(lease, extra.path, None, what)
+                if beside.files:
+                    environment_layers = (extra.id, *environment_layers)
+            record = LayerRecord(
+                saved=SavedLayer(new.id, name, uid, tree, layers, environment_layers),
+                mirror=lease.mirror,
+                commit=lease.commit,
+                history=lease.history,
+                instance=lease.instance,
+                saved_at=taken.at,
+                copied=_counts(taken),
+                environment=lease.environment,
+                environment_copied=_counts(beside) if beside else None,
+            )
+            await anyio.to_thread.run_sync(self._write, record)
+            try:
+                self._must_be_possible(lease, name, uid)  # others may have saved meanwhile
+            except BaseException:
+                self._path(record).unlink()
+                raise
+            self._add(record)
+        return record
+
+    async def _copy_tree(
+        self, stack: ExitStack, lease: Lease, job: PatchJob, changed: ChangedPaths
+    ) -> tuple[NewLayer, Taken, str]:
+        """A layer of the tree, and git's tree of the same moment: between two equal copies."""
+        backend, what = self._lifecycle.backend_of(lease), CopyRule(git=False)
+        made: tuple[NewLayer, Taken, str] | None = None
+        for _ in range(_ROUNDS):
+            new = stack.enter_context(self._layers.making())
+            taken = await backend.copy_layer(lease, new.path, made[0].path if made else None, what)
+            if made and taken.is_same:
+                return made
+            repository = new.path.with_suffix(".git")
+            tree = await self._workers.run(
+                write_repository, job, changed, lease.tree, repository, timeout=_TIMEOUT
+            )
+            made = new, taken, tree
+        raise CheckoutBusyError(
+            f"cannot save checkout {lease.id}: it changed during each of {_ROUNDS} looks",
+            hint="stop what writes in it, or try again when it writes less",
+        )
+
+    def get(self, layer: str, uid: int) -> LayerRecord:
+        """The layer of an id, if a uid may see it."""
+        record = self._records.get(LayerId(layer))
+        if record is None or not self.may_see(record, uid):
+            raise LayerNotFoundError(
+                f"cannot find layer {shown(layer)}: you have no layer of this id",
+                hint="see `mirrord layers`",
+            )
+        return record
+
+    def remove(self, layer: str, uid: int) -> LayerRecord:
+        """Remove a layer that no checkout needs; raises LayerInUseError."""
+        record = self.get(layer, uid)
+        name = record.saved.name
+        if record.saved.saved_by != uid and not self._is_admin(uid):
+            raise AccessError(
+                f"cannot remove layer {name}: uid {record.saved.saved_by} saved it",
+                hint="only that user and administrators may",
+            )
+        if count := self.holders(record):
+            raise LayerInUseError(
+                f"cannot remove layer {name}: {count} checkouts have it",
+                hint="release or reset them first",
+                checkouts=count,
+            )
+        self._path(record).unlink(missing_ok=True)
+        del self._records[record.saved.id]
+        self._leases.layers.subtract(record.layers)
+        self._layers.drop_unused(record.layers)
+        if record.environment and record.saved.environment_layers:
+            self._environments.drop(record.environment.digest)
+        return record
+
+    def _add(self, record: LayerRecord) -> None:
+        self._records[record.saved.id] = record
+        self._leases.layers.update(record.layers)
+        if record.environment and record.saved.environment_layers:
+            self._environments.hold(record.environment.digest)
+
+    def _must_be_possible(self, lease: Lease, name: str, uid: int) -> None:
+        if lease.view is not View.AGENT:
+            raise AccessError(
+                f"cannot save checkout {lease.id}: it has the grader's view",
+                hint="a layer is for agents; save a checkout with theirs",
+            )
+        place = lease.mirror.key, lease.commit, lease.history
+        own = [record for record in self._records.values() if record.saved.saved_by == uid]
+        if any(record.saved.name == name and record.place == place for record in own):
+            raise LayerExistsError(
+                f"cannot save layer {name}: you have one of this name for {lease.commit[:12]}",
+                hint="a layer never changes: choose another name, or remove that one",
+            )
+        if len(own) >= LAYERS_LIMIT and not self._is_admin(uid):
+            raise TooManyLayersError(
+                f"cannot save layer {name}: you have {LAYERS_LIMIT}",
+                hint="remove some; see `mirrord layers`",
+                max=LAYERS_LIMIT,
+            )
+        if lease.saved and len(lease.saved.layers) >= _STACK_LIMIT:
+            raise TooManyLayersError(
+                f"cannot save layer {name}: {_STACK_LIMIT} layers are below it",
+                hint="save from a checkout without one",
+                max=_STACK_LIMIT,
+            )
+
+    def _path(self, record: LayerRecord) -> Path:
+        return self._layers.path(record.saved.id).with_suffix(".json")
+
+    def _write(self, record: LayerRecord) -> None:
+        """Make a layer survive a power failure, and then stand."""
+        path = self._path(record)
+        new = path.with_suffix(".new")
+        with full_disk_named(f"layer {record.saved.name}"):
+            for layer in record.layers:
+                sync_tree(self._layers.path(layer))
+            if (repository := path.with_suffix(".git")).exists():
+                sync_tree(repository)
+            try:
+                fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                with opened(fd):
+                    write_all(fd, json.dumps(_facts_of(record)).encode())
+                    os.fsync(fd)
+                new.rename(path)
+            except OSError:
+                with suppress(OSError):
+                    new.unlink()
+                raise
+            sync_directory(path.parent)
+
+
+def shown_layer(record: LayerRecord, *, shared: bool, checkouts: int) -> PreparedLayer:
+    def copied(counts: dict[str, Any] | None) -> Copied | None:
+        return Copied(taken_at=record.saved_at, git=False, **counts) if counts else None
+
+    tree = copied(record.copied)
+    assert tree is not None
+    return PreparedLayer(
+        id=record.saved.id,
+        name=record.saved.name,
+        mirror=str(record.mirror),
+        commit=record.commit,
+        history=record.history,
+        instance=record.instance,
+        saved_by=record.saved.saved_by,
+        shared=shared,
+        copied=tree,
+        environment=str(record.environment) if record.environment else None,
+        environment_copied=copied(record.environment_copied),
+        checkouts=checkouts,
+    )
+
+
+def _counts(taken: Taken) -> dict[str, Any]:
+    return {"files": taken.files, "size_bytes": taken.size_bytes, "left_out": taken.left_out}
+
+
+def _facts_of(record: LayerRecord) -> dict[str, Any]:
+    facts = {each.name: getattr(record, each.name) for each in fields(record)}
+    return facts | {"mirror": str(record.mirror), "saved_at": record.saved_at.isoformat()}
+
+
+def _read(path: Path) -> LayerRecord | None:
+    """The record in a file; None where it is torn, or its layers are gone."""
+    try:
+        facts = json.loads(path.read_bytes())
+        saved = SavedLayer.from_json(facts["saved"])
+        environment = facts["environment"]
+        facts |= {
+            "saved": saved,
+            "mirror": MirrorName.parse(facts["mirror"]),
+            "history": History(facts["history"]),
+            "saved_at": datetime.fromisoformat(facts["saved_at"]),
+            "environment": EnvironmentName(*environment) if environment else None,
+        }
+        record = LayerRecord(**facts)
+    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        return None
+    is_whole = all(path.with_name(layer).is_dir() for layer in record.layers)
+    return record if is_whole and saved.id == path.stem else None
+
+
+def _not_found(name: str, place: tuple[str, str, str]) -> LayerNotFoundError:
+    mirror, commit, history = place
+    return LayerNotFoundError(
+        f"cannot find layer {shown(name)}: you have none of this name for {mirror}@{commit[:12]}"
+        f" with history {history}",
+        hint="see `mirrord layers`; `mirrord save ID NAME` makes one",
+    )
