@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import enginelab
 import pytest
@@ -15,6 +17,7 @@ import mirrord
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
+PROJECT = Path(__file__).parents[2]
 AGENT = 4321
 
 
@@ -106,16 +109,12 @@ def test_two_containers_share_a_volume(podman: Engine, world: VolumeWorld) -> No
 def test_a_reset_is_seen_in_a_container_that_runs(
     podman: Engine, world: VolumeWorld, options: dict[str, str], volume: str, tree: str
 ) -> None:
-    podman.make_volume("task", instance="o__r-0", **options)
-    container = podman.start(volume)
-    podman.shell(container, f"cd {tree}; echo junk > junk; echo junk >> README")
+    podman.make_volume("task", instance="o__r-0", owner=str(AGENT), **options)
+    container = podman.start(volume, user=AGENT)
     with world.client as client:
-        client.reset_checkout(world.checkouts()["task"].id)
-    assert podman.shell(container, f"cd {tree}; ls; cat README") == "README\ndocs\nsrc\nnumber 0"
-    podman.shell(container, f"echo work > {tree}/new")
-    with world.client as client:
-        assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)
-        client.reset_checkout(world.checkouts()["task"].id, "o__r-1")
+        checkout = client.open_checkout(world.checkouts()["task"].id)
+        _follows_a_reset(lambda script: podman.shell(container, script), checkout, tree)
+        checkout.reset("o__r-1")
     assert podman.shell(container, f"cat {tree}/README") == "number 1"
 
 
@@ -156,13 +155,30 @@ def test_a_bound_directory_follows_resets_in_bubblewrap(world: VolumeWorld) -> N
             _follows_a_reset(run, checkout)
 
 
-def _follows_a_reset(run: Callable[[str], str], checkout: mirrord.Checkout) -> None:
+def _follows_a_reset(
+    run: Callable[[str], str], checkout: mirrord.Checkout, tree: str = "/mnt/task/tree"
+) -> None:
     """As the agent: it changes the tree, and goes on in the clean one."""
-    assert run("cd /mnt/task/tree; echo junk > junk; echo junk >> README; id -u") == str(AGENT)
+    assert run(f"cd {tree}; echo junk > junk; echo junk >> README; id -u") == str(AGENT)
     checkout.reset()
-    assert run("cd /mnt/task/tree; ls; cat README") == "README\ndocs\nsrc\nnumber 0"
-    run("echo work > /mnt/task/tree/new")
+    assert run(f"cd {tree}; ls; cat README") == "README\ndocs\nsrc\nnumber 0"
+    run(f"echo work > {tree}/new")
     assert b"+work" in checkout.diff()
+
+
+def test_a_checkout_that_is_attached_to_a_container_follows_resets(
+    podman: Engine, world: VolumeWorld
+) -> None:
+    """In a container that was started with a volume of the overlay backend, over that."""
+    podman.make_volume("task", instance="o__r-0", backend="overlay", owner=str(AGENT))
+    container = podman.start("task:/testbed", user=AGENT)
+    pid = int(podman("inspect", "--format", "{{.State.Pid}}", container))
+    with world.client as client:
+        checkout = client.open_checkout(world.checkouts()["task"].id)
+        checkout.attach("/testbed", pid=pid)
+        checkout.attach("/root", pid=pid)
+        _follows_a_reset(lambda script: podman.shell(container, script), checkout, "/testbed")
+        assert podman.shell(container, "cat /root/new") == "work"
 
 
 def test_a_container_outlives_the_daemon(podman: Engine, world: VolumeWorld) -> None:
@@ -211,8 +227,6 @@ def test_docker_counts_containers_and_sees_resets_in_place(
     with world.client as client:
         client.reset_checkout(status["checkout"])
     assert docker.shell(second, "ls /testbed") == "README\ndocs\nsrc"
-    world.daemon.kill()
-    world.start()
     docker.remove(first)
     assert docker.json("volume", "inspect", "o__r-0--a")[0]["Status"]["mounts"] == 1
 
@@ -221,3 +235,25 @@ def test_a_bound_directory_follows_resets_in_docker(docker: Engine, world: Volum
     with world.client as client, client.checkout("o__r-0", owner=AGENT) as checkout:
         container = docker.start(f"{checkout.directory}:/mnt/task:rslave", user=AGENT)
         _follows_a_reset(lambda script: docker.shell(container, script), checkout)
+
+
+@pytest.mark.parametrize("program", ["podman", "docker"])
+def test_the_documented_commands_run(
+    request: pytest.FixtureRequest, world: VolumeWorld, program: str
+) -> None:
+    engine: Engine = request.getfixturevalue(program)
+    text = (PROJECT / "docs" / "integrations.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith(program)]
+    assert len(commands) > 2
+    image = f"--volume /usr:/usr:ro --network none {enginelab.IMAGE} true"
+    with world.client as client, client.checkout("psf__requests-2317") as checkout:
+        environment = {**engine.environment, "directory": str(checkout.directory)}
+        for command in commands:
+            command = command.replace("IMAGE COMMAND", image).replace("docker", engine.program)
+            command = command.replace("driver=mirrord", f"driver={engine.driver}")
+            command = command.replace("driver mirrord", f"driver {engine.driver}")
+            done = subprocess.run(
+                command, shell=True, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{command}: {done.stderr}"

@@ -85,8 +85,8 @@ def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
     upstream = Upstream(root / "o" / "r")
     commits = upstream.history(3)
     rows = "".join(
-        json.dumps({"instance_id": f"o__r-{n}", "repo": "o/r", "base_commit": commits[n]}) + "\n"
-        for n in range(2)
+        json.dumps({"instance_id": name, "repo": "o/r", "base_commit": commits[n]}) + "\n"
+        for name, n in (("o__r-0", 0), ("o__r-1", 1), ("psf__requests-2317", 0))
     )
     (root / "rows.jsonl").write_text(rows)
     url = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[docker]\nvolumes = true\n'
