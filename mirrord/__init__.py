@@ -12,7 +12,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 # Where the names are, the lightest module first; __init__.pyi lists them for type checkers.
-_MODULES = ("errors", "model", "client._sync", "client._async", "protocol")
+_MODULES = (
+    *("errors", "model", "client._sync", "client._async", "protocol"),
+    *("client._sync.sandbox", "client._async.sandbox"),
+)
 
 
 def __getattr__(name: str) -> Any:

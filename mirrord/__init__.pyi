@@ -165,7 +165,10 @@ from .protocol import UsageTotal as UsageTotal
 
 __version__: str
 from .client._async import AsyncRehearsal as AsyncRehearsal
+from .client._async.sandbox import AsyncSandbox as AsyncSandbox
 from .client._sync import Rehearsal as Rehearsal
+from .client._sync.sandbox import Sandbox as Sandbox
+from .client.sandboxes.calls import Executed as Executed
 from .model import Readiness as Readiness
 from .protocol import RehearsalStep as RehearsalStep
 from .protocol import Rehearsed as Rehearsed

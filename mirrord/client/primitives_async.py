@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -32,6 +34,35 @@ class Pending(Generic[H]):
     async def __aexit__(self, *raised: Any) -> None:
         if self._handle is not None:
             await self._handle.__aexit__(*raised)
+
+
+async def async_in_thread(work: Callable[[], T], cancel: Callable[[], object] | None = None) -> T:
+    """Work in a thread of its own: one that waits keeps no other from its turn.
+
+    A cancelled task calls `cancel`, and ends when the work has.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mirrord-sandbox", daemon=True).start()
+    waiting = asyncio.wrap_future(future)
+    cancelled = None
+    while not waiting.done():
+        try:
+            await asyncio.wait({waiting})
+        except asyncio.CancelledError as error:
+            if cancelled is None and cancel is not None:
+                cancel()
+            cancelled = error
+    if cancelled is not None:
+        waiting.exception()  # seen
+        raise cancelled
+    return waiting.result()
 
 
 async def async_pause(seconds: float) -> None:

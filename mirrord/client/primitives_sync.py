@@ -8,9 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 1024
+
+
+def in_thread(work: Callable[[], T], cancel: Callable[[], object] | None = None) -> T:
+    """Work here: only a task can be cancelled."""
+    return work()
 
 
 def pause(seconds: float) -> None:

@@ -204,6 +204,7 @@ def test_the_exported_names_are_the_public_ones() -> None:
     of_answers = {message.__name__ for message in ANSWERS} - {"Checkout", "Grade"}
     handles = {"Checkout", "Grade", "AsyncCheckout", "AsyncGrade", "Rehearsal", "AsyncRehearsal"}
     clients = {"AsyncClient", "Client", "__version__"} | handles
+    clients |= {"AsyncSandbox", "Sandbox", "Executed"}
     stub = Path(mirrord.__file__).with_suffix(".pyi").read_text()
     exported = set(re.findall(r"(\w+) as \1\b", stub)) | set(
         re.findall(r"^(\w+): ", stub, re.MULTILINE)

@@ -1,0 +1,133 @@
+"""A sandbox: commands that see a checkout and its environment at fixed paths, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ... import errors, protocol
+from ..primitives_async import async_in_thread, async_to_end
+from ..sandboxes.archives import Capped, pack, unpack
+from ..sandboxes.calls import Call, Executed, Output
+from ..sandboxes.keeper import Keeper, box_of
+
+if TYPE_CHECKING:
+    from .checkout import AsyncCheckout
+
+_READ_BYTES = 256 * 1024 * 1024
+_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && exec cat >"$1"'
+_UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
+_PACK = """\
+set -- "$(realpath -- "$1")"
+if [ -d "$1" ]; then exec tar -c --hard-dereference -C "$1" .; fi
+exec tar -c -P -- "$1"
+"""
+
+
+class AsyncSandbox:
+    """Runs commands in a checkout, which is at /testbed with its environment active.
+
+    They run as the checkout's owner, without rights, in namespaces of their own, and without a
+    network unless asked: with `network` they have the host's. HOME, /tmp and processes in the
+    background stay from one command to the next, until `reset`, `close`, or a reset that anybody
+    else asked for: the next command then finds the new tree. Everything ends with this process,
+    too. Commands may run side by side. `memory_bytes` and `processes` bound all of them together;
+    where this process may make no control group, each process its memory.
+    """
+
+    def __init__(
+        self,
+        checkout: AsyncCheckout,
+        *,
+        network: bool = False,
+        memory_bytes: int | None = None,
+        processes: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._checkout = checkout
+        self._keeper = Keeper(
+            lambda: checkout.lease,
+            lambda lease: box_of(lease, network=network, variables=variables or {}),
+            memory_bytes,
+            processes,
+        )
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        input: bytes | None = None,  # noqa: A002
+    ) -> Executed:
+        """Run a command to its end; a text runs in bash.
+
+        `timeout` is in seconds; then the command is killed with the processes of its group. `cwd`
+        is relative to the tree.
+        """
+        source = io.BytesIO(input) if input else None
+        limits: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
+        return await self._run(Call(command, source=source, **limits))
+
+    async def read(self, path: str) -> bytes:
+        """The content of a file, as a command sees it."""
+        content = Output(2 * _READ_BYTES)
+        call = Call(["head", "-c", str(_READ_BYTES + 1), "--", path], stdout=content)
+        found = await self._must("read", path, call)
+        if len(found.stdout) > _READ_BYTES:
+            hint = "take it with `download`"
+            fact = f"cannot read {path}: it has more than {_READ_BYTES} bytes"
+            raise errors.ResourceError(fact, hint=hint)
+        return found.stdout
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, and the directories on its way, as a command would."""
+        call = Call(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
+        await self._must("write", path, call)
+
+    async def upload(self, local: Path | str, path: str) -> None:
+        """Copy a file or directory of the host to `path`."""
+        with tempfile.TemporaryFile() as packed:
+            above = await async_in_thread(lambda: pack(Path(local), path, packed))
+            call = Call(["sh", "-c", _UNPACK, "sh", above], source=packed)
+            await self._must("write", path, call)
+
+    async def download(self, path: str, local: Path | str) -> None:
+        """Copy a file, or the files and links of a directory, to the new path `local`.
+
+        Whoever follows one of the links on the host follows an agent's.
+        """
+        with tempfile.TemporaryFile() as packed:
+            call = Call(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed))
+            await self._must("read", path, call)
+            await async_in_thread(lambda: unpack(packed, path, Path(local)))
+
+    async def _must(self, verb: str, path: str, call: Call) -> Executed:
+        done = await self._run(call)
+        if done.exit_code:
+            fact = done.stderr.decode(errors="replace").strip() or f"status {done.exit_code}"
+            hint = "relative paths begin at the tree"
+            raise errors.PathNotFoundError(f"cannot {verb} {path} in a sandbox: {fact}", hint=hint)
+        return done
+
+    async def _run(self, call: Call) -> Executed:
+        return await async_in_thread(lambda: self._keeper.run(call), call.cancel)
+
+    async def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
+        """End all processes, then reset the checkout as its own `reset` does."""
+        await async_in_thread(self._keeper.close)
+        return await self._checkout.reset(instance, **target)
+
+    async def close(self) -> None:
+        """End all processes; HOME and /tmp are gone. The next command begins again."""
+        await async_in_thread(self._keeper.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await async_to_end(self.close())

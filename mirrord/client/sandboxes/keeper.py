@@ -1,0 +1,94 @@
+"""Which box a sandbox has: that of its checkout as it is now, whoever reset it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ... import protocol
+from ...bubblewrap import Box
+from ...errors import CheckoutNotFoundError
+from .calls import Call, Executed
+from .rooms import EndedError, Room
+
+
+class Keeper:
+    """Has a room for one checkout: another one after a reset, whoever asked for it."""
+
+    def __init__(
+        self,
+        lease: Callable[[], protocol.Checkout],
+        box: Callable[[protocol.Checkout], Box],
+        memory_bytes: int | None,
+        processes: int | None,
+    ) -> None:
+        self._lease, self._box = lease, box
+        self._limits = memory_bytes, processes
+        self._lock = threading.Lock()
+        self._room: Room | None = None
+        self._seen: object = None
+
+    def run(self, call: Call) -> Executed:
+        try:
+            while True:
+                with self._lock:
+                    room = self._enter()
+                with suppress(EndedError):
+                    return call.follow(room)
+        finally:
+            call.close()
+
+    def _enter(self) -> Room:
+        lease = self._lease()
+        seen = _look(lease)
+        if self._room is None or not self._room.is_open or seen != self._seen:
+            self._close()
+            self._room, self._seen = Room(self._box(lease), *self._limits), seen
+        return self._room
+
+    def close(self) -> None:
+        """End all processes; HOME and /tmp are gone."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        room, self._room = self._room, None
+        if room:
+            room.close()
+
+
+def box_of(lease: protocol.Checkout, *, network: bool, variables: Mapping[str, str]) -> Box:
+    """The box of a checkout, for its owner."""
+    is_mine = lease.owner_uid == os.geteuid()
+    return Box(
+        tree=Path(lease.path),
+        environment=environment_of(lease),
+        owner=None if is_mine else (lease.owner_uid, lease.owner_gid),
+        network=network,
+        variables={"MIRRORD_CHECKOUT": lease.id, **variables},
+    )
+
+
+def environment_of(lease: protocol.Checkout) -> Path | None:
+    """Where the environment of a checkout is on the host."""
+    return Path(lease.directory, "environment") if getattr(lease, "environment", None) else None
+
+
+def _look(lease: protocol.Checkout) -> object:
+    """What is mounted at a checkout. As long as a box has it, no later mount has its number."""
+    environment = environment_of(lease)
+    paths = [Path(lease.path), *([environment] if environment else [])]
+    try:
+        return [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
+    except (
+        PermissionError
+    ):  # the tree of a subordinate uid: mountinfo names its mounts to everybody
+        names = {os.fsencode(path) for path in paths}
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            return [line for line in mounts if line.split()[4] in names]
+    except FileNotFoundError as error:
+        fact = f"cannot find the tree of checkout {lease.id}: it was released, or has expired"
+        raise CheckoutNotFoundError(fact, hint="take another one") from error

@@ -1,0 +1,258 @@
+"""What a sandbox is made of: a box with a shell in it that starts commands, each with pipes.
+
+The shell is the one process that came with the box. It reads names from its standard input, and for
+each runs the script of that name with the named pipes beside it, in a session of its own. So
+whatever a command starts is born in the box, with its limits and without rights, and nothing ever
+enters from outside. The pipes are in a directory of the host that the box sees read-only; this side
+opens each before it is named, and never again by its path.
+
+The box ends when its shell is killed, when this process ends however it ends, and in `end`. Then
+its processes have ended, and its HOME and /tmp are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...bubblewrap import Box
+from ...errors import BackendUnavailableError
+from .cgroups import ControlGroup
+
+_PIPES = "/run/mirrord"
+_CHUNK = 64 * 1024
+_ENDS = ("in", "out", "err", "end")
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_OWN_PROCESSES = 5  # those around a command
+# A line is the name of a script, "-PGID" to kill, or "+NAME" to read on what a process that stays
+# prints: a full or closed pipe would stop it.
+_SHELL = f"""\
+exec 2>/dev/null
+cd {_PIPES}
+while IFS= read -r name; do
+  case $name in
+    -*) kill -KILL -- "$name" ;;
+    +*) cat "${{name#+}}.out" >/dev/null & cat "${{name#+}}.err" >/dev/null & ;;
+    *) {{ setsid --wait bash "$name" <"$name.in" >"$name.out" 2>"$name.err"
+         echo $? 1<>"$name.end"; }} & ;;
+  esac
+done
+"""
+
+
+class Pipes:
+    """The ends of a command's pipes on this side; `group` is its process group, once it began."""
+
+    def __init__(self, directory: str, script: bytes) -> None:
+        self.name = os.urandom(8).hex()
+        self._path = os.path.join(directory, self.name)
+        self.group = 0
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with os.fdopen(file, "wb") as content:
+            os.fchmod(file, 0o644)
+            content.write(script)
+        self.input, self.out, self.err, self.end = map(self._make_pipe, _ENDS)
+
+    def _make_pipe(self, end: str) -> int:
+        os.mkfifo(path := f"{self._path}.{end}")
+        # Both ways: opening one end alone would wait for the other.
+        made = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.fchmod(made, 0o666)  # for another uid; the directory cannot be listed
+        return made
+
+    def close_input(self) -> None:
+        if self.input >= 0:
+            os.close(self.input)
+            self.input = -1
+
+    def close(self) -> bool:
+        """Close all; answers whether some process goes on that may still print."""
+        readers = [os.open(f"/proc/self/fd/{each}", _READ) for each in (self.out, self.err)]
+        self.close_input()
+        for each in (self.out, self.err, self.end):
+            os.close(each)
+        try:
+            return any(_has_writer(each) for each in readers)
+        finally:
+            for each in readers:
+                os.close(each)
+
+    def remove(self) -> None:
+        for path in (self._path, *(f"{self._path}.{end}" for end in _ENDS)):
+            os.unlink(path)
+
+
+class EndedError(Exception):
+    """A box ended before it began a command: a command of before had killed its shell."""
+
+
+class Room:
+    """A box with its shell; `has_worked` once it began a command."""
+
+    has_worked = False
+
+    def __init__(self, box: Box, memory_bytes: int | None, processes: int | None) -> None:
+        self._directory = tempfile.mkdtemp(prefix="mirrord-sandbox-")
+        self._group: ControlGroup | None = None
+        self._lock, self._users = threading.Lock(), 1  # of the descriptors: calls, and until closed
+        try:
+            os.chmod(self._directory, 0o711)  # noqa: S103
+            box = replace(box, readable={**box.readable, _PIPES: Path(self._directory)})
+            command, processes = ["bash", "-c", _SHELL], processes and processes + _OWN_PROCESSES
+            if memory_bytes or processes:
+                try:
+                    self._group = ControlGroup(memory_bytes, processes)
+                except OSError:
+                    command = [*_rlimits(memory_bytes, processes), *command]
+            options: dict[str, Any] = {
+                "before": self._group.entering() if self._group else (),
+                "start_new_session": True,  # Ctrl-C is for the client, which then ends the command
+                "cwd": "/",
+                **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+            }
+            self._process = _starter(os.getpid()).submit(box.start, command, **options).result()
+        except BaseException:
+            self._remove()
+            raise
+        assert self._process.stdin
+        assert self._process.stdout
+        self._orders = self._process.stdin.fileno()
+        self.life = self._process.stdout.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        return self._process.poll() is None
+
+    def strikes(self) -> dict[str, int]:
+        return self._group.strikes() if self._group else {}
+
+    @contextmanager
+    def pipes(self, script: bytes) -> Iterator[Pipes]:
+        """Have a script run; the pipes are drained on by the shell where a process goes on."""
+        with self._lock:
+            self._users += 1
+        try:
+            pipes = Pipes(self._directory, script)
+            self._order(pipes.name)
+            try:
+                yield pipes
+            finally:
+                if pipes.close():
+                    self._order(f"+{pipes.name}")
+                else:
+                    pipes.remove()
+        finally:
+            self._leave()
+
+    def kill(self, pipes: Pipes) -> None:
+        """Kill a command with the processes of its group, or the box where it did not begin."""
+        if pipes.group:
+            self._order(f"-{pipes.group}")
+        else:
+            self.end()
+
+    def _order(self, line: str) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self._orders, f"{line}\n".encode())
+
+    def must_have_begun(self, pipes: Pipes) -> None:
+        """Raises EndedError, or BackendUnavailableError where the box could not be made."""
+        if pipes.group:
+            return
+        self.end()
+        if self.has_worked:
+            raise EndedError
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        told = (self._process.stderr.read() or b"").decode(errors="replace").strip()
+        raise BackendUnavailableError(
+            f"cannot make a sandbox: {told.removeprefix('bwrap: ') or 'it ended at once'}",
+            hint="`mirrord doctor` tries what it needs",
+        )
+
+    def end(self) -> None:
+        """End all processes, and wait until they have."""
+        first = _find_child(self._process.pid)
+        with suppress(ProcessLookupError):
+            # The first of its namespace, with which the kernel kills the others before it is gone.
+            if first is not None:
+                signal.pidfd_send_signal(first, signal.SIGKILL)
+                os.close(first)
+            else:
+                self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it; must be called once."""
+        self.end()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._group:
+            self._group.remove()
+
+
+@cache
+def _starter(_pid: int) -> ThreadPoolExecutor:
+    """A thread as old as its process: a box ends with the thread that started it."""
+    return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
+
+
+def _rlimits(memory_bytes: int | None, processes: int | None) -> Iterator[str]:
+    """For each process its memory; the kernel counts processes for each uid of a user namespace."""
+    yield "prlimit"
+    if memory_bytes:
+        yield f"--data={memory_bytes}"
+    if processes:
+        yield f"--nproc={processes}"
+    yield "--"
+
+
+def _find_child(pid: int) -> int | None:
+    """A descriptor of the one child of a process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    with suppress(OSError, ValueError):
+        child = int(children.read_text())
+        found = os.pidfd_open(child)
+        if children.read_text().split() == [str(child)]:  # it was no other process since
+            return found
+        os.close(found)
+    return None
+
+
+def read_some(stream: int) -> bytes:
+    """What is in a pipe now, at most 64 KiB."""
+    try:
+        return os.read(stream, _CHUNK)
+    except BlockingIOError:
+        return b""
+
+
+def _has_writer(reader: int) -> bool:
+    try:
+        return bool(os.read(reader, 1))
+    except BlockingIOError:
+        return True
