@@ -15,15 +15,16 @@ from .. import config, errors, places
 from ..doctor import Check, examine
 from ..model import History, MirrorName, parse_commit
 from ..places import Layout
+from ..seal.scan import scan_root
 from ..seal.verify import verify_seal as verify
 from ..telemetry import masked
-from .output import count
+from .output import count, printable, size
 from .parameters import Argument, Option
 from .session import Session, print_line
 
 if TYPE_CHECKING:
     from ..config import Settings
-    from ..protocol import SealReport
+    from ..protocol import RootReport, SealReport
 
 _ARRAYS_OF_TABLES = ("mirror", "rule")  # in TOML none is written where there is none
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
@@ -112,22 +113,60 @@ def _checked(checks: list[Check]) -> Iterator[str]:
 
 def verify_seal(
     session: Session,
-    path: Annotated[Path, Argument(help="A working tree or a .git directory, ours or not.")],
+    path: Annotated[
+        Path | None,
+        Argument(metavar="[PATH]", help="A working tree or a .git directory, ours or not."),
+    ] = None,
+    *,
     base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
     mirror: Annotated[
         str | None,
         Option(metavar="NAME", help="A mirror, or a repository's path, that knows the history."),
     ] = None,
+    root: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR|IMAGE.tar",
+            help="Judge everything in a directory, or in what `docker save` wrote; needs --mirror.",
+        ),
+    ] = None,
 ) -> None:
     """Status 8 when it leaks. Never uses the repository's own configuration or hooks."""
-    if not path.exists():
-        raise errors.PathNotFoundError(f"cannot verify {path}: no such path")
+    if (path is None) == (root is None) or (root and mirror is None):
+        fact = "it takes a PATH, or --root with --mirror"
+        raise errors.UsageError(f"cannot read the command line: {fact}")
     base_commit = parse_commit(base)
-    known_by = _mirror_of(path.resolve()) if mirror is None else _mirror_path(session, mirror)
-    report = verify(path.absolute(), base_commit, known_by)
+    judged = path or root
+    assert judged is not None
+    if not judged.exists():
+        raise errors.PathNotFoundError(f"cannot verify {judged}: no such path")
+    if root and mirror:
+        _verify_root(session, root.absolute(), base_commit, _mirror_path(session, mirror))
+        return
+    known_by = _mirror_of(judged.resolve()) if mirror is None else _mirror_path(session, mirror)
+    report = verify(judged.absolute(), base_commit, known_by)
     session.answer(report, _judged(report))
     if not report.sealed:
         raise SystemExit(errors.IntegrityError.exit_status)
+
+
+def _verify_root(session: Session, root: Path, base: str, mirror: Path) -> None:
+    report = scan_root(root, mirror, base)
+    session.answer(report, _scanned(report))
+    if not report.sealed:
+        raise SystemExit(errors.IntegrityError.exit_status)
+
+
+def _scanned(report: RootReport) -> Iterator[str]:
+    for leak in report.leaks:
+        covered = " (covered by a later layer)" if leak.hidden else ""
+        yield f"{leak.kind}: {printable(leak.path)}: {printable(leak.detail)}{covered}"
+    leaks = sum(not leak.hidden for leak in report.leaks)
+    verdict = "sealed" if report.sealed else f"leaks ({count(leaks, 'leak')})"
+    judged = f"{count(report.file_count, 'file')} of {size(report.size_bytes)}"
+    stores = ", ".join(map(printable, report.repositories))
+    yield f"{verdict}: {judged}, {f'repositories at {stores}' if stores else 'no repository'}"
+    yield from (f"  note: {printable(note)}" for note in report.notes)
 
 
 def _mirror_of(path: Path) -> Path | None:

@@ -51,7 +51,7 @@ class ForeignFile(NamedTuple):
 
     where: str
     path: Path
-    kind: str  # file, directory, link, other or unreadable
+    kind: str  # file, link, mount, other or unreadable
 
 
 def locate(path: Path) -> ForeignRepository:
@@ -66,11 +66,21 @@ def locate(path: Path) -> ForeignRepository:
             f"cannot judge {shown(str(path))}: there is no git repository",
             hint="give a working tree, its .git, or a bare repository",
         )
-    pointer = (read_text(git_dir / "commondir") or "").strip()
-    common_dir = (git_dir / pointer) if pointer else git_dir
-    stores, alternates = _stores(common_dir / "objects")
+    repository = repository_at(git_dir)
     work_tree = path if os.path.lexists(path / ".git") else None
-    return ForeignRepository(path, git_dir, common_dir, stores, alternates, work_tree)
+    return repository._replace(path=path, work_tree=work_tree)
+
+
+def repository_at(git_dir: Path, root: Path | None = None) -> ForeignRepository:
+    """The repository of a git directory, without a working tree.
+
+    With `root`, a directory that stands for `/`, no directory outside of it is read, whatever the
+    repository's files and links say.
+    """
+    pointer = (read_text(git_dir / "commondir") or "").strip()
+    common_dir = _target(git_dir, pointer, root) if pointer else git_dir
+    stores, alternates = _stores(_target(common_dir, "objects", root), root)
+    return ForeignRepository(git_dir, git_dir, common_dir, stores, alternates, None)
 
 
 def _git_dir(path: Path) -> Path | None:
@@ -84,7 +94,15 @@ def _git_dir(path: Path) -> Path | None:
     return None
 
 
-def _stores(own: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+def _target(directory: Path, pointer: str, root: Path | None) -> Path:
+    """The path that a file in `directory` names; that directory where it leads out of `root`."""
+    if root is None:
+        return directory / pointer
+    target = root / pointer.lstrip("/") if pointer.startswith("/") else directory / pointer
+    return target if target.resolve().is_relative_to(root.resolve()) else directory
+
+
+def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """All object directories, and the alternates as they are written."""
     stores, written, pending = [own], list[str](), [own]
     while pending and len(written) < _ALTERNATES_LIMIT:
@@ -95,11 +113,26 @@ def _stores(own: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
             if not line or line.startswith("#"):
                 continue
             written.append(line)
-            target = store / line
+            target = _target(store, line, root)
             if target.is_dir() and not any(_same(target, known) for known in stores):
                 stores.append(target)
                 pending.append(target)
     return tuple(stores), tuple(written)
+
+
+def borrow(scratch: Path, repository: ForeignRepository) -> Path:
+    """Make the empty directory `scratch` a git directory of ours that borrows their stores.
+
+    Through links, whose names need no quoting.
+    """
+    (scratch / "objects/info").mkdir(parents=True)
+    (scratch / "refs").mkdir()
+    (scratch / "HEAD").write_text("ref: refs/heads/none\n")
+    links = [scratch / f"store{number}" for number in range(len(repository.stores))]
+    for link, store in zip(links, repository.stores, strict=True):
+        link.symlink_to(store.resolve())
+    (scratch / "objects/info/alternates").write_text("".join(f"{link}\n" for link in links))
+    return scratch
 
 
 def _same(left: Path, right: Path) -> bool:
@@ -128,12 +161,16 @@ def read_text(path: Path) -> str | None:
     return None if content is None else content.decode("utf-8", "surrogateescape")
 
 
-def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFile]:
+def walk(
+    top: Path, *, skip: frozenset[str] = frozenset(), one_device: bool = False
+) -> Iterator[ForeignFile]:
     """Every name below `top` but directories, which are entered, except those at `skip`.
 
-    `os.walk` recurses before Python 3.12, and ends at a depth of 1,000.
+    With `one_device` another file system is a name of the kind `mount`. `os.walk` recurses before
+    Python 3.12, and ends at a depth of 1,000.
     """
     pending = [("", top)]
+    device = os.lstat(top).st_dev if one_device else None
     while pending:
         above, directory = pending.pop()
         try:
@@ -145,8 +182,10 @@ def walk(top: Path, *, skip: frozenset[str] = frozenset()) -> Iterator[ForeignFi
         for entry in found:
             where = f"{above}/{entry.name}" if above else entry.name
             try:
-                mode = entry.stat(follow_symlinks=False).st_mode
-                kind = _KINDS.get(stat.S_IFMT(mode), "other")
+                facts = entry.stat(follow_symlinks=False)
+                kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "other")
+                if kind == "directory" and device not in {None, facts.st_dev}:
+                    kind = "mount"
             except OSError:
                 kind = "unreadable"
             if kind != "directory":

@@ -10,18 +10,17 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.batch import read_objects_sync
 from ..git.command import run_git_sync
-from ..git.environment import UNTRUSTING
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
+from .future import read_closure
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
-from .repository import TIMEOUT, ForeignRepository, locate, read_bytes, read_contents, walk
+from .repository import ForeignRepository, borrow, locate, read_bytes, read_contents, walk
 
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}
@@ -31,7 +30,13 @@ _SQUASHED = re.compile(
     rb"([^\n]{0,72}\n?|base of this task\n\n"
     rb"The history before this commit is not part of the checkout\.\n)"
 )
-_WALK = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+
+
+class Judged(NamedTuple):
+    """`objects` are the raw ids that the repository's stores hold."""
+
+    report: SealReport
+    objects: set[bytes]
 
 
 class _Closure(NamedTuple):
@@ -48,12 +53,21 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
     Raises PathNotFoundError when there is no repository, InvalidCommitError.
     """
     commit = parse_commit(base)
-    repository = locate(path)
+    return judge(locate(path), commit, mirror).report
+
+
+def judge(
+    repository: ForeignRepository,
+    commit: CommitId,
+    mirror: Path | None = None,
+    known: set[bytes] | None = None,
+) -> Judged:
+    """Judge a repository. `known` is the closure of `commit`, where the caller has read it."""
     with tempfile.TemporaryDirectory(prefix="mirrord-seal-") as scratch:
-        private = _private_git(Path(scratch), repository)
+        private = borrow(Path(scratch), repository)
         contents = read_contents(repository, private)
         head = resolve_head(repository)
-        closure = _closure(private, mirror, commit, head)
+        closure = _closure(private, mirror, commit, head, known)
         judged = list(judge_control(repository, private))
         names = [each for each in judged if isinstance(each, Named)]
         for file, ids in contents.graphed.items():
@@ -68,7 +82,7 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
             *judge_work_tree(repository),
             *contents.leaks,
         ]
-    return SealReport(
+    report = SealReport(
         path=str(repository.path),
         base=commit,
         sealed=not leaks,
@@ -85,37 +99,23 @@ def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport
             "every other file, by its exact form; other repositories in the working tree",
         ],
     )
+    return Judged(report, contents.ids)
 
 
-def _private_git(scratch: Path, repository: ForeignRepository) -> Path:
-    """A git directory of ours that borrows their stores, through names that need no quoting."""
-    (scratch / "objects/info").mkdir(parents=True)
-    (scratch / "refs").mkdir()
-    (scratch / "HEAD").write_text("ref: refs/heads/none\n")
-    links = [scratch / f"store{number}" for number in range(len(repository.stores))]
-    for link, store in zip(links, repository.stores, strict=True):
-        link.symlink_to(store.resolve())
-    (scratch / "objects/info/alternates").write_text("".join(f"{link}\n" for link in links))
-    return scratch
-
-
-def _closure(private: Path, mirror: Path | None, base: CommitId, head: str | None) -> _Closure:
+def _closure(
+    private: Path,
+    mirror: Path | None,
+    base: CommitId,
+    head: str | None,
+    known: set[bytes] | None,
+) -> _Closure:
     """Every object that `base`, or the squashed commit, leads to; the reachable ones if not all."""
-    tip, git_dir, squashed = str(base), mirror or private, False
+    git_dir = mirror or private
     if head is not None and head != base and _is_squashed(private, git_dir, head, base):
-        tip, git_dir, squashed = head, private, True
-    listing, complete, doing = private / "closure", False, f"walk {tip}"
-    for options in ((), ("--missing=allow-any",)):
-        walk_of = (*_WALK, *options, tip)
-        with suppress(CorruptObjectError, GitFailedError):
-            run_git_sync(
-                *walk_of, git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=doing
-            )
-            complete = not options
-            break
-    with listing.open("rb") as file:
-        ids = {bytes.fromhex(line[:40].decode()) for line in file}
-    return _Closure(ids, complete, squashed)
+        return _Closure(*read_closure(private, head, private), squashed=True)
+    if known is not None:
+        return _Closure(known, complete=True)
+    return _Closure(*read_closure(git_dir, base, private))
 
 
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:

@@ -681,6 +681,26 @@ def test_verify_seal_finds_what_lies_behind_the_commit(
     assert run(["verify-seal", str(upstream.path), "--base", "main"]) == 2
 
 
+def test_verify_seal_judges_a_directory_against_a_mirror(
+    make_upstream: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 8 for content of a later commit, 0 without, 2 where it is not told which mirror."""
+    upstream: Upstream = make_upstream("u")
+    first, last = upstream.history(2)
+    root, words = tmp_path / "root", ["--mirror", str(upstream.path / ".git"), "--base"]
+    root.mkdir()
+    (root / "later.py").write_bytes((upstream.path / "src/mod1.py").read_bytes())
+    assert run(["verify-seal", "--root", str(root), *words, first]) == 8
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"future-file: later.py: has the content of src/mod1.py of {last}"
+    assert lines[-1] == "leaks (1 leak): 1 file of 200 B, no repository"
+    assert run(["verify-seal", "--root", str(root), *words, last, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["file_count"] == 1
+    assert run(["verify-seal", "--root", str(root), "--base", first]) == 2
+    assert run(["verify-seal", str(root), "--root", str(root), *words, first]) == 2
+    assert run(["verify-seal", "--root", str(root), *words, "1" * 40]) == 4
+
+
 def test_the_command_line_is_built_once_per_call_and_in_order() -> None:
     """The order of the table is the order of the help."""
     top = list(dict.fromkeys(verb.name.split()[0] for verb in VERBS))

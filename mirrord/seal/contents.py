@@ -1,0 +1,387 @@
+"""What a directory or an archive holds: every file once, with git's hash of its content.
+
+Follows no link, opens no device or pipe, enters no other file system. Archives in archives are read
+too: tar (plain, gzip, bzip2, xz, Zstandard) and zip, which is what wheels and sdists are. Bounds
+hold for what a few bytes unpack to; what could not be read is told.
+"""
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import os
+import re
+import struct
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, NamedTuple, Protocol, cast
+
+from ..errors import UsageError
+from ..host.files import FOR_READING
+from ..model import shown
+from ..protocol import RootLeak
+from .future import TRIVIAL_BYTES
+from .repository import walk
+
+BLOCK_BYTES = 1 << 20
+_HEAD_BYTES = 512
+_FREE_BYTES, _RATIO = 1 << 30, 100  # what an archive may unpack to: so much, and so many times it
+_HEADER_LIMIT_BYTES = 16 << 20  # of one member of a tar: tarfile reads names into memory
+_ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
+_DEPTH_LIMIT = 4
+_FILES_LIMIT = 5_000_000
+_NOTES_LIMIT = 200
+_TEXT_BYTES = 1 << 20
+_DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
+_TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
+_OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a wheel behind a header of its own
+_PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
+DAMAGED = (
+    tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, zlib.error, struct.error,
+    lzma.LZMAError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
+)  # fmt: skip
+
+
+class TooMuchError(ValueError):
+    """An archive unpacks to more than its size allows."""
+
+
+class Source(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+class Inside(NamedTuple):
+    """A member of an archive that is a file of the tree."""
+
+    archive: str
+    member: str
+    oid: bytes
+
+
+@dataclass(slots=True)
+class Tree:
+    """A directory, an archive or one layer of an image, by paths from its top.
+
+    `files` are all but directories, with the id of their content where it may matter; `links` other
+    names of a file in the same archive; `texts` what installers and git wrote to lead elsewhere.
+    """
+
+    files: dict[str, bytes | None] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+    inside: list[Inside] = field(default_factory=list)
+    packs: set[str] = field(default_factory=set)
+    texts: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Contents:
+    """`trees` are by the member that each is of an archive; the whole is "".
+
+    `documents` are the archive's own JSON files, of which some describe an image.
+    """
+
+    trees: dict[str, Tree] = field(default_factory=lambda: {"": Tree()})
+    documents: dict[str, bytes] = field(default_factory=dict)
+    leaks: list[RootLeak] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    file_count: int = 0
+    byte_count: int = 0
+
+    def unreadable(self, path: str, fact: str) -> None:
+        self.leaks.append(RootLeak(kind="unreadable", path=path, detail=fact))
+
+    def note(self, path: str, fact: str) -> None:
+        if len(self.notes) < _NOTES_LIMIT:
+            self.notes.append(f"{shown(path, 400)}: {fact}")
+
+
+class Stream:
+    """A source that is read once, forwards; `take` gets each block as it comes."""
+
+    mode, closed = "rb", False
+
+    def __init__(self, source: Source, take: Callable[[bytes], object]) -> None:
+        self._source, self._take = source, take
+        self._ahead, self._at = b"", 0
+
+    def peek(self, size: int = _HEAD_BYTES) -> bytes:
+        self._ahead = self._read(size)
+        return self._ahead
+
+    def _read(self, size: int) -> bytes:
+        pieces, missing = [self._ahead], size - len(self._ahead)
+        while missing > 0 and (piece := self._source.read(min(missing, BLOCK_BYTES))):
+            self._take(piece)
+            pieces.append(piece)
+            missing -= len(piece)
+        self._ahead = b""
+        return b"".join(pieces)
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _HEADER_LIMIT_BYTES:
+            raise TooMuchError(f"it wants {size} bytes at once")
+        data = self._read(max(size, len(self._ahead)))
+        data, self._ahead = data[:size], data[size:]
+        self._at += len(data)
+        return data
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or to < self._at:
+            raise OSError("it leads back")
+        while self._at < to and self.read(min(BLOCK_BYTES, to - self._at)):
+            pass
+        return self._at
+
+    def close(self) -> None:
+        """Whoever opened the source closes it; pyarrow asks for this."""
+
+    def drain(self) -> bool:
+        """Read the rest; whether it holds anything but zeros."""
+        some = False
+        while block := self.read(BLOCK_BYTES):
+            some = some or bool(block.strip(b"\0"))
+        return some
+
+
+def _budget(size: int) -> Callable[[bytes], None]:
+    left = _FREE_BYTES + _RATIO * size
+
+    def take(block: bytes) -> None:
+        nonlocal left
+        left -= len(block)
+        if left < 0:
+            raise TooMuchError(f"its {size} bytes unpack to more than {_RATIO} times as many")
+
+    return take
+
+
+def open_tar(source: Source, size: int) -> Stream | None:
+    """A tar of `size` bytes, as it was before compression; None where it is no tar."""
+    stream, take = source if isinstance(source, Stream) else Stream(source, len), _budget(size)
+    head, file = stream.peek(), cast("IO[bytes]", stream)
+    if head.startswith(b"\x1f\x8b"):
+        stream = Stream(gzip.GzipFile(fileobj=file), take)
+    elif head.startswith(b"BZh"):
+        stream = Stream(bz2.BZ2File(file), take)
+    elif head.startswith(b"\xfd7zXZ\0"):
+        stream = Stream(lzma.LZMAFile(file), take)  # noqa: SIM115
+    elif head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
+        stream = Stream(import_module("pyarrow").input_stream(file, compression="zstd"), take)
+    return stream if stream.peek()[257:262] == b"ustar" else None
+
+
+def normal(name: str) -> str | None:
+    """A path from the top of an archive; None where it leads out of that."""
+    parts = [part for part in name.split("/") if part not in {"", "."}]
+    return None if ".." in parts else "/".join(parts)
+
+
+class Member(NamedTuple):
+    """`path` is normal: relative, without `.` and `..`; `source` ends with the next member."""
+
+    path: str
+    info: tarfile.TarInfo
+    source: Source | None
+
+
+def iter_tar(stream: Stream) -> Iterator[Member | str]:
+    """The members, in order; a sentence for what cannot be read."""
+    with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r:") as archive:
+        while info := archive.next():
+            archive.members.clear()  # type: ignore[attr-defined]  # else all are kept
+            path = normal(info.name)
+            if path is None:
+                yield f"{shown(info.name)} leads out of it"
+            elif info.issparse():  # tarfile (3.11) loops for ever in some maps
+                yield f"{shown(info.name)} is sparse"
+            else:
+                yield Member(path, info, archive.extractfile(info) if info.isreg() else None)
+    if stream.drain():
+        yield "bytes after its end"
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_directory(top: Path) -> Contents:
+    """Everything below a directory. Links are listed and not followed."""
+    reader = _Reader(is_archive=False)
+    contents, tree = reader.contents, reader.top
+    with reader.bounded(""):
+        for found in walk(top, one_device=True):
+            if found.kind == "unreadable":
+                contents.unreadable(found.where, "it cannot be read")
+            elif found.kind == "mount":
+                contents.note(found.where, "not entered: another file system")
+            elif found.kind == "file":
+                reader.read_file(found.path, found.where)
+            else:
+                tree.files[found.where] = None
+                if found.kind == "link":
+                    reader.read_link(tree, found.where, os.readlink(found.path))
+    return contents
+
+
+def read_archive(path: Path) -> Contents:
+    """Everything in a tar archive. Each tar that it holds is a tree of its own: a layer, maybe.
+
+    Raises UsageError where it is no archive.
+    """
+    reader = _Reader(is_archive=True)
+    with path.open("rb", buffering=0) as file:
+        stream = open_tar(file, path.stat().st_size)
+        if stream is None:
+            raise UsageError(
+                f"cannot scan {shown(str(path))}: it is neither a directory nor a tar archive",
+                hint="write an image with `docker save` or `podman save`",
+            )
+        with reader.bounded(""):
+            reader.read_tar(reader.top, stream)
+    return reader.contents
+
+
+class _Reader:
+    def __init__(self, *, is_archive: bool) -> None:
+        self.contents = Contents()
+        self.top = self.contents.trees[""]
+        self._is_archive = is_archive
+
+    @contextmanager
+    def bounded(self, path: str, *, may_be_damaged: bool = False) -> Iterator[None]:
+        """Tell what keeps the rest from being read. An archive among the files may be damaged."""
+        try:
+            yield
+        except DAMAGED as error:
+            tell = self.contents.note if may_be_damaged else self.contents.unreadable
+            tell(path, f"not read to its end: {error}")
+
+    def read_file(self, path: Path, where: str) -> None:
+        try:
+            with os.fdopen(os.open(path, FOR_READING), "rb", buffering=0) as file:
+                self.read(self.top, where, os.fstat(file.fileno()).st_size, file)
+        except OSError as error:
+            self.contents.unreadable(where, f"it cannot be read: {error.strerror}")
+
+    def read(
+        self, tree: Tree, path: str, size: int, source: Source, archive: str = "", depth: int = 0
+    ) -> None:
+        """One file of a tree; or a member of `archive`, of which the content alone counts."""
+        contents = self.contents
+        contents.file_count += 1
+        contents.byte_count += size
+        if contents.file_count > _FILES_LIMIT:
+            raise TooMuchError(f"there are more than {_FILES_LIMIT:,} files")
+        kept = self._kept(tree, path, archive) if size <= _TEXT_BYTES else None
+        if size < TRIVIAL_BYTES and kept is None:
+            if not archive:
+                tree.files[path] = None
+            return
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        stream = Stream(source, digest.update)
+        if kept is not None and (kept is tree.texts or stream.peek()[:1] in {b"{", b"["}):
+            kept[path] = stream.read(size)
+        elif stream.peek().startswith(_PACKS):
+            tree.packs.add(f"{archive}!{path}" if archive else path)
+        else:
+            self._look_inside(tree, path, size, stream, archive, depth)
+        stream.drain()
+        if stream.tell() != size:
+            contents.unreadable(path, "it has another size than it says")
+        elif archive:
+            tree.inside.append(Inside(archive, path, digest.digest()))
+        else:
+            tree.files[path] = digest.digest()
+
+    def _kept(self, tree: Tree, path: str, archive: str) -> dict[str, bytes] | None:
+        """Where the content of a small file is kept, if it is."""
+        if self._is_own(tree, archive) and _DOCUMENT.fullmatch(path):
+            return self.contents.documents
+        return tree.texts if not archive and _TEXT.fullmatch(path) else None
+
+    def _is_own(self, tree: Tree, archive: str) -> bool:
+        """Whether a file is a member of the archive that is read: a layer, a description."""
+        return self._is_archive and tree is self.top and not archive
+
+    def _look_inside(
+        self, tree: Tree, path: str, size: int, stream: Stream, archive: str, depth: int
+    ) -> None:
+        """Read the archive that a file may be."""
+        is_layer = self._is_own(tree, archive)
+        name = f"{archive}!{path}" if archive else path
+        with self.bounded(name, may_be_damaged=not is_layer):
+            is_zip = stream.peek().startswith(b"PK\3\4") or _OLD_PIP_CACHE.fullmatch(path)
+            opened = stream if is_zip else open_tar(stream, size)
+            if opened is None:
+                return
+            if depth == _DEPTH_LIMIT:
+                raise TooMuchError("it is an archive in archives")
+            if is_zip:
+                self._read_zip(tree, stream, name, depth + 1)
+            elif is_layer:
+                tree = self.contents.trees[path] = Tree()
+                self.read_tar(tree, opened, depth=depth + 1)
+            else:
+                self.read_tar(tree, opened, name, depth + 1)
+
+    def read_tar(self, tree: Tree, stream: Stream, archive: str = "", depth: int = 0) -> None:
+        for member in iter_tar(stream):
+            if isinstance(member, str):
+                tell = self.contents.note if archive else self.contents.unreadable
+                tell(archive, member)
+                continue
+            path, info, source = member
+            if source is not None:
+                self.read(tree, path, info.size, source, archive, depth)
+            elif archive or info.isdir():
+                tree.directories.add(path)
+            elif info.islnk():
+                tree.links[path] = normal(info.linkname) or ""
+            else:
+                tree.files[path] = None
+                if info.issym():
+                    self.read_link(tree, path, info.linkname)
+
+    def read_link(self, tree: Tree, path: str, to: str) -> None:
+        """Note a `.git` that is a link, and a layer that docker saved as a link to another one."""
+        above, _, name = path.rpartition("/")
+        if name == ".git":
+            tree.texts[path] = b"gitdir: " + os.fsencode(to)
+        elif name == "layer.tar" and self._is_archive and tree is self.top:
+            tree.links[path] = os.path.normpath(f"{above}/{to}")
+
+    def _read_zip(self, tree: Tree, stream: Stream, archive: str, depth: int) -> None:
+        with tempfile.TemporaryFile() as copy:
+            while block := stream.read(BLOCK_BYTES):
+                copy.write(block)
+            _must_be_small(copy)
+            take = _budget(copy.tell())
+            with zipfile.ZipFile(copy) as opened:
+                for info in opened.infolist():
+                    if info.is_dir():
+                        continue
+                    with opened.open(info) as member:
+                        source = Stream(member, take)
+                        self.read(tree, info.filename, info.file_size, source, archive, depth)
+
+
+def _must_be_small(file: IO[bytes]) -> None:
+    """Refuse a zip whose list of members zipfile would read into much memory."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _ZIP_END_BYTES))
+    end = file.read()
+    at = end.rfind(b"PK\5\6")
+    listed = int.from_bytes(end[at + 12 : at + 16], "little")
+    if at < 0 or listed > _ZIP_LIST_LIMIT_BYTES or end[max(0, at - 20) :].startswith(b"PK\6\7"):
+        raise TooMuchError("its list of members is missing, or larger than 64 MiB")
+    file.seek(0, os.SEEK_END)

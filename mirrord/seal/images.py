@@ -1,0 +1,205 @@
+"""Images of containers: which layers lie on each other, what they show, repositories taken out.
+
+Reads what `docker save` and `podman save` write (manifest.json), the OCI image layout (index.json),
+and any other tar as one root file system. A whiteout is `.wh.NAME`, or `.wh..wh..opq` for all that
+is below a directory.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..protocol import RootLeak
+from .contents import (
+    BLOCK_BYTES,
+    DAMAGED,
+    Contents,
+    Inside,
+    Member,
+    TooMuchError,
+    Tree,
+    iter_tar,
+    open_tar,
+)
+
+_OPAQUE = ".wh..wh..opq"
+_NESTED_LIMIT = 4  # an index of indexes
+_COPY_LIMIT_BYTES = 16 << 30
+
+
+class View(NamedTuple):
+    """One root file system: its layers, each over those before it."""
+
+    layers: list[tuple[str, Tree]]
+
+    def shows(self, number: int, path: str) -> bool:
+        """Whether a path of a layer is seen through those above."""
+        name = path.rpartition("/")[2]
+        if name.startswith(".wh.") and len(self.layers) > 1:
+            return False
+        return not any(_covers(tree, path) for _, tree in self.layers[number + 1 :])
+
+    def has(self, path: str) -> bool:
+        """Whether there is such a file, or one below such a directory."""
+        below = f"{path}/"
+        trees = [tree for _, tree in self.layers]
+        if path == "" or any(path in tree.files or path in tree.directories for tree in trees):
+            return True
+        return any(name.startswith(below) for tree in trees for name in tree.files)
+
+    def git_directories(self) -> dict[str, bool]:
+        """Every directory with a HEAD and objects, and whether that HEAD is seen."""
+        stores = {at for _, tree in self.layers for path in tree.files for at in _stores_of(path)}
+        found = dict[str, bool]()
+        for number, (_, tree) in enumerate(self.layers):
+            for at in stores:
+                head = f"{at}/HEAD" if at else "HEAD"
+                if head in tree.files or head in tree.links:
+                    found[at] = found.get(at, False) or self.shows(number, head)
+        return found
+
+
+def _covers(above: Tree, path: str) -> bool:
+    if path in above.files or path in above.directories:
+        return True
+    while path:
+        directory, _, name = path.rpartition("/")
+        start = f"{directory}/" if directory else ""
+        if f"{start}.wh.{name}" in above.files or f"{start}{_OPAQUE}" in above.files:
+            return True
+        if directory in above.files:  # a file, or a link, in the place of the directory
+            return True
+        path = directory
+    return False
+
+
+def _stores_of(path: str) -> Iterator[str]:
+    """The directories whose `objects` the path lies in."""
+    at = path.find("objects/")
+    while at >= 0:
+        if at == 0 or path[at - 1] == "/":
+            yield path[: max(0, at - 1)]
+        at = path.find("objects/", at + 1)
+
+
+# -- which layers ----------------------------------------------------------------------------------
+
+
+def views_of(contents: Contents) -> list[View]:
+    """One for each image that an archive describes; else one of everything in it."""
+    views = list[View]()
+    for image in _saved(contents) or _laid_out(contents):
+        layers = list[tuple[str, Tree]]()
+        for named in image:
+            member = contents.trees[""].links.get(named, named)
+            if member in contents.trees:
+                layers.append((member, contents.trees[member]))
+            else:
+                contents.unreadable(named, "the image names this layer, and it is no tar archive")
+        views.append(View(layers))
+    if not views:
+        views = [View([("", _whole(contents))])]
+    return views
+
+
+def _whole(contents: Contents) -> Tree:
+    """The archives of an archive, as members of its only tree."""
+    top = contents.trees[""]
+    for name in [name for name in contents.trees if name]:
+        tree = contents.trees.pop(name)
+        found = [Inside(name, path, oid) for path, oid in tree.files.items() if oid]
+        found += [Inside(f"{name}!{archive}", path, oid) for archive, path, oid in tree.inside]
+        top.inside += found
+        top.packs |= {f"{name}!{path}" for path in tree.packs}
+    return top
+
+
+def _saved(contents: Contents) -> list[list[str]]:
+    with suppress(KeyError, TypeError, ValueError, RecursionError):
+        images = _document(contents, "manifest.json")
+        return [[str(layer) for layer in image["Layers"]] for image in images]
+    return []
+
+
+def _laid_out(contents: Contents) -> list[list[str]]:
+    pending, images = [("index.json", 0)], list[list[str]]()
+    while pending:
+        name, depth = pending.pop()
+        with suppress(KeyError, TypeError, ValueError, RecursionError, AttributeError):
+            found = _document(contents, name)
+            if depth < _NESTED_LIMIT:
+                pending += [(_blob(each), depth + 1) for each in found.get("manifests", [])]
+            if "layers" in found:
+                tars = [each for each in found["layers"] if ".tar" in each["mediaType"]]
+                images.append([_blob(each) for each in tars])
+    return images
+
+
+def _document(contents: Contents, name: str) -> Any:
+    return json.loads(contents.documents[name])
+
+
+def _blob(described: Mapping[str, Any]) -> str:
+    return "blobs/" + str(described["digest"]).replace(":", "/", 1)
+
+
+# -- repositories, taken out -----------------------------------------------------------------------
+
+
+def take_out(
+    archive: Path, view: View, directories: Iterable[str], into: Path
+) -> Iterator[RootLeak]:
+    """Copy what a container sees below these; a leak for each file that cannot be copied.
+
+    No link is ever made, so no name leads out of `into`.
+    """
+    wanted = dict[tuple[str, str], list[str]]()
+    starts = tuple(f"{at}/" if at else "" for at in directories)
+    for number, (key, tree) in enumerate(view.layers):
+        for path in (*tree.files, *tree.links):
+            if path.startswith(starts) and view.shows(number, path):
+                wanted.setdefault((key, tree.links.get(path, path)), []).append(path)
+    left = _COPY_LIMIT_BYTES
+    with suppress(*DAMAGED):  # told already
+        for key, member in _members_of(archive, {key for key, _ in wanted}):
+            paths = wanted.get((key, member.path), [])
+            left -= member.info.size * len(paths)
+            for path in paths:
+                try:
+                    if left < 0:
+                        limit = f"{_COPY_LIMIT_BYTES >> 30} GiB"
+                        raise TooMuchError(f"the repositories have more than {limit}")
+                    _copy(member, into / path, into / paths[0])
+                except (OSError, ValueError) as error:
+                    fact = f"it cannot be copied: {error}"
+                    yield RootLeak(kind="unreadable", path=path, detail=fact)
+
+
+def _members_of(archive: Path, keys: set[str]) -> Iterator[tuple[str, Member]]:
+    """The members of these trees, each of which can be read until the next."""
+    with archive.open("rb", buffering=0) as file:
+        outer = open_tar(file, archive.stat().st_size)
+        for member in iter_tar(outer) if outer else ():
+            if isinstance(member, str):
+                continue
+            yield "", member
+            if member.path in keys and member.source:
+                inner = open_tar(member.source, member.info.size)
+                found = iter_tar(inner) if inner else ()
+                yield from ((member.path, each) for each in found if isinstance(each, Member))
+
+
+def _copy(member: Member, target: Path, first: Path) -> None:
+    """Write a member as a plain file; what is copied already comes from `first`."""
+    if not member.source:
+        raise ValueError("it is no regular file")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target != first:
+        shutil.copyfile(first, target)
+        return
+    with target.open("wb") as file:
+        while block := member.source.read(BLOCK_BYTES):
+            file.write(block)

@@ -1,0 +1,219 @@
+"""Does a directory or an image hold, or lead to, anything that its base commit does not?
+
+Judges content: each file, members of archives included, against every blob that the mirror has and
+the base commit does not lead to; each repository as `verify` judges one; and what points elsewhere.
+Not found: content that differs by a byte, be it compiled, minified or with other line ends.
+"""
+
+import re
+import tempfile
+from collections.abc import Collection, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import MirrordError
+from ..git.command import run_git_sync
+from ..model import parse_commit
+from ..places import ENVIRONMENT, TESTBED
+from ..protocol import RootLeak, RootReport
+from .contents import Contents, read_archive, read_directory
+from .future import Future, Place
+from .images import View, take_out, views_of
+from .installs import Lead, find_leads, is_foreign, own_names, resolve
+from .repository import repository_at
+from .verify import judge
+
+_LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
+_TELLING = {"damaged", "unreadable"}
+_LOOSE = re.compile(r"(?:.*/)?([0-9a-f]{2})/([0-9a-f]{38})")
+_PACK = re.compile(r"pack-[0-9a-f]{40}\.pack")
+
+
+def scan_environment(directory: Path, mirror_git_dir: Path, commit: str) -> list[RootLeak]:
+    """What must not be in an environment for checkouts of `commit`; empty where all is well.
+
+    `directory` is its prefix, as it is seen at its fixed path; nobody writes to it meanwhile.
+    Starts git: for a worker. Raises CommitNotFoundError, InvalidCommitError.
+    """
+    return scan_root(directory, mirror_git_dir, commit, seen_at=ENVIRONMENT).leaks
+
+
+def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None) -> RootReport:
+    """Judge everything in a directory or an image archive against `base`.
+
+    Absolute paths in it that begin with `seen_at` (default: its own) are its own. Raises
+    CommitNotFoundError, InvalidCommitError, UsageError.
+    """
+    commit = parse_commit(base)
+    with tempfile.TemporaryDirectory(prefix="mirrord-scan-") as directory:
+        scratch = Path(directory)
+        future = Future(mirror, commit, scratch / "mirror")
+        contents = read_directory(root) if root.is_dir() else read_archive(root)
+        scan = _Scan(root, seen_at or str(root.resolve()), future, contents, scratch)
+        leaks = [*scan.files(), *scan.leads(), *scan.packs(), *scan.repositories()]
+        leaks = [*contents.leaks, *leaks]
+        return RootReport(
+            root=str(root),
+            base=commit,
+            sealed=all(leak.hidden for leak in leaks),
+            file_count=contents.file_count,
+            size_bytes=contents.byte_count,
+            repositories=sorted({at or "." for found in scan.stores for at in found}),
+            leaks=leaks,
+            notes=contents.notes,
+        )
+
+
+class _Sighting(NamedTuple):
+    """An object in a layer of a view: the content of a file, or what a loose object is named."""
+
+    kind: str
+    view: View
+    number: int
+    path: str
+    shown: str
+
+
+class _Scan:
+    def __init__(
+        self, root: Path, seen_at: str, future: Future, contents: Contents, scratch: Path
+    ) -> None:
+        self._root, self._seen_at, self._scratch = root, seen_at, scratch
+        self._future, self._contents = future, contents
+        self._views = views_of(contents)
+        self.stores = [view.git_directories() for view in self._views]
+
+    def files(self) -> Iterator[RootLeak]:
+        """Content of the future, and loose objects of it that are in no repository."""
+        seen = dict[bytes, list[_Sighting]]()
+        for oid, sighting in self._sightings():
+            seen.setdefault(oid, []).append(sighting)
+        outside = self._future.outside(seen)
+        places = self._future.places(outside) if outside else {}
+        own = own_names(project_of(self._future.mirror), self._future.names) if outside else set()
+        foreign = set[str]()
+        for oid in outside:
+            commit, name = place = places.get(oid, Place())
+            for kind, view, number, path, shown in seen[oid]:
+                if _is_licence(shown, place):
+                    continue
+                if name and is_foreign(shown, name, own):
+                    foreign.add(shown)
+                    continue
+                where = f"{name} of {commit}" if commit else "an object that no ref leads to"
+                hidden = not view.shows(number, path)
+                detail = f"has the content of {where}"
+                yield RootLeak(
+                    kind=kind, path=shown, detail=detail, commit=commit, name=name, hidden=hidden
+                )
+        if foreign:
+            fact = f"{len(foreign):,} files of other projects, such as this, are in the mirror too"
+            self._contents.note(min(foreign), fact)
+
+    def _sightings(self) -> Iterator[tuple[bytes, _Sighting]]:
+        for view, stores in zip(self._views, self.stores, strict=True):
+            inside = tuple(f"{at}/" if at else "" for at in stores)
+            for number, (_, tree) in enumerate(view.layers):
+                linked = ((path, tree.files.get(to)) for path, to in tree.links.items())
+                for path, oid in chain(tree.files.items(), linked):
+                    if oid:
+                        yield oid, _Sighting("future-file", view, number, path, path)
+                    if (loose := _LOOSE.fullmatch(path)) and not path.startswith(inside):
+                        named = bytes.fromhex(loose[1] + loose[2])
+                        yield named, _Sighting("object", view, number, path, path)
+                for archive, member, oid in tree.inside:
+                    path = archive.partition("!")[0]
+                    shown = f"{archive}!{member}"
+                    yield oid, _Sighting("future-file", view, number, path, shown)
+
+    def leads(self) -> Iterator[RootLeak]:
+        """Installations and `.git` files that lead to what was not judged."""
+        project = project_of(self._future.mirror)
+        for view, stores in zip(self._views, self.stores, strict=True):
+            for number, (_, tree) in enumerate(view.layers):
+                for path, text in tree.texts.items():
+                    for lead in find_leads(path, text, project):
+                        if not self._is_known(lead, path, view, stores):
+                            fact = " ".join(filter(None, [lead.fact, lead.target]))
+                            hidden = not view.shows(number, path)
+                            yield RootLeak(kind=lead.kind, path=path, detail=fact, hidden=hidden)
+
+    def _is_known(self, lead: Lead, path: str, view: View, stores: Collection[str]) -> bool:
+        """Whether what a file leads to is the checkout, in the root, or of another project."""
+        if lead.target is not None:
+            if f"{lead.target}/".startswith(f"{TESTBED}/") and lead.kind == "editable":
+                return True
+            at = resolve(path, lead.target, self._seen_at)
+            if lead.kind == "repository":
+                return at is not None and any(f"{at}/".startswith(f"{each}/") for each in stores)
+            return at is not None and view.has(at)
+        oid = bytes.fromhex(lead.commit or "")
+        return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))
+
+    def packs(self) -> Iterator[RootLeak]:
+        """Packs and bundles that are not in a repository's own place."""
+        for view, stores in zip(self._views, self.stores, strict=True):
+            own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
+            for number, (_, tree) in enumerate(view.layers):
+                for path in tree.packs:
+                    directory, _, name = path.rpartition("/")
+                    if f"{directory}/" in own and _PACK.fullmatch(name):
+                        continue
+                    hidden = not view.shows(number, path.partition("!")[0])
+                    fact = "a git pack or bundle, outside of a repository"
+                    yield RootLeak(kind="pack", path=path, detail=fact, hidden=hidden)
+
+    def repositories(self) -> Iterator[RootLeak]:
+        """What leaks of each repository, but of those of other projects."""
+        for number, (view, stores) in enumerate(zip(self._views, self.stores, strict=True)):
+            shown = [at for at, is_seen in stores.items() if is_seen]
+            for at in stores.keys() - shown:
+                fact = "a repository, which a later layer removes"
+                yield RootLeak(kind="repository", path=at, detail=fact, hidden=True)
+            top = self._root
+            if not top.is_dir() and shown:
+                top = self._scratch / f"image{number}"
+                yield from take_out(self._root, view, shown, top)
+            for at in shown:
+                yield from self._judge(top, at)
+
+    def _judge(self, top: Path, at: str) -> Iterator[RootLeak]:
+        future, path = self._future, at or "."
+        try:
+            repository = repository_at(top / at, top)
+            judged = judge(repository, future.base, future.mirror, future.closure)
+        except MirrordError as error:
+            yield RootLeak(kind="unreadable", path=path, detail=error.message)
+            return
+        leaks = judged.report.leaks
+        if not self._is_related(judged.objects):
+            self._contents.note(path, "a repository of another project")
+            leaks = [leak for leak in leaks if leak.kind in _TELLING]
+        yield from (RootLeak(kind=leak.kind, path=path, detail=leak.detail) for leak in leaks)
+
+    def _is_related(self, objects: set[bytes]) -> bool:
+        """Whether a repository has a commit of the base's past, or anything of the future."""
+        if objects & self._future.past:
+            return True
+        outside = self._future.outside(objects)
+        if not outside or set(outside.values()) != {"blob"}:
+            return bool(outside)
+        return not all(
+            _is_licence("licence", place) for place in self._future.places(outside).values()
+        )
+
+
+def _is_licence(path: str, place: Place) -> bool:
+    """Whether both names are of texts that thousands of projects share."""
+    return bool(_LICENCE.fullmatch(path) and place.name and _LICENCE.fullmatch(place.name))
+
+
+def project_of(mirror: Path) -> str:
+    """The repository's name without its owner, by a mirror's name or the URL of its remote."""
+    if "__" in mirror.name:
+        return mirror.name.partition("__")[2]
+    words = ("config", "--get", "remote.origin.url")
+    told = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
+    url = told.decode("utf-8", "surrogateescape").strip() or mirror.name
+    return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
