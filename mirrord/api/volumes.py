@@ -28,7 +28,7 @@ from .problems import invalid_request, problem_response
 from .request import JSON_LIMIT_BYTES, Body, read_body
 
 MEDIA_TYPES = tuple(f"application/vnd.docker.plugins.v1{minor}+json" for minor in ("", ".1", ".2"))
-PARTS = ("tree", "directory")
+PARTS = ("tree", "environment", "directory")
 _START, _FORK = TypeAdapter(StartCheckout), TypeAdapter(ForkCheckout)
 
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from .. import protocol
-from ..errors import CheckoutBusyError, ConflictError, NotFoundError
+from ..errors import CheckoutBusyError, ConflictError, InvalidRequestError, NotFoundError
 from ..host.peers import Peer
 from ..host.processes import boot_id
 from ..model import shown
@@ -77,12 +77,15 @@ class Volumes:
         volume = Volume(name, part, options, not isinstance(source, Existing), ttl_s)
         with self._creating(name):
             if isinstance(source, protocol.StartCheckout):
+                _must_have(volume, source.environment)
                 await self._checkout(source, peer, volumes=(volume,))
             elif isinstance(source, ForkOf):
-                parent = self._id_of(source.checkout)
-                await self._fork(parent, source.request, peer, volumes=(volume,))
+                parent = self._leasing.get(self._id_of(source.checkout), peer)
+                _must_have(volume, parent.environment)
+                await self._fork(parent.id, source.request, peer, volumes=(volume,))
             else:
                 async with self._leasing.held(self._id_of(source.checkout), peer) as lease:
+                    _must_have(volume, lease.environment)
                     self._leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self._leasing.publish("volume.made", self.get(name)[0], volume=name)
 
@@ -150,6 +153,12 @@ def path_of(lease: Lease, volume: Volume) -> str:
     return (
         f"{lease.directory}" if volume.part == "directory" else f"{lease.directory}/{volume.part}"
     )
+
+
+def _must_have(volume: Volume, environment: object) -> None:
+    if volume.part == "environment" and environment is None:
+        fact = f"cannot make volume {volume.name}: its checkout has no environment"
+        raise InvalidRequestError(fact, hint="name one, or auto, as environment= of the checkout")
 
 
 def _ttl(source: protocol.StartCheckout | ForkOf) -> float | None:

@@ -90,8 +90,9 @@ def test_the_same_request_again_is_the_same_volume(world: VolumeWorld) -> None:
         ({"instance": "o__r-99"}, "cannot find instance 'o__r-99'"),
         ({"instance": "o__r-0", "sise": "1", "owner": "x"}, "sise: Unexpected keyword"),
         ({"instance": "o__r-0", "ttl": "soon"}, "ttl: 'soon' is not a duration"),
-        ({"instance": "o__r-0", "what": "../leases"}, "what is one of tree, directory"),
+        ({"instance": "o__r-0", "what": "../leases"}, "what is one of tree, environment"),
         ({"instance": "o__r-0", "bind": "process"}, "bound to no process"),
+        ({"instance": "o__r-0", "what": "environment"}, "its checkout has no environment"),
         ({"fork": "o__r-0", "owner": "1"}, "owner: Unexpected keyword"),
         ({"checkout": "aaaaaaaaaaaaaaaa"}, "cannot find checkout"),
         ({"checkout": "aaaaaaaaaaaaaaaa", "ttl": "1h"}, "ttl: "),
@@ -134,6 +135,16 @@ def test_the_last_of_several_volumes_releases_their_checkout(world: VolumeWorld)
     assert list(world.checkouts()) == ["all"]
     world.call("Remove", Name="all")
     assert world.checkouts() == {}
+
+
+@pytest.mark.root
+def test_the_environment_of_a_checkout_is_a_volume_of_its_own(world: VolumeWorld) -> None:
+    world.create("tree", instance="o__r-0", environment="tools", owner="4321")
+    assert world.create("its", checkout="tree", what="environment") == ""
+    place = Path(world.call("Mount", Name="its", ID="a")["Mountpoint"])
+    assert place == Path(world.checkouts()["tree its"].directory, "environment")
+    assert ((place / "bin/tool").read_text(), (place / "bin").stat().st_uid) == ("tool\n", 4321)
+    world.call("Unmount", Name="its", ID="a")
 
 
 def test_a_fork_of_a_volume_has_its_content_and_its_own_name(world: VolumeWorld) -> None:

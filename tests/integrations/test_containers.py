@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,6 +18,13 @@ import mirrord
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
+_MINI_SWE_AGENT = """
+import json, sys
+from minisweagent.environments.docker import DockerEnvironment
+environment = DockerEnvironment(**json.loads(sys.argv[1]))
+print(environment.execute({"command": "cat README; echo work > new"})["output"], end="")
+environment.cleanup = lambda: None  # a shell in the background; the test removes its container
+"""
 PROJECT = Path(__file__).parents[2]
 AGENT = 4321
 
@@ -242,7 +250,7 @@ def test_the_documented_commands_run(
     request: pytest.FixtureRequest, world: VolumeWorld, program: str
 ) -> None:
     engine: Engine = request.getfixturevalue(program)
-    text = (PROJECT / "docs" / "integrations.md").read_text()
+    text = (PROJECT / "docs" / "integrations.md").read_text().replace("\\\n", "")
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith(program)]
     assert len(commands) > 2
@@ -253,7 +261,41 @@ def test_the_documented_commands_run(
             command = command.replace("IMAGE COMMAND", image).replace("docker", engine.program)
             command = command.replace("driver=mirrord", f"driver={engine.driver}")
             command = command.replace("driver mirrord", f"driver {engine.driver}")
+            command = command.replace("environment=auto", "environment=tools")
             done = subprocess.run(
                 command, shell=True, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.mark.parametrize("program", ["podman", "docker"])
+def test_mini_swe_agent_works_in_a_volume_with_its_own_docker_environment(
+    request: pytest.FixtureRequest, world: VolumeWorld, program: str
+) -> None:
+    """Unchanged: the volume is named in its `run_args`."""
+    engine: Engine = request.getfixturevalue(program)
+    if not (python := PROJECT / ".venv/harnesses/bin/python").exists():
+        pytest.skip("`make harnesses` has not made .venv/harnesses")
+    if program == "podman":
+        engine.make_volume("task", instance="o__r-0")
+        volume = ["-v", "task:/testbed"]
+    else:
+        options = f"volume-driver={engine.driver},volume-opt=instance=o__r-0"
+        volume = ["--mount", f"type=volume,src=task,{options},dst=/testbed"]
+    choices = {
+        "image": enginelab.IMAGE,
+        "cwd": "/testbed",
+        "executable": engine.program,
+        "run_args": ["--rm", "--network", "none", "-v", "/usr:/usr:ro", *volume],
+        "interpreter": ["sh", "-c"],
+    }
+    done = subprocess.run(
+        [python, "-c", _MINI_SWE_AGENT, json.dumps(choices)],
+        env={**engine.environment, "MSWEA_SILENT_STARTUP": "1", "HOME": str(world.daemon.root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.endswith("\nnumber 0\n"), done.stderr
+    with world.client as client:
+        assert b"+work" in client.diff_checkout(world.checkouts()["task"].id)

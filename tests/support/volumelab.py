@@ -33,7 +33,9 @@ os.execvp(command[0], command)
 
 
 class VolumeWorld:
-    """The daemon knows the instances `o__r-0` and `o__r-1`; `plugin` is the socket for volumes."""
+    """The daemon knows the instances `o__r-0` and `o__r-1`, and the environment `tools`; `plugin` is
+    the socket for volumes.
+    """
 
     def __init__(self, running: Daemon, commits: list[str]) -> None:
         self.daemon, self.commits = running, commits
@@ -80,6 +82,15 @@ class VolumeWorld:
             return {" ".join(each.volumes): each for each in client.list_checkouts()}
 
 
+def _environment(state_dir: Path, key: str) -> None:
+    """Put one on disk, as a build leaves it, with one file in it."""
+    place = state_dir / "templates" / ".environments" / ("d" * 64)
+    (place / "files" / "bin").mkdir(parents=True)
+    (place / "files" / "bin" / "tool").write_text("tool\n")
+    facts = {"key": key, "digest": place.name, "state": "ready", "at": 0.0}
+    (place / "environment.json").write_text(json.dumps(facts))
+
+
 @contextmanager
 def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
     upstream = Upstream(root / "o" / "r")
@@ -92,6 +103,7 @@ def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
     url = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[docker]\nvolumes = true\n'
     with daemon(url + text, start=False) as running:
         world = VolumeWorld(running, commits)
+        _environment(running.state_dir, "tools")
         world.start()
         with world.client as client:
             client.wait(client.import_dataset(root / "rows.jsonl"))
