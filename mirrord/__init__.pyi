@@ -106,6 +106,7 @@ from .protocol import Attachment as Attachment
 from .protocol import Audit as Audit
 from .protocol import AuditPart as AuditPart
 from .protocol import AuditSummary as AuditSummary
+from .protocol import BuildReport as BuildReport
 from .protocol import BundleFile as BundleFile
 from .protocol import BundleImported as BundleImported
 from .protocol import Closure as Closure
@@ -118,7 +119,9 @@ from .protocol import DatasetImported as DatasetImported
 from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
 from .protocol import Dropped as Dropped
+from .protocol import Environment as Environment
 from .protocol import Event as Event
+from .protocol import FailedBuild as FailedBuild
 from .protocol import Finding as Finding
 from .protocol import Fork as Fork
 from .protocol import FormatInfo as FormatInfo
@@ -133,6 +136,7 @@ from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
 from .protocol import Operation as Operation
 from .protocol import Pin as Pin
+from .protocol import Preparation as Preparation
 from .protocol import PreparedLayer as PreparedLayer
 from .protocol import Prewarmed as Prewarmed
 from .protocol import Problem as Problem
@@ -141,6 +145,7 @@ from .protocol import Proof as Proof
 from .protocol import Proven as Proven
 from .protocol import Receipt as Receipt
 from .protocol import ReceiptReport as ReceiptReport
+from .protocol import Recipe as Recipe
 from .protocol import RecordedCommit as RecordedCommit
 from .protocol import RefChange as RefChange
 from .protocol import RefDiff as RefDiff

@@ -61,6 +61,14 @@ def _url(value: str) -> str:
     return value
 
 
+def _index(value: str) -> str:
+    if value and not re.fullmatch(
+        r"(?:https?://|file:///|/)[^\x00-\x20\x7f]*", value, re.IGNORECASE
+    ):
+        raise ValueError("is neither a URL of https, http or file, nor an absolute path")
+    return value
+
+
 def _url_template(value: str) -> str:
     unknown = [name for name in re.findall(r"\{([^}]*)\}", value) if name not in {"owner", "name"}]
     if unknown:
@@ -216,6 +224,13 @@ class GradingSettings(_Section):
     rule: tuple[RuleSettings, ...] = ()
 
 
+class EnvironmentSettings(_Section):
+    """For builds that begin after a change; a failed build is tried again after one."""
+
+    index: Annotated[str, AfterValidator(_index)] = ""
+    network: StrictBool = True
+
+
 class LogSettings(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Annotated[Literal["auto", "json", "console"], Restart] = "auto"
@@ -253,6 +268,7 @@ class Settings(_Section):
     checkouts: CheckoutSettings = CheckoutSettings()
     datasets: DatasetSettings = DatasetSettings()
     access: AccessSettings = AccessSettings()
+    environments: EnvironmentSettings = EnvironmentSettings()
     grading: GradingSettings = GradingSettings()
     log: LogSettings = LogSettings()
     docker: DockerSettings = DockerSettings()

@@ -26,6 +26,8 @@ from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.service import Datasets
+from .environments.building import Builds
+from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers
@@ -159,10 +161,23 @@ class Engine:
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
+        place = self.layout.environments
+        builds = Builds(
+            place=place, service=self._settings.socket.parent / "build.sock",
+            store=self.environment_store, checkouts=self.checkouts, workers=self.workers,
+            events=self.events, trash=self.trash, settings=self.settings,
+        )  # fmt: skip
+        await anyio.to_thread.run_sync(builds.open)
+        self.environments = Environments(
+            store=self.environment_store, builds=builds, recipes=place / "recipes",
+            datasets=self.datasets, mirrors=self.mirrors, workers=self.workers,
+            events=self.events,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.environments.close)
         self.storage = Storage(
             layout=self.layout, workers=self.workers, catalog=self.catalog,
             quarantine=self.mirrors.quarantine, templates=self.templates, checkouts=self.checkouts,
-            trash=self.trash, events=self.events,
+            environments=self.environments, trash=self.trash, events=self.events,
         )  # fmt: skip
         try:
             self.backend = self.checkouts.backend
@@ -185,7 +200,7 @@ class Engine:
         self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
             self.operations, self.mirrors, self.bundles, self.datasets, self.audits, self.heals,
-            self.templates, self.stores, prewarm,
+            self.templates, self.stores, self.environments, prewarm,
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
         watches = await self._watches()
@@ -324,6 +339,7 @@ class Engine:
             "mirrors_failed": sum(row.error is not None for row in mirrors),
             "mirrors_bytes": sum(row.size_bytes or 0 for row in mirrors),
             "datasets": len(await self.catalog.summarise_datasets()),
+            "environments": sum(each.is_ready for each in self.environment_store.list()),
             "commits_unservable": sum(
                 count for each in counts for state, count in each.items() if state not in servable
             ),

@@ -90,7 +90,7 @@ class Layout:
         self.root = root
         self.mirrors, self.quarantine = root / "mirrors", root / "quarantine"
         self.datasets, self.bundles = root / "datasets", root / "bundles"
-        self.templates = root / "templates"
+        self.templates, self.environments = root / "templates", root / "environments"
         self.checkouts, self.leases = root / "checkouts", root / "leases"
         self.catalog, self.home = root / "catalog.sqlite3", root / "home"
 
@@ -102,7 +102,8 @@ class Layout:
         private = self.mirrors, self.datasets, self.bundles, self.templates, self.leases
         for directory in (*private, self.quarantine, self.home):
             self._make(directory, 0o700)
-        self._make(self.checkouts, 0o711)
+        for directory in (self.checkouts, self.environments):
+            self._make(directory, 0o711)
         if not self.catalog.exists():
             self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
 

@@ -24,6 +24,7 @@ from .checkouts.service import Checkouts
 from .checkouts.snapshots.layers import layer_path
 from .checkouts.stores.store import SealedStore
 from .checkouts.templates.store import Templates
+from .environments.service import Environments
 from .git.workers import Workers
 from .host.peers import Peer
 from .host.trash import TRASH_PREFIX, Trash, find_trash
@@ -79,6 +80,7 @@ class Storage:
     quarantine: Quarantine
     templates: Templates
     checkouts: Checkouts
+    environments: Environments
     trash: Trash
     events: Events
     _collecting: anyio.Lock = field(default_factory=anyio.Lock)
@@ -121,6 +123,7 @@ class Storage:
                 self.checkouts.drop_warm_trees()
                 templates = await self.templates.collect(keep)
                 await self.quarantine.clean()
+                await self.environments.builds.drop_caches()
                 await self.trash.settle()
             left = set() if dry_run else await anyio.to_thread.run_sync(_find_left, things)
         dropped = [
@@ -144,11 +147,16 @@ class Storage:
     def _find_things(self, leases: list[Lease]) -> _Things:
         """All that is no checkout, no template and not in the catalog."""
         held, left = Counter(str(lease.mirror) for lease in leases), self.quarantine.leftovers
-        layout, garbage = self.layout, self._find_garbage()
+        layout, garbage, store = self.layout, self._find_garbage(), self.environments.store
+        environments = [
+            _Thing(each.name, (store.root / each.digest,), store.held[each.digest])
+            for each in store.list()
+        ]
         mirrors, quarantine = _names_in(layout.mirrors), _names_in(layout.quarantine)
         return {
             "mirrors": [_Thing(each.name, (each,), held[each.name]) for each in mirrors],
             **garbage,
+            "environments": [*environments, *garbage["environments"]],
             "quarantine": [_Thing(each.name, (each,), 0, each in left) for each in quarantine],
             "other": [
                 _Thing(each.name, (each,))
@@ -167,8 +175,11 @@ class Storage:
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
         left = sorted(self.quarantine.leftovers)
-        warm = self.checkouts.warm_trees
+        warm, caches = self.checkouts.warm_trees, self.environments.builds.caches()
         return {
+            "environments": [
+                _Thing(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
+            ],
             "warm-trees": [_Thing(each.public.name, each, is_garbage=True) for each in warm],
             "quarantine": [_Thing(each.name, (each,), is_garbage=True) for each in left],
             "trash": [

@@ -21,6 +21,7 @@ from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.fields import Columns
 from .datasets.service import Datasets
+from .environments.service import Environments
 from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
 from .heal.service import Heals
@@ -29,7 +30,7 @@ from .mirrors.bundles.format import read_header
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
-from .protocol import Message, Operation, Progress, ProgressSink, StartAudit
+from .protocol import BuildEnvironments, Message, Operation, Progress, ProgressSink, StartAudit
 from .telemetry import log
 
 
@@ -45,6 +46,7 @@ class BackgroundWork:
     heals: Heals
     templates: Templates
     stores: StoreBuilder
+    environments: Environments
     prewarm: Prewarm
     on_mirrors_changed: Callable[[], Awaitable[None]]
 
@@ -153,6 +155,19 @@ class BackgroundWork:
         subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
         run = partial(self.audits.run, request, resume=resume)
         return self.operations.start(kind, subject, run, owner_uid=owner_uid)
+
+    async def build_environments(
+        self, request: BuildEnvironments, *, owner_uid: int = 0
+    ) -> Operation:
+        """Build environments; raises before it starts where a name means nothing."""
+        plans, refused = await self.environments.plan(request)
+        names = ", ".join(request.names[:5]) + (" and others" if len(request.names) > 5 else "")
+
+        async def run(progress: ProgressSink) -> Message:
+            return await self.environments.build(plans, refused, request.again, progress)
+
+        subject = names or str(request.dataset)
+        return self.operations.start("environment.build", subject, run, owner_uid=owner_uid)
 
     async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
         """Heal a mirror with a bundle file of ours as one more donor, and remove the file.

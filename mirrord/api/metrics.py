@@ -32,6 +32,7 @@ GAUGES = {
     "mirrors_failed": "Mirrors whose last sync failed.",
     "mirrors_bytes": "Bytes of all mirrors.",
     "datasets": "Datasets in the catalog.",
+    "environments": "Environments that are ready.",
     "commits_unservable": "Recorded commits that the last audit could not serve.",
     "checkouts": "Checkouts held.",
     "checkouts_max": "The configured limit of checkouts.",

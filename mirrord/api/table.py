@@ -16,7 +16,7 @@ from .. import errors
 from ..host.peers import Role
 from ..protocol import API, Health, Message, Receipt, Request
 from . import openapi
-from .handlers import checkouts, daemon, datasets, mirrors
+from .handlers import checkouts, daemon, datasets, environments, mirrors
 from .request import Call, Query, text_response
 
 OPEN, OWNER, MEMBER, ADMIN = Role
@@ -121,6 +121,7 @@ _SUBJECTS_OF: dict[str, set[str]] = {
     "pins": {"mirror", "name", "commit", "pin", "url"},
     "datasets": {"dataset", "name", "mirror", "url"},
     "instances": {"instance", "dataset", "name"},
+    "environments": {"environment", "instance", "dataset", "mirror", "name", "commit", "recipe"},
     "audits": {"audit", "mirror", "dataset", "name"},
     "heals": {"mirror", "name"},
     "checkouts": _CHECKOUT_SUBJECTS,
@@ -141,7 +142,8 @@ async def get_openapi(_: Call) -> Response:
 
 _MIRROR, _DATASET = f"{API}/mirrors/{{name}}", f"{API}/datasets/{{name}}"
 _CHECKOUT, _OPERATION = f"{API}/checkouts/{{id}}", f"{API}/operations/{{id}}"
-_FILE, _PATCH = "application/octet-stream", "text/x-diff"
+_ENVIRONMENT = f"{API}/environments/{{key}}"
+_FILE, _PATCH, _TOML = "application/octet-stream", "text/x-diff", "application/toml"
 
 _get, _post, _delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
 
@@ -177,6 +179,13 @@ ENDPOINTS = (
     _get(f"{_DATASET}/export", ADMIN, datasets.export_dataset, answer="application/jsonl"),
     _get(f"{API}/instances", ADMIN, datasets.list_instances),
     _get(f"{API}/instances/{{id}}", MEMBER, datasets.get_instance),
+
+    _get(f"{API}/environments", MEMBER, environments.list_environments),
+    _post(f"{API}/environments", ADMIN, environments.build_environments, 202),
+    _post(f"{API}/environments/recipes", ADMIN, environments.import_recipes, 201, upload=_TOML),
+    _get(_ENVIRONMENT, MEMBER, environments.get_environment),
+    _delete(_ENVIRONMENT, ADMIN, environments.remove_environment, 204),
+    _get(f"{_ENVIRONMENT}/log", MEMBER, environments.get_log, answer="text/plain"),
 
     _get(f"{API}/audits", ADMIN, mirrors.list_audits),
     _post(f"{API}/audits", ADMIN, mirrors.start_audit, 202),

@@ -19,14 +19,19 @@ from typing import Any, NamedTuple
 
 from ..errors import EnvironmentInUseError, EnvironmentNotFoundError
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
-from ..model import shown
+from ..model import ENVIRONMENT_KEY, shown
 
 DIRECTORY = ".environments"
 """Below `templates`, which the mounter shows to other owners as theirs."""
 RECORD = "environment.json"
 _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"([a-z0-9][a-z0-9._-]{0,199})(?:@([0-9a-f]{4,64}))?")
+_NAME = re.compile(rf"({ENVIRONMENT_KEY.pattern})(?:@([0-9a-f]{{4,64}}))?")
+
+
+def environment_name(key: str, digest: str) -> str:
+    """KEY@DIGEST, shortened: what requests may name an environment by."""
+    return f"{key}@{digest[:12]}"
 
 
 class ReadyEnvironment(NamedTuple):
@@ -38,8 +43,7 @@ class ReadyEnvironment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """KEY@DIGEST, shortened: what requests may name it by."""
-        return f"{self.key}@{self.digest[:12]}"
+        return environment_name(self.key, self.digest)
 
 
 class EnvironmentRecord(NamedTuple):
@@ -51,16 +55,20 @@ class EnvironmentRecord(NamedTuple):
     at: float
     facts: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        return environment_name(self.key, self.digest)
+
 
 class EnvironmentStore:
-    """The environments below `templates`. Belongs to the event loop's thread."""
+    """The environments below `templates`; `held` counts by digest. Belongs to the event loop."""
 
     def __init__(self, state_dir: Path, trash: Trash) -> None:
         self.root = state_dir / "templates" / DIRECTORY
         self.shared = self.root / ".files"
         self._trash = trash
         self._records: dict[str, EnvironmentRecord] = {}
-        self._held: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
 
     def open(self) -> None:
         """Read what is on disk; remove what is not whole."""
@@ -112,18 +120,15 @@ class EnvironmentStore:
 
     def hold(self, digest: str) -> None:
         """Keep an environment for a checkout. Call with no await since it was found."""
-        self._held[digest] += 1
+        self.held[digest] += 1
         self._note_use(digest)
 
     def drop(self, digest: str) -> None:
         """Undo one `hold`."""
-        self._held[digest] -= 1
-        if self._held[digest] <= 0:
-            del self._held[digest]
+        self.held[digest] -= 1
+        if self.held[digest] <= 0:
+            del self.held[digest]
         self._note_use(digest)
-
-    def is_held(self, digest: str) -> bool:
-        return digest in self._held
 
     def used_at(self, digest: str) -> float:
         """When it was held or dropped last, or else built."""
@@ -153,10 +158,10 @@ class EnvironmentStore:
 
     def remove(self, digest: str) -> None:
         """Remove an environment; EnvironmentInUseError while a checkout holds it."""
-        if self.is_held(digest):
+        if self.held[digest]:
             record = self._records[digest]
             raise EnvironmentInUseError(
-                f"cannot remove environment {record.key}@{digest[:12]}: a checkout uses it",
+                f"cannot remove environment {record.name}: a checkout uses it",
                 hint="release its checkouts",
             )
         self._records.pop(digest, None)

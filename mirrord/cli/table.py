@@ -18,6 +18,7 @@ EXIT_STATUSES = {
 
 GROUPS = {
     "mirror": "Complete copies of upstream repositories.",
+    "environment": "What instances need to run, built once.",
     "dataset": "Instances, and the commits they record.",
     "instance": "Tasks of the datasets.",
     "refs": "The ref history of a mirror.",
@@ -53,6 +54,12 @@ dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
 dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.
 dataset derive; derive:derive; 36789; Write rows with what they lack and can be computed.
 dataset formats; datasets:formats; 39; List the dataset formats.
+environment import; environments:add; 39; Keep recipes of a TOML file.
+environment build; environments:build; 346789; Build environments of instances, keys or a dataset.
+environment list; environments:list_all; 39; List environments and failed builds.
+environment show; environments:show; 349; Show an environment, or why its build failed.
+environment log; environments:log; 349; Print what a build printed.
+environment remove; environments:remove; 3459; Remove environments that no checkout uses.
 instance list; datasets:list_instances; 349; List the ids of instances.
 instance show; datasets:show_instance; 3459; Show one instance.
 pin; mirrors:pin; 34689; Keep a commit of a mirror alive.

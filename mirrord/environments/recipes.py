@@ -30,6 +30,7 @@ _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _REQUIREMENT = re.compile(rf"{_NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;][^@]*)?")
 _DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _FILE = "-r "
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LINES, _CHARACTERS = 2000, 20_000
 _DEEP = 8
 
@@ -54,10 +55,11 @@ def key_of(
 ) -> str:
     """The key of an instance's environment, which it shares with others.
 
-    An image made for one instance alone is no name for that; then repository and version are.
+    An image made for one instance alone, or for a commit, which may be the gold one, is no name for
+    that; then repository and version are.
     """
     owner_name = MirrorName.parse(repo).key
-    if image and not _names_instance(image, instance):
+    if image and not _names_instance(image, instance) and not _COMMIT.search(image):
         return _slug(image)
     if version:
         return _slug(f"{owner_name}-{version}")

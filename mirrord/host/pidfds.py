@@ -49,6 +49,12 @@ def process_of(connection: socket.socket, peer: Peer) -> Process:
         raise process_gone(peer.pid) from error
 
 
+def own_process() -> Process:
+    pid = os.getpid()
+    with opened(os.pidfd_open(pid)) as pidfd:
+        return Process(pid, _mark(pidfd, pid))
+
+
 def process_gone(pid: int) -> ProcessGoneError:
     return ProcessGoneError(
         f"cannot bind a checkout to process {pid}: it has ended, or the daemon cannot see it",

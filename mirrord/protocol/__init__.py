@@ -728,6 +728,80 @@ class Recipe(Answer, Request):
     host_packages: list[str] = []
 
 
+class BuildEnvironments(Request):
+    """`names` are instances, or keys of imported recipes and of earlier builds; without any, all
+    instances of `dataset` are meant.
+
+    With `prewarm` every instance of the dataset gets its prepared layer, too, as named ones do. A
+    build that failed is tried `again`, though nothing has changed. With `frozen` no package is
+    taken that was released after the instance's date.
+    """
+
+    names: list[Word] = []
+    dataset: Word | None = None
+    prewarm: bool = False
+    again: bool = False
+    frozen: bool = False
+
+
+class FailedBuild(Answer):
+    key: str
+    detail: str
+
+
+class BuildReport(Answer):
+    """The result of a build: the environments that are `ready`, as KEY@DIGEST, and the commits for
+    which one is `prepared`.
+    """
+
+    ready: list[str]
+    failed: list[FailedBuild] = []
+    prepared: list[str] = []
+
+
+class Preparation(Answer):
+    """The `layer` that a checkout of this commit has with the environment, or why there is none."""
+
+    mirror: str
+    commit: str
+    layer: str | None = None
+    error: str | None = None
+
+
+class Environment(Answer):
+    """`name` is KEY@DIGEST. It was built at `commit` of `mirror`, where the recipe has one.
+
+    `manifest` is the SHA-256 of the list of all files with their modes and hashes. `shared_bytes`
+    of it other environments had already. `dropped` counts what was left out, by the reason;
+    `findings` is what the scan found. `error` and the last lines of the log (`tail`) are those of
+    a failed build. `interpreter` is the host's; None for one that came with the environment.
+    `checkouts` counts those that use it.
+    """
+
+    key: str
+    name: str
+    digest: str
+    state: Literal["building", "ready", "failed"]
+    python: str
+    built_at: datetime
+    interpreter: str | None = None
+    mirror: str | None = None
+    commit: str | None = None
+    duration_s: float | None = None
+    used_at: datetime | None = None
+    checkouts: int = 0
+    manifest: str | None = None
+    files: int = 0
+    size_bytes: int = 0
+    shared_bytes: int = 0
+    dropped: dict[str, int] = {}
+    findings: list[dict[str, Any]] = []
+    error: str | None = None
+    tail: list[str] = []
+    prepared: list[Preparation] = []
+    recipe: Recipe | None = None
+
+
 # -- rehearsals ------------------------------------------------------------------------------------
 
 
@@ -984,8 +1058,8 @@ class Status(Answer):
 
 
 UsageKind = Literal[
-    "mirrors", "datasets", "catalog", "templates", "checkouts", "snapshots", "layers",
-    "warm-trees", "quarantine", "trash", "other",
+    "mirrors", "datasets", "catalog", "templates", "environments", "checkouts", "snapshots",
+    "layers", "warm-trees", "quarantine", "trash", "other",
 ]  # fmt: skip
 
 

@@ -236,6 +236,12 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
             for identity in (*ids, "absent")
             for query in ("", "?view=grader", "?dataset=swe-bench", "?view=x")
         ],
+        ("GET", "/v1/environments"): [("environments", None)],
+        ("POST", "/v1/environments"): [("environments", {"names": [name]}) for name in ids],
+        ("POST", "/v1/environments/recipes"): [("environments/recipes", {})],
+        ("GET", "/v1/environments/{key}"): [("environments/k", None)],
+        ("GET", "/v1/environments/{key}/log"): [("environments/k/log", None)],
+        ("DELETE", "/v1/environments/{key}"): [("environments/k", None)],
         ("GET", "/v1/audits"): [("audits", None)],
         ("POST", "/v1/audits"): [("audits", {"level": "quick"})],
         ("GET", "/v1/audits/{id}"): [("audits/x", None)],

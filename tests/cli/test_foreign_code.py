@@ -136,8 +136,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     patch.write_text(
         "diff --git a/new b/new\nnew file mode 100644\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+new\n"
     )
+    recipes = root / "recipes.toml"
+    recipes.write_text('[[environment]]\nkey = "k"\npython = "3.11"\n')
     with daemon(start=False) as made:
         text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
+        text += f'[environments]\nindex = "{root}"\nnetwork = false\n'
         running = FromTrap(made.root, text, environment=trap.environment)
         running.start(prefix=("/usr/bin/env", "-C", str(trap.directory)))
         try:
@@ -151,6 +154,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             given = {
                 "pin": ["a/b", last], "unpin": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
                 "dataset diff": ["d", "d"], "dataset derive": [str(rows)],
+                "environment import": [str(recipes)], "environment build": ["k"],
                 "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity], "attach": [identity, "/nonexistent"],
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],

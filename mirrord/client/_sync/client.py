@@ -302,6 +302,51 @@ class Client:
         content = _upload(Path(file), progress)
         return self._start("POST", f"mirrors/{_mirror(mirror)}/heal", content=content)
 
+    # -- environments
+
+    def list_environments(self) -> list[protocol.Environment]:
+        return self._list(protocol.Environment, "GET", "environments")
+
+    def get_environment(self, name: str) -> protocol.Environment:
+        """What KEY or KEY@DIGEST means, an environment or a failed build, with its recipe."""
+        return self._one(protocol.Environment, "GET", f"environments/{_quoted(name)}")
+
+    def build_environments(
+        self,
+        *names: str,
+        dataset: str | None = None,
+        prewarm: bool = False,
+        again: bool = False,
+        frozen: bool = False,
+    ) -> protocol.Operation:
+        """Build what is missing of the environments of instances, keys or a dataset.
+
+        The operation's result is a BuildReport. With `prewarm` every instance of the dataset gets
+        its prepared layer, as named ones do; with `again` failed builds are tried once more; with
+        `frozen` packages are of the instance's date.
+        """
+        given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
+        body = message(protocol.BuildEnvironments, **given, frozen=frozen)
+        return self._start("POST", "environments", body=body)
+
+    def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
+        """Keep the recipes of a TOML file, which come before those of rows."""
+        content, name = _upload(Path(file), None), Path(file).name
+        return self._list(
+            protocol.Recipe, "POST", "environments/recipes", content=content, filename=name
+        )
+
+    def environment_log(self, name: str, *, follow: bool = False) -> Generator[bytes, None, None]:
+        """What a build printed, in pieces; with `follow` until it ends."""
+        path = f"environments/{_quoted(name)}/log"
+        with self._connection.stream(path, follow=follow or None) as (_, body):
+            for piece in body:
+                yield piece
+
+    def remove_environment(self, name: str) -> None:
+        """Remove what no checkout uses of a name; by a key alone, its imported recipe too."""
+        self._connection.request("DELETE", f"environments/{_quoted(name)}")
+
     # -- checkouts
 
     def checkout(

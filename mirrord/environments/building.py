@@ -1,0 +1,301 @@
+"""One build of an environment: its checkout, the builder, the result on disk, its preparation.
+
+Nothing is half ready: what is built appears by one rename, in the end. A build that is cancelled or
+whose daemon is killed leaves its scratch directory, which goes at once or with the next start, and
+a checkout that ends with the daemon.
+"""
+
+import json
+import os
+import platform
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from .. import protocol
+from ..checkouts.environments import (
+    RECORD,
+    EnvironmentRecord,
+    EnvironmentStore,
+    environment_name,
+)
+from ..checkouts.service import Checkouts
+from ..config import Settings
+from ..errors import EnvironmentFailedError
+from ..git.workers import Workers
+from ..host.files import full_disk_named
+from ..host.peers import Peer
+from ..host.pidfds import own_process
+from ..host.trash import Trash
+from ..jobs.events import Events
+from ..model import CommitId, MirrorName
+from ..protocol import Recipe
+from ..telemetry import masked
+from .adopt import adopt, sweep_shared
+from .builder import Order
+from .launch import TIMEOUT, build_owner, find_uv, run_builder
+
+_ADOPT_TIMEOUT = timedelta(minutes=30)
+_LOG_BYTES = 8 << 20
+_TAIL_LINES = 30
+
+
+class Plan(NamedTuple):
+    """An environment to be built: of a recipe without `-r` lines, at the commit of a mirror where
+    there is one, and for the base commits of these instances.
+    """
+
+    recipe: Recipe
+    digest: str
+    mirror: MirrorName | None
+    commit: CommitId | None
+    bases: tuple[CommitId, ...]
+
+    @property
+    def name(self) -> str:
+        return environment_name(self.recipe.key, self.digest)
+
+    @property
+    def layer(self) -> str:
+        """The prepared layer that a checkout with this environment has by default."""
+        return f"environment-{self.digest[:12]}"
+
+
+class _Running(NamedTuple):
+    plan: Plan
+    path: Path
+    began_at: datetime
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Builds:
+    """Builds into one store; keeps caches and scratch below `place`. Belongs to one event loop."""
+
+    place: Path
+    service: Path
+    store: EnvironmentStore
+    checkouts: Checkouts
+    workers: Workers
+    events: Events
+    trash: Trash
+    settings: Callable[[], Settings]
+    _running: dict[str, _Running] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Remove what an earlier daemon left half done. In a thread."""
+        with suppress(FileNotFoundError):
+            for path in (self.place / "builds").iterdir():
+                self.trash.remove(path)
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def running(self) -> list[protocol.Environment]:
+        return [
+            protocol.Environment(
+                key=plan.recipe.key, name=plan.name, digest=plan.digest, state="building",
+                python=plan.recipe.python, mirror=str(plan.mirror) if plan.mirror else None,
+                commit=plan.commit, built_at=began_at, recipe=plan.recipe,
+            )
+            for plan, _, began_at in self._running.values()
+        ]  # fmt: skip
+
+    def find_log(self, digest: str) -> Path | None:
+        """The log of a build that has not ended."""
+        running = self._running.get(digest)
+        return running.path / "log" if running else None
+
+    def made_with(self, recipe: Recipe) -> list[Any]:
+        """What a build depends on besides its recipe; after a change a failed one is repeated."""
+        settings, interpreter = self.settings().environments, find_interpreter(recipe.python)
+        changed_at = os.stat(interpreter).st_mtime_ns if interpreter else None
+        return [interpreter, changed_at, settings.index, settings.network]
+
+    # -- an environment ----------------------------------------------------------------------------
+
+    async def build(self, plan: Plan) -> EnvironmentRecord:
+        """Build an environment and publish it. A failure is published too, and raised."""
+        began, path = time.time(), self.store.new_path()
+        path.mkdir(mode=0o700)
+        self._running[plan.digest] = _Running(plan, path, datetime.now(UTC))
+        self.events.publish("environment.started", key=plan.recipe.key, digest=plan.digest)
+        facts: dict[str, Any] = {
+            "key": plan.recipe.key, "digest": plan.digest, "recipe": plan.recipe.to_json(),
+            "mirror": str(plan.mirror) if plan.mirror else None, "commit": plan.commit,
+            "interpreter": find_interpreter(plan.recipe.python),
+            "made_with": self.made_with(plan.recipe),
+        }  # fmt: skip
+        try:
+            with BuildLog.opened(path / "log") as log:
+                failure = await self._make(plan, path, log, facts)
+            facts |= {"state": "failed" if failure else "ready", "error": failure}
+            facts |= {"tail": [*log.tail] if failure else [], "at": time.time()}
+            facts["duration_s"] = round(facts["at"] - began, 3)
+            with full_disk_named("an environment"):
+                (path / RECORD).write_text(json.dumps(facts))
+            record = self.store.add(path, plan.digest)
+        finally:
+            del self._running[plan.digest]
+            self.trash.add(path)
+        told = {name: facts[name] for name in ("key", "digest", "duration_s")}
+        if failure:
+            self.events.publish("environment.failed", **told, detail=failure)
+            raise failed(plan, failure)
+        sizes = {name: facts[name] for name in ("files", "size_bytes", "shared_bytes")}
+        self.events.publish("environment.built", **told, **sizes)
+        return record
+
+    async def _make(
+        self, plan: Plan, path: Path, log: "BuildLog", facts: dict[str, Any]
+    ) -> str | None:
+        """Have the builder make the prefix, and take it over; answers what failed."""
+        async with self.scratch() as scratch:
+            prefix = scratch / "prefix"
+            if plan.mirror is None:
+                failure = await self.run(plan, scratch / "tree", prefix, scratch, log)
+            else:
+                async with self.checkout(plan, plan.commit) as checkout:
+                    failure = await self.run(plan, Path(checkout.path), prefix, scratch, log)
+            if failure is None:
+                log.say("== taking it over\n")
+                adopted = await self.workers.run(
+                    adopt, prefix, path, self.store.shared, timeout=_ADOPT_TIMEOUT
+                )
+                facts |= adopted._asdict()
+                for reason, count in adopted.dropped.items():
+                    log.say(f"left out {count}: {reason}\n")
+        return failure
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    async def run(
+        self, plan: Plan, tree: Path, prefix: Path, scratch: Path, log: "BuildLog",
+        commands: list[str] | None = None,
+    ) -> str | None:  # fmt: skip
+        recipe, settings = plan.recipe, self.settings().environments
+        cache = self.place / "cache" / str(plan.mirror or "none")
+        await anyio.to_thread.run_sync(_make_private, cache)
+        order = Order(
+            tree=str(tree), environment=str(prefix), scratch=str(scratch), uv=find_uv(),
+            cache=str(cache), python=recipe.python, interpreter=find_interpreter(recipe.python),
+            index=settings.index, network=settings.network, index_date=recipe.index_date,
+            requirements=recipe.requirements, packages=recipe.packages, commands=commands or [],
+            variables=recipe.variables,
+        )  # fmt: skip
+        return await run_builder(order, self.service, log.say)
+
+    @asynccontextmanager
+    async def scratch(self) -> AsyncIterator[Path]:
+        """A directory of the build's user, with `home`, `tmp`, `tree` and `prefix`."""
+        path = self.place / "builds" / secrets.token_hex(8)
+
+        def make() -> None:
+            for part in (path, *(path / name for name in ("home", "tmp", "tree", "prefix"))):
+                _make_private(part)
+
+        try:
+            with full_disk_named("the scratch directory of a build"):
+                await anyio.to_thread.run_sync(make)
+            yield path
+        finally:
+            self.trash.add(path)
+
+    @asynccontextmanager
+    async def checkout(
+        self, plan: Plan, commit: CommitId | None
+    ) -> AsyncIterator[protocol.Checkout]:
+        """A checkout of the build's user, which ends with this block or this process."""
+        request = protocol.StartCheckout(
+            mirror=str(plan.mirror), commit=commit, owner=build_owner()[0],
+            ttl=TIMEOUT.total_seconds() * 1.5,
+        )  # fmt: skip
+        checkout = await self.checkouts.checkout(request, own_peer(), own_process())
+        try:
+            yield checkout
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.checkouts.release(checkout.id, own_peer())
+
+    # -- on the disk -------------------------------------------------------------------------------
+
+    def caches(self) -> list[Path]:
+        """What builds keep of downloads, for each mirror."""
+        return sorted((self.place / "cache").glob("*"))
+
+    async def drop_caches(self) -> None:
+        """Remove them, and the files that no environment has any more, unless a build runs."""
+        if not self._running:
+            self.trash.add(*await anyio.to_thread.run_sync(self.caches))
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Remove the shared files that no environment has any more, unless a build runs, which may
+        be about to link them.
+        """
+        await self.trash.settle()
+        if not self._running:
+            await self.workers.run(sweep_shared, self.store.shared, timeout=_ADOPT_TIMEOUT)
+
+
+def find_interpreter(version: str) -> str | None:
+    """The host's Python of a version; None where uv has to fetch one."""
+    short = ".".join(version.split(".")[:2])
+    path = f"/usr/bin/python{short}"
+    is_exact = version in (short, platform.python_version())
+    return path if is_exact and os.access(path, os.X_OK) else None
+
+
+def failed(plan: Plan, fact: str) -> EnvironmentFailedError:
+    return EnvironmentFailedError(
+        f"cannot build environment {plan.name}: {fact}",
+        hint=f"see `mirrord environment log {plan.name}`; `mirrord environment build --again`",
+        key=plan.recipe.key,
+        digest=plan.digest,
+    )
+
+
+def own_peer() -> Peer:
+    return Peer(os.geteuid(), os.getegid(), os.getpid())
+
+
+def _make_private(path: Path) -> None:
+    """A directory that the build's user alone enters, below ones that everybody may pass."""
+    for above in (path.parent.parent, path.parent):
+        above.mkdir(mode=0o711, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    os.chown(path, *build_owner())
+
+
+class BuildLog:
+    """What a build prints, up to a bound and without secrets in URLs; `tail` are the last lines."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = _LOG_BYTES - file.tell()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path) -> "Iterator[BuildLog]":
+        with path.open("ab") as file:
+            yield cls(file)
+
+    def say(self, text: str) -> None:
+        text = masked(text)
+        self.tail.append(text.rstrip("\n"))
+        line = text.encode(errors="replace")
+        if 0 < self._left <= len(line):
+            line = b"the log is too long; what follows is left out\n"
+            self._left = len(line)
+        if self._left > 0:
+            self._left -= len(line)
+            self._file.write(line)
+            self._file.flush()

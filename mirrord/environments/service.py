@@ -1,0 +1,295 @@
+"""The service of environments: which recipe a name means, and builds of what is missing.
+
+A build never happens twice at once, and not again after it failed before its recipe, the
+interpreter or the settings change. A name is an instance's id, or the key of an imported recipe or
+of an environment that was built. How one is built is in `building.py`; what is ready on disk, in
+`checkouts/environments.py`.
+"""
+
+import asyncio
+import builtins
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import anyio.to_thread
+
+from .. import protocol
+from ..catalog import InstanceRow
+from ..checkouts.environments import EnvironmentRecord, EnvironmentStore, not_found
+from ..datasets.service import Datasets
+from ..errors import (
+    EnvironmentFailedError,
+    EnvironmentNotFoundError,
+    InvalidRecipeError,
+    RecipeNotFoundError,
+)
+from ..git.objects.commits import read_commit
+from ..git.objects.repository import open_objects
+from ..git.objects.trees import BaseTree
+from ..git.turns import Coalescer, SharedWork
+from ..git.workers import Workers
+from ..jobs.events import Events
+from ..mirrors.service import Mirrors
+from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
+from ..protocol import Progress, ProgressSink, Recipe
+from .building import Builds, Plan, failed
+from .recipes import checked, digest_of, expanded, reads_tree
+from .sources import recipe_of, recipes_of_toml
+
+_READ_TIMEOUT = timedelta(minutes=1)
+_AT_ONCE = 2
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Environments:
+    """The environments of one daemon. Belongs to one event loop."""
+
+    store: EnvironmentStore
+    builds: Builds
+    recipes: Path
+    datasets: Datasets
+    mirrors: Mirrors
+    workers: Workers
+    events: Events
+    _running: Coalescer[None] = field(default_factory=Coalescer)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+    async def close(self) -> None:
+        """Cancel what is being built."""
+        await self._running.close()
+
+    # -- recipes -----------------------------------------------------------------------------------
+
+    async def import_recipes(self, text: str, source: str) -> builtins.list[Recipe]:
+        """Keep the recipes of a TOML file; one of the same key as an instance's comes before it."""
+        recipes = recipes_of_toml(text, source)
+
+        def write() -> None:
+            self.recipes.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for recipe in recipes:
+                new = self.recipes / f"{recipe.key}.json.new"
+                new.write_bytes(protocol.canonical(recipe))
+                new.rename(self.recipes / f"{recipe.key}.json")
+
+        await anyio.to_thread.run_sync(write)
+        self.events.publish("recipes.imported", count=len(recipes))
+        return recipes
+
+    async def _find_imported(self, key: str) -> Recipe | None:
+        if not ENVIRONMENT_KEY.fullmatch(key):
+            return None
+        try:
+            text = await anyio.to_thread.run_sync((self.recipes / f"{key}.json").read_bytes)
+        except FileNotFoundError:
+            return None
+        return checked(Recipe.from_json(json.loads(text)))
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    async def plan(
+        self, request: protocol.BuildEnvironments
+    ) -> tuple[builtins.list[Plan], builtins.list[protocol.FailedBuild]]:
+        """What a request means: a plan for each environment, whose `bases` are to be prepared, and
+        the instances of a dataset that have no recipe.
+
+        Raises EnvironmentNotFoundError, DatasetNotFoundError, and for what is named RecipeNotFound-
+        and InvalidRecipeError.
+        """
+        plans: dict[str, Plan] = {}
+        refused = []
+        for name in request.names:
+            row = await self.datasets.find_instance(name, request.dataset)
+            found = self._plan_of(row, request.frozen) if row else self._plan_of_key(name)
+            _merge(plans, await found)
+        if not request.names and request.dataset:
+            for identity in await self.datasets.list_instance_ids(request.dataset):
+                row = await self.datasets.find_instance(identity, request.dataset)
+                if row is None:  # removed meanwhile
+                    continue
+                try:
+                    plan = await self._plan_of(row, request.frozen)
+                except (RecipeNotFoundError, InvalidRecipeError) as error:
+                    refused.append(protocol.FailedBuild(key=identity, detail=error.message))
+                else:
+                    _merge(plans, plan if request.prewarm else plan._replace(bases=()))
+        return list(plans.values()), refused
+
+    async def _plan_of(self, row: InstanceRow, frozen: bool) -> Plan:
+        """The plan of an instance. Its environment is made for the setup commit, if it has one."""
+        recipe = recipe_of(row, frozen=frozen)
+        if (imported := await self._find_imported(recipe.key)) is not None:
+            recipe = imported
+        setup = [commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT]
+        bases = [row.base_commit] if row.base_commit else []
+        return await self._plan(recipe, row.mirror, next(iter([*setup, *bases]), None), bases)
+
+    async def _plan_of_key(self, name: str) -> Plan:
+        """The plan of a key: an imported recipe, or that of an earlier build."""
+        if (recipe := await self._find_imported(name)) is not None:
+            return await self._plan(recipe, None, None, ())
+        for record in self.store.records(name):
+            facts = record.facts
+            mirror = MirrorName.parse(facts["mirror"]) if facts["mirror"] else None
+            recipe = Recipe.from_json(facts["recipe"])
+            return Plan(recipe, record.digest, mirror, facts["commit"], ())
+        raise EnvironmentNotFoundError(
+            not_found(name).message,
+            hint="name an instance, or import a recipe: `mirrord environment import FILE`",
+        )
+
+    async def _plan(
+        self, recipe: Recipe, mirror: MirrorName | None, commit: CommitId | None,
+        bases: Sequence[CommitId],
+    ) -> Plan:  # fmt: skip
+        if reads_tree(recipe):
+            if mirror is None or commit is None:
+                raise EnvironmentNotFoundError(
+                    f"cannot build environment {recipe.key}: its recipe reads files of a tree",
+                    hint="name an instance that has this environment",
+                )
+            path = self.mirrors.path(mirror)
+            recipe = await self.workers.run(
+                read_requirements, path, commit, recipe, timeout=_READ_TIMEOUT
+            )
+        return Plan(recipe, digest_of(recipe), mirror, commit, tuple(bases))
+
+    # -- builds ------------------------------------------------------------------------------------
+
+    async def build(
+        self,
+        plans: Sequence[Plan],
+        refused: Sequence[protocol.FailedBuild],
+        again: bool,
+        progress: ProgressSink,
+    ) -> protocol.BuildReport:
+        """Build and prepare what is missing of the plans; failures are reported, not raised."""
+        report = protocol.BuildReport(ready=[], failed=[*refused])
+        total, done = sum(1 + len(plan.bases) for plan in plans), 0
+
+        def step(note: str, more: int = 0) -> None:
+            nonlocal done
+            done += more
+            progress(Progress(done=done, total=total, unit="builds", note=note))
+
+        async def one(plan: Plan) -> None:
+            left = 1 + len(plan.bases)
+            try:
+                step(plan.name)
+                await self._build(plan, again)
+                report.ready.append(plan.name)
+            except EnvironmentFailedError as error:
+                key, detail = plan.recipe.key, error.message
+                report.failed.append(protocol.FailedBuild(key=key, detail=detail))
+            step(plan.name, left)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for plan in plans:
+                    group.create_task(one(plan))
+        except BaseExceptionGroup as broken:  # the first ended the others
+            raise broken.exceptions[0] from None
+        return report
+
+    async def _build(self, plan: Plan, again: bool) -> None:
+        """Have an environment; EnvironmentFailedError where its build fails, or did."""
+
+        async def run(_: SharedWork[None]) -> None:
+            async with self._turns:
+                await self.builds.build(plan)
+
+        record = self.store.record(plan.digest)
+        if record is not None and record.is_ready:
+            return
+        made_with = self.builds.made_with(plan.recipe)
+        if record is not None and not again and record.facts["made_with"] == made_with:
+            raise failed(plan, f"{record.facts['error']} (an earlier build; nothing has changed)")
+        await self._running.join(plan.digest, run)
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def list(self) -> builtins.list[protocol.Environment]:
+        """All that are ready, failed or being built, by key."""
+        known = [self._shown(record) for record in self.store.list()]
+        return sorted([*self.builds.running(), *known], key=lambda each: (each.key, each.digest))
+
+    def get(self, name: str) -> protocol.Environment:
+        """What a name means: what is built, then what failed; with its recipe."""
+        for each in self.builds.running():
+            if name in (each.key, each.name):
+                return each
+        record = self._record(name)
+        return replace(self._shown(record), recipe=Recipe.from_json(record.facts["recipe"]))
+
+    def find_log(self, name: str) -> tuple[Path, Callable[[], bool]]:
+        """The log of a build, and whether that still runs."""
+        running = self.builds.running()
+        digest = next((each.digest for each in running if name in (each.key, each.name)), None)
+        if digest is None or (path := self.builds.find_log(digest)) is None:
+            return self.store.root / self._record(name).digest / "log", lambda: False
+        return path, lambda: self.builds.find_log(digest) is not None
+
+    async def remove(self, name: str) -> None:
+        """Remove all that a name means; with a key alone, its imported recipe too.
+
+        Raises EnvironmentInUseError while a checkout holds one.
+        """
+        records = list(self.store.records(name))
+        path = self.recipes / f"{name}.json"
+        imported = "@" not in name and await self._find_imported(name) is not None
+        if not records and not imported:
+            raise not_found(name)
+        for record in records:
+            self.store.remove(record.digest)
+            self.events.publish("environment.removed", key=record.key, digest=record.digest)
+        if imported:
+            await anyio.to_thread.run_sync(path.unlink)
+        await self.builds.sweep()
+
+    def _record(self, name: str) -> EnvironmentRecord:
+        """The environment that a name means, else the last failed build."""
+        records = sorted(self.store.records(name), key=lambda record: (record.is_ready, record.at))
+        if not records:
+            raise not_found(name)
+        return records[-1]
+
+    def _shown(self, record: EnvironmentRecord) -> protocol.Environment:
+        facts = record.facts
+        return protocol.Environment(
+            **{name: facts[name] for name in _SHOWN if name in facts},
+            name=record.name,
+            python=facts["recipe"]["python"],
+            built_at=datetime.fromtimestamp(record.at, UTC),
+            used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
+            checkouts=self.store.held[record.digest],
+        )
+
+
+_SHOWN = (
+    *("key", "digest", "state", "mirror", "commit", "interpreter", "duration_s", "manifest"),
+    *("files", "size_bytes", "shared_bytes", "dropped", "error", "tail", "findings"),
+)
+
+
+def _merge(plans: dict[str, Plan], plan: Plan) -> None:
+    """Add a plan; one for an environment that is planned already adds its bases."""
+    if known := plans.get(plan.digest):
+        plan = known._replace(bases=tuple(dict.fromkeys([*known.bases, *plan.bases])))
+    plans[plan.digest] = plan
+
+
+def read_requirements(git_dir: Path, commit: CommitId, recipe: Recipe) -> Recipe:
+    """A recipe with the packages that files of the commit name. Runs in a worker."""
+    with open_objects(git_dir) as objects:
+        tree = BaseTree(objects, read_commit(objects, commit).tree)
+
+        def read(path: str) -> str | None:
+            entry = tree.find(path.encode())
+            if entry is None or entry.is_tree or entry.is_submodule or entry.is_symlink:
+                return None
+            content: bytes = objects.read_blob(entry.oid)
+            return content.decode(errors="replace")
+
+        return expanded(recipe, read)

@@ -1,0 +1,77 @@
+"""What a build made is taken over: copied, hashed, shared by content, and never what it must not."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from mirrord.environments.adopt import Adopted, adopt, is_sound, sweep_shared
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Path:
+    source = tmp_path / "built"
+    (source / "lib/pkg").mkdir(parents=True)
+    (source / "bin").mkdir()
+    (source / "lib/pkg/__init__.py").write_text("")
+    (source / "lib/pkg/code.py").write_text("x = 1\n")
+    (source / "bin/tool").write_text("#!/bin/sh\n")
+    (source / "bin/tool").chmod(0o700)
+    (source / "bin/python").symlink_to("/usr/bin/python3.11")
+    (source / "lib64").symlink_to("lib")
+    return source
+
+
+def take(source: Path, name: str) -> tuple[Adopted, Path]:
+    target = source.parent / name
+    target.mkdir()
+    return adopt(source, target, source.parent / "shared"), target
+
+
+def test_equal_files_of_two_environments_are_one_on_disk(built: Path) -> None:
+    first, one = take(built, "one")
+    (built / "lib/pkg/more.py").write_text("y = 2\n")
+    second, two = take(built, "two")
+    assert (first.files, second.files, second.shared_bytes) == (3, 4, 16)
+    inodes = [(each / "files/lib/pkg/code.py").stat().st_ino for each in (one, two)]
+    assert len(set(inodes)) == 1
+    assert first.manifest != second.manifest
+    again, _ = take(built, "again")
+    assert again.manifest == second.manifest
+
+
+def test_modes_and_times_do_not_tell_builds_apart(built: Path) -> None:
+    first, one = take(built, "one")
+    (built / "lib/pkg/code.py").chmod(0o666)
+    os.utime(built / "lib/pkg/code.py", (1, 1))
+    second, _ = take(built, "two")
+    assert first.manifest == second.manifest
+    modes = {stat.S_IMODE((one / "files" / each).stat().st_mode) for each in ("bin/tool", "bin")}
+    assert modes == {0o755}
+
+
+def test_what_could_lead_out_is_left_out_and_told(built: Path) -> None:
+    (built / "bin/su").write_text("#!/bin/sh\n")
+    (built / "bin/su").chmod(0o4755)
+    os.mkfifo(built / "pipe")
+    (built / "key").symlink_to("/etc/shadow")
+    (built / "up").symlink_to("../../../../etc")
+    adopted, target = take(built, "one")
+    assert adopted.dropped == {
+        "set-id bits": 1, "devices, pipes and sockets": 1, "links that lead out": 2,
+    }  # fmt: skip
+    assert sorted(os.listdir(target / "files")) == ["bin", "lib", "lib64"]
+    assert stat.S_IMODE((target / "files/bin/su").stat().st_mode) == 0o755
+    assert os.readlink(target / "files/bin/python") == "/usr/bin/python3.11"
+
+
+def test_a_changed_file_is_found_and_unused_ones_go(built: Path) -> None:
+    _, target = take(built, "one")
+    assert is_sound(target)
+    (target / "files/lib/pkg/code.py").write_text("x = 2\n")
+    assert not is_sound(target)
+    for path in (target / "files/lib/pkg/code.py", target / "files/bin/tool"):
+        path.unlink()
+    assert sweep_shared(built.parent / "shared") > 0
+    assert not [path for path in (built.parent / "shared").rglob("*") if path.is_file()]

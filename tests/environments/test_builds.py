@@ -1,0 +1,291 @@
+"""Environments are built once, in a box, from recipes; failures are findings; nothing is half ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from daemons import Daemon
+from gitrepos import Upstream
+from packagelab import building, recipe, wheel
+from waiting import until
+
+from mirrord import Client
+from mirrord.errors import EnvironmentNotFoundError
+from mirrord.protocol import BuildReport, Operation
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[tuple[Daemon, Path]]:
+    with building() as made:
+        yield made
+
+
+def import_recipes(running: Daemon, text: str) -> None:
+    file = running.root / "recipes.toml"
+    file.write_text(text)
+    with Client(running.socket) as client:
+        client.import_recipes(file)
+
+
+def build(running: Daemon, *names: str, again: bool = False) -> BuildReport:
+    with Client(running.socket) as client:
+        return report(client.wait(client.build_environments(*names, again=again)))
+
+
+def report(ended: Operation) -> BuildReport:
+    assert ended.result is not None
+    return BuildReport.from_json(ended.result)
+
+
+def builds(running: Daemon, key: str) -> int:
+    """How many were begun."""
+    return sum(
+        line.get("event") == "environment.started" and line["key"] == key
+        for line in running.log_lines
+    )
+
+
+def test_an_environment_is_built_once(house: tuple[Daemon, Path]) -> None:
+    running, _ = house
+    import_recipes(running, recipe("once", "tiny==1.0"))
+    first = build(running, "once")
+    assert (first.failed, build(running, "once").ready) == ([], first.ready)
+    assert builds(running, "once") == 1
+    with Client(running.socket) as client:
+        found = client.get_environment("once")
+        log = b"".join(client.environment_log("once")).decode()
+        assert found.name in [each.name for each in client.list_environments()]
+    assert (found.state, found.name, found.dropped) == ("ready", first.ready[0], {})
+    assert found.recipe is not None
+    assert found.recipe.packages == ["tiny==1.0"]
+    assert "tiny==1.0" in log
+    prefix = running.state_dir / "templates/.environments" / found.digest / "files"
+    packages = prefix / "lib/python3.11/site-packages"
+    assert (packages / "tiny/__init__.py").read_text() == "x = 1\n"
+    assert list((packages / "tiny/__pycache__").iterdir())
+    assert {path.lstat().st_uid for path in prefix.rglob("*")} == {os.geteuid()}
+    assert "/opt/miniconda3/envs/testbed" in (prefix / "bin/activate").read_text()
+
+
+def test_environments_share_what_they_have_in_common(house: tuple[Daemon, Path]) -> None:
+    running, packages = house
+    wheel(packages, "large", "1.0", {"large.py": f'TEXT = "{"x" * 500_000}"\n'})
+    wheel(packages, "other", "1.0", {"other.py": "y = 2\n"})
+    import_recipes(running, recipe("a", "large") + recipe("b", "large", "other"))
+    build(running, "a")
+    build(running, "b")
+    with Client(running.socket) as client:
+        a, b = client.get_environment("a"), client.get_environment("b")
+        rows = {
+            row.name: row for row in client.usage(verbose=True).rows if row.kind == "environments"
+        }
+    assert b.shared_bytes > 500_000
+    assert rows[b.name].shared_bytes > 500_000
+    assert a.manifest != b.manifest
+
+
+def test_a_failed_build_is_a_finding_that_waits_for_a_change(house: tuple[Daemon, Path]) -> None:
+    running, packages = house
+    import_recipes(running, recipe("absent", "absent-package"))
+    for _ in range(2):
+        failed = build(running, "absent")
+        assert not failed.ready
+        assert "installing packages: status" in failed.failed[0].detail
+    assert "nothing has changed" in failed.failed[0].detail
+    assert builds(running, "absent") == 1
+    with Client(running.socket) as client:
+        found = client.get_environment("absent")
+        assert found.state == "failed"
+        assert any("absent-package" in line for line in found.tail)
+    wheel(packages, "absent_package", "1.0", {"absent_package.py": ""})
+    assert build(running, "absent", again=True).ready == [found.name]
+    assert builds(running, "absent") == 2
+
+
+def test_a_version_of_python_that_nobody_has_fails_clearly(house: tuple[Daemon, Path]) -> None:
+    running, _ = house
+    import_recipes(running, recipe("old").replace("3.11", "3.2"))
+    assert "fetching Python 3.2" in build(running, "old").failed[0].detail
+
+
+def test_two_requests_share_one_build(house: tuple[Daemon, Path]) -> None:
+    running, _ = house
+    import_recipes(running, recipe("shared", "tiny"))
+    with Client(running.socket) as client:
+        both = [client.build_environments("shared") for _ in range(2)]
+        reports = [report(client.wait(each)) for each in both]
+    assert reports[0] == reports[1]
+    assert builds(running, "shared") == 1
+
+
+def test_a_removed_environment_frees_its_files_and_its_recipe(house: tuple[Daemon, Path]) -> None:
+    running, packages = house
+    wheel(packages, "gone", "1.0", {"gone.py": f'TEXT = "{"y" * 100_000}"\n'})
+    import_recipes(running, recipe("gone", "gone"))
+    build(running, "gone")
+    shared = running.state_dir / "templates/.environments/.files"
+
+    def large() -> list[Path]:
+        return [
+            path
+            for path in shared.rglob("*")
+            if path.is_file() and b"y" * 1000 in path.read_bytes()
+        ]
+
+    assert large()
+    with Client(running.socket) as client:
+        client.remove_environment("gone")
+        with pytest.raises(EnvironmentNotFoundError, match="none of that name is built"):
+            client.build_environments("gone")
+    assert not large()
+
+
+@pytest.mark.root
+def test_an_instance_is_built_by_nobody_at_its_setup_commit(tmp_path: Path) -> None:
+    """With the packages that a file of that commit names, and with no right to anything else."""
+    upstream = Upstream(tmp_path / "o" / "r")
+    setup = upstream.commit({"requirements.txt": "tiny==1.0\n"})
+    base = upstream.commit({"requirements.txt": "tiny==2.0\n"})
+    row = {
+        "instance_id": "o__r-1", "repo": "o/r", "base_commit": base, "patch": "", "test_patch": "",
+        "problem_statement": "", "version": "1", "environment_setup_commit": setup,
+        "FAIL_TO_PASS": [], "PASS_TO_PASS": [],
+        "install_config": {
+            "python": "3.11", "packages": "requirements.txt", "reqs_path": ["requirements.txt"],
+            "test_cmd": "pytest", "install": "",
+        },
+    }  # fmt: skip
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n'
+    with building(text) as (running, _), Client(running.socket) as client:
+        client.wait(client.import_dataset(rows))
+        made = report(client.wait(client.build_environments("o__r-1")))
+        assert made.failed == []
+        found = client.get_environment(made.ready[0])
+        assert (found.key, found.commit) == ("o__r-1", setup)
+        assert found.recipe is not None
+        assert found.recipe.requirements == ["tiny==1.0"]
+        assert client.list_checkouts() == []
+
+
+def hanging_index() -> Iterator[tuple[str, list[int]]]:
+    """An index that accepts and never answers; how many asked."""
+    asked: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                except OSError:
+                    return
+                asked.append(1)
+
+        Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/simple", asked
+        server.shutdown(socket.SHUT_RDWR)
+        for each in held:
+            each.close()
+
+
+@pytest.fixture
+def index() -> Iterator[tuple[str, list[int]]]:
+    yield from hanging_index()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The processes below one, with their arguments."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
+    found = {pid: ""}
+    while more := {
+        int(p): args for p, above, args in rows if int(above) in found and int(p) not in found
+    }:
+        found |= more
+    return {each: args for each, args in found.items() if each != pid}
+
+
+def of_build(running: Daemon) -> list[int]:
+    """The builder and what is in its box; uv is."""
+    known = descendants(running.pid)
+    builders = [pid for pid, args in known.items() if "mirrord.environments.builder" in args]
+    found = {each: args for pid in builders for each, args in descendants(pid).items()}
+    assert any("/opt/uv/bin/uv pip install" in args for args in found.values())
+    return [*builders, *found]
+
+
+def are_gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def leftovers(running: Daemon) -> list[str]:
+    places = (
+        running.state_dir / "templates/.environments",
+        running.state_dir / "environments/builds",
+    )
+    return [str(path) for place in places for path in place.glob("*") if path.name != ".files"]
+
+
+@pytest.mark.root
+def test_a_cancelled_build_ends_with_all_its_processes(index: tuple[str, list[int]]) -> None:
+    url, asked = index
+    with building(index=url) as (running, _), Client(running.socket) as client:
+        import_recipes(running, recipe("slow", "tiny"))
+        operation = client.build_environments("slow")
+        until(lambda: len(asked) > 0)
+        assert client.get_environment("slow").state == "building"
+        assert b"installing pip" in b"".join(client.environment_log("slow"))
+        pids = of_build(running)
+        assert client.cancel_operation(operation.id).state == "cancelled"
+        until(lambda: are_gone(pids))
+        until(lambda: not leftovers(running))
+
+
+@pytest.mark.root
+def test_a_killed_daemon_leaves_no_builder_and_nothing_half_ready(
+    index: tuple[str, list[int]],
+) -> None:
+    url, asked = index
+    with building(index=url) as (running, _):
+        import_recipes(running, recipe("slow", "tiny"))
+        with Client(running.socket) as client:
+            client.build_environments("slow")
+            until(lambda: len(asked) > 0)
+        pids = of_build(running)
+        running.kill()
+        until(lambda: are_gone(pids))
+        running.start()
+        until(lambda: not leftovers(running))
+        with Client(running.socket) as client:
+            assert client.list_environments() == []
+            assert client.list_checkouts() == []
+
+
+@pytest.mark.root
+def test_a_killed_builder_is_no_failure_of_the_recipe(index: tuple[str, list[int]]) -> None:
+    url, asked = index
+    with building(index=url) as (running, _), Client(running.socket) as client:
+        import_recipes(running, recipe("slow", "tiny"))
+        operation = client.build_environments("slow")
+        until(lambda: len(asked) > 0)
+        pids = of_build(running)
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda: are_gone(pids))
+        while (ended := client.get_operation(operation.id)).state == "running":
+            time.sleep(0.02)
+        assert ended.error is not None
+        assert "the builder ended before it had finished" in ended.error.detail
+        assert client.list_environments() == []
