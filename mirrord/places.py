@@ -31,7 +31,8 @@ def find_path() -> Path | None:
         return Path(named)
     home = xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config")
     path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
-    return path if path.exists() else None
+    # the root of a user namespace may not look into root's directories
+    return path if os.path.exists(path) else None
 
 
 def default_state_dir() -> Path:

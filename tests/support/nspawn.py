@@ -158,6 +158,7 @@ def booted(
     dev.mkdir()
     arguments = [
         "--quiet", "--register=no", "--keep-unit", f"--machine={group}", "--private-network", "--link-journal=no",
+        "--system-call-filter=open_by_handle_at",
         "--resolv-conf=off", "--timezone=off", "-D", "/", "--volatile=yes", "--console=pipe",
         "--bind-ro=/etc/ssl", "--bind-ro=/etc/nsswitch.conf",
         *(f"--bind-ro={outside}:{inside}" for inside, outside in binds.items()),

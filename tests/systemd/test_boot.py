@@ -224,6 +224,46 @@ def test_a_released_checkout_leaves_nothing(host: Host) -> None:
     assert made["id"] not in Path(f"/proc/{host.machine.leader}/mountinfo").read_text()
 
 
+def test_a_user_attaches_a_checkout_that_the_mount_service_gives(host: Host) -> None:
+    """In a namespace of the user's own, where it follows a reset that is asked for outside."""
+    made = host.json("checkout", f"psf/requests@{host.commits[0]}")
+    script = (
+        f"set -e; mkdir /tmp/at; {MIRRORD} attach {made['id']} /tmp/at >/dev/null; cd /; "
+        "cat /tmp/at/README; touch /tmp/attached;"
+        " until [ -e /tmp/moved ]; do sleep 0.05; done; cat /tmp/at/README; echo mine >/tmp/at/README"
+    )
+    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+    inside = host.machine.start(*enter, user="alice", env=USER)
+    nspawn.wait_until(
+        lambda: inside.poll() is not None or host.shell("ls /tmp/attached", check=False), "attached"
+    )
+    assert inside.poll() is None, inside.communicate()
+    host.mirrord("reset", made["id"], host.commits[1])
+    host.shell("touch /tmp/moved")
+    out, err = inside.communicate(timeout=60)
+    assert out == "1\n2\n", err
+    assert "+mine" in host.mirrord("diff", made["id"]).stdout
+    host.mirrord("release", made["id"])
+
+
+def test_a_unit_that_binds_a_checkouts_directory_follows_its_resets(host: Host) -> None:
+    """`BindPaths=` is recursive, and units are slaves of the host's mounts."""
+    made = host.json("checkout", f"psf/requests@{host.commits[0]}")
+    host.machine.run(
+        *("systemd-run", "--unit=follower", "--uid=alice", "--property=PrivateTmp=yes"),
+        *(f"--property=BindPaths={made['directory']}:/mnt", "sleep", "1000"),
+    )
+    become = ["setpriv", "--reuid=alice", "--regid=alice", "--clear-groups"]
+    within = ["nsenter", "--mount", "--target", str(host.pid("follower.service")), *become]
+    assert host.machine.run(*within, "cat", "/mnt/tree/README").stdout == "1\n"
+    host.mirrord("reset", made["id"], host.commits[1])
+    assert host.machine.run(*within, "cat", "/mnt/tree/README").stdout == "2\n"
+    host.machine.run(*within, "sh", "-c", "echo mine >/mnt/tree/README")
+    assert "+mine" in host.mirrord("diff", made["id"]).stdout
+    host.machine.run("systemctl", "stop", "follower")
+    host.mirrord("release", made["id"])
+
+
 def test_the_pool_serves_other_users_too(host: Host) -> None:
     """The daemon's capabilities are enough to give files away, and to take them back."""
     made = host.json("checkout", f"psf/requests@{host.commits[0]}", "--backend", "pool")
