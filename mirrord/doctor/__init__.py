@@ -60,6 +60,7 @@ _CHECKS: dict[str, Callable[[Settings], Result]] = {
     "socket": state.socket_path,
     "daemon": state.daemon,
     "group": state.group,
+    "binds of trees": state.binds,
     "volumes": state.volumes,
     "exec": state.confinement,
 }

@@ -20,7 +20,7 @@ from ..git.command import run_git_sync
 from ..host.files import admit, opened
 from ..host.mounting import choose_mounter
 from ..host.mounts import HARMLESS
-from ..host.namespaces import find_obstacle
+from ..host.namespaces import find_left_behind, find_obstacle
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
@@ -242,6 +242,16 @@ def group(settings: Settings) -> Result:
     except KeyError:
         fact = f"group {name} does not exist: only root and the daemon's user may use it"
         return "warn", fact, f"make it with `groupadd --system {name}`"
+
+
+def binds(settings: Settings) -> Result:
+    """Whether a container has a tree mounted itself, which a reset leaves behind."""
+    checkouts = Layout(settings.state_dir).checkouts
+    lost = [f"process {pid} at {path}" for pid, path in find_left_behind(checkouts).items()]
+    fact = f"resets do not reach the trees mounted by {', '.join(lost[:5])}"
+    fact = fact if lost else "resets reach all that are mounted"
+    remedy = "bind the checkout's `directory` with rslave, or use `mirrord attach --pid`"
+    return judge(not lost, fact, remedy, otherwise="warn")
 
 
 def volumes(settings: Settings) -> Result:

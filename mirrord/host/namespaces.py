@@ -213,6 +213,9 @@ class Visible(IntEnum):
 
 
 class _Mount(NamedTuple):
+    identity: bytes
+    above: bytes
+    kind: list[bytes]  # of its file system, and its source
     device: bytes
     root: str  # the directory of that file system which is seen at `at`
     at: str
@@ -246,13 +249,40 @@ def visible_to(pid: int, directory: Path) -> Visible:
     return Visible.FILES if seen else Visible.NOTHING
 
 
+def find_left_behind(checkouts: Path) -> dict[int, str]:
+    """Where a tree of a checkout is mounted so that its resets do not get there.
+
+    By process, one for each mount namespace that this one may look at. A tree follows resets on a
+    mount of the directory around it, or of the one below it, that gets what is mounted on ours.
+    """
+    found: dict[int, str] = {}
+    looked_at: set[int] = set()
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):
+            namespace = os.stat(f"/proc/{pid}/ns/mnt").st_ino
+            if namespace in looked_at:
+                continue
+            looked_at.add(namespace)
+            known = {each.identity: each for each in _read_mounts(pid)}
+            for each in known.values():
+                if each.kind != [b"overlay", b"mirrord"] or _is_within(each.at, str(checkouts)):
+                    continue
+                above = known.get(each.above)
+                if not above or not above.groups or "checkouts" not in above.root.split("/"):
+                    found[pid] = each.at
+    return found
+
+
 def _read_mounts(pid: int | str) -> list[_Mount]:
     found = []
     with open(f"/proc/{pid}/mountinfo", "rb") as file:
         for fields in map(bytes.split, file):
-            tags = [tag.partition(b":") for tag in fields[6 : fields.index(b"-", 6)]]
+            end = fields.index(b"-", 6)
+            tags = [tag.partition(b":") for tag in fields[6:end]]
             groups = frozenset(group for kind, _, group in tags if kind in (b"shared", b"master"))
-            found.append(_Mount(fields[2], unescape(fields[3]), unescape(fields[4]), groups))
+            root, at = unescape(fields[3]), unescape(fields[4])
+            kind = fields[end + 1 : end + 3]
+            found.append(_Mount(fields[0], fields[1], kind, fields[2], root, at, groups))
     return found
 
 

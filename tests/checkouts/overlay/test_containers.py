@@ -19,6 +19,10 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
 
+from mirrord.config import Settings
+from mirrord.doctor.state import binds
+from mirrord.host.namespaces import find_left_behind
+
 OWNER, OTHER, NOBODY = 12345, 23456, 65534
 BACKENDS = ("overlay", "pool")
 
@@ -354,6 +358,77 @@ def test_a_container_that_mounted_a_checkout_follows_its_resets(
             assert container.run(f"ls -A /work; echo {turn} >/work/tree/mine") == "tree\n"
             status, _, diff = running.request("GET", f"/v1/checkouts/{made['id']}/diff")
             assert (status, f"+{turn}\n".encode() in diff) == (200, True)
+
+
+READER = 'while read -r line; do cat "$0/README"; echo "$line" >"$0/mine"; done'
+BWRAP = ("bwrap", "--ro-bind", "/", "/", "--tmpfs", "/mnt", "--bind")
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--propagation")
+WAYS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "bwrap, the directory": (
+        (*BWRAP, "{D}", "/mnt/task", "sh", "-c", READER, "/mnt/task/tree"),
+        True,
+    ),
+    "bwrap, the tree": ((*BWRAP, "{D}/tree", "/mnt/task", "sh", "-c", READER, "/mnt/task"), False),
+    "unshare, a slave": ((*UNSHARE, "slave", "sh", "-c", READER, "{D}/tree"), True),
+    "unshare, private": ((*UNSHARE, "private", "sh", "-c", READER, "{D}/tree"), False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
+    running: Daemon, way: str
+) -> None:
+    """In a user namespace of its own, while it runs; a bind of the tree keeps the old tree."""
+    command, follows = WAYS[way]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not on this machine")
+    with held(running, owner=OWNER) as made:
+        inside = subprocess.Popen(
+            [word.replace("{D}", made["directory"]) for word in command],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
+            user=OWNER, group=OWNER, extra_groups=[],
+        )  # fmt: skip
+
+        def asked(line: str) -> tuple[str, bool]:
+            """What it reads, and whether what it writes is in the checkout."""
+            assert inside.stdin is not None
+            assert inside.stdout is not None
+            print(line, file=inside.stdin, flush=True)
+            read = inside.stdout.readline()
+            print("again", file=inside.stdin, flush=True)
+            inside.stdout.readline()  # the first line is written by now
+            return read, Path(made["path"], "mine").exists()
+
+        assert asked("one") == ("1\n", True)
+        for commit in ("v2", "v0"):
+            path = f"/v1/checkouts/{made['id']}/reset"
+            assert running.request("POST", path, {"commit": commit})[0] == 200
+            assert asked(commit) == ((f"{commit[1]}\n", True) if follows else ("1\n", False))
+        inside.communicate()
+
+
+def test_the_doctor_names_binds_that_resets_do_not_reach(
+    running: Daemon, stack: ExitStack, tmp_path: Path
+) -> None:
+    """One of the tree itself, and one that nothing propagates to; not one of the directory."""
+    with held(running) as made:
+        root = tmp_path / "root"
+        root.mkdir()
+        ways = {
+            "followed": f"mount --rbind {made['directory']} {root}; mount --make-rslave {root}",
+            "tree": f"mount --bind {made['path']} {root}",
+            "private": f"mount --rbind {made['directory']} {root}; mount --make-rprivate {root}",
+        }
+        inside = {
+            name: entered(stack, "slave", bind).run("echo $$").strip()
+            for name, bind in ways.items()
+        }
+        lost = find_left_behind(running.state_dir / "checkouts")
+        assert lost[int(inside["tree"])] == str(root)
+        assert lost[int(inside["private"])] == f"{root}/tree"
+        assert int(inside["followed"]) not in lost
+    verdict, _, remedy = binds(Settings.model_validate({"state_dir": running.state_dir}))
+    assert (verdict, "attach --pid" in remedy) == ("warn", True)
 
 
 def test_another_namespace_is_looked_at_once_for_a_connection(
