@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -209,8 +210,9 @@ def test_docker_run_takes_and_releases_a_checkout(docker: Engine, world: VolumeW
             + ([f"src={source}"] if source else [])
             + [f"volume-opt={option}" for option in options]
         )
-        usr = ("--volume", "/usr:/usr:ro", "--network", "none")
-        return docker("run", "--rm", *usr, "--mount", said, enginelab.IMAGE, "sh", "-c", command)
+        return docker(
+            "run", "--rm", *docker.usual, "--mount", said, enginelab.IMAGE, "sh", "-c", command
+        )
 
     assert run("instance=o__r-0", command="cat /testbed/README") == "number 0"
     assert world.checkouts() == {}  # `--rm` removes a volume without a name
@@ -254,7 +256,7 @@ def test_the_documented_commands_run(
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith(program)]
     assert len(commands) > 2
-    image = f"--volume /usr:/usr:ro --network none {enginelab.IMAGE} true"
+    image = f"{' '.join(engine.usual)} {enginelab.IMAGE} true"
     with world.client as client, client.checkout("psf__requests-2317") as checkout:
         environment = {**engine.environment, "directory": str(checkout.directory)}
         for command in commands:
@@ -266,6 +268,27 @@ def test_the_documented_commands_run(
                 command, shell=True, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@pytest.mark.parametrize(("fix", "status"), [("fixed", 0), ("broken", 1)])
+def test_the_example_of_a_rollout(
+    podman: Engine, world: VolumeWorld, fix: str, status: int
+) -> None:
+    words = ("o__r-0", enginelab.IMAGE, f"echo {fix} > README", "grep fixed README")
+    here = {
+        "PATH": f"{Path(sys.executable).parent}:{podman.environment['PATH']}",
+        "ENGINE": "podman",
+    }
+    done = subprocess.run(
+        [PROJECT / "examples" / "container_rollout.sh", *words],
+        env={**podman.environment, **here, "MIRRORD_SOCKET": str(world.daemon.socket)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert f"+{fix}\n" in done.stdout
+    assert world.checkouts() == {}
 
 
 @pytest.mark.parametrize("program", ["podman", "docker"])
@@ -286,7 +309,7 @@ def test_mini_swe_agent_works_in_a_volume_with_its_own_docker_environment(
         "image": enginelab.IMAGE,
         "cwd": "/testbed",
         "executable": engine.program,
-        "run_args": ["--rm", "--network", "none", "-v", "/usr:/usr:ro", *volume],
+        "run_args": ["--rm", *engine.usual, *volume],
         "interpreter": ["sh", "-c"],
     }
     done = subprocess.run(

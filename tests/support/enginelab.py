@@ -22,6 +22,7 @@ _PODMAN = """
 [containers]
 default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
 netns = "none"
+volumes = ["/usr:/usr:ro"]
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "none"
@@ -54,6 +55,8 @@ class Engine:
     def __init__(self, program: str, environment: dict[str, str], driver: str) -> None:
         self.program, self.driver = program, driver
         self.environment = {**os.environ, **environment}
+        # podman reads these in its configuration
+        self.usual = () if program == "podman" else ("--volume=/usr:/usr:ro", "--network=none")
         self.at_once = ("--time", "0") if program == "podman" else ()  # docker kills at once
 
     def try_run(self, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
@@ -84,9 +87,8 @@ class Engine:
     def start(self, volume: str, *more: str, user: int = 0) -> str:
         """A container that sleeps, with a volume such as `name:/testbed`; answers its id."""
         return self(
-            *("run", "--detach", "--rm", "--network", "none", "--user", str(user)),
-            *("--volume", "/usr:/usr:ro", "--volume", volume, *more),
-            *(IMAGE, "sleep", "600"),
+            *("run", "--detach", "--rm", "--user", str(user), "--volume", volume),
+            *(*self.usual, *more, IMAGE, "sleep", "600"),
         )
 
     def remove(self, container: str) -> None:
