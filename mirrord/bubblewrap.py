@@ -2,10 +2,10 @@
 
 `Box` says what is inside; `start` runs a command in it. Nothing else writes options of bwrap(1).
 Inside are the tree at /testbed, an environment at its fixed path and active, the host's programs,
-and of /etc what programs need to run: no user, password, key or name of the host. HOME and /tmp are
-in memory and end with the box, as do all its processes when bwrap or the thread that started it
-ends. The command has no capability, cannot gain one and cannot make user namespaces, and there is
-no daemon's socket, no state directory and, unless asked, no network.
+and of /etc what programs need to run: no user, password, key or name of the host. All else, HOME
+and /tmp too, is in memory and ends with the box, as do all its processes when bwrap or the thread
+that started it ends. The command has no capability, cannot gain one and cannot make user
+namespaces, and there is no daemon's socket, no state directory and, unless asked, no network.
 
 The command's uid is the caller's, or another `owner`: root becomes it by setpriv(1) before bwrap
 starts, so that bwrap never has a privilege; a user enters a subordinate uid by unshare(1), which
@@ -44,7 +44,8 @@ class Box:
 
     `owner` is a uid with its gid where that is not the caller's. `pythons` is the directory of
     managed interpreters. `readable` and `writable` are further paths inside, each with the host's
-    path that is shown there. HOME and /tmp hold `scratch_bytes` each.
+    path that is shown there. What is written elsewhere, in HOME, /tmp or /, is in memory: up to
+    `scratch_bytes`.
     """
 
     tree: Path
@@ -80,7 +81,7 @@ class Box:
             arguments = [*self._namespaces(), *self._host(), *self._own()]
             for path, content in self._files():
                 arguments += "--perms", "0444", "--file", give(content), path
-            arguments += "--remount-ro", "/", "--chdir", TESTBED
+            arguments += "--chdir", TESTBED
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             argv = [*before, *self._become(), find_bwrap(), "--args", packed, "--", *command]
             return subprocess.Popen(argv, pass_fds=given, **options)
@@ -114,7 +115,8 @@ class Box:
             yield "--unshare-net"
 
     def _host(self) -> Iterator[str]:
-        """Programs of the host, read-only."""
+        """Programs of the host, read-only, in a root directory that is in memory."""
+        yield from ("--size", str(self.scratch_bytes), "--tmpfs", "/")
         yield from ("--ro-bind", "/usr", "/usr")
         for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
             path = Path("/", name)
@@ -130,9 +132,8 @@ class Box:
         yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
 
     def _own(self) -> Iterator[str]:
-        for path in ("/tmp", SANDBOX_HOME):  # noqa: S108
-            yield from ("--perms", "1777" if path == "/tmp" else "0700")  # noqa: S108
-            yield from ("--size", str(self.scratch_bytes), "--tmpfs", path)
+        for path, mode in (("/tmp", "1777"), (SANDBOX_HOME, "0700")):  # noqa: S108
+            yield from ("--perms", mode, "--dir", path)
         readable = {**({PYTHONS: self.pythons} if self.pythons else {}), **self.readable}
         for inside, shown in readable.items():
             yield from ("--ro-bind", str(shown), inside)

@@ -65,7 +65,7 @@ attempt("abstract socket", lambda: connect(socket.AF_UNIX, "\\0mirrord-test-box"
 attempt("shadow", lambda: open("/etc/shadow").read())
 attempt("host's user", lambda: must(open("/etc/passwd").read().count("daemon") - 1))
 attempt("usr", lambda: open("/usr/x", "w"))
-attempt("root", lambda: open("/x", "w"))
+attempt("bin", lambda: open("/bin/x", "w"))
 attempt("kernel", lambda: open("/proc/sys/kernel/core_pattern", "w"))
 attempt("user namespace", lambda: must(libc.unshare(0x10000000)))
 attempt("mount namespace", lambda: must(libc.unshare(0x20000)))

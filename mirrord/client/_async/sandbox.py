@@ -55,6 +55,11 @@ class AsyncSandbox:
             processes,
         )
 
+    @property
+    def checkout(self) -> AsyncCheckout:
+        """The one that commands see."""
+        return self._checkout
+
     async def exec(
         self,
         command: str | Sequence[str],

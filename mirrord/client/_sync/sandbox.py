@@ -56,6 +56,11 @@ class Sandbox:
             processes,
         )
 
+    @property
+    def checkout(self) -> Checkout:
+        """The one that commands see."""
+        return self._checkout
+
     def exec(
         self,
         command: str | Sequence[str],
