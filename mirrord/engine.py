@@ -27,6 +27,7 @@ from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.service import Datasets
 from .environments.building import Builds
+from .environments.preparing import Preparations
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
@@ -157,6 +158,7 @@ class Engine:
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             environments=self.environment_store, access=self.access, events=self.events,
+            environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108 - made below
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
@@ -166,10 +168,12 @@ class Engine:
             place=place, service=self._settings.socket.parent / "build.sock",
             store=self.environment_store, checkouts=self.checkouts, workers=self.workers,
             events=self.events, trash=self.trash, settings=self.settings,
+            mirrors_path=self.mirrors.path,
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
         self.environments = Environments(
-            store=self.environment_store, builds=builds, recipes=place / "recipes",
+            store=self.environment_store, builds=builds, preparations=Preparations(builds),
+            recipes=place / "recipes",
             datasets=self.datasets, mirrors=self.mirrors, workers=self.workers,
             events=self.events,
         )  # fmt: skip

@@ -106,7 +106,8 @@ def _described(found: Environment) -> Iterator[str]:
         shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared before"
         known |= {"files": found.files, "size": shared, "manifest": found.manifest}
     dropped = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items())
-    known |= {"left out": dropped or None, "error": found.error}
+    leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared)
+    known |= {"left out": dropped or None, "findings": leaks or None, "error": found.error}
     yield from facts(known.items())
     if found.prepared:
         yield ""

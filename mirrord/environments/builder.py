@@ -115,9 +115,8 @@ def box_of(order: Order) -> Box:
         if Path(path).exists():
             readable[path] = Path(path)
     scratch = Path(order.scratch)
-    writable = {"/tmp": scratch / "tmp", SANDBOX_HOME: scratch / "home"}  # noqa: S108
-    if not order.commands:
-        writable[_CACHE] = Path(order.cache)
+    home = {SANDBOX_HOME: scratch / "home", _CACHE: Path(order.cache)}
+    writable = {"/tmp": scratch / "tmp", **home}  # noqa: S108
     return Box(
         tree=Path(order.tree),
         environment=Path(order.environment),
@@ -142,7 +141,6 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
         "UV_PYTHON_DOWNLOADS": "manual",
         "UV_BREAK_SYSTEM_PACKAGES": "1",
         "UV_CACHE_DIR": f"{_CACHE}/uv",
-        "PIP_NO_CACHE_DIR": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
         "PYTHONHASHSEED": "0",

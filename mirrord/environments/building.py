@@ -39,12 +39,15 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName
 from ..protocol import Recipe
+from ..seal.scan import scan_environment
 from ..telemetry import masked
 from .adopt import adopt, sweep_shared
 from .builder import Order
 from .launch import TIMEOUT, build_owner, find_uv, run_builder
 
 _ADOPT_TIMEOUT = timedelta(minutes=30)
+_SCAN_TIMEOUT = timedelta(minutes=10)
+_FINDINGS = 200
 _LOG_BYTES = 8 << 20
 _TAIL_LINES = 30
 
@@ -63,6 +66,11 @@ class Plan(NamedTuple):
     @property
     def name(self) -> str:
         return environment_name(self.recipe.key, self.digest)
+
+    @property
+    def commands(self) -> list[str]:
+        """What is run in the tree of an instance."""
+        return [*self.recipe.pre_install, *self.recipe.install]
 
     @property
     def layer(self) -> str:
@@ -88,6 +96,7 @@ class Builds:
     events: Events
     trash: Trash
     settings: Callable[[], Settings]
+    mirrors_path: Callable[[MirrorName], Path]
     _running: dict[str, _Running] = field(default_factory=dict)
 
     def open(self) -> None:
@@ -172,7 +181,22 @@ class Builds:
                 facts |= adopted._asdict()
                 for reason, count in adopted.dropped.items():
                     log.say(f"left out {count}: {reason}\n")
+                if plan.commit:
+                    facts["findings"] = await self.scan(path / "files", plan, plan.commit)
         return failure
+
+    async def scan(self, prefix: Path, plan: Plan, commit: CommitId) -> list[dict[str, Any]]:
+        """What of the mirror's future is in a prefix that is used at `commit`."""
+        if plan.mirror is None:
+            return []
+        git_dir = self.mirrors_path(plan.mirror)
+        leaks = await self.workers.run(
+            scan_environment, prefix, git_dir, commit, timeout=_SCAN_TIMEOUT
+        )
+        if leaks:
+            facts = {"key": plan.recipe.key, "digest": plan.digest, "count": len(leaks)}
+            self.events.publish("environment.leaks", **facts)
+        return [leak.to_json() for leak in leaks[:_FINDINGS]]
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -210,12 +234,12 @@ class Builds:
 
     @asynccontextmanager
     async def checkout(
-        self, plan: Plan, commit: CommitId | None
+        self, plan: Plan, commit: CommitId | None, environment: str | None = None
     ) -> AsyncIterator[protocol.Checkout]:
         """A checkout of the build's user, which ends with this block or this process."""
         request = protocol.StartCheckout(
             mirror=str(plan.mirror), commit=commit, owner=build_owner()[0],
-            ttl=TIMEOUT.total_seconds() * 1.5,
+            ttl=TIMEOUT.total_seconds() * 1.5, environment=environment,
         )  # fmt: skip
         checkout = await self.checkouts.checkout(request, own_peer(), own_process())
         try:

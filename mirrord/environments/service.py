@@ -36,8 +36,9 @@ from ..mirrors.service import Mirrors
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
 from .building import Builds, Plan, failed
+from .preparing import Preparations
 from .recipes import checked, digest_of, expanded, reads_tree
-from .sources import recipe_of, recipes_of_toml
+from .sources import key_of_row, recipe_of, recipes_of_toml
 
 _READ_TIMEOUT = timedelta(minutes=1)
 _AT_ONCE = 2
@@ -49,6 +50,7 @@ class Environments:
 
     store: EnvironmentStore
     builds: Builds
+    preparations: Preparations
     recipes: Path
     datasets: Datasets
     mirrors: Mirrors
@@ -119,9 +121,8 @@ class Environments:
 
     async def _plan_of(self, row: InstanceRow, frozen: bool) -> Plan:
         """The plan of an instance. Its environment is made for the setup commit, if it has one."""
-        recipe = recipe_of(row, frozen=frozen)
-        if (imported := await self._find_imported(recipe.key)) is not None:
-            recipe = imported
+        imported = await self._find_imported(key_of_row(row))
+        recipe = imported or recipe_of(row, frozen=frozen)
         setup = [commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT]
         bases = [row.base_commit] if row.base_commit else []
         return await self._plan(recipe, row.mirror, next(iter([*setup, *bases]), None), bases)
@@ -180,6 +181,12 @@ class Environments:
                 step(plan.name)
                 await self._build(plan, again)
                 report.ready.append(plan.name)
+                for base in plan.bases:
+                    step(f"{plan.name} for {base[:12]}", 1)
+                    left -= 1
+                    if self.preparations.is_needed(plan, base):
+                        await self._prepare(plan, base, again)
+                        report.prepared.append(base)
             except EnvironmentFailedError as error:
                 key, detail = plan.recipe.key, error.message
                 report.failed.append(protocol.FailedBuild(key=key, detail=detail))
@@ -208,6 +215,13 @@ class Environments:
             raise failed(plan, f"{record.facts['error']} (an earlier build; nothing has changed)")
         await self._running.join(plan.digest, run)
 
+    async def _prepare(self, plan: Plan, base: CommitId, again: bool) -> None:
+        async def run(_: SharedWork[None]) -> None:
+            async with self._turns:
+                await self.preparations.prepare(plan, base, again=again)
+
+        await self._running.join(f"{plan.digest} {plan.mirror}@{base}", run)
+
     # -- what there is -----------------------------------------------------------------------------
 
     def list(self) -> builtins.list[protocol.Environment]:
@@ -222,6 +236,18 @@ class Environments:
                 return each
         record = self._record(name)
         return replace(self._shown(record), recipe=Recipe.from_json(record.facts["recipe"]))
+
+    def name_for(self, row: InstanceRow) -> str:
+        """The environment of an instance: of those with its key one that has a layer for its base
+        commit, else the one built last, else the key of one that is not built.
+        """
+        key = key_of_row(row)
+        for record in self.store.records(key):
+            for each in self.preparations.list(record.digest) if record.is_ready else ():
+                is_its = each.mirror == str(row.mirror) and each.commit == row.base_commit
+                if is_its and each.layer:
+                    return record.name
+        return key
 
     def find_log(self, name: str) -> tuple[Path, Callable[[], bool]]:
         """The log of a build, and whether that still runs."""
@@ -264,6 +290,7 @@ class Environments:
             built_at=datetime.fromtimestamp(record.at, UTC),
             used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
             checkouts=self.store.held[record.digest],
+            prepared=self.preparations.list(record.digest),
         )
 
 

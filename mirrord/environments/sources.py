@@ -66,12 +66,16 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
             instance=row.id,
         )
     spec.setdefault("log_parser", own.get("log_parser") or parser_of_repo(row.repo))
-    key = key_of(
+    date = row.created_at.isoformat() if frozen and row.created_at else None
+    return replace(recipe_of_spec(key_of_row(row), spec), index_date=date)
+
+
+def key_of_row(row: InstanceRow) -> str:
+    """The key of an instance's environment, whether or not it has a recipe."""
+    return key_of(
         instance=row.id, repo=row.repo, image=row.environment, version=row.version,
         python=row.python_version,
     )  # fmt: skip
-    date = row.created_at.isoformat() if frozen and row.created_at else None
-    return replace(recipe_of_spec(key, spec), index_date=date)
 
 
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:

@@ -751,7 +751,7 @@ class FailedBuild(Answer):
 
 class BuildReport(Answer):
     """The result of a build: the environments that are `ready`, as KEY@DIGEST, and the commits for
-    which one is `prepared`.
+    which one was `prepared`.
     """
 
     ready: list[str]
@@ -760,12 +760,16 @@ class BuildReport(Answer):
 
 
 class Preparation(Answer):
-    """The `layer` that a checkout of this commit has with the environment, or why there is none."""
+    """The `layer` that a checkout of this commit has with the environment, or why there is none.
+
+    `findings` is what the scan found in the environment, as seen from this commit.
+    """
 
     mirror: str
     commit: str
     layer: str | None = None
     error: str | None = None
+    findings: list[dict[str, Any]] = []
 
 
 class Environment(Answer):

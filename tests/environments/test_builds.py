@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
@@ -19,6 +20,7 @@ from packagelab import building, recipe, wheel
 from waiting import until
 
 from mirrord import Client
+from mirrord.environments.launch import build_owner
 from mirrord.errors import EnvironmentNotFoundError
 from mirrord.protocol import BuildReport, Operation
 
@@ -149,33 +151,100 @@ def test_a_removed_environment_frees_its_files_and_its_recipe(house: tuple[Daemo
     assert not large()
 
 
-@pytest.mark.root
-def test_an_instance_is_built_by_nobody_at_its_setup_commit(tmp_path: Path) -> None:
-    """With the packages that a file of that commit names, and with no right to anything else."""
-    upstream = Upstream(tmp_path / "o" / "r")
-    setup = upstream.commit({"requirements.txt": "tiny==1.0\n"})
+@dataclass
+class World:
+    """A daemon with two instances, whose recipe installs into the tree and into the environment."""
+
+    running: Daemon
+    setup: str
+    base: str
+    other: str
+
+
+INSTALL = 'echo "version = 1" >version.py && id -u >$VIRTUAL_ENV/builder'
+FIXED = "def answer():\n    return 42  # the fix, which is long enough to be told from others\n"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("upstreams")
+    upstream = Upstream(root / "o" / "r")
+    setup = upstream.commit({"requirements.txt": "tiny==1.0\n", ".gitignore": "version.py\n"})
     base = upstream.commit({"requirements.txt": "tiny==2.0\n"})
-    row = {
-        "instance_id": "o__r-1", "repo": "o/r", "base_commit": base, "patch": "", "test_patch": "",
-        "problem_statement": "", "version": "1", "environment_setup_commit": setup,
-        "FAIL_TO_PASS": [], "PASS_TO_PASS": [],
-        "install_config": {
-            "python": "3.11", "packages": "requirements.txt", "reqs_path": ["requirements.txt"],
-            "test_cmd": "pytest", "install": "",
-        },
-    }  # fmt: skip
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps(row) + "\n")
-    text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n'
-    with building(text) as (running, _), Client(running.socket) as client:
+    other = upstream.commit({"requirements.txt": "tiny==3.0\n"})
+    upstream.commit({"code.py": FIXED})
+    rows = root / "rows.jsonl"
+    with rows.open("w") as file:
+        for number, (commit, install) in enumerate([(base, INSTALL), (other, "exit 7")], 1):
+            row = {
+                "instance_id": f"o__r-{number}", "repo": "o/r", "base_commit": commit, "patch": "",
+                "test_patch": "", "problem_statement": "", "version": str(number),
+                "environment_setup_commit": setup, "FAIL_TO_PASS": [], "PASS_TO_PASS": [],
+                "install_config": {
+                    "python": "3.11", "packages": "requirements.txt", "test_cmd": "pytest",
+                    "reqs_path": ["requirements.txt"], "install": install,
+                    "pip_packages": ["leak"],
+                },
+            }  # fmt: skip
+            file.write(json.dumps(row) + "\n")
+    text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
+    with building(text) as (running, packages), Client(running.socket) as client:
+        wheel(packages, "leak", "1.0", {"r/code.py": FIXED})
         client.wait(client.import_dataset(rows))
+        yield World(running, setup, base, other)
+
+
+@pytest.mark.root
+def test_an_instance_is_built_by_nobody_and_prepared(world: World) -> None:
+    """At its setup commit, with the packages that a file of that commit names. What the recipe
+    installs is in each checkout of its base commit, after a reset too, and in no diff.
+    """
+    with Client(world.running.socket) as client:
         made = report(client.wait(client.build_environments("o__r-1")))
-        assert made.failed == []
+        assert (made.failed, made.prepared) == ([], [world.base])
         found = client.get_environment(made.ready[0])
-        assert (found.key, found.commit) == ("o__r-1", setup)
+        assert (found.key, found.commit) == ("o__r-1", world.setup)
         assert found.recipe is not None
         assert found.recipe.requirements == ["tiny==1.0"]
         assert client.list_checkouts() == []
+        again = report(client.wait(client.build_environments("o__r-1")))
+        assert (again.ready, again.prepared) == (made.ready, [])
+        with client.checkout("o__r-1", environment="auto") as checkout:
+            beside = Path(checkout.directory) / "environment"
+            for _ in range(2):
+                assert (checkout.path / "version.py").read_text() == "version = 1\n"
+                assert (beside / "builder").read_text() == f"{build_owner()[0]}\n"
+                assert (beside / "lib/python3.11/site-packages/tiny/__init__.py").exists()
+                assert checkout.diff() == b""
+                (checkout.path / "version.py").unlink()
+                (beside / "builder").write_text("changed")
+                checkout.reset()
+
+
+@pytest.mark.root
+def test_what_is_built_is_scanned(world: World) -> None:
+    """A package has a file of a later commit."""
+    with Client(world.running.socket) as client:
+        made = report(client.wait(client.build_environments("o__r-1")))
+        found = client.get_environment(made.ready[0])
+    paths = {leak["path"] for leak in found.findings}
+    assert "lib/python3.11/site-packages/r/code.py" in paths
+    assert found.prepared[0].findings == found.findings
+
+
+@pytest.mark.root
+def test_a_failed_preparation_is_a_finding_that_waits_for_a_change(world: World) -> None:
+    with Client(world.running.socket) as client:
+        for _ in range(2):
+            ended = client.wait(client.build_environments("o__r-2"))
+            made = report(ended)
+            assert "exit 7: status 7" in made.failed[0].detail
+        assert "nothing has changed" in made.failed[0].detail
+        found = client.get_environment("o__r-2")
+        assert found.state == "ready"
+        assert [each.error for each in found.prepared] == ["exit 7: status 7"]
+        log = b"".join(client.environment_log("o__r-2")).decode()
+        assert log.count("$ exit 7") == 1
 
 
 def hanging_index() -> Iterator[tuple[str, list[int]]]:

@@ -37,7 +37,10 @@ async def get_environment(call: Call) -> Environment:
 
 def _shown(call: Call, environment: Environment) -> Environment:
     """Members see no commit but base commits, and no finding: one can name what a fix has."""
-    return environment if call.is_admin else replace(environment, commit=None, findings=[])
+    if call.is_admin:
+        return environment
+    prepared = [replace(each, findings=[]) for each in environment.prepared]
+    return replace(environment, commit=None, findings=[], prepared=prepared)
 
 
 async def build_environments(call: Call, body: BuildEnvironments) -> Operation:
