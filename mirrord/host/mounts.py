@@ -203,6 +203,12 @@ def _open_again(directory: int, place: int) -> int:
     if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
         raise _refused("name", "a directory", ctypes.get_errno())
     found = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
+    if found < 0 and ctypes.get_errno() == errno.EPERM:
+        raise BackendUnavailableError(
+            "cannot open a directory by its handle: not permitted",
+            hint="to attach checkouts the daemon, or the mount service, needs CAP_DAC_READ_SEARCH,"
+            " and open_by_handle_at(2), which containers may refuse",
+        )
     if found < 0:
         raise _refused("open", "a directory", ctypes.get_errno())
     return found

@@ -20,6 +20,7 @@ import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from volumelab import put_environment
 from waiting import until
 
 from mirrord import Checkout, Client, errors
@@ -33,9 +34,14 @@ SUBUIDS = 3_000_000
 CONFIG = f'[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n[access]\ngroup = "{MEMBER}"\ncommits = "any"\n'
 
 INHABITANT = """
-import json, os, sys
+import asyncio, json, os, sys
 from pathlib import Path
-from mirrord import Client, MirrordError
+from mirrord import AsyncClient, Client, MirrordError
+async def attach_async(checkout, *places):
+    async with AsyncClient(sys.argv[1]) as client:
+        held = await client.open_checkout(checkout)
+        await asyncio.gather(*(held.attach(each) for each in places))
+        await held.renew()  # on a channel that carried a descriptor
 client, here = Client(sys.argv[1]), Path(sys.argv[2])
 client.socket_status = client.health()  # connects as who it is now
 for line in sys.stdin:
@@ -82,7 +88,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     for number in range(3):
         upstream.commit({"README": f"{number}\n", "src/main.py": f"print({number})\n"})
         upstream.git("tag", f"v{number}")
-    with daemon(CONFIG) as made, Client(made.socket) as client:
+    with daemon(CONFIG, start=False) as made, Client(made.socket) as client:
+        put_environment(made.state_dir, "tools")
+        made.start()
         made.root.joinpath("here").mkdir()
         client.wait(client.add_mirror("o/r", upstream.url))
         yield made
@@ -197,6 +205,38 @@ def test_a_subordinate_uid_attaches_in_a_namespace_that_maps_its_whole_range(
         Path(f"/proc/{made.pid}/{kind}").write_text(f"0 {SUBUIDS} 65536\n")
     assert made.communicate("\n")[0].strip() == "5"
     assert Path(checkout.path, "new").stat().st_uid == SUBUIDS + 5
+
+
+def test_its_environment_goes_to_a_place_of_its_own(
+    client: Client, enter: Callable[..., Inhabitant]
+) -> None:
+    """As writable as the tree, and as clean after a reset."""
+    inhabitant = enter()
+    inhabitant("(here / 'tools').mkdir()")
+    checkout = client.checkout("o/r@v1", owner=OWNER, environment="tools")
+    opened = f"client.open_checkout({checkout.id!r})"
+    inhabitant(f"{opened}.attach(here / 'at', environment=here / 'tools')")
+    tool = "here / 'tools/bin/tool'"
+    assert (inhabitant(f"({tool}).read_text()"), inhabitant.reads()) == ("tool\n", "1\n")
+    inhabitant(f"({tool}).write_text('mine')")
+    assert Path(checkout.directory, "environment/bin/tool").read_text() == "mine"
+    checkout.reset()
+    assert inhabitant(f"({tool}).read_text()") == "tool\n"
+
+
+def test_tasks_of_one_asynchronous_client_attach_at_once(
+    checkout: Checkout, enter: Callable[..., Inhabitant]
+) -> None:
+    """No answer and no descriptor is another's, and none stays open."""
+    inhabitant = enter()
+    places = [f"place{number}" for number in range(20)]
+    inhabitant(f"[(here / name).mkdir() for name in {places}]")
+    before = inhabitant("len(os.listdir('/proc/self/fd'))")
+    inhabitant(f"asyncio.run(attach_async({checkout.id!r}, *(here / name for name in {places})))")
+    checkout.reset(commit="v2")
+    read = inhabitant(f"[(here / name / 'README').read_text() for name in {places}]")
+    assert read == ["2\n"] * 20
+    assert inhabitant("len(os.listdir('/proc/self/fd'))") == before
 
 
 CROWD = """

@@ -82,7 +82,7 @@ class VolumeWorld:
             return {" ".join(each.volumes): each for each in client.list_checkouts()}
 
 
-def _environment(state_dir: Path, key: str) -> None:
+def put_environment(state_dir: Path, key: str) -> None:
     """Put one on disk, as a build leaves it, with one file in it."""
     place = state_dir / "templates" / ".environments" / ("d" * 64)
     (place / "files" / "bin").mkdir(parents=True)
@@ -103,7 +103,7 @@ def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
     url = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[docker]\nvolumes = true\n'
     with daemon(url + text, start=False) as running:
         world = VolumeWorld(running, commits)
-        _environment(running.state_dir, "tools")
+        put_environment(running.state_dir, "tools")
         world.start()
         with world.client as client:
             client.wait(client.import_dataset(root / "rows.jsonl"))
