@@ -52,8 +52,10 @@ def _image() -> bytes:
 class Engine:
     """One container engine; `driver` is the name under which it knows mirrord."""
 
-    def __init__(self, program: str, environment: dict[str, str], driver: str) -> None:
-        self.program, self.driver = program, driver
+    def __init__(
+        self, program: str, environment: dict[str, str], driver: str, user: int | None = None
+    ) -> None:
+        self.program, self.driver, self.user = program, driver, user
         self.environment = {**os.environ, **environment}
         # podman reads these in its configuration
         self.usual = () if program == "podman" else ("--volume=/usr:/usr:ro", "--network=none")
@@ -67,6 +69,10 @@ class Engine:
             capture_output=True,
             check=False,
             timeout=60,
+            user=self.user,
+            group=self.user,
+            extra_groups=None if self.user is None else [],
+            cwd="/",
         )
         return subprocess.CompletedProcess(
             done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
@@ -87,7 +93,7 @@ class Engine:
     def start(self, volume: str, *more: str, user: int = 0) -> str:
         """A container that sleeps, with a volume such as `name:/testbed`; answers its id."""
         return self(
-            *("run", "--detach", "--rm", "--user", str(user), "--volume", volume),
+            *("run", "--detach", "--user", str(user), "--volume", volume),
             *(*self.usual, *more, IMAGE, "sleep", "600"),
         )
 
@@ -117,7 +123,8 @@ _WITH_SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 @contextmanager
-def podman(plugin: Path) -> Iterator[Engine]:
+def podman(plugin: Path, user: int | None = None) -> Iterator[Engine]:
+    """Root's, or rootless, of a user with subordinate ids."""
     root = Path(tempfile.mkdtemp(prefix="podman-"))
     (root / "containers.conf").write_text(_PODMAN.format(root=root, plugin=plugin))
     (root / "storage.conf").write_text(_STORAGE.format(root=root))
@@ -125,13 +132,20 @@ def podman(plugin: Path) -> Iterator[Engine]:
         "CONTAINERS_CONF": str(root / "containers.conf"),
         "CONTAINERS_STORAGE_CONF": str(root / "storage.conf"),
     }
-    engine = Engine("podman", files, "mirrord")
+    if user is not None:
+        (root / "home").mkdir(mode=0o700)
+        for path in (root, root / "home"):
+            os.chown(path, user, user)
+        files |= {"HOME": str(root / "home"), "XDG_RUNTIME_DIR": str(root / "home")}
+    engine = Engine("podman", files, "mirrord", user)
     try:
         engine("import", "-", IMAGE, stdin=_image())
         yield engine
     finally:
         engine.try_run("rm", "--all", "--force", "--time", "0")
         engine.try_run("volume", "rm", "--all", "--force")
+        if user is not None:
+            engine.try_run("system", "migrate")  # ends the process that holds the user namespace
         shutil.rmtree(root)
 
 
