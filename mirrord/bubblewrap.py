@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BackendUnavailableError
-from .places import ACTIVATE, ENVIRONMENT, PYTHONS, SANDBOX_HOME, TESTBED
+from .places import ACTIVATE, ENVIRONMENT, PROGRAMS, PYTHONS, SANDBOX_HOME, TESTBED
 
 # Copied: a bind costs 0.2 ms and more where the host has many mounts, a file nothing.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
@@ -44,8 +44,9 @@ class Box:
 
     `owner` is a uid with its gid where that is not the caller's. `pythons` is the directory of
     managed interpreters. `readable` and `writable` are further paths inside, each with the host's
-    path that is shown there. What is written elsewhere, in HOME, /tmp or /, is in memory: up to
-    `scratch_bytes`.
+    path that is shown there; `files` are made inside, executable where they begin with #!, and
+    those in PROGRAMS are found by name. What is written elsewhere, in HOME, /tmp or /, is in
+    memory: up to `scratch_bytes`.
     """
 
     tree: Path
@@ -56,6 +57,7 @@ class Box:
     pythons: Path | None = None
     readable: Mapping[str, Path] = field(default_factory=dict)
     writable: Mapping[str, Path] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
     scratch_bytes: int = 4 * 1024**3
 
     def start(
@@ -80,7 +82,8 @@ class Box:
             given: list[int] = list(options.pop("pass_fds", ()))
             arguments = [*self._namespaces(), *self._host(), *self._own()]
             for path, content in self._files():
-                arguments += "--perms", "0444", "--file", give(content), path
+                mode = "0555" if content.startswith(b"#!") else "0444"
+                arguments += "--perms", mode, "--file", give(content), path
             arguments += "--chdir", TESTBED
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             argv = [*before, *self._become(), find_bwrap(), "--args", packed, "--", *command]
@@ -145,7 +148,7 @@ class Box:
             yield from ("--setenv", name, value)
 
     def _variables(self) -> dict[str, str]:
-        search = "/usr/local/bin:/usr/bin:/bin"
+        search = f"/usr/local/bin:/usr/bin:/bin:{PROGRAMS}"
         active = {"VIRTUAL_ENV": ENVIRONMENT, "CONDA_DEFAULT_ENV": "testbed"}
         return {
             "PATH": f"{ENVIRONMENT}/bin:{search}" if self.environment else search,
@@ -163,12 +166,14 @@ class Box:
         yield "/etc/nsswitch.conf", b"passwd: files\ngroup: files\nhosts: files dns\n"
         if self.environment:
             yield ACTIVATE, _SHIM.encode()
-            yield "/etc/profile", f". {ACTIVATE}\n".encode()  # a login shell resets PATH
+            # a login shell resets PATH
+            yield "/etc/profile", f". {ACTIVATE}\nPATH=$PATH:{PROGRAMS}\n".encode()
         if not self.network:
             yield "/etc/hosts", f"127.0.0.1 localhost {_NAME}\n::1 localhost\n".encode()
         for name in (*_ETC, *(_ETC_OF_NETWORK if self.network else ())):
             with suppress(OSError):
                 yield f"/etc/{name}", Path("/etc", name).read_bytes()
+        yield from self.files.items()
 
 
 def find_bwrap() -> str:

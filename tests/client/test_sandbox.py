@@ -106,6 +106,18 @@ def test_commands_of_a_sandbox_share_home_tmp_and_what_runs(overlay: mirrord.Che
     until(lambda: not _runs("http.server"))
 
 
+def test_a_clone_in_a_sandbox_comes_from_its_tree(overlay: mirrord.Checkout) -> None:
+    """Of the forge's URL too, where no forge can be reached; in a login shell as well."""
+    clone = "git clone -q https://github.com/o/r /tmp/r && git -C /tmp/r log --format=%D"
+    with Sandbox(overlay) as sandbox:
+        found = sandbox.exec(["bash", "-lc", clone])
+        assert (found.stderr, found.stdout.count(b"tag: v")) == (b"", 2)
+        assert b"checkout of o/r" in sandbox.exec("git ls-remote https://github.com/o/x").stderr
+    with Sandbox(overlay, network=True) as sandbox:
+        assert sandbox.exec("git ls-remote mirrord::o/r").exit_code == 0
+        assert sandbox.exec("git config --get-regexp 'url.*'").exit_code == 1
+
+
 def _runs(text: str) -> bool:
     command = ["pgrep", "--uid", str(AGENT), "--full", text]
     return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0

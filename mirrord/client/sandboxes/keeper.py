@@ -6,13 +6,23 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from ... import protocol
 from ...bubblewrap import Box
 from ...errors import CheckoutNotFoundError
+from ...places import PROGRAMS
+from .. import gitremote
 from .calls import Call, Executed
 from .rooms import EndedError, Room
+
+_GIT_CONFIG = b"""\
+[url "mirrord::https://github.com/"]
+	insteadOf = https://github.com/
+[protocol "mirrord"]
+	allow = always
+"""
 
 
 class Keeper:
@@ -63,13 +73,23 @@ class Keeper:
 def box_of(lease: protocol.Checkout, *, network: bool, variables: Mapping[str, str]) -> Box:
     """The box of a checkout, for its owner."""
     is_mine = lease.owner_uid == os.geteuid()
+    given = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
+    given |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
     return Box(
         tree=Path(lease.path),
         environment=environment_of(lease),
         owner=None if is_mine else (lease.owner_uid, lease.owner_gid),
         network=network,
-        variables={"MIRRORD_CHECKOUT": lease.id, **variables},
+        variables={**given, **variables},
+        files=_clone_files(network=network),
     )
+
+
+@cache
+def _clone_files(*, network: bool) -> dict[str, bytes]:
+    """For `git clone`: git-remote-mirrord; where no forge can be reached, it takes their place."""
+    files = {f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes()}
+    return files if network else {**files, "/etc/gitconfig": _GIT_CONFIG}
 
 
 def environment_of(lease: protocol.Checkout) -> Path | None:
