@@ -26,6 +26,9 @@ from .errors import DeadlineError as DeadlineError
 from .errors import DiffTooLargeError as DiffTooLargeError
 from .errors import DiskFailedError as DiskFailedError
 from .errors import DiskFullError as DiskFullError
+from .errors import EnvironmentFailedError as EnvironmentFailedError
+from .errors import EnvironmentInUseError as EnvironmentInUseError
+from .errors import EnvironmentNotFoundError as EnvironmentNotFoundError
 from .errors import ForkTooLargeError as ForkTooLargeError
 from .errors import GitFailedError as GitFailedError
 from .errors import GitKilledError as GitKilledError
@@ -40,6 +43,7 @@ from .errors import InvalidDatasetError as InvalidDatasetError
 from .errors import InvalidMappingError as InvalidMappingError
 from .errors import InvalidNameError as InvalidNameError
 from .errors import InvalidPatchError as InvalidPatchError
+from .errors import InvalidRecipeError as InvalidRecipeError
 from .errors import InvalidRequestError as InvalidRequestError
 from .errors import InvalidUrlError as InvalidUrlError
 from .errors import LayerExistsError as LayerExistsError
@@ -62,6 +66,7 @@ from .errors import PathOutsideCheckoutError as PathOutsideCheckoutError
 from .errors import PinNotFoundError as PinNotFoundError
 from .errors import ProcessGoneError as ProcessGoneError
 from .errors import ProofFailedError as ProofFailedError
+from .errors import RecipeNotFoundError as RecipeNotFoundError
 from .errors import ResourceError as ResourceError
 from .errors import SnapshotExistsError as SnapshotExistsError
 from .errors import SnapshotNotFoundError as SnapshotNotFoundError
@@ -163,6 +168,7 @@ from .protocol import Snapshot as Snapshot
 from .protocol import Status as Status
 from .protocol import Steering as Steering
 from .protocol import Synced as Synced
+from .protocol import UnexpectedTest as UnexpectedTest
 from .protocol import UnpinnedCommit as UnpinnedCommit
 from .protocol import Usage as Usage
 from .protocol import UsageRow as UsageRow
@@ -177,3 +183,5 @@ from .client.sandboxes.calls import Executed as Executed
 from .model import Readiness as Readiness
 from .protocol import RehearsalStep as RehearsalStep
 from .protocol import Rehearsed as Rehearsed
+from .protocol import RootLeak as RootLeak
+from .protocol import RootReport as RootReport

@@ -184,6 +184,9 @@ def parser_of_repo(repo: str) -> str:
     return name if name in _PARSERS else "pytest"
 
 
+_RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
+"""What the report on one test begins with, in pytest, sympy and unittest."""
+
 # -- what a dataset expects ------------------------------------------------------------------------
 
 
@@ -245,3 +248,17 @@ def broken(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> It
         outcome = outcome_of(test, found)
         if outcome not in _WANTED[want]:
             yield Miss(test, outcome)
+
+
+def lines_about(log: str, test: str, most: int = 8) -> list[str]:
+    """The last lines that a log says of a test that failed; of no such, its own last lines."""
+    name = test.rpartition("::")[2].partition(" ")[0]
+    lines = [line.rstrip() for line in log.splitlines()]
+    heads = [at for at, line in enumerate(lines) if _RULE.match(line) and name in line]
+    if heads:
+        lines = lines[heads[-1] + 1 :]
+        ends = (at for at, line in enumerate(lines) if _RULE.match(line) or "====" in line)
+        lines = lines[: next(ends, None)]
+    elif said := [line for line in lines if name in line and line.startswith(_STATUSES)]:
+        lines = said
+    return [line[:300] for line in lines if line.strip(" _=-")][-most:]

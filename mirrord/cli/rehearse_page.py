@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ..model import Readiness
-from ..protocol import Rehearsed
+from ..protocol import Rehearsed, UnexpectedTest
 from . import page
 from .output import count, when
 from .page import escape
@@ -90,4 +90,18 @@ def _name(row: Rehearsed) -> str:
 
 def _why(row: Rehearsed) -> str:
     hint = row.error.hint if row.error else None
-    return f"<td>{escape(row.reason)}{f'<br>{escape(hint)}' if hint else ''}</td>"
+    more = f"<br>{escape(hint)}" if hint else ""
+    tests = "".join(map(_test, row.unexpected))
+    return f"<td>{escape(row.reason)}{more}{tests}{_logs(row)}</td>"
+
+
+def _test(test: UnexpectedTest) -> str:
+    if not test.lines:
+        return f"<br>{escape(test.told)}"
+    lines = "<br>".join(f"<code>{escape(line)}</code>" for line in test.lines)
+    return f"<details><summary>{escape(test.told)}</summary>{lines}</details>"
+
+
+def _logs(row: Rehearsed) -> str:
+    named = ", ".join(f"<code>{escape(path)}</code>" for path in row.logs)
+    return f"<br>logs: {named}" if named else ""

@@ -128,6 +128,7 @@ class Results:
             yield from table(
                 ("INSTANCE", "RESULT", "WHY"), [(r.instance, r.status, r.reason) for r in bad]
             )
+            yield from _unexpected(bad)
         counted = [
             f"{found:,} {state}"
             for state in Readiness
@@ -137,6 +138,16 @@ class Results:
         kept = f" ({self.kept:,} by an earlier run)" if self.kept else ""
         counts_text = "; ".join([*counted, f"{failed} failed"])
         yield f"{count(len(self.rows), 'instance')} rehearsed{kept}: {counts_text}"
+
+
+def _unexpected(rows: list[Rehearsed]) -> Iterator[str]:
+    """The tests that came out otherwise than their rows say, with the last lines about them."""
+    for row in rows:
+        for each in row.unexpected:
+            yield ""
+            yield f"{row.instance}: {each.told}"
+            yield from (f"    {line}" for line in each.lines)
+        yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)
 
 
 def _status_of(row: Rehearsed) -> int:

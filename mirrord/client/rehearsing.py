@@ -1,18 +1,30 @@
-"""What a rehearsal writes down of one instance. Pure: no I/O."""
+"""What a rehearsal writes down of one instance, and how it judges the log of its tests.
+
+Pure, but for the file of a log.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import errors, protocol
+from .. import errors, protocol, testlogs
 from ..model import History, Readiness
+from ..testlogs import Want
 
 FATAL = (errors.NoDaemonError, errors.StoppingError, errors.AccessError)
 # what says nothing about an instance
-_HINDRANCES = (errors.ResourceError, errors.InternalError, errors.CheckoutBusyError)
+_HINDRANCES = (
+    errors.ResourceError,
+    errors.InternalError,
+    errors.CheckoutBusyError,
+    errors.RecipeNotFoundError,
+)
 
 
 class Candidate(NamedTuple):
@@ -46,6 +58,9 @@ class Record:
         self.steps: list[protocol.RehearsalStep] = []
         self.error: errors.MirrordError | None = None
         self.is_known = True
+        self.environment: str | None = None
+        self.unexpected: list[protocol.UnexpectedTest] = []
+        self.logs: list[str] = []
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[None]:
@@ -98,3 +113,71 @@ def must_equal(what: str, found: str, expected: str | None) -> None:
     """Raises ProofFailedError."""
     if found != expected:
         raise errors.ProofFailedError(f"cannot prove {what}: it is {found}, not {expected}")
+
+
+# -- tests -----------------------------------------------------------------------------------------
+
+_SHOWN, _EXPLAINED = 100, 5
+
+
+class Phase(NamedTuple):
+    """One run of an instance's tests: which patches are applied, and how its tests come out.
+
+    Tests of PASS_TO_PASS are kept in both.
+    """
+
+    step: str
+    patches: tuple[str, ...]
+    want: Want
+
+
+PHASES = (
+    Phase("tests before", PATCHES[:1], Want.FAIL),
+    Phase("tests after", PATCHES, Want.PASS),
+)
+
+
+def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
+    """The recipe's command with the files of the test patch; without one, of the tests listed."""
+    arguments = testlogs.arguments_of(row.test_patch or "", row.repo)
+    if not arguments:
+        listed = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
+        arguments = [test.partition("::")[0] for test in listed if "::" in test]
+    words = shlex.join(dict.fromkeys(arguments))
+    return f"exec 2>&1\n{recipe.test_command} {words}"
+
+
+def judge_tests(
+    phase: Phase, row: protocol.Instance, parser: testlogs.Parser, log: str
+) -> tuple[list[protocol.UnexpectedTest], str]:
+    """The tests that are not as the row says, and half a sentence about them, empty for none."""
+    found = parser(log)
+    unexpected: list[protocol.UnexpectedTest] = []
+    said = []
+    for name, tests, want in (
+        ("FAIL_TO_PASS", row.fail_to_pass or [], phase.want),
+        ("PASS_TO_PASS", row.pass_to_pass or [], Want.KEEP),
+    ):
+        verb: Literal["fail", "pass"] = "fail" if want is Want.FAIL else "pass"
+        misses = list(testlogs.broken(tests, found, want))
+        for test, outcome in misses[: _SHOWN - len(unexpected)]:
+            is_explained = verb == "pass" and len(unexpected) < _EXPLAINED
+            unexpected.append(
+                protocol.UnexpectedTest(
+                    step=phase.step,
+                    test=test,
+                    expected=verb,
+                    outcome=outcome.value if outcome else None,
+                    lines=testlogs.lines_about(log, test) if is_explained else [],
+                )
+            )
+        if misses:
+            first = misses[0].test
+            said.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
+    return unexpected, " and ".join(said)
+
+
+def log_path(directory: Path, instance: str, step: str) -> Path:
+    """Where the log of a run is kept; an id may have slashes in it, or be `..`."""
+    name = re.sub(r"[^\w @+.-]|^\.", lambda match: f"%{ord(match[0]):02X}", instance)[:200]
+    return directory / name / f"{step.replace(' ', '-')}.log"

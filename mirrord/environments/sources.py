@@ -33,6 +33,8 @@ _DEFAULT_SPEC = {
 }
 """For rows that say which Python they run on, and nothing else."""
 
+_APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
+
 
 # -- rows ------------------------------------------------------------------------------------------
 
@@ -135,20 +137,13 @@ def _take_apt(command: str, found: dict[str, None]) -> str:
     """A command without its calls of apt, which a sandbox cannot make; the packages that those
     install are added to `found`.
     """
-    left = []
-    for part in re.split(r"\s*(?:&&|;)\s*", command):
-        words = part.split()
-        while words and (words[0] == "sudo" or re.fullmatch(r"DEBIAN_FRONTEND=\w+", words[0])):
-            words = words[1:]
-        if not words or words[0] not in ("apt-get", "apt"):
-            left.append(part)
-        elif "install" in words:
-            after = words[words.index("install") + 1 :]
-            found.update(dict.fromkeys(word for word in after if not word.startswith("-")))
-    whole = [part for part in left if part.strip()]
-    if whole and len(left) == len(re.split(r"\s*(?:&&|;)\s*", command)):
-        return command
-    return " && ".join(part for part in whole if not part.startswith("export DEBIAN_FRONTEND"))
+    parts = re.split(r"\s*(?:&&|;)\s*", command)
+    left = [part for part in parts if not _APT.match(part)]
+    for part in parts:
+        if _APT.match(part):
+            words = part.partition(" install ")[2].split()
+            found.update(dict.fromkeys(word for word in words if not word.startswith("-")))
+    return command if len(left) == len(parts) else " && ".join(filter(None, left))
 
 
 def _list(spec: Mapping[str, Any], name: str) -> list[str]:

@@ -818,11 +818,30 @@ class RehearsalStep(Answer):
     duration_s: float = 0.0
 
 
+class UnexpectedTest(Answer):
+    """A test that came out otherwise than its row says; `outcome` None: it is not in the log.
+
+    `lines` are the last that the log of this `step` says of it.
+    """
+
+    step: str
+    test: str
+    expected: Literal["fail", "pass"]
+    outcome: Literal["passed", "failed", "skipped", "error"] | None = None
+    lines: list[str] = []
+
+    @property
+    def told(self) -> str:
+        outcome = self.outcome or "not in the log"
+        return f"{self.step}: {self.test}: {outcome}, expected to {self.expected}"
+
+
 class Rehearsed(Answer):
     """What a rehearsal found of one instance, step by step as far as it came.
 
     `reason` says what keeps it from being ready; `error` is the problem behind that. `state` tells
-    the row, the mirror and the daemon that it holds for.
+    the row, the mirror and the daemon that it holds for. Where its tests were run there are the
+    `environment`, the first of the `unexpected` tests, and the files with the `logs`.
     """
 
     instance: str
@@ -835,6 +854,9 @@ class Rehearsed(Answer):
     error: Problem | None = None
     state: str = ""
     duration_s: float = 0.0
+    environment: str | None = None
+    unexpected: list[UnexpectedTest] = []
+    logs: list[str] = []
 
     @property
     def ok(self) -> bool:

@@ -213,7 +213,7 @@ def test_what_could_not_be_tried_is_no_verdict(world: World) -> None:
     assert status == 4
     assert [row["status"] for row in answer["instances"]] == ["untried", "ready"]
     assert world.run("rehearse", "--jobs", "0")[0] == 2
-    assert world.run("rehearse", "--run", "demo__project-one")[0] == 2
+    assert world.run("rehearse", "--timeout", "soon", "demo__project-one")[0] == 2
     with Client(world.daemon.socket) as client:  # the same, in a harness
         rehearsal = client.rehearsal("demo__project-one")
         (found,) = map(rehearsal.rehearse, rehearsal.candidates)

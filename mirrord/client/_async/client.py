@@ -645,9 +645,20 @@ class AsyncClient:
         self._renewal.drop(checkout)
         await self._connection.request("DELETE", _checkout(checkout))
 
-    async def rehearsal(self, *instances: str, dataset: str | None = None) -> AsyncRehearsal:
-        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators."""
-        rehearsal = AsyncRehearsal(self)
+    async def rehearsal(
+        self,
+        *instances: str,
+        dataset: str | None = None,
+        run: bool = False,
+        logs: Path | None = None,
+        test_timeout: timedelta = timedelta(minutes=30),
+    ) -> AsyncRehearsal:
+        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators.
+
+        `run` has their tests run, in environments that are built where they are not, and keeps what
+        they print in a directory, `logs`.
+        """
+        rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
         await rehearsal.prepare(instances, dataset)
         return rehearsal
 

@@ -640,9 +640,20 @@ class Client:
         self._renewal.drop(checkout)
         self._connection.request("DELETE", _checkout(checkout))
 
-    def rehearsal(self, *instances: str, dataset: str | None = None) -> Rehearsal:
-        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators."""
-        rehearsal = Rehearsal(self)
+    def rehearsal(
+        self,
+        *instances: str,
+        dataset: str | None = None,
+        run: bool = False,
+        logs: Path | None = None,
+        test_timeout: timedelta = timedelta(minutes=30),
+    ) -> Rehearsal:
+        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators.
+
+        `run` has their tests run, in environments that are built where they are not, and keeps what
+        they print in a directory, `logs`.
+        """
+        rehearsal = Rehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
         rehearsal.prepare(instances, dataset)
         return rehearsal
 

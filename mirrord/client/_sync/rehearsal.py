@@ -3,25 +3,41 @@
 
 Everything is asked of the daemon as a grader would: a checkout, both patches and their reverse, a
 diff, a reset. Mirrors are audited once for all instances, at level closure where nobody did lately.
+Tests run in a sandbox of this process, in a checkout with the instance's environment.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, History, View, utc_now
-from ..rehearsing import FATAL, PATCHES, Candidate, Record, must_equal
+from ...testlogs import find_parser
+from ..rehearsing import (
+    FATAL,
+    PATCHES,
+    PHASES,
+    Candidate,
+    Phase,
+    Record,
+    command_of,
+    judge_tests,
+    log_path,
+    must_equal,
+)
 
 if TYPE_CHECKING:
     from .checkout import Checkout
     from .client import Client
+    from .sandbox import Sandbox
 
 _WALK_AGE = timedelta(hours=1)
 _TTL = timedelta(minutes=30)
@@ -34,8 +50,11 @@ class Rehearsal:
     of the ones before.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(
+        self, client: Client, *, run: bool, logs: Path | None, test_timeout: timedelta
+    ) -> None:
         self._client = client
+        self._run, self._logs, self._test_timeout = run, logs, test_timeout
         self._bind = Bind.PROCESS
         self._mirrors: dict[str, protocol.Mirror] = {}
         self._audit: protocol.Operation | None = None
@@ -69,7 +88,7 @@ class Rehearsal:
             return Candidate(instance, dataset, error=error)
         mirror = self._mirrors.get(row.mirror.lower())
         synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
-        facts = [row.to_json(), synced, version]
+        facts = [row.to_json(), synced, version, *(["run"] if self._run else [])]
         has = dict(zip(PATCHES, (row.test_patch, row.patch), strict=True))
         return Candidate(
             instance=row.id,
@@ -137,6 +156,9 @@ class Rehearsal:
             steps=record.steps,
             error=record.problem,
             state=candidate.state,
+            environment=record.environment,
+            unexpected=record.unexpected,
+            logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
         )
 
@@ -158,9 +180,12 @@ class Rehearsal:
         with checkout:
             self._try_tree(checkout, candidate, record)
         self._judge_commits(candidate, record)
+        if self._run and record.error is None:
+            self._run_tests(candidate, record)
 
-    def _check_out(self, candidate: Candidate) -> Checkout:
+    def _check_out(self, candidate: Candidate, **more: Any) -> Checkout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
+        choices |= more
         choices |= {"auto_renew": False, "history": candidate.history}  # as agents have it
         try:
             return self._client.checkout(candidate.instance, bind=self._bind, **choices)
@@ -210,6 +235,71 @@ class Rehearsal:
             if (problem := problems.get((key, each.commit)))
         ]
         record.add("recorded", "but" if found else "ok", "; ".join(found))
+
+    # -- its tests ---------------------------------------------------------------------------------
+
+    def _run_tests(self, candidate: Candidate, record: Record) -> None:
+        """Run the tests with the test patch alone, then with the gold patch too."""
+        identity, dataset = candidate.instance, candidate.dataset
+        row = self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
+        with record.step("environment", needed=True):
+            record.environment, recipe = self._build(candidate)
+        more = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
+        with self._check_out(candidate, **more) as checkout:
+            for phase in PHASES:
+                if missing := set(phase.patches) - {*candidate.patches, PATCHES[0]}:
+                    record.add(phase.step, "nothing", f"the row has no {missing.pop()}")
+                    continue
+                with record.step(phase.step):
+                    checkout.reset()
+                    for named in phase.patches:
+                        if named in candidate.patches:
+                            checkout.apply(named)
+                    self._run_phase(phase, checkout, row, recipe, record)
+
+    def _build(self, candidate: Candidate) -> tuple[str, protocol.Recipe]:
+        """The environment of an instance, built where it is not, and its recipe."""
+        identity, dataset = candidate.instance, candidate.dataset
+        ended = self._client.wait(self._client.build_environments(identity, dataset=dataset))
+        report = protocol.BuildReport.from_json(ended.result)
+        for failed in report.failed:
+            hint = f"see `mirrord environment log {failed.key}`"
+            raise errors.EnvironmentFailedError(failed.detail, hint=hint)
+        environment = self._client.get_environment(report.ready[0])
+        assert environment.recipe is not None  # lists alone have none
+        return environment.name, environment.recipe
+
+    def _run_phase(
+        self,
+        phase: Phase,
+        checkout: Checkout,
+        row: protocol.Instance,
+        recipe: protocol.Recipe,
+        record: Record,
+    ) -> None:
+        """Run the tests and keep their log. Raises ProofFailedError where a test is unexpected."""
+        module = importlib.import_module(".sandbox", __package__)  # the other verbs need none
+        box: Sandbox = module.Sandbox(checkout, variables=recipe.variables)
+        with box as sandbox:
+            seconds = self._test_timeout.total_seconds()
+            ended = sandbox.exec(command_of(recipe, row), timeout=seconds)
+        log = ended.stdout.decode(errors="replace")
+        if self._logs:
+            path = log_path(self._logs, row.id, phase.step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(ended.stdout)
+            record.logs.append(str(path))
+        if ended.struck:
+            raise errors.DeadlineError(
+                f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
+                hint="give them more time with --timeout",
+            )
+        parser = find_parser(recipe.log_parser)
+        assert parser is not None  # the daemon has checked it
+        unexpected, said = judge_tests(phase, row, parser, log)
+        record.unexpected += unexpected
+        if said:
+            raise errors.ProofFailedError(f"cannot confirm the row: {said}")
 
 
 def _must_be_clean(checkout: Checkout, applied: Sequence[str]) -> None:
