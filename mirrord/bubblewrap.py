@@ -104,7 +104,9 @@ class Box:
                 yield from (f"--map-groups={gid},{gid},1", f"--setuid={uid}", f"--setgid={gid}")
                 yield "--"
         yield from ("setpriv", "--pdeathsig=KILL", "--")  # last: a change of the uid undoes it
-        yield from ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child")
+        # bwrap looks for its child in /proc, which has to be of its own namespace
+        yield from ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc")
+        yield from ("--fork", "--kill-child")
         yield "--"
 
     def _namespaces(self) -> Iterator[str]:

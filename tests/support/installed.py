@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,7 @@ def install(environment: Path) -> None:
         "#!/opt/mirrord/bin/python\nimport sys\nfrom mirrord.cli import main\nsys.exit(main())\n"
     )
     script.chmod(0o755)
+    shutil.copy2(Path(sys.prefix, "bin", "uv"), environment / "bin")
     for entry in LIBRARIES.iterdir():
         if "mirrord" not in entry.name and entry.name != "__pycache__":
             (site / entry.name).symlink_to(f"{LIBRARIES_INSIDE}/{entry.name}")

@@ -17,6 +17,7 @@ import installed
 import nspawn
 import pytest
 from gitrepos import Upstream
+from packagelab import recipe, wheel
 
 REASON = nspawn.why_not() or installed.why_not()
 pytestmark = [
@@ -39,6 +40,9 @@ url = "file:///srv/upstreams/{owner}__{name}"
 interval = "24h"
 [docker]
 volumes = true
+[environments]
+index = "/srv/upstreams/packages"
+network = false
 """
 # Asks until told to stop, each time on a new connection; every failure is a line.
 ASKER = """
@@ -116,7 +120,7 @@ def _units(directory: Path) -> Path:
     for unit in [*UNITS.glob("*.service"), *UNITS.glob("*.socket")]:
         shutil.copy(unit, directory)
     for target, names in {
-        "multi-user.target": ["mirrord.service"], "sockets.target": ["mirrord.socket", "mirrord-mount.socket", "mirrord-docker.socket"],
+        "multi-user.target": ["mirrord.service"], "sockets.target": ["mirrord.socket", "mirrord-mount.socket", "mirrord-docker.socket", "mirrord-build.socket"],
     }.items():  # fmt: skip
         wants = directory / f"{target}.wants"
         wants.mkdir()
@@ -139,6 +143,7 @@ def host(scratch: Path) -> Iterator[Host]:
         upstream.commit({"README": f"{n}\n", "src/main.py": "print(1)\n", "docs/a.txt": "a\n"})
         for n in (1, 2)
     ]
+    wheel(scratch / "upstreams" / "packages", "tiny", "1.0", {"tiny.py": "x = 1\n"})
     installed.install(scratch / "environment")
     (scratch / "state").mkdir()
     binds = {
@@ -318,6 +323,19 @@ def test_volumes_are_served_at_a_socket_of_root_only(host: Host) -> None:
     answer = json.loads(host.shell(f'{ask}.Mount -d \'{{"Name": "task", "ID": "a"}}\'', None))
     assert host.shell(f"cat {answer['Mountpoint']}/README", None) == "1"
     host.shell(f'{ask}.Remove -d \'{{"Name": "task"}}\'', None)
+
+
+def test_an_environment_is_built_by_a_unit_of_its_own(host: Host) -> None:
+    """The daemon may make no namespace; the unit may, as a user of its own, and root builds too."""
+    host.shell(f"cat >/tmp/recipes.toml <<'END'\n{recipe('k', 'tiny')}END", None)
+    host.mirrord("environment", "import", "/tmp/recipes.toml", user=None)
+    done = host.mirrord("environment", "build", "k", user=None, check=False)
+    assert done.returncode == 0, host.mirrord("environment", "log", "k", user=None).stdout
+    found = host.json("environment", "show", "k")
+    prefix = f"{STATE}/templates/.environments/{found['digest']}/files"
+    assert host.shell(f"cat {prefix}/lib/python3.11/site-packages/tiny.py", None) == "x = 1"
+    assert host.shell(f"stat -c %U {prefix}", None) == "mirrord"
+    assert "mirrord-build@" in host.shell("journalctl --unit='mirrord-build@*' -o short", None)
 
 
 def test_a_checkout_is_found_again_after_a_restart(host: Host, checkout: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ def test_units_verify_with_nothing_to_say(units: list[Path]) -> None:
 
 @needs_analyze
 @pytest.mark.parametrize(
-    ("name", "threshold"), [("mirrord.service", 21), ("mirrord-mount.service", 42)]
+    ("name", "threshold"),
+    [("mirrord.service", 21), ("mirrord-mount.service", 42), ("mirrord-build@.service", 45)],
 )
 def test_the_services_are_confined(units: list[Path], name: str, threshold: int) -> None:
     """What faces clients and the network may do little beyond its own files; what mounts can be confined less."""
