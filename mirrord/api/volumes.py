@@ -100,8 +100,8 @@ class VolumeDriver:
                 return {"Volumes": [_shown(*each) for each in volumes.list()]}
             case "/VolumeDriver.Create":
                 part, options, source = _read_options(call.Name, call.Opts or {})
-                await volumes.create(call.Name, part, options, source, peer)
-                if request.state.connection.is_lost:  # podman waits for 5 seconds
+                is_new = await volumes.create(call.Name, part, options, source, peer)
+                if is_new and request.state.connection.is_lost:  # podman waits for 5 seconds
                     await volumes.remove(call.Name, peer)
                 return {}
             case "/VolumeDriver.Get":
@@ -144,6 +144,8 @@ def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str]
 
     Without a source the name is an instance's, up to `--`: `docker run -v` takes no options.
     """
+    if not name:
+        raise InvalidRequestError("cannot make a volume: it has no name")
     options = {"owner" if key == "uid" else key: value for key, value in given.items()}
     choices = dict(options)
     part = choices.pop("what", "tree")

@@ -63,15 +63,18 @@ class Volumes:
 
     async def create(
         self, name: str, part: str, options: dict[str, str], source: Source, peer: Peer
-    ) -> None:
-        """Take a checkout for a new volume, or name one that is held. Again is fine."""
+    ) -> bool:
+        """Take a checkout for a new volume, or name one that is held.
+
+        False where there is this volume already. Raises ConflictError where it has other options.
+        """
         if found := self.find(name):
             if found[1].options != options:
                 fact = f"it exists with other options, for checkout {found[0].id}"
                 raise ConflictError(
                     f"cannot make volume {name}: {fact}", hint="choose another name"
                 )
-            return
+            return False
         asked = None if isinstance(source, Existing) else _ttl(source)
         ttl_s = self._leasing.admission.ttl(asked, peer).total_seconds()
         volume = Volume(name, part, options, not isinstance(source, Existing), ttl_s)
@@ -88,6 +91,7 @@ class Volumes:
                     _must_have(volume, lease.environment)
                     self._leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self._leasing.publish("volume.made", self.get(name)[0], volume=name)
+        return True
 
     async def mount(self, name: str, mount: str, peer: Peer) -> str:
         """Count a mount by its id, and answer the path to mount."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -84,6 +85,18 @@ def test_the_same_request_again_is_the_same_volume(world: VolumeWorld) -> None:
     assert "exists with other options" in world.create("a", instance="o__r-1")
 
 
+def test_a_client_that_hangs_up_removes_no_volume_that_was_there(world: VolumeWorld) -> None:
+    world.create("a", instance="o__r-0")
+    before = world.checkouts()["a"].id
+    body = b'{"Name": "a", "Opts": {"instance": "o__r-0"}}'
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(world.plugin))
+            head = f"POST /VolumeDriver.Create HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+    assert world.checkouts()["a"].id == before
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -111,6 +124,7 @@ def test_bad_calls_are_answered(world: VolumeWorld) -> None:
         status, _, content = world.raw("VolumeDriver.Create", body)
         assert status == 500
         assert "cannot read the body" in json.loads(content)["Err"]
+    assert "it has no name" in world.create("", instance="o__r-0")
     for verb in ("Get", "Path", "Mount"):
         assert "cannot find volume 'gone'" in world.call(verb, Name="gone", ID="x")["Err"]
     for verb in ("Unmount", "Remove"):  # it expired, and the engine tidies up
@@ -224,6 +238,8 @@ def test_only_administrators_are_served(world: VolumeWorld) -> None:
 def test_a_daemon_of_root_serves_where_docker_looks(tmp_path: Path) -> None:
     with Path("/run/lock/mirrord-tests-docker").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
+        if DOCKER_SOCKET.exists():
+            pytest.skip("a daemon of this machine serves there")
         with daemon("[docker]\nvolumes = true\n") as running:
             assert DOCKER_SOCKET.stat().st_mode & 0o777 == 0o600
             with daemon("[docker]\nvolumes = true\n") as second:  # it lives without
