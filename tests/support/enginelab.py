@@ -35,7 +35,10 @@ _STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{root}/graph"\nrunroot = "{r
 
 
 def _image() -> bytes:
-    """A root file system of directories and links: Debian's programs are all in /usr."""
+    """A root file system of directories and links: Debian's programs are all in /usr.
+
+    It has a file where volumes are mounted, as images of SWE-bench do; engines copy it into an empty one.
+    """
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name in ("usr", "etc", "tmp", "testbed", "proc", "sys", "dev", "root"):
@@ -46,6 +49,7 @@ def _image() -> bytes:
             entry = tarfile.TarInfo(name)
             entry.type, entry.linkname = tarfile.SYMTYPE, f"usr/{name}"
             tar.addfile(entry)
+        tar.addfile(tarfile.TarInfo("testbed/of-image"))
     return packed.getvalue()
 
 
