@@ -137,6 +137,7 @@ from .protocol import Instance as Instance
 from .protocol import InstanceChange as InstanceChange
 from .protocol import InstanceName as InstanceName
 from .protocol import JobState as JobState
+from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
 from .protocol import Operation as Operation

@@ -88,10 +88,10 @@ class Storage:
     async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
         """What is on disk; for a peer that is no administrator, of its own checkouts."""
         leases = self.checkouts.leases_of(peer)
-        things: _Things = {}
+        things: _Things = {"layers": self._find_layers(peer)}
         found: list[_Kind] = []
         if is_admin:
-            things = await anyio.to_thread.run_sync(self._find_things, leases)
+            things |= await anyio.to_thread.run_sync(self._find_things, leases)
             found += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
         # checkouts last: trees of the pool can take all the time there is
         found += await self._weigh(things | _held(self.layout.root, leases))
@@ -163,6 +163,21 @@ class Storage:
                 for each in (layout.datasets, layout.bundles, layout.home)
             ],
         }
+
+    def _find_layers(self, peer: Peer) -> list[_Thing]:
+        """The prepared layers that a peer saved; for an administrator all. None is garbage."""
+        root, found = self.layout.root, self.checkouts.layers_of(peer)
+        return [
+            _Thing(
+                f"{record.saved.name} {record.mirror}@{record.commit}",
+                (
+                    layer_path(root, record.saved.id).with_suffix(".git"),
+                    *(layer_path(root, layer) for layer in record.own_layers),
+                ),
+                holders,
+            )
+            for record, holders in found
+        ]
 
     def _find_garbage(self) -> _Things:
         """What nobody needs: released trees, what killed processes left, trash."""
@@ -251,7 +266,7 @@ class Storage:
 
 def _held(root: Path, leases: Iterable[Lease]) -> _Things:
     """What checkouts have for themselves: with an overlay mount, what was written over it."""
-    checkouts, layers = [], Counter(layer for lease in leases for layer in lease.layers)
+    checkouts, layers = [], Counter(layer for lease in leases for layer in lease.own_layers)
     for lease in leases:
         is_pool = lease.backend is Backend.POOL
         paths = (lease.private, lease.tree_path) if is_pool else (lease.private,)

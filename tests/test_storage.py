@@ -107,6 +107,24 @@ def test_du_counts_what_is_there(world: World) -> None:
         assert world.usage()["rows"] == []
 
 
+def test_layers_are_counted_and_stay_through_a_gc(world: World) -> None:
+    """Until somebody removes them, which gives their room back."""
+    with Client(world.daemon.socket) as client:
+        with client.checkout("o__r-0") as held:
+            (held.path / "built").write_bytes(os.urandom(10**6))
+            kept = held.save("tools")
+        with client.checkout("o__r-0", layer="tools", backend=Backend.POOL) as held:
+            name = f"tools o__r@{world.commits[0]}"
+            row = world.names("layers")[name]
+            assert (row["checkouts"], row["reclaimable_bytes"]) == (1, 0)
+            assert row["size_bytes"] >= 2 * 10**6  # the file, and what git records of it
+            assert world.names("snapshots") == {}
+        world.gc()
+        assert world.names("layers")[name]["checkouts"] == 0
+        client.remove_layer(kept.id)
+        assert world.names("layers") == {}
+
+
 def test_a_gc_drops_what_nobody_needs_and_no_more(world: World) -> None:
     """A dry run says the same and changes nothing; held templates, mirrors and rows stay."""
     state = world.daemon.state_dir

@@ -161,8 +161,8 @@ class EnvironmentStore:
         if self.held[digest]:
             record = self._records[digest]
             raise EnvironmentInUseError(
-                f"cannot remove environment {record.name}: a checkout uses it",
-                hint="release its checkouts",
+                f"cannot remove environment {record.name}: a checkout or a prepared layer uses it",
+                hint="release its checkouts; see `mirrord layers`",
             )
         self._records.pop(digest, None)
         self._retire(digest)

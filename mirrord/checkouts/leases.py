@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -215,6 +216,12 @@ class Lease:
         if not (self.layer or self.saved or self.snapshots or self.environment_layer):
             return frozenset()
         return frozenset(layer for state in self.states for layer in _layers_of(state))
+
+    @property
+    def own_layers(self) -> frozenset[LayerId]:
+        """Those of them that belong to no prepared layer."""
+        named = ((state.layer, state.environment_layer) for state in self.states)
+        return frozenset(filter(None, chain(*named)))
 
     @property
     def environments(self) -> frozenset[str]:

@@ -66,6 +66,11 @@ class LayerRecord:
         return *self.saved.layers, *self.saved.environment_layers
 
     @property
+    def own_layers(self) -> tuple[LayerId, ...]:
+        """Those that were made for it: the others are of the layer that its checkout had."""
+        return self.saved.layers[:1] + self.saved.environment_layers[:1]
+
+    @property
     def place(self) -> tuple[str, str, str]:
         """What it can be used for."""
         return self.mirror.key, self.commit, self.history
@@ -100,13 +105,19 @@ class PreparedLayers:
 
     # -- which there are ---------------------------------------------------------------------------
 
+    def all(self) -> list[LayerRecord]:
+        """Oldest first."""
+        return sorted(self._records.values(), key=lambda record: record.saved_at)
+
     def visible_to(self, uid: int) -> list[LayerRecord]:
         """Those that a uid may use, and for an administrator all; oldest first."""
-        found = (each for each in self._records.values() if self.may_see(each, uid))
-        return sorted(found, key=lambda record: record.saved_at)
+        return [record for record in self.all() if self.may_see(record, uid)]
 
     def may_see(self, record: LayerRecord, uid: int) -> bool:
         return record.saved.saved_by == uid or self.is_shared(record) or self._is_admin(uid)
+
+    def may_remove(self, record: LayerRecord, uid: int) -> bool:
+        return record.saved.saved_by == uid or self._is_admin(uid)
 
     def is_shared(self, record: LayerRecord) -> bool:
         """Whether everybody may use it."""
@@ -129,7 +140,7 @@ class PreparedLayers:
         the one that was saved for the environment.
         """
         if name is None:
-            own = f"environment-{environment.digest[:12]}" if environment else None
+            own = _name_for(environment.digest) if environment else None
             record = self.find(own, place, None) if own else None
         elif (record := self.find(name, place, uid)) is None:
             raise _not_found(name, place)
@@ -238,7 +249,7 @@ class PreparedLayers:
         """Remove a layer that no checkout needs; raises LayerInUseError."""
         record = self.get(layer, uid)
         name = record.saved.name
-        if record.saved.saved_by != uid and not self._is_admin(uid):
+        if not self.may_remove(record, uid):
             raise AccessError(
                 f"cannot remove layer {name}: uid {record.saved.saved_by} saved it",
                 hint="only that user and administrators may",
@@ -256,6 +267,13 @@ class PreparedLayers:
         if record.environment and record.saved.environment_layers:
             self._environments.drop(record.environment.digest)
         return record
+
+    def remove_of(self, digest: str) -> None:
+        """Remove the layers that the build of an environment saved; raises LayerInUseError."""
+        name = _name_for(digest)
+        for record in self.all():
+            if record.saved.name == name and self.is_shared(record):
+                self.remove(record.saved.id, record.saved.saved_by)
 
     def _add(self, record: LayerRecord) -> None:
         self._records[record.saved.id] = record
@@ -334,6 +352,11 @@ def shown_layer(record: LayerRecord, *, shared: bool, checkouts: int) -> Prepare
         environment_copied=copied(record.environment_copied),
         checkouts=checkouts,
     )
+
+
+def _name_for(digest: str) -> str:
+    """The name of the layers that the build of an environment saves."""
+    return f"environment-{digest[:12]}"
 
 
 def _counts(taken: Taken) -> dict[str, Any]:

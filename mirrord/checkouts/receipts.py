@@ -25,6 +25,7 @@ from ..protocol import (
     Closure,
     Digest,
     GradeFacts,
+    LayerFacts,
     Mismatch,
     Proven,
     Receipt,
@@ -90,7 +91,9 @@ class Receipts:
             closure=await self._closure_of(store) if store else None,
             seal=Proven(method=_SEALED, at=await _built_at(store)) if store else None,
             template=_proven(_TEMPLATE, template_proven_at),
-            clean=None if lease.layer else _proven(_CLEAN[lease.backend], last_clean),
+            clean=None if lease.layer else _proven(_clean(lease), last_clean),
+            layer=_layer_of(lease),
+            environment="@".join(lease.environment) if lease.environment else None,
             grade=_grade_of(lease),
             diff=await anyio.to_thread.run_sync(_digest, diff),
         )
@@ -191,6 +194,16 @@ async def _built_at(store: SealedStore) -> datetime:
     """When a store was built: nothing writes its HEAD after that."""
     found = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
     return datetime.fromtimestamp(found.st_mtime, UTC)
+
+
+def _clean(lease: Lease) -> str:
+    return _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
+
+
+def _layer_of(lease: Lease) -> LayerFacts | None:
+    if (saved := lease.saved) is None:
+        return None
+    return LayerFacts(id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree)
 
 
 def _grade_of(lease: Lease) -> GradeFacts | None:

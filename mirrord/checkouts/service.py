@@ -584,10 +584,23 @@ class Checkouts:
         record = self._prepared.remove(layer, peer.uid)
         log.info("layer.removed", layer=record.saved.name, mirror=str(record.mirror), uid=peer.uid)
 
+    def remove_layers_of(self, environment: str) -> None:
+        """Remove those that the build of an environment saved, by its digest; LayerInUseError."""
+        self._prepared.remove_of(environment)
+
     @property
     def prepared_layers(self) -> builtins.list[LayerRecord]:
         """All of them."""
-        return self._prepared.visible_to(0)
+        return self._prepared.all()
+
+    def layers_of(self, peer: Peer) -> builtins.list[tuple[LayerRecord, int]]:
+        """The prepared layers that a peer may remove, and how many checkouts have each."""
+        found = self._prepared.visible_to(peer.uid)
+        return [
+            (record, self._prepared.holders(record))
+            for record in found
+            if self._prepared.may_remove(record, peer.uid)
+        ]
 
     def _shown(self, record: LayerRecord) -> protocol.PreparedLayer:
         shared, holders = self._prepared.is_shared(record), self._prepared.holders(record)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..errors import UsageError
 from ..model import ApplyStrategy
 from . import parameters
-from .checkouts import Dataset, find_id
+from .checkouts import Dataset, Environment, Layer, find_id
 from .output import table
 from .parameters import Argument, Option
 from .session import Session, read_file
@@ -42,6 +42,8 @@ def grade(
     backend: parameters.BackendOption = None,
     ttl: parameters.Ttl = None,
     owner: parameters.OwnerOption = None,
+    layer: Layer = None,
+    environment: Environment = None,
     report: Annotated[list[Path] | None, Option(metavar="FILE", help=_REPORT_HELP)] = None,
     concurrency: Annotated[str, Option(metavar="N", help="How many predictions at a time.")] = "8",
     keep: Annotated[
@@ -62,8 +64,8 @@ def grade(
         "auto_renew": False,
     }
     if predictions is not None:
-        if target or patch or strategy is not ApplyStrategy.EXACT:
-            hint = "leave out the ID, --patch and --strategy: predictions are applied tolerantly"
+        if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "leave out the ID, --patch, --layer, --environment and --strategy"
             raise UsageError("cannot grade predictions and something else", hint=hint)
         if not concurrency.isdecimal() or not 0 < int(concurrency) <= _CONCURRENCY_MAX:
             hint = f"give a number from 1 to {_CONCURRENCY_MAX}"
@@ -87,12 +89,14 @@ def grade(
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)
     if patch is None:
-        if dataset or history or strategy is not ApplyStrategy.EXACT:
-            hint = "leave out --dataset, --history and --strategy, or give --patch with an instance"
+        if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "leave out --dataset, --history, --layer, --environment and --strategy, or give"
+            hint += " --patch with an instance"
             raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
         handle = session.client.grade_checkout(find_id(session, target), **common)
     else:
         choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
+        choices |= {"layer": layer, "environment": environment}
         handle = session.client.grade(target, read_file(patch), **choices, **common)
     for line in _noticed(handle.report):
         session.note(line)

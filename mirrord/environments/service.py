@@ -260,7 +260,7 @@ class Environments:
     async def remove(self, name: str) -> None:
         """Remove all that a name means; with a key alone, its imported recipe too.
 
-        Raises EnvironmentInUseError while a checkout holds one.
+        Raises EnvironmentInUseError or LayerInUseError while a checkout holds one.
         """
         records = list(self.store.records(name))
         path = self.recipes / f"{name}.json"
@@ -268,6 +268,7 @@ class Environments:
         if not records and not imported:
             raise not_found(name)
         for record in records:
+            self.builds.checkouts.remove_layers_of(record.digest)
             self.store.remove(record.digest)
             self.events.publish("environment.removed", key=record.key, digest=record.digest)
         if imported:

@@ -888,6 +888,15 @@ class Digest(Answer):
     sha256: str
 
 
+class LayerFacts(Answer):
+    """The prepared layer of a checkout: `tree` is git's of the commit with what it changed."""
+
+    id: str
+    name: str
+    saved_by: int
+    tree: str
+
+
 class GradeFacts(Answer):
     """How a grade was made. `dropped` is cut at a thousand; `dropped_count` counts all."""
 
@@ -925,6 +934,8 @@ class Receipt(Answer, Request):
     seal: Proven | None = None
     template: Proven | None = None
     clean: Proven | None = None
+    layer: LayerFacts | None = None
+    environment: str | None = None
     grade: GradeFacts | None = None
     diff: Digest
     signature: str | None = None

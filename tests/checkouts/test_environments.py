@@ -69,7 +69,7 @@ async def test_a_held_environment_is_not_removed(tmp_path: Path) -> None:
     store.hold(OLD)
     store.hold(OLD)
     store.drop(OLD)
-    with pytest.raises(EnvironmentInUseError, match="a checkout uses it"):
+    with pytest.raises(EnvironmentInUseError, match="a checkout or a prepared layer"):
         store.remove(OLD)
     store.drop(OLD)
     store.remove(OLD)

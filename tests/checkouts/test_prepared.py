@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream
+from waiting import until
 
+from mirrord import errors
 from mirrord.host.peers import Peer
-from mirrord.model import Backend
+from mirrord.model import Backend, History, View
 from mirrord.protocol import (
     Checkout,
     Fork,
@@ -25,6 +28,7 @@ from mirrord.protocol import (
     SaveLayer,
     Snapshot,
     StartCheckout,
+    StartGrade,
 )
 
 pytestmark = pytest.mark.root
@@ -116,22 +120,23 @@ def start(
     return Held(service, service.call(service.checkouts.checkout, request, peer), peer)
 
 
-def content(tree: Path) -> dict[str, tuple[object, ...]]:
+Found = dict[str, tuple[str, int, bytes]]
+
+
+def content(tree: Path) -> Found:
     """Kind, mode, owner and content of all but `.git`."""
-    found: dict[str, tuple[object, ...]] = {}
+    found: Found = {}
     for above, directories, names in os.walk(tree):
         if above == str(tree):
             directories.remove(".git")
         for name in (*directories, *names):
             path = Path(above) / name
             seen = path.lstat()
-            data = (
-                os.readlink(path)
-                if path.is_symlink()
-                else path.read_bytes()
-                if path.is_file()
-                else b""
-            )
+            data = b""
+            if path.is_symlink():
+                data = os.readlink(path).encode()
+            elif path.is_file():
+                data = path.read_bytes()
             found[str(path.relative_to(tree))] = (oct(seen.st_mode), seen.st_uid, data)
     return found
 
@@ -145,9 +150,7 @@ def control(tree: Path) -> dict[str, bytes]:
     }
 
 
-def prepared(
-    service: Service, backend: Backend, name: str = "tools"
-) -> dict[str, tuple[object, ...]]:
+def prepared(service: Service, backend: Backend, name: str = "tools") -> Found:
     """Save a layer; what a checkout with it has to show."""
     held = start(service, backend)
     held.shell(PREPARE)
@@ -244,3 +247,364 @@ def test_a_layer_on_a_layer(service: Service, backend: Backend) -> None:
     on_it.shell("echo x >> README")
     on_it.reset()
     assert content(on_it.tree) == wanted
+
+
+# -- who may ------------------------------------------------------------------------------------------
+
+
+def names(service: Service, peer: Peer) -> dict[str, bool]:
+    found = service.call(service.checkouts.list_layers, None, peer)
+    return {each.name: each.shared for each in found}
+
+
+def test_a_layer_is_its_savers_and_an_administrators_is_everybodys(service: Service) -> None:
+    """Two users may have one name; one's own comes first, and nobody uses another member's."""
+    held = start(service)
+    held.shell("echo mine > a.o")
+    held.save("mine")
+    held.save("both")
+    held.shell("echo administrator > a.o")
+    held.save("theirs", ROOT_PEER)
+    held.save("both", ROOT_PEER)
+    assert names(service, USER_PEER) == {"mine": False, "theirs": True, "both": True}
+    assert names(service, OTHER_PEER) == {"theirs": True, "both": True}
+    assert len(service.call(service.checkouts.list_layers, "psf/requests", ROOT_PEER)) == 4
+    content = {
+        (peer.uid, name): (start(service, peer=peer, layer=name).tree / "a.o").read_text().strip()
+        for peer, name in (
+            (USER_PEER, "both"),
+            (OTHER_PEER, "both"),
+            (OTHER_PEER, "theirs"),
+            (ROOT_PEER, "both"),
+        )
+    }
+    assert list(content.values()) == ["mine", "administrator", "administrator", "administrator"]
+    for name, peer in (("mine", OTHER_PEER), ("mine", ROOT_PEER), ("absent", USER_PEER)):
+        with pytest.raises(errors.LayerNotFoundError, match=f"cannot find layer '{name}'"):
+            start(service, peer=peer, layer=name)
+    [theirs] = [
+        each
+        for each in service.call(service.checkouts.list_layers, None, OTHER_PEER)
+        if each.name == "theirs"
+    ]
+    with pytest.raises(errors.AccessError, match="uid 0 saved it"):
+        service.call(service.checkouts.remove_layer, theirs.id, OTHER_PEER)
+    mine = next(
+        each
+        for each in service.call(service.checkouts.list_layers, None, USER_PEER)
+        if not each.shared
+    )
+    with pytest.raises(errors.LayerNotFoundError):
+        service.call(service.checkouts.remove_layer, mine.id, OTHER_PEER)
+
+
+def test_a_layer_is_of_one_commit_and_history_and_never_changes(service: Service) -> None:
+    held = start(service)
+    held.save("once")
+    with pytest.raises(errors.LayerExistsError):
+        held.save("once")
+    with pytest.raises(errors.LayerNotFoundError):
+        start(service, layer="once", commit="v3")
+    with pytest.raises(errors.LayerNotFoundError):
+        start(service, layer="once", history=History.SQUASHED)
+    with pytest.raises(errors.LayerNotFoundError):
+        held.reset(commit="v3", layer="once")
+    with_it = start(service, layer="once")
+    assert with_it.reset(commit="v3").layer is None
+    assert with_it.reset(commit="v2").layer is None
+    assert with_it.reset(layer="once").layer == "once"
+    grader = start(service, peer=ROOT_PEER, view=View.GRADER)
+    with pytest.raises(errors.AccessError, match="grader's view"):
+        grader.save("answers")
+
+
+def test_a_layer_goes_only_when_nobody_has_it_and_then_whole(
+    service: Service, backend: Backend
+) -> None:
+    prepared(service, backend)
+    layers = service.state / "templates/.layers"
+    held = start(service, backend, layer="tools")
+    fork = held.fork()
+    [layer] = service.call(service.checkouts.list_layers, None, USER_PEER)
+    assert layer.checkouts == 2
+    for each in (held, fork):
+        with pytest.raises(errors.LayerInUseError):
+            service.call(service.checkouts.remove_layer, layer.id, USER_PEER)
+        each.release()
+    service.call(service.checkouts.remove_layer, layer.id, USER_PEER)
+    until(lambda: list(layers.iterdir()) == [])
+
+
+def test_layers_survive_a_restart_and_half_made_ones_do_not(
+    service: Service, backend: Backend
+) -> None:
+    wanted = prepared(service, backend)
+    held = start(service, backend, layer="tools")
+    held.shell("echo mine >> README")
+    patch = held.diff()
+    layers = service.state / "templates/.layers"
+    (layers / ("b" * 16)).mkdir()  # a kill before the record was written
+    (layers / ("b" * 16 + ".git")).mkdir()
+    (layers / ("c" * 16 + ".json")).write_text('{"saved": [1')
+    before = {path.name for path in layers.iterdir()}
+    service.restart()
+    service.call(service.trash.settle)
+    assert before - {path.name for path in layers.iterdir()} == {
+        "b" * 16,
+        "b" * 16 + ".git",
+        "c" * 16 + ".json",
+    }
+    assert held.diff() == patch
+    held.reset()
+    assert content(held.tree) == wanted
+    assert content(start(service, backend, layer="tools").tree) == wanted
+
+
+def test_a_grade_has_the_layer_and_the_change_alone(service: Service, backend: Backend) -> None:
+    """What the agent did to the layer's ignored files is no part of its change."""
+    wanted = prepared(service, backend)
+    held = start(service, backend, layer="tools")
+    held.shell(
+        "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
+    )
+    with pytest.raises(errors.AccessError, match="saved its layer"):
+        service.call(service.checkouts.grade, held.id, StartGrade(owner=GRADER), ROOT_PEER)
+    held.reset()
+    held.save("shared", ROOT_PEER)
+    agent = start(service, backend, layer="shared")
+    agent.shell(
+        "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
+    )
+    grade = service.call(
+        service.checkouts.grade, agent.id, StartGrade(owner=GRADER, backend=backend), ROOT_PEER
+    )
+    assert grade.layer == "shared"
+    shown = {path: found[2] for path, found in content(Path(grade.path)).items()}
+    expected = {path: found[2] for path, found in wanted.items() if not path.startswith("docs")}
+    expected |= {"README": expected["README"] + b"mine\n", "generated.txt": b"x\n"}
+    assert shown == expected
+
+
+# -- environments -------------------------------------------------------------------------------------
+
+DIGEST, NEWER = "a1" * 32, "b2" * 32
+
+
+@pytest.fixture
+def environment(service: Service) -> Iterator[str]:
+    yield make_environment(service, DIGEST)
+    service.call(service.trash.settle)
+    for lease in service.checkouts._leases:
+        service.call(service.checkouts.release, lease.id, ROOT_PEER)
+    for layer in service.call(service.checkouts.list_layers, None, ROOT_PEER):
+        service.call(service.checkouts.remove_layer, layer.id, ROOT_PEER)
+    service.call(service.trash.settle)
+    for record in service.environments.list():
+        remove(service, record.digest)
+
+
+def remove(service: Service, digest: str) -> None:
+    async def on_its_loop() -> None:
+        service.environments.remove(digest)
+
+    service.call(on_its_loop)
+
+
+def make_environment(service: Service, digest: str) -> str:
+    path = service.environments.new_path()
+    (path / "files/bin").mkdir(parents=True)
+    (path / "files/bin/python").write_text(f"#!{digest[:4]}\n")
+    (path / "files/lib").mkdir()
+    (path / "files/lib/package.py").write_text("x = 1\n")
+    facts = {"key": "flask-2.0", "digest": digest, "state": "ready", "at": int(digest[0] == "b")}
+    (path / "environment.json").write_text(json.dumps(facts))
+    return service.environments.add(path, digest).digest
+
+
+def prefix(held: Held) -> Path:
+    return Path(held.lease.directory) / "environment"
+
+
+WORK = "echo mine > ../environment/lib/package.py; echo new > ../environment/new; rm ../environment/bin/python"
+
+
+def test_an_environment_is_beside_the_tree_and_its_owners_alone(
+    service: Service, environment: str
+) -> None:
+    held, other = (start(service, environment="flask-2.0") for _ in range(2))
+    assert held.lease.environment == f"flask-2.0@{environment[:12]}"
+    assert (prefix(held) / "lib/package.py").stat().st_uid == USER
+    flags = os.statvfs(prefix(held)).f_flag
+    assert flags & os.ST_NOSUID
+    assert flags & os.ST_NODEV
+    held.shell(WORK)
+    assert (prefix(other) / "lib/package.py").read_text() == "x = 1\n"
+    assert held.diff() == b""
+    assert not (prefix(other) / "new").exists()
+    with pytest.raises(errors.EnvironmentInUseError):
+        remove(service, environment)
+    held.reset()
+    assert sorted(path.name for path in prefix(held).rglob("*")) == [
+        "bin",
+        "lib",
+        "package.py",
+        "python",
+    ]
+    assert (prefix(held) / "lib/package.py").read_text() == "x = 1\n"
+    for each in (held, other):
+        each.release()
+    service.call(service.trash.settle)
+    assert not list(service.state.glob("checkouts/*/environment"))
+    assert not list(service.state.glob("leases/*/environment*"))
+    remove(service, environment)
+
+
+def test_forks_and_snapshots_have_the_environment_as_it_was(
+    service: Service, environment: str
+) -> None:
+    held = start(service, environment="flask-2.0")
+    held.shell(WORK)
+    fork = held.fork()
+    assert (prefix(fork) / "lib/package.py").read_text() == "mine\n"
+    assert not (prefix(fork) / "bin/python").exists()
+    fork.shell("echo fork > ../environment/lib/package.py")
+    held.snapshot("s")
+    held.reset()
+    held.shell("echo later > ../environment/lib/package.py")
+    held.reset(to="s")
+    assert [(prefix(each) / "lib/package.py").read_text() for each in (held, fork)] == [
+        "mine\n",
+        "fork\n",
+    ]
+    again = held.fork("s")
+    assert (prefix(again) / "new").read_text() == "new\n"
+    again.reset()
+    assert not (prefix(again) / "new").exists()
+
+
+def test_a_layer_has_what_was_changed_in_the_environment(
+    service: Service, environment: str
+) -> None:
+    make_environment(service, NEWER)
+    held = start(service, environment=f"flask-2.0@{environment[:6]}")
+    held.shell(
+        WORK
+        + "; echo compiled > a.o; mkdir -p ../environment/src/.git; echo x > ../environment/src/.git/HEAD"
+    )
+    layer = held.save("tools")
+    assert layer.environment_copied is not None
+    assert layer.environment_copied.left_out == {"git_files": 1}
+    on_it = start(service, layer="tools", environment=f"flask-2.0@{environment[:6]}")
+    assert (prefix(on_it) / "lib/package.py").read_text() == "mine\n"
+    assert not (prefix(on_it) / "src/.git").exists()
+    on_it.shell("echo worse > ../environment/lib/package.py; rm a.o")
+    on_it.reset()
+    assert (prefix(on_it) / "lib/package.py").read_text() == "mine\n"
+    assert (on_it.tree / "a.o").exists()
+    with pytest.raises(errors.InvalidRequestError, match=r"it was saved with flask-2\.0@a1"):
+        start(service, layer="tools", environment=f"flask-2.0@{NEWER[:6]}")
+    alone = start(service, layer="tools", backend=Backend.POOL)
+    assert (alone.tree / "a.o").read_text() == "compiled\n"
+    for each in (held, on_it, alone):
+        each.release()
+    service.call(service.trash.settle)
+    with pytest.raises(errors.EnvironmentInUseError):  # the layer lies on it
+        remove(service, environment)
+
+
+def test_the_layer_of_an_environment_comes_without_asking(
+    service: Service, environment: str
+) -> None:
+    """Where an administrator, such as the build, saved it."""
+    name = f"environment-{environment[:12]}"
+    held = start(service, environment="flask-2.0")
+    held.shell("echo untrusted > a.o")
+    held.save(name)
+    assert start(service, environment="flask-2.0").lease.layer is None
+    held.shell("echo built > a.o")
+    held.save(name, ROOT_PEER)
+    with_it = start(service, environment="flask-2.0")
+    assert with_it.lease.layer == name
+    assert (with_it.tree / "a.o").read_text() == "built\n"
+    plain = start(service)
+    assert plain.reset(environment="flask-2.0").layer == name
+    assert (prefix(plain) / "lib/package.py").exists()
+    with pytest.raises(errors.LayerInUseError):
+        service.checkouts.remove_layers_of(environment)
+    moved = plain.reset(commit="v3")
+    assert (moved.layer, moved.environment) == (None, f"flask-2.0@{environment[:12]}")
+
+
+def test_what_cannot_have_an_environment_says_so(service: Service, environment: str) -> None:
+    with pytest.raises(errors.BackendUnavailableError, match="the backend pool mounts nothing"):
+        start(service, Backend.POOL, environment="flask-2.0")
+    for name in ("absent", "flask-2.0@ffff"):
+        with pytest.raises(errors.EnvironmentNotFoundError):
+            start(service, environment=name)
+    with pytest.raises(errors.EnvironmentNotFoundError, match="it is of no instance"):
+        start(service, environment="auto")
+    pooled = start(service, Backend.POOL)
+    with pytest.raises(errors.BackendUnavailableError):
+        pooled.reset(environment="flask-2.0")
+    assert pooled.diff() == b""
+
+
+@pytest.mark.parametrize("lost", ["nothing", "environment", "both"])
+def test_a_restart_finds_both_mounted_or_mounts_them(
+    service: Service, environment: str, lost: str
+) -> None:
+    held = start(service, environment="flask-2.0")
+    held.shell(WORK + "; echo mine > work")
+    service.call(service.close)
+    if lost != "nothing":
+        subprocess.run(["umount", "--lazy", str(prefix(held))], check=True)
+    if lost == "both":
+        subprocess.run(["umount", "--lazy", str(held.tree)], check=True)
+    service.call(service.open)
+    assert (prefix(held) / "lib/package.py").read_text() == "mine\n"
+    assert (held.tree / "work").read_text() == "mine\n"
+    with pytest.raises(errors.EnvironmentInUseError):
+        remove(service, environment)
+    held.reset()
+    assert not (prefix(held) / "new").exists()
+
+
+def test_a_reset_that_cannot_make_the_environment_leaves_both_as_they_were(
+    service: Service, environment: str
+) -> None:
+    held = start(service, environment="flask-2.0")
+    held.shell(WORK + "; echo mine > work")
+    prefix_below = service.environments.directory(environment)
+    prefix_below.rename(prefix_below.with_name("away"))
+    try:
+        with pytest.raises(errors.ResourceError):
+            held.reset()
+        assert (held.tree / "work").exists()
+        assert (prefix(held) / "new").exists()
+        assert held.diff() != b""
+    finally:
+        prefix_below.with_name("away").rename(prefix_below)
+    held.reset()
+    assert not (held.tree / "work").exists()
+    assert not (prefix(held) / "new").exists()
+
+
+def test_a_container_of_the_directory_follows_both_through_resets(
+    service: Service, environment: str
+) -> None:
+    held = start(service, environment="flask-2.0")
+    held.shell(WORK)
+    script = f"mkdir {service.state}/seen; mount --rbind {held.lease.directory} {service.state}/seen; mount --make-rslave {service.state}/seen; echo ready; read x; cat {service.state}/seen/environment/lib/package.py"
+    with subprocess.Popen(
+        ["unshare", "--mount", "--propagation", "slave", "sh", "-ec", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as inside:
+        assert inside.stdin is not None
+        assert inside.stdout is not None
+        assert inside.stdout.readline() == "ready\n"
+        held.reset()
+        inside.stdin.write("\n")
+        inside.stdin.close()
+        assert inside.stdout.read() == "x = 1\n"

@@ -607,6 +607,38 @@ def test_a_session_forks_and_goes_back_from_the_command_line(world: World) -> No
     world.run("release", tree, fork, old["id"])
 
 
+def test_a_session_saves_a_layer_and_starts_with_it(world: World) -> None:
+    """What it holds is in no patch; who has it is listed, and it goes when nobody does."""
+    tree = Path(world.run("checkout", "demo__project-1").out.strip())
+    (tree / "README").write_text("installed\n")
+    assert world.run("save", tree, "tools").out == "tools\n"
+    assert world.run("save", tree, "tools").status == 5
+    assert world.run("save", tree, "not/a name").status == 2
+    on_it = world.run("checkout", "demo__project-1", "--layer", "tools", "--json").json
+    assert on_it["layer"] == "tools"
+    assert (Path(on_it["path"]) / "README").read_text() == "installed\n"
+    assert world.run("diff", on_it["id"]).out == ""
+    (Path(on_it["path"]) / "README").write_text("changed\n")
+    assert world.run("reset", on_it["id"]).out.strip() == on_it["path"]
+    assert (Path(on_it["path"]) / "README").read_text() == "installed\n"
+    assert world.run("reset", tree, "--layer", "tools", "--json").json["layer"] == "tools"
+    assert world.run("receipt", tree, "--json").json["layer"]["name"] == "tools"
+    assert world.run("layers").out.splitlines()[1].split()[1] == "tools"
+    [layer] = world.run("layers", on_it["mirror"], "--json").json
+    assert (layer["checkouts"], layer["shared"]) == (2, True)
+    assert world.run("layers", "--remove", layer["id"]).status == 5
+    graded = world.run(
+        "grade", "demo__project-1", "--patch", "-", "--layer", "tools", "--json",
+        stdin="--- a/README\n+++ b/README\n@@ -1 +1 @@\n-installed\n+graded\n",
+    ).json  # fmt: skip
+    assert (Path(graded["path"]) / "README").read_text() == "graded\n"
+    world.run("release", tree, on_it["id"], graded["id"])
+    assert world.run("layers", "--remove", layer["id"]).status == 0
+    assert world.run("checkout", "demo__project-1", "--layer", "tools").status == 4
+    assert world.run("checkout", "demo__project-1", "--environment", "absent").status == 4
+    assert world.run("layers", "--json").json == []
+
+
 def test_both_clients_fork_and_go_back(world: World) -> None:
     """The answer says when and what was copied; a fork's handle renews and releases it."""
     with Client(world.daemon.socket) as client, client.checkout("demo__project-1") as checkout:

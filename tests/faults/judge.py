@@ -55,6 +55,7 @@ def leftovers(state: Path) -> list[str]:
         ]
         found += [str((Path(directory) / name).relative_to(state)) for name in wrong]
     leases = [*state.glob("leases/*/lease.json"), *state.glob("leases/*/resetting.json")]
+    leases += state.glob("templates/.layers/*.json")
     named = "".join(path.read_text() for path in leases)
     layers = (path.name for path in state.glob("templates/.layers/*"))
     found += [f"layer {name} without a lease" for name in layers if name[:16] not in named]

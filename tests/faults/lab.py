@@ -131,10 +131,9 @@ class Lab:
             (commit, owner) for commit in commits
         }
 
-    def checkout(self, commit: str, backend: str) -> dict[str, Any]:
-        made: dict[str, Any] = self.call(
-            "POST", "checkouts", {"mirror": NAME, "commit": commit, "backend": backend}
-        )
+    def checkout(self, commit: str, backend: str, **more: str) -> dict[str, Any]:
+        wanted = {"mirror": NAME, "commit": commit, "backend": backend, **more}
+        made: dict[str, Any] = self.call("POST", "checkouts", wanted)
         self.truth.leases[made["id"]] = made
         return made
 

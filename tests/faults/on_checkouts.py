@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from gitrepos import git
 
 from .judge import must_be_usable
-from .lab import Lab
+from .lab import NAME, Lab
 from .operation import AFTER, BEFORE, HALF, Operation
 
 
@@ -163,6 +164,88 @@ class Snapshot(Operation):
 
     def clean(self) -> None:
         self.lab.release(self._lease["id"])
+
+
+class Save(Snapshot):
+    """Of a checkout with work in it, which git would record."""
+
+    name = "save"
+
+    def run(self) -> None:
+        self.lab.call("POST", self._at("layers"), {"name": "kept"})
+
+    def outcome(self) -> str:
+        must_be_usable(self.lab, self._lease)
+        return AFTER if self._made() else BEFORE
+
+    def _made(self) -> list[str]:
+        return [each["id"] for each in self.lab.call("GET", "layers")]
+
+    def settle(self) -> None:
+        if self.outcome() != AFTER:
+            self.run()
+        wanted = {"mirror": NAME, "commit": self.lab.commits[2], "layer": "kept"}
+        for backend in ("overlay", "pool"):
+            on_it = self.lab.call("POST", "checkouts", {**wanted, "backend": backend})
+            assert (Path(on_it["path"]) / "work").read_text() == "one\n"
+            _, _, patch = self.lab.daemon.request("GET", f"/v1/checkouts/{on_it['id']}/diff")
+            assert patch == b"", "the layer's work is in the patch"
+            self.lab.release(on_it["id"])
+
+    def clean(self) -> None:
+        super().clean()
+        for layer in self._made():
+            self.lab.call("DELETE", f"layers/{layer}")
+
+
+class EnvironmentReset(Operation):
+    """Of a checkout whose environment was changed too: both are as they were, or both are new."""
+
+    name = "reset (environment)"
+    after_kill = frozenset({BEFORE, AFTER, HALF})
+
+    def __init__(self, lab: Lab) -> None:
+        super().__init__(lab)
+        self._lease = lab.checkout(lab.commits[2], "overlay", environment=_environment(lab))
+        self._places = [Path(self._lease["directory"]) / at for at in ("tree", "environment")]
+        for place in self._places:
+            (place / "work").write_text("one\n")
+
+    def run(self) -> None:
+        self.lab.call("POST", f"checkouts/{self._lease['id']}/reset", {})
+
+    def outcome(self) -> str:
+        if (self.lab.state / "leases" / self._lease["id"] / "resetting.json").exists():
+            return HALF
+        must_be_usable(self.lab, self._lease)
+        assert (self._places[1] / "bin/python").read_text() == "built\n"
+        dirty = [(place / "work").exists() for place in self._places]
+        assert len(set(dirty)) == 1, "one was reset and the other was not"
+        return BEFORE if any(dirty) else AFTER
+
+    def is_sound(self, outcome: str) -> bool:
+        return outcome != HALF
+
+    def settle(self) -> None:
+        self.run()  # waits for the reset that a start took up again
+        assert self.outcome() == AFTER
+
+    def clean(self) -> None:
+        self.lab.release(self._lease["id"])
+
+
+def _environment(lab: Lab) -> str:
+    """One that is ready on disk; a start finds it."""
+    digest = "a" * 64
+    path = lab.state / "templates/.environments" / digest
+    if not path.exists():
+        (path / "files/bin").mkdir(parents=True)
+        (path / "files/bin/python").write_text("built\n")
+        facts = {"key": "built", "digest": digest, "state": "ready", "at": 0}
+        (path / "environment.json").write_text(json.dumps(facts))
+        lab.kill()
+        lab.restart()
+    return "built"
 
 
 class RollBack(Snapshot):

@@ -7,6 +7,7 @@ from .on_bundles import BundleCreation, BundleImport, BundleOfMore
 from .on_catalog import Migration
 from .on_checkouts import (
     Checkout,
+    EnvironmentReset,
     Fork,
     Grade,
     PoolCheckout,
@@ -18,6 +19,7 @@ from .on_checkouts import (
     Release,
     Reset,
     RollBack,
+    Save,
     Snapshot,
     WarmCheckout,
 )
@@ -29,5 +31,5 @@ OPERATIONS: tuple[type[Operation], ...] = (
     FirstClone, Sync, Pin, Unpin, Import, DatasetRemoval, Maintenance, Heal, BundleCreation, BundleImport, BundleOfMore,
     QuickAudit, ClosureAudit, ContentAudit, Migration,
     Checkout, WarmCheckout, PoolCheckout, PoolTree, Reset, PoolReset, Release, PoolRelease,
-    Fork, PoolFork, Grade, Snapshot, RollBack, PoolRollBack, MirrorRemoval,
+    Fork, PoolFork, Grade, Snapshot, RollBack, PoolRollBack, Save, EnvironmentReset, MirrorRemoval,
 )  # fmt: skip

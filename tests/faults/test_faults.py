@@ -37,6 +37,8 @@ _STEPS = (
     ("reset (overlay)", "`leases/*/layer` in place"),
     ("grade (overlay)", "`leases/*/lease.json` in place"),
     ("grade (overlay)", "`templates/.layers/*` made"),
+    ("save", "`templates/.layers/*.json` in place"),
+    ("reset (environment)", "`leases/*/environment` in place"),
     ("release (overlay)", "`leases/.trash-*` in place"),
 )
 _CHILDREN = (("sync", "git fetch"), ("maintenance", "git repack"), ("template build", "worker"))

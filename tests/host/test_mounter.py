@@ -50,6 +50,8 @@ pytestmark = [
     pytest.mark.root,
 ]
 
+ENVIRONMENT = ".environments/" + "a" * 64 + "/files"
+
 
 class Service:
     """The service on a lab's state, started and ended by the test."""
@@ -418,8 +420,27 @@ HOSTILE: list[object] = [
             [".layers/" + "a" * 15],
             [".layers/" + "a" * 16 + "/d"],
             [".layers/" + "a" * 16 + ".stats"],
+            [ENVIRONMENT],
             {TREE: 1},
         )
+    ),
+    *(
+        {"request": "make", "owner": None, "checkout": NAME, "upper": upper, "layers": [layer]}
+        for upper in ("environment", "environment-next")
+        for layer in (
+            TREE,
+            ".environments/files",
+            ".environments/.files",
+            ".environments/" + "a" * 63 + "/files",
+            ".environments/" + "a" * 64,
+            ".environments/" + "a" * 64 + "/log",
+            ".environments/../../leases/" + NAME,
+        )
+    ),
+    *(
+        {"request": kind, "checkout": NAME, "target": target}
+        for kind in ("attach", "replace", "clone")
+        for target in ("", "..", "tree/..", "environment/bin", "layer", "/etc", None, 1)
     ),
     *(
         {"request": "make", "owner": owner, "checkout": NAME, "upper": "layer", "layers": [TREE]}
@@ -461,6 +482,32 @@ HOSTILE: list[object] = [
     "mount",
     [{"request": "umount"}],
 ]
+
+
+def test_an_environment_is_mounted_beside_the_tree_and_replaced(
+    lab: Lab, mounter: RemoteMounter
+) -> None:
+    """As its owner's; one umount takes both away."""
+    prefix = lab.layer(ENVIRONMENT, {"bin/python": "below\n"})
+    order = lab.checkout(USER)
+    lab.mount(mounter, order)
+    public, private = lab.tree(order).parent, lab.upper(order).parent.parent
+    (public / "environment").mkdir(0o700)
+    for upper, show in (("environment", mounter.attach), ("environment-next", mounter.replace)):
+        for path in (private / upper, private / upper / "upper", private / upper / "work"):
+            path.mkdir()
+        os.chown(private / upper / "upper", *USER)
+        made = mounter.make(order._replace(upper=upper, layers=(ENVIRONMENT,)))
+        with opened(made):
+            show(order.checkout, made, "environment")
+        seen = public / "environment/bin/python"
+        assert (seen.read_text(), seen.stat().st_uid) == ("below\n", USER[0])
+        seen.write_text(upper)
+        assert (private / upper / "upper/bin/python").read_text() == upper
+    assert (prefix / "bin/python").read_text() == "below\n"
+    assert (lab.tree(order) / "README").exists()
+    mounter.umount(order.checkout)
+    assert overlays(lab) == []
 
 
 def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
