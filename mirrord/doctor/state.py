@@ -245,7 +245,7 @@ def group(settings: Settings) -> Result:
 
 
 def binds(settings: Settings) -> Result:
-    """Whether a container has a tree mounted itself, which a reset leaves behind."""
+    """Whether a container has a tree mounted that resets left behind, or will."""
     checkouts = Layout(settings.state_dir).checkouts
     lost = [f"process {pid} at {path}" for pid, path in find_left_behind(checkouts).items()]
     fact = f"resets do not reach the trees mounted by {', '.join(lost[:5])}"

@@ -213,8 +213,6 @@ class Visible(IntEnum):
 
 
 class _Mount(NamedTuple):
-    identity: bytes
-    above: bytes
     kind: list[bytes]  # of its file system, and its source
     device: bytes
     root: str  # the directory of that file system which is seen at `at`
@@ -250,10 +248,10 @@ def visible_to(pid: int, directory: Path) -> Visible:
 
 
 def find_left_behind(checkouts: Path) -> dict[int, str]:
-    """Where a tree of a checkout is mounted so that its resets do not get there.
+    """Where a tree is mounted that its checkout has no more, or that no reset would take away.
 
-    By process, one for each mount namespace that this one may look at. A tree follows resets on a
-    mount of the directory around it, or of the one below it, that gets what is mounted on ours.
+    By process, one for each mount namespace that this one may look at. Such a mount is the slave of
+    none: it was made private, or its master was unmounted without it.
     """
     found: dict[int, str] = {}
     looked_at: set[int] = set()
@@ -263,12 +261,9 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
             if namespace in looked_at:
                 continue
             looked_at.add(namespace)
-            known = {each.identity: each for each in _read_mounts(pid)}
-            for each in known.values():
-                if each.kind != [b"overlay", b"mirrord"] or _is_within(each.at, str(checkouts)):
-                    continue
-                above = known.get(each.above)
-                if not above or not above.groups or "checkouts" not in above.root.split("/"):
+            for each in _read_mounts(pid):
+                is_ours = each.kind == [b"overlay", b"mirrord"]
+                if is_ours and not each.groups and not _is_within(each.at, str(checkouts)):
                     found[pid] = each.at
     return found
 
@@ -282,7 +277,7 @@ def _read_mounts(pid: int | str) -> list[_Mount]:
             groups = frozenset(group for kind, _, group in tags if kind in (b"shared", b"master"))
             root, at = unescape(fields[3]), unescape(fields[4])
             kind = fields[end + 1 : end + 3]
-            found.append(_Mount(fields[0], fields[1], kind, fields[2], root, at, groups))
+            found.append(_Mount(kind, fields[2], root, at, groups))
     return found
 
 

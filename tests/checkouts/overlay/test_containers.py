@@ -410,7 +410,9 @@ def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
 def test_the_doctor_names_binds_that_resets_do_not_reach(
     running: Daemon, stack: ExitStack, tmp_path: Path
 ) -> None:
-    """One of the tree itself, and one that nothing propagates to; not one of the directory."""
+    """One that nothing propagates to, and after a reset one of the tree itself; not one of the
+    directory.
+    """
     with held(running) as made:
         root = tmp_path / "root"
         root.mkdir()
@@ -423,6 +425,7 @@ def test_the_doctor_names_binds_that_resets_do_not_reach(
             name: entered(stack, "slave", bind).run("echo $$").strip()
             for name, bind in ways.items()
         }
+        assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
         lost = find_left_behind(running.state_dir / "checkouts")
         assert lost[int(inside["tree"])] == str(root)
         assert lost[int(inside["private"])] == f"{root}/tree"
