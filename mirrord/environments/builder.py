@@ -27,7 +27,8 @@ _UV = "/opt/uv/bin/uv"
 _INDEX = "/opt/index"  # the directory of packages: /tmp inside would hide one below /tmp
 _PYTHON = f"{ENVIRONMENT}/bin/python"
 _CACHE = f"{SANDBOX_HOME}/.cache"
-_SEEDS = ("pip", "setuptools<81", "wheel")  # as conda's have; setuptools 81 lost pkg_resources
+_SEEDS = ("pip<25.3", "setuptools<81", "wheel")
+"""Of the age of conda's: later ones lost `setup.py develop` and `pkg_resources`."""
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # the host's: uv and pip bring their own
 _LINE = 8192
 

@@ -33,6 +33,7 @@ _DEFAULT_SPEC = {
 }
 """For rows that say which Python they run on, and nothing else."""
 
+_ASSIGNMENT = re.compile(r"\w+=\S*$")
 _APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
 
 
@@ -88,6 +89,8 @@ def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
     commands, variables = _variables_of(spec)
     host: dict[str, None] = {}
     pre_install = [left for each in _list(spec, "pre_install") if (left := _take_apt(each, host))]
+    if any(_ASSIGNMENT.match(each) for each in pre_install):  # for the commands after it
+        pre_install = ["\n".join(["set -e", *pre_install])]
     install = [left for each in _list(spec, "install") if (left := _take_apt(each, host))]
     test = " && ".join(_list(spec, "test_cmd"))
     return checked(

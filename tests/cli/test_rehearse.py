@@ -19,7 +19,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
-from mirrord import Client, Readiness, Rehearsed
+from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
 from mirrord.cli.rehearse_page import render
 from mirrord.cli.rehearse_report import Results
@@ -288,7 +288,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: object) -> None:
         self.tags.add(tag)
-        if tag != "meta":
+        if tag not in {"meta", "br"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -300,7 +300,18 @@ def test_a_page_is_whole_and_runs_nothing(tmp_path: Path) -> None:
     failed, ready = Readiness.FAILED, Readiness.READY
     why = f"@patch: {HOSTILE}"
     rows = [
-        Rehearsed(instance=HOSTILE, dataset=HOSTILE, repo="a/b", status=failed, reason=why),
+        Rehearsed(
+            instance=HOSTILE,
+            dataset=HOSTILE,
+            repo="a/b",
+            status=failed,
+            reason=why,
+            logs=[HOSTILE],
+            unexpected=[
+                UnexpectedTest(step="tests after", test=HOSTILE, expected="pass", lines=[HOSTILE]),
+                UnexpectedTest(step="tests before", test=HOSTILE, expected="fail"),
+            ],
+        ),
         Rehearsed(instance="i-2", dataset=HOSTILE, repo="a/b", status=ready),
     ]
     results = Results([tmp_path / "r.html"], None)

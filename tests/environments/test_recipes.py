@@ -84,6 +84,12 @@ def test_the_mapping_of_swebench_is_read_without_an_import_of_it(swebench: None)
     assert frozen.index_date == "2020-01-01T00:00:00+00:00"
 
 
+def test_commands_that_set_a_shell_s_variables_are_one_script() -> None:
+    config = {**REBENCH, "pre_install": ['URL="x"', "wget $URL"]}
+    found = recipe_of(instance(install_config=config))
+    assert found.pre_install == ['set -e\nURL="x"\nwget $URL']
+
+
 def test_the_python_of_a_custom_row_is_enough_for_a_recipe() -> None:
     custom = instance(
         image_name="Lab/Requests:v2", python_version="3.11", environment_setup_commit=...
@@ -182,6 +188,12 @@ def test_the_documented_recipe_is_read() -> None:
     }
     documented = re.findall(r"^\| `(\w+)` \|", text.partition("### What")[0], re.MULTILINE)
     assert set(documented) == Recipe.__annotations__.keys()
+
+
+def test_the_recipes_of_the_examples_are_read() -> None:
+    for file in (PROJECT / "examples" / "environments").glob("*.toml"):
+        recipes = recipes_of_toml(file.read_text(), file.name)
+        assert {recipe.python for recipe in recipes} == {"3.11"}
 
 
 @pytest.mark.parametrize(
