@@ -1,10 +1,10 @@
 """The environments on disk: found by key, held while a checkout shows one, removed.
 
 An environment is the directory `templates/.environments/<digest>` with `files` (the prefix, as it
-is seen at its fixed path), `environment.json` (what it is and how it was built), `manifest` and
-`log`. `digest` is that of its recipe. A failed build is the same without `files`. Both appear by
-one rename and never change: a crash leaves `.building-…`, which the next start removes. Files of
-equal content and mode are hard links of one in `.files`. All belong to the daemon's user.
+is seen at its fixed path), `environment.json` (what it is and how it was built) and `log`. `digest`
+is that of its recipe. A failed build is the same without `files`. Both appear by one rename, and
+`files` never changes: a crash leaves `.building-…`, which the next start removes. Files of equal
+content and mode are hard links of one in `.files`. All belong to the daemon's user.
 """
 
 import json

@@ -26,15 +26,15 @@ from ..host.files import (
 )
 from ..places import ENVIRONMENT
 
-MANIFEST = "manifest"
 _MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest that a ZIP archive can say
 _PIECE = 1 << 20
 _LINKS_OUT = ("/usr/", f"{ENVIRONMENT}/")  # what every sandbox has at the same place
 
 
 class Adopted(NamedTuple):
-    """`manifest` is the sha256 of the file of that name, `shared_bytes` what other environments
-    had already; `dropped` counts what was left out or changed, by the reason.
+    """`manifest` is a digest of all that was kept: the sha256 of the lines `MODE SHA256 PATH`, each
+    with a NUL, sorted by path; the hash of a link is that of its target. `shared_bytes` other
+    environments had already; `dropped` counts what was left out or changed, by the reason.
     """
 
     manifest: str
@@ -45,42 +45,17 @@ class Adopted(NamedTuple):
 
 
 def adopt(source: Path, target: Path, shared: Path) -> Adopted:
-    """Copy the prefix `source` to the new directory `target`/files, with its manifest beside it.
-
-    The lines of the manifest end with NUL: `MODE SHA256 PATH`, sorted by path; the hash of a link
-    is that of its target. Files are links of those in `shared`.
-    """
+    """Copy the prefix `source` to `target`/files, which is made of links to files in `shared`."""
     with full_disk_named("an environment"):
         shared.mkdir(mode=0o700, exist_ok=True)
         copy = _Copy(shared)
         with opened(open_directory(source)) as directory:
             copy.directory(directory, target / "files", b"")
-        lines = b"".join(line + b"\0" for _, line in sorted(copy.lines))
-        (target / MANIFEST).write_bytes(lines)
         os.sync()  # a power cut does not leave an environment with empty files
-    digest = hashlib.sha256(lines).hexdigest()
-    return Adopted(digest, copy.files, copy.size_bytes, copy.shared_bytes, dict(copy.dropped))
-
-
-def is_sound(environment: Path) -> bool:
-    """Whether the files of an adopted environment are still those of its manifest. In a worker."""
-    try:
-        for line in (environment / MANIFEST).read_bytes().split(b"\0")[:-1]:
-            mode, digest, name = line.split(b" ", 2)
-            path = os.path.join(os.fsencode(environment / "files"), name)
-            found = os.lstat(path)
-            if b"%06o" % found.st_mode != mode:
-                return False
-            if stat.S_ISLNK(found.st_mode):
-                is_same = hashlib.sha256(os.readlink(path)).hexdigest()
-            else:
-                with open(path, "rb") as file:
-                    is_same = hashlib.file_digest(file, "sha256").hexdigest()
-            if is_same.encode() != digest:
-                return False
-    except (OSError, ValueError):
-        return False
-    return True
+    manifest = hashlib.sha256(b"".join(line + b"\0" for _, line in sorted(copy.lines)))
+    return Adopted(
+        manifest.hexdigest(), copy.files, copy.size_bytes, copy.shared_bytes, dict(copy.dropped)
+    )
 
 
 def sweep_shared(shared: Path) -> int:
@@ -133,7 +108,7 @@ class _Copy:
         known = self._shared / digest[:2] / f"{digest}-{mode:o}"
         if found.st_size == 0:  # more of them than ext4 has links for, 65,000, and no bytes
             _write(source, target, mode)
-        elif _linked(known, target):
+        elif _linked(known, target, digest):
             self.shared_bytes += found.st_size
         else:
             _write(source, target, mode)
@@ -164,8 +139,13 @@ def _hash(source: int) -> str:
     return digest.hexdigest()
 
 
-def _linked(known: Path, target: Path) -> bool:
+def _linked(known: Path, target: Path, digest: str) -> bool:
+    """Link a shared file, proven by content once more; False where it is missing, damaged, full."""
     try:
+        with open(known, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                known.unlink()
+                return False
         os.link(known, target)
     except FileNotFoundError:
         return False

@@ -86,7 +86,8 @@ def steps_of(order: Order) -> Iterator[_Step]:
         fetching = [_UV, "python", "install", "--no-bin", "--install-dir", place, order.python]
         yield _Step(f"fetching Python {order.python}", fetching)
         script = (
-            f"set -e; cp -a {place}/*/. {ENVIRONMENT}; rm -rf {place};"
+            f'for each in {place}/*; do [ -L "$each" ] || cp -a "$each/." {ENVIRONMENT} || exit;'
+            f" done; rm -rf {place};"
             f" find {ENVIRONMENT}/lib -name EXTERNALLY-MANAGED -delete;"
             f" [ -e {_PYTHON} ] || ln -s python3 {_PYTHON}"
         )

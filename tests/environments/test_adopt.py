@@ -1,12 +1,13 @@
 """What a build made is taken over: copied, hashed, shared by content, and never what it must not."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
-from mirrord.environments.adopt import Adopted, adopt, is_sound, sweep_shared
+from mirrord.environments.adopt import Adopted, adopt, sweep_shared
 
 
 @pytest.fixture
@@ -66,12 +67,18 @@ def test_what_could_lead_out_is_left_out_and_told(built: Path) -> None:
     assert os.readlink(target / "files/bin/python") == "/usr/bin/python3.11"
 
 
-def test_a_changed_file_is_found_and_unused_ones_go(built: Path) -> None:
-    _, target = take(built, "one")
-    assert is_sound(target)
-    (target / "files/lib/pkg/code.py").write_text("x = 2\n")
-    assert not is_sound(target)
-    for path in (target / "files/lib/pkg/code.py", target / "files/bin/tool"):
-        path.unlink()
-    assert sweep_shared(built.parent / "shared") > 0
-    assert not [path for path in (built.parent / "shared").rglob("*") if path.is_file()]
+def test_a_damaged_file_is_not_shared_again(built: Path) -> None:
+    first, one = take(built, "one")
+    (one / "files/lib/pkg/code.py").write_text("x = 2\n")
+    second, two = take(built, "two")
+    assert (two / "files/lib/pkg/code.py").read_text() == "x = 1\n"
+    assert first.manifest == second.manifest
+
+
+def test_files_that_no_environment_has_go(built: Path) -> None:
+    _, one = take(built, "one")
+    shared = built.parent / "shared"
+    assert sweep_shared(shared) == 0
+    shutil.rmtree(one)
+    assert sweep_shared(shared) > 0
+    assert not [path for path in shared.rglob("*") if path.is_file()]
