@@ -31,7 +31,7 @@ from .future import TRIVIAL_BYTES
 from .repository import walk
 
 BLOCK_BYTES = 1 << 20
-_HEAD_BYTES = 512
+_HEAD_BYTES = 1 << 16
 _FREE_BYTES, _RATIO = 1 << 30, 100  # what an archive may unpack to: so much, and so many times it
 _HEADER_LIMIT_BYTES = 16 << 20  # of one member of a tar: tarfile reads names into memory
 _ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
@@ -110,15 +110,18 @@ class Stream:
 
     def __init__(self, source: Source, take: Callable[[bytes], object]) -> None:
         self._source, self._take = source, take
-        self._ahead, self._at = b"", 0
+        self._ahead, self._at, self._ended = b"", 0, False
 
     def peek(self, size: int = _HEAD_BYTES) -> bytes:
-        self._ahead = self._read(size)
+        """The beginning of what comes next: all of a small file, in one read."""
+        self._ahead = self._read(max(size, len(self._ahead)))
         return self._ahead
 
     def _read(self, size: int) -> bytes:
         pieces, missing = [self._ahead], size - len(self._ahead)
-        while missing > 0 and (piece := self._source.read(min(missing, BLOCK_BYTES))):
+        while missing > 0 and not self._ended:
+            piece = self._source.read(min(missing, BLOCK_BYTES))
+            self._ended = not piece
             self._take(piece)
             pieces.append(piece)
             missing -= len(piece)
@@ -178,7 +181,7 @@ def open_tar(source: Source, size: int) -> Stream | None:
         stream = Stream(lzma.LZMAFile(file), take)  # noqa: SIM115
     elif head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
         stream = Stream(import_module("pyarrow").input_stream(file, compression="zstd"), take)
-    return stream if stream.peek()[257:262] == b"ustar" else None
+    return stream if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar" else None
 
 
 def normal(name: str) -> str | None:
@@ -239,15 +242,14 @@ def read_archive(path: Path) -> Contents:
     Raises UsageError where it is no archive.
     """
     reader = _Reader(is_archive=True)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file, reader.bounded(""):
         stream = open_tar(file, path.stat().st_size)
         if stream is None:
             raise UsageError(
                 f"cannot scan {shown(str(path))}: it is neither a directory nor a tar archive",
                 hint="write an image with `docker save` or `podman save`",
             )
-        with reader.bounded(""):
-            reader.read_tar(reader.top, stream)
+        reader.read_tar(reader.top, stream)
     return reader.contents
 
 
