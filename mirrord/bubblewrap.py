@@ -13,6 +13,7 @@ calls newuidmap.
 """
 
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,10 @@ export VIRTUAL_ENV={ENVIRONMENT} CONDA_DEFAULT_ENV=testbed
 case ":$PATH:" in *:{ENVIRONMENT}/bin:*) ;; *) export PATH={ENVIRONMENT}/bin:$PATH ;; esac
 """
 _NAME = "testbed"  # of the user, of its group and of the host
+# An agent may trace the first process that it sees, bwrap's, and undo what ties it to its parent.
+# So the box is in another pid namespace, whose first process it does not see, with a /proc of that
+# one, which bwrap asks about its own processes.
+_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,28 +91,9 @@ class Box:
                 arguments += "--perms", mode, "--file", give(content), path
             arguments += "--chdir", TESTBED
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
-            argv = [*before, *self._become(), find_bwrap(), "--args", packed, "--", *command]
+            program = [*become(self.owner), *_GUARD, find_bwrap()]
+            argv = [*before, *program, "--args", packed, "--", *command]
             return subprocess.Popen(argv, pass_fds=given, **options)
-
-    def _become(self) -> Iterator[str]:
-        """Programs that each replace themselves by the next, as the owner, in a guard's namespace.
-
-        An agent may trace the first process that it sees, bwrap's, and undo what ties it to its
-        parent. So the box is in another pid namespace, whose first process it does not see.
-        """
-        if self.owner not in (None, (os.geteuid(), os.getegid())):
-            uid, gid = self.owner
-            if os.geteuid() == 0:
-                yield from ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--")
-            else:  # by newuidmap and newgidmap; the same number inside and outside
-                yield from ("unshare", "--user", f"--map-users={uid},{uid},1")
-                yield from (f"--map-groups={gid},{gid},1", f"--setuid={uid}", f"--setgid={gid}")
-                yield "--"
-        yield from ("setpriv", "--pdeathsig=KILL", "--")  # last: a change of the uid undoes it
-        # bwrap looks for its child in /proc, which has to be of its own namespace
-        yield from ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc")
-        yield from ("--fork", "--kill-child")
-        yield "--"
 
     def _namespaces(self) -> Iterator[str]:
         yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
@@ -178,6 +164,58 @@ class Box:
         yield from self.files.items()
 
 
+def become(owner: tuple[int, int] | None) -> Iterator[str]:
+    """The start of a command that runs as its owner, in no group, and ends with its parent.
+
+    Programs that each replace themselves by the next.
+    """
+    uid, gid = owner or (os.geteuid(), os.getegid())
+    if os.geteuid() == 0:
+        yield from ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--")
+    elif uid != os.geteuid():  # by newuidmap and newgidmap; the same number inside and outside
+        yield from (
+            "unshare",
+            "--user",
+            f"--map-users={uid},{uid},1",
+            f"--map-groups={gid},{gid},1",
+        )
+        yield from (f"--setuid={uid}", f"--setgid={gid}", "--")
+    yield from ("setpriv", "--pdeathsig=KILL", "--")  # last: a change of the uid undoes it
+
+
+def find_started(started: subprocess.Popen[bytes]) -> int | None:
+    """The pid of the command of a box, on the host; None before it began and after it ended."""
+    pid = started.pid
+    try:
+        for _ in range(3):  # the guard's first process, the box's, the command
+            pid = _children(pid)[0]
+    except (OSError, IndexError):
+        return None
+    return pid
+
+
+def end(started: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a box, and wait until they have ended."""
+    first: int | None = None
+    with suppress(OSError, IndexError):
+        found = _children(started.pid)
+        first = os.pidfd_open(found[0])
+        if _children(started.pid) != found:  # its number may be another process's by now
+            os.close(first)
+            first = None
+    started.kill()  # and with it the first process of the guard's namespace
+    started.wait()
+    if first is not None:
+        ended = select.poll()
+        ended.register(first, select.POLLIN)
+        ended.poll()  # the kernel ends all others of the namespace before it
+        os.close(first)
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def find_bwrap() -> str:
     """The path of bwrap. Raises BackendUnavailableError where it is not installed."""
     if found := shutil.which("bwrap"):
@@ -193,15 +231,21 @@ def find_obstacle() -> str | None:
     except BackendUnavailableError as error:
         return error.message.partition(": ")[2]
     options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/"]
-    argv = [bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
     # Root may be allowed what others are not, and becomes another user before it starts bwrap.
-    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    if os.geteuid() == 0:
-        argv = [*nobody, *argv]
+    nobody = (65534, 65534) if os.geteuid() == 0 else None
+    argv = [*become(nobody), *_GUARD, bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
     done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
-    return done.stderr.strip().removeprefix("bwrap: ") or f"bwrap exited with {done.returncode}"
+    return explain(done.stderr)
+
+
+def explain(told: str) -> str:
+    """What the errors of a box that could not be made mean."""
+    text = told.strip().removeprefix("bwrap: ") or "it ended at once"
+    if "unshare failed" in text:
+        return f"this host lets its users make no user namespaces ({text})"
+    return text
 
 
 @cache

@@ -315,6 +315,11 @@ def list_all(session: Session) -> None:
     session.answer(held, table([*columns, "UID", "EXPIRES", "PATH"], rows))
 
 
+def is_id(text: str) -> bool:
+    """Whether a text names a held checkout, where it might name an instance."""
+    return bool(_CHECKOUT_ID.fullmatch(text)) or text.startswith((".", "/"))
+
+
 def find_id(session: Session, text: str) -> str:
     """The id that `text` is, or that of the checkout whose path it is or lies below.
 

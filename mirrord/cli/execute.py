@@ -1,21 +1,20 @@
-"""`mirrord exec`: a checkout for the time of one command, which cannot reach any other checkout.
+"""`mirrord exec`: one command in a sandbox, in a checkout of its own or in one that is held.
 
-The command runs without the daemon's socket, and with --owner as another user without any groups.
-When `mirrord exec` is killed, the command dies with it, and the daemon releases the checkout, which
-is bound to this process. Where the daemon cannot see the process, the deadline does that: the lease
-is short, and renewed while the command runs.
+The checkout of its own is released in any case: it is bound to this process. Where the daemon
+cannot see the process, the deadline does that: the lease is short, and renewed while the command
+runs. When `mirrord exec` is killed, the command dies with it.
 """
 
 from __future__ import annotations
 
-import grp
 import os
+import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import errors
-from ..host.namespaces import Confinement
+from ..bubblewrap import become, end, find_started
+from ..client.sandboxes.keeper import box_of
+from ..client.sandboxes.limits import Limits
 from ..host.processes import hide_argument
-from ..model import Bind, View
+from ..model import Bind, View, shown
+from ..units import parse_size
 from . import parameters
+from .checkouts import Environment, Layer, find_id, is_id
 from .parameters import Argument, Option
 from .session import Session
 
@@ -35,29 +38,57 @@ if TYPE_CHECKING:
 
 _LEASE = timedelta(minutes=3)
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_INSIDE = "/usr/local/bin:/usr/bin:/bin"
+_SHOWN = ("/usr/", "/bin/", "/sbin/")
 
 
 def execute(
     session: Session,
-    instance: parameters.InstanceArgument,
+    target: Annotated[
+        str,
+        Argument(metavar="INSTANCE|ID", help="An instance id, NAME@COMMITISH, or a held checkout."),
+    ],
     command: Annotated[
         list[str], Argument(metavar="COMMAND...", help="After --; runs in the checkout's tree.")
     ],
     diff: Annotated[
         Path | None, Option(metavar="FILE", help="Write the patch of its changes to FILE.")
     ] = None,
+    environment: Environment = None,
+    layer: Layer = None,
     history: parameters.HistoryOption = None,
     view: parameters.ViewOption = View.AGENT,
     backend: parameters.BackendOption = None,
     owner: parameters.OwnerOption = None,
+    network: Annotated[
+        bool, Option("--network", help="With the host's network, its localhost too.")
+    ] = False,
+    show: Annotated[
+        list[str],
+        Option(metavar="PATH", help="Show this of the host too, read-only; may be repeated."),
+    ] = [],  # noqa: B006
+    variable: Annotated[
+        list[str], Option(metavar="NAME[=VALUE]", help="Set or pass a variable; may be repeated.")
+    ] = [],  # noqa: B006
+    timeout: Annotated[
+        str | None, Option(metavar="DURATION", help="End the command after this time.")
+    ] = None,
+    memory: Annotated[
+        str | None, Option(metavar="SIZE", help="Bound its memory, such as 2GiB.")
+    ] = None,
+    processes: Annotated[
+        str | None, Option(metavar="NUMBER", help="Bound the number of its processes.")
+    ] = None,
     keep_access: Annotated[
-        bool, Option("--keep-access", help="Leave the daemon's socket within the command's reach.")
+        bool, Option("--keep-access", help="No sandbox: all of the host stays within reach.")
     ] = False,
 ) -> None:
-    """Ends with the command's exit status; 128 and the signal's number when a signal ended it.
+    """The tree is at /testbed, its environment is active, HOME and /tmp are the command's own; it
+    sees the host's /usr and no other process, network, file or socket. Ends with its exit status;
+    128 and the signal's number when a signal ended it.
 
-    The checkout is released in any case; the command finds its id in MIRRORD_CHECKOUT. With --owner
-    it runs as that user, without any groups.
+    The checkout of an INSTANCE is released in any case; the command finds its id in
+    MIRRORD_CHECKOUT. With --owner it runs as that user, without any groups.
     """
     patch = None if diff is None else diff.absolute()
     if patch is not None:
@@ -66,105 +97,157 @@ def execute(
         except OSError as error:
             hint = "name another file with --diff"
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
-    uid = parameters.read_owner(owner)
-    client = session.client
-    wanted: dict[str, Any] = {"history": history, "view": view, "backend": backend}
-    wanted |= {"ttl": _LEASE, "owner": uid, "auto_renew": False}
-    take = partial(client.checkout, instance, **wanted)
-    try:
-        checkout = take(bind=Bind.PROCESS)
-    except errors.ProcessGoneError:  # the daemon cannot see this process
-        checkout = take()
-    with checkout:
-        lease = checkout.lease
-        if lease.instance and lease.instance != instance:  # the dataset's id tells a commit
-            hide_argument(instance)
-        is_other = lease.owner_uid != os.getuid()
-        become = (lease.owner_uid, lease.owner_gid) if is_other else None
-        hidden = None if keep_access else client.socket.resolve()
-        _tell(session, become, hidden)
-        confinement = Confinement(os.getpid(), checkout.path, become, hidden)
-        with _forwarding() as forward_to:
-            # Started before there is a second thread: the child runs Python before its exec.
-            process = _start(checkout, command, confinement)
-            forward_to(process)
-            with _renewing(session, checkout):
-                status = process.wait()
+    given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
+    given |= {"layer": layer, "owner": parameters.read_owner(owner)}
+    run = _Run(
+        command=command,
+        network=network,
+        shown=[Path(path).absolute() for path in show],
+        variables=dict(map(_read_variable, variable)),
+        timeout=parameters.read_duration(timeout, "--timeout"),
+        limits=_read_limits(memory, processes),
+        is_boxed=not keep_access,
+    )
+    with _checkout(session, target, given, view) as checkout:
+        if checkout.lease.owner_uid == 0 and not keep_access:
+            session.note("mirrord: the command runs as root; name another user with --owner")
+        status = run.in_checkout(checkout, session)
         if patch is not None:
             patch.write_bytes(checkout.diff())
-    raise SystemExit(status if status >= 0 else 128 - status)
-
-
-def _tell(session: Session, become: tuple[int, int] | None, hidden: Path | None) -> None:
-    """Print which groups the command loses, and that root keeps its access."""
-    is_roots = hidden and not become and os.getuid() == 0
-    if (become or is_roots) and (groups := set(os.getgroups()) - {os.getgid()}):
-        names = []
-        for gid in groups:
-            try:
-                names.append(grp.getgrgid(gid).gr_name)
-            except KeyError:
-                names.append(str(gid))
-        user = become[0] if become else 0
-        without = f"without the groups {', '.join(names)}"
-        session.note(f"mirrord: the command runs as uid {user}, {without}")
-    if is_roots:
-        session.note("mirrord: root can reach the daemon all the same; name a user with --owner")
-
-
-def _start(
-    checkout: Checkout, command: list[str], confinement: Confinement
-) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "MIRRORD_CHECKOUT": checkout.id, "PWD": str(checkout.path)}
-    if confinement.hidden:
-        for name in ("MIRRORD_SOCKET", "MIRRORD_CONFIG"):
-            environment.pop(name, None)
-    reading, writing = os.pipe()  # closed in the child by its exec
-
-    def enter() -> None:
-        try:
-            confinement.enter()
-        except (OSError, errors.MirrordError) as error:
-            os.write(writing, str(getattr(error, "strerror", None) or error).encode())
-            raise
-
-    try:
-        return subprocess.Popen(command, env=environment, preexec_fn=enter)  # noqa: PLW1509
-    except FileNotFoundError as error:
-        hint = "write mirrord exec INSTANCE -- COMMAND..."
-        raise errors.NotFoundError(
-            f"cannot run {command[0]}: no such command", hint=hint
-        ) from error
-    except OSError as error:
-        raise errors.UsageError(f"cannot run {command[0]}: {error.strerror}") from error
-    except subprocess.SubprocessError as error:
-        fact = os.read(reading, 4096).decode(errors="replace")
-        raise errors.BackendUnavailableError(
-            f"cannot run {command[0]} without access to the daemon: {fact}",
-            hint="it needs user namespaces (see docs/security.md), for --owner newuidmap and a "
-            "range in /etc/subuid and /etc/subgid, or root; --keep-access leaves the socket "
-            "within reach",
-        ) from error
-    finally:
-        os.close(writing)
-        os.close(reading)
+    raise SystemExit(status)
 
 
 @contextmanager
-def _forwarding() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+def _checkout(
+    session: Session, target: str, given: dict[str, Any], view: View
+) -> Iterator[Checkout]:
+    """The named checkout, or one of the named instance for the time of the command."""
+    client = session.client
+    if is_id(target):
+        if named := [name for name, value in given.items() if value is not None]:
+            fact = f"cannot take --{named[0]} with a checkout: it is as it was taken"
+            raise errors.UsageError(fact, hint="name an instance")
+        yield client.open_checkout(find_id(session, target))
+        return
+    take = partial(client.checkout, target, view=view, ttl=_LEASE, auto_renew=False, **given)
+    try:
+        taken = take(bind=Bind.PROCESS)
+    except errors.ProcessGoneError:  # the daemon cannot see this process
+        taken = take()
+    with taken as checkout:
+        if checkout.instance and checkout.instance != target:  # the dataset's id tells a commit
+            hide_argument(target)
+        with _renewing(session, checkout):
+            yield checkout
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A command and what it may have."""
+
+    command: list[str]
+    network: bool
+    shown: list[Path]
+    variables: dict[str, str]
+    timeout: timedelta | None
+    limits: Limits
+    is_boxed: bool
+
+    def in_checkout(self, checkout: Checkout, session: Session) -> int:
+        """Answers its exit status, and prints the limits that struck."""
+        # Started by the thread that outlives it: with that, the kernel ends it.
+        try:
+            with _forwarding() as forward_to:
+                process = self._start(checkout)
+                forward_to(process, self.is_boxed)
+                try:
+                    seconds = self.timeout.total_seconds() if self.timeout else None
+                    status = process.wait(seconds)
+                except subprocess.TimeoutExpired:
+                    end(process) if self.is_boxed else process.kill()
+                    process.wait()
+                    status = -signal.SIGKILL
+                    session.note(f"mirrord: the command was ended after {self.timeout}")
+            for limit, times in self.limits.strikes().items():
+                if times:
+                    session.note(f"mirrord: the limit of {limit} struck")
+        finally:
+            self.limits.remove()
+        return status if status >= 0 else 128 - status
+
+    def _start(self, checkout: Checkout) -> subprocess.Popen[bytes]:
+        # Its own session: Ctrl-C is for this process, which forwards it.
+        options: dict[str, Any] = {"cwd": "/", "start_new_session": True}
+        box = box_of(checkout.lease, network=self.network, variables=self.variables)
+        try:
+            if self.is_boxed:
+                command, shown_paths = self._find_program(box.environment)
+                box = replace(box, readable={str(path): path for path in shown_paths})
+                # a shell, for its message and status where there is no such command
+                command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
+                return box.start(command, before=self.limits.before, **options)
+            own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
+            start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
+            variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
+            argv = [*start, *self.limits.inside, *self.command]
+            return subprocess.Popen(argv, env=variables, **options)
+        except OSError as error:
+            fact = f"cannot run {self.command[0]}: {error.strerror}"
+            raise errors.UsageError(fact, hint="`mirrord doctor` tries what it needs") from error
+
+    def _find_program(self, environment: Path | None) -> tuple[list[str], list[Path]]:
+        """The command, with what of the host is shown: its program, where the sandbox has none."""
+        name, *rest = self.command
+        search = f"{environment}/bin:{_INSIDE}" if environment else _INSIDE
+        is_inside = "/" not in name and shutil.which(name, path=search)
+        found = None if is_inside else shutil.which(name)
+        if found is None or not found.startswith("/") or found.startswith(_SHOWN):
+            return self.command, self.shown
+        return [found, *rest], [*self.shown, Path(found)]
+
+
+def _read_variable(text: str) -> tuple[str, str]:
+    name, is_set, value = text.partition("=")
+    if not name or not (is_set or name in os.environ):
+        hint = "write --variable NAME=VALUE"
+        raise errors.UsageError(f"cannot pass variable {shown(text)}: it is not set", hint=hint)
+    return name, value if is_set else os.environ[name]
+
+
+def _read_limits(memory: str | None, processes: str | None) -> Limits:
+    try:
+        size = parse_size(memory) if memory else None
+    except ValueError as error:
+        raise errors.UsageError(f"cannot read --memory: {error}", hint="2GiB") from error
+    if processes and not (processes.isdecimal() and int(processes)):
+        fact = f"cannot read --processes: {shown(processes)} is no number above 0"
+        raise errors.UsageError(fact, hint="write for example --processes 200")
+    return Limits(size, int(processes) if processes else None)
+
+
+Forward = Callable[[subprocess.Popen[bytes], bool], None]
+
+
+@contextmanager
+def _forwarding() -> Iterator[Forward]:
     """Forward our signals to the command, early ones included, and outlive them."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[tuple[subprocess.Popen[bytes], bool]] = []
     early: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         if not running:
             early.append(number)
-        elif number != signal.SIGINT or not _in_foreground():  # a terminal sent it to both
-            with suppress(ProcessLookupError):
-                running[0].send_signal(number)
+            return
+        process, is_boxed = running[0]
+        pid = find_started(process) if is_boxed else process.pid
+        with suppress(ProcessLookupError):
+            if pid is None:  # it has not begun
+                process.kill()
+            elif process.returncode is None:
+                os.kill(pid, number)
 
-    def forward_to(process: subprocess.Popen[bytes]) -> None:
-        running.append(process)
+    def forward_to(process: subprocess.Popen[bytes], is_boxed: bool) -> None:
+        running.append((process, is_boxed))
         for number in early:
             forward(number, None)
 
@@ -174,13 +257,6 @@ def _forwarding() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _in_foreground() -> bool:
-    try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):
-        return False
 
 
 @contextmanager

@@ -83,7 +83,7 @@ release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Move the deadline of a checkout.
 checkouts; checkouts:list_all; 39; List the held checkouts.
 receipt; receipts:receipt; 345789; Print what a checkout is and how that was proven, or verify that.
-exec; execute:execute; 346789; Run a command in a temporary checkout.
+exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
 rehearse; rehearse:rehearse; 3456789; Try every instance: checkout, seal, patches and back, reset.
 du; storage:du; 379; Show what is on disk, shared, and only a cache.

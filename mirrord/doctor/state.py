@@ -14,13 +14,14 @@ from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 
+from ..bubblewrap import find_obstacle
 from ..config import Settings
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
 from ..host.files import admit, opened
 from ..host.mounting import choose_mounter
 from ..host.mounts import HARMLESS
-from ..host.namespaces import find_left_behind, find_obstacle
+from ..host.namespaces import find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
@@ -284,9 +285,9 @@ def _podman_plugins() -> set[str]:
 
 
 def confinement(settings: Settings) -> Result:
-    """What `mirrord exec` needs to keep the daemon out of its command's reach."""
+    """What sandboxes need: bubblewrap, and namespaces for users."""
     if obstacle := find_obstacle():
-        remedy = "`mirrord exec` refuses to run; --keep-access runs without confinement"
+        remedy = "no sandbox runs here: install `bubblewrap`, allow users to make user namespaces"
         return "warn", obstacle, remedy
     if shutil.which("newuidmap", path=search_path()) is None:
         return "ok", "for your own uid and for root; newuidmap is not installed", ""

@@ -1,20 +1,9 @@
-"""User and mount namespaces: made for idmapped mounts and for `mirrord exec`, and seen in others.
-
-`exec` runs in a child between fork and exec, and nothing of it outlives the command. Root takes a
-mount namespace, hides the daemon's socket in it and becomes the owner. Another user takes a user
-namespace with it, which needs no privilege. A group cannot be left there (setgroups(2) is denied
-before an unprivileged gid_map is written), and SO_PEERGROUPS shows it to the daemon: so what counts
-for the caller's own uid is that the socket is out of reach. The command has no capability in the
-namespace, a namespace that it makes itself cannot take the cover off (the kernel locks mounts that
-come from a more privileged one), and /proc/PID/root of processes outside needs a right that it
-lacks. A subordinate uid (/etc/subuid) is entered by newuidmap(1); it has no groups at all.
-"""
+"""User and mount namespaces: made for idmapped mounts, and seen in others."""
 
 import ctypes
 import errno
 import os
 import signal
-import stat
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -23,15 +12,11 @@ from typing import NamedTuple
 from ..errors import BackendUnavailableError
 from .files import opened
 from .mounts import unescape
-from .processes import Owner, die_with_parent, search_path
+from .processes import Owner, die_with_parent
 
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8  # linux/mount.h
-_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 1 << 19
-_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWUSER = 0x10000000  # linux/sched.h
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
 
 
 # -- for idmapped mounts --------------------------------------------------------------------------
@@ -75,130 +60,6 @@ def make_userns(stored: Owner, seen: Owner) -> int:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-# -- for `mirrord exec` ---------------------------------------------------------------------------
-
-
-class Confinement(NamedTuple):
-    """What a command may reach, and as who.
-
-    `become` is the owner of the checkout where that is not the caller; `hidden` the socket, or None
-    to leave it in reach.
-    """
-
-    parent_pid: int
-    directory: Path
-    become: Owner | None
-    hidden: Path | None
-
-    def enter(self) -> None:
-        """Confine this process, in `directory`. Raises OSError with the failed step."""
-        is_root = os.geteuid() == 0
-        if self.become and not is_root:
-            _enter_subordinate(self.become)
-        elif self.hidden:
-            _enter_own()
-        if self.hidden:
-            _hide(self.hidden)
-            if is_root:
-                with suppress(PermissionError):  # of a user namespace; root needs no group anyway
-                    os.setgroups([])
-        if self.become:
-            uid, gid = self.become
-            os.setgroups([])
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
-        # sg(1) would give the group back
-        if self.hidden:
-            _must(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "give up new privileges")
-        os.chdir(self.directory)  # last: its owner alone may enter
-        die_with_parent(self.parent_pid)  # after the uid has changed, which would undo it
-
-
-def find_obstacle() -> str | None:
-    """Why this process could not confine a command; None where it could. Tried in a child."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            _enter_own()
-            _mount(None, "/", None, _MS_REC | _MS_SLAVE)
-            _mount("/dev/null", "/dev/null", None, _MS_BIND)
-        except OSError as error:
-            os.write(writing, str(error.strerror).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with opened(reading):
-        obstacle = os.read(reading, 1000)
-    os.waitpid(child, 0)
-    return obstacle.decode() or None
-
-
-def _enter_own() -> None:
-    """Enter a mount namespace; without root, by way of a user namespace with this user alone."""
-    uid, gid = os.getuid(), os.getgid()
-    if os.geteuid() == 0:
-        _must(_libc.unshare(_CLONE_NEWNS), "make a namespace")
-        return
-    _must(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER), "make a namespace")
-    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
-
-
-def _enter_subordinate(owner: Owner) -> None:
-    """Enter namespaces that have `owner` alone.
-
-    newuidmap and newgidmap write the maps, from outside: a process inside may not ask them. They
-    deny setgroups(2) unless the gid is a subordinate one too.
-    """
-    child = os.getpid()
-    reading, writing = os.pipe()
-    helper = os.fork()
-    if helper == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os.environ["PATH"] = search_path()
-        maps = (("newuidmap", owner[0]), ("newgidmap", owner[1]))
-        done = [
-            os.spawnlp(os.P_WAIT, name, name, f"{child}", f"{n}", f"{n}", "1")  # noqa: S606
-            for name, n in maps
-        ]
-        os._exit(int(any(done)))
-    try:
-        _must(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWUSER), "make a namespace")
-    finally:
-        os.close(writing)
-        _, status = os.waitpid(helper, 0)
-    if status:
-        fact = f"cannot become uid {owner[0]} gid {owner[1]}: newuidmap or newgidmap failed"
-        raise PermissionError(errno.EPERM, fact)
-
-
-def _hide(socket: Path) -> None:
-    """Cover the socket, by its directory where only sockets are in it.
-
-    A restarted daemon renames a new socket over the old one, and a mount on a file goes with it.
-    """
-    _mount(None, "/", None, _MS_REC | _MS_SLAVE)  # mounts of later resets arrive, ours do not leave
-    directory = socket.parent
-    if all(stat.S_ISSOCK(entry.lstat().st_mode) for entry in directory.iterdir()):
-        _mount("none", str(directory), "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    else:
-        _mount("/dev/null", str(socket), None, _MS_BIND)
-
-
-def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
-    arguments = (None if text is None else os.fsencode(text) for text in (source, target, kind))
-    _must(_libc.mount(*arguments, flags, None), f"hide {target}")
-
-
-def _must(result: int, step: str) -> None:
-    if result:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot {step}: {os.strerror(number)}")
 
 
 # -- of other processes ---------------------------------------------------------------------------

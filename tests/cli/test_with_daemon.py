@@ -507,12 +507,13 @@ def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> 
         "--",
         "sh",
         "-c",
-        "echo more >> README; pwd; exit 7",
+        "echo more >> README; pwd; echo $MIRRORD_CHECKOUT; exit 7",
     )
     assert ran.status == 7
     assert "+more" in (tmp_path / "p").read_text()
-    assert ran.out.strip() not in world.run("checkouts").out
-    assert not Path(ran.out.strip()).exists()
+    directory, held = ran.out.split()
+    assert directory == "/testbed"
+    assert held not in world.run("checkouts").out
 
 
 def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
@@ -529,7 +530,7 @@ def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [*command, "sh", "-c", "pwd; exec sleep 1000"],
+        [*command, "sh", "-c", "echo $MIRRORD_CHECKOUT; exec sleep 1000"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

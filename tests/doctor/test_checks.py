@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
-import anyone
 import pytest
 
 from mirrord.cli.main import run
@@ -112,26 +110,15 @@ def test_it_is_judged_what_the_daemons_user_may_and_not_who_asks(
 
 
 @pytest.mark.root
-def test_it_is_tried_whether_a_command_can_be_confined(tmp_path: Path) -> None:
-    """By root and by a user; not where the kernel allows no user namespaces."""
+def test_it_is_tried_whether_a_sandbox_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the package's name where it is missing."""
     assert _checks(tmp_path)["exec"].verdict == "ok"
-    forbid = "namespaces._enter_own(); open('/proc/sys/user/max_user_namespaces', 'w').write('0')"
-    for before, said in (
-        ("", "None"),
-        (forbid, "cannot make a namespace: No space left on device"),
-    ):
-        script = f"from mirrord.host import namespaces; {before}\nprint(namespaces.find_obstacle())"
-        asked = subprocess.run(
-            [*anyone.python(), "-c", script],
-            user=65534,
-            group=65534,
-            extra_groups=[],
-            cwd="/",
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert asked.stdout == f"{said}\n"
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = _checks(tmp_path)["exec"]
+    assert (found.verdict, found.fact) == ("warn", "bwrap is not installed")
+    assert "bubblewrap" in found.remedy
 
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, Literal
 
 from ...errors import UsageError
 from ...model import shown
@@ -112,7 +112,7 @@ class Call:
 
     def follow(self, room: Room) -> Executed:
         """Run it there to its end."""
-        struck_before = room.strikes()
+        before = room.strikes()
         with room.pipes(self.script) as pipes:
             try:
                 status, is_late = self._watch(room, pipes)
@@ -121,13 +121,9 @@ class Call:
                 raise
             for stream, sink in ((pipes.out, self.stdout), (pipes.err, self.stderr)):
                 _drain(stream, sink)
-        struck: Struck | None = "time" if is_late else None
-        after = room.strikes()
-        for limit, name in (("pids", "processes"), ("memory", "memory")):
-            if after.get(limit, 0) > struck_before.get(limit, 0):
-                struck = cast("Struck", name)
+        struck = [name for name, times in room.strikes().items() if times > before.get(name, 0)]
         printed = self.stdout.bytes() if isinstance(self.stdout, Output) else b""
-        return Executed(status, printed, self.stderr.bytes(), struck)
+        return Executed(status, printed, self.stderr.bytes(), _one_of(struck, is_late))
 
     def _watch(self, room: Room, pipes: Pipes) -> tuple[int, bool]:
         """Move bytes until the command has ended; answers its status and whether it was late."""
@@ -170,6 +166,15 @@ class Call:
                 is_late, deadline = True, time.monotonic() + _GRACE
                 poll.unregister(self._cancelled)
                 room.kill(pipes)
+
+
+def _one_of(struck: list[str], is_late: bool) -> Struck | None:
+    """What is told of several limits: memory, for the kernel ended a process for it."""
+    if "memory" in struck:
+        return "memory"
+    if "processes" in struck:
+        return "processes"
+    return "time" if is_late else None
 
 
 def _name(variable: str) -> str:

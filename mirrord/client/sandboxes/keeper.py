@@ -15,6 +15,7 @@ from ...errors import CheckoutNotFoundError
 from ...places import PROGRAMS
 from .. import gitremote
 from .calls import Call, Executed
+from .limits import Limits
 from .rooms import EndedError, Room
 
 _GIT_CONFIG = b"""\
@@ -56,7 +57,7 @@ class Keeper:
         seen = _look(lease)
         if self._room is None or not self._room.is_open or seen != self._seen:
             self._close()
-            self._room, self._seen = Room(self._box(lease), *self._limits), seen
+            self._room, self._seen = Room(self._box(lease), Limits(*self._limits)), seen
         return self._room
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ def _clone_files(*, network: bool) -> dict[str, bytes]:
 
 def environment_of(lease: protocol.Checkout) -> Path | None:
     """Where the environment of a checkout is on the host."""
-    return Path(lease.directory, "environment") if getattr(lease, "environment", None) else None
+    return Path(lease.directory, "environment") if lease.environment else None
 
 
 def _look(lease: protocol.Checkout) -> object:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -26,15 +25,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...bubblewrap import Box
+from ...bubblewrap import Box, end, explain
 from ...errors import BackendUnavailableError
-from .cgroups import ControlGroup
+from .limits import Limits
 
 _PIPES = "/run/mirrord"
 _CHUNK = 64 * 1024
 _ENDS = ("in", "out", "err", "end")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-_OWN_PROCESSES = 5  # those around a command
 # A line is the name of a script, "-PGID" to kill, or "+NAME" to read on what a process that stays
 # prints: a full or closed pipe would stop it.
 _SHELL = f"""\
@@ -89,7 +87,7 @@ class Pipes:
                 os.close(each)
 
     def remove(self) -> None:
-        for path in (self._path, *(f"{self._path}.{end}" for end in _ENDS)):
+        for path in (self._path, *(f"{self._path}.{name}" for name in _ENDS)):
             os.unlink(path)
 
 
@@ -102,21 +100,16 @@ class Room:
 
     has_worked = False
 
-    def __init__(self, box: Box, memory_bytes: int | None, processes: int | None) -> None:
+    def __init__(self, box: Box, limits: Limits) -> None:
         self._directory = tempfile.mkdtemp(prefix="mirrord-sandbox-")
-        self._group: ControlGroup | None = None
+        self._limits = limits
         self._lock, self._users = threading.Lock(), 1  # of the descriptors: calls, and until closed
         try:
             os.chmod(self._directory, 0o711)  # noqa: S103
             box = replace(box, readable={**box.readable, _PIPES: Path(self._directory)})
-            command, processes = ["bash", "-c", _SHELL], processes and processes + _OWN_PROCESSES
-            if memory_bytes or processes:
-                try:
-                    self._group = ControlGroup(memory_bytes, processes)
-                except OSError:
-                    command = [*_rlimits(memory_bytes, processes), *command]
+            command = [*limits.inside, "bash", "-c", _SHELL]
             options: dict[str, Any] = {
-                "before": self._group.entering() if self._group else (),
+                "before": limits.before,
                 "start_new_session": True,  # Ctrl-C is for the client, which then ends the command
                 "cwd": "/",
                 **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
@@ -135,7 +128,7 @@ class Room:
         return self._process.poll() is None
 
     def strikes(self) -> dict[str, int]:
-        return self._group.strikes() if self._group else {}
+        return self._limits.strikes()
 
     @contextmanager
     def pipes(self, script: bytes) -> Iterator[Pipes]:
@@ -175,23 +168,14 @@ class Room:
             raise EndedError
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
-        told = (self._process.stderr.read() or b"").decode(errors="replace").strip()
+        told = (self._process.stderr.read() or b"").decode(errors="replace")
         raise BackendUnavailableError(
-            f"cannot make a sandbox: {told.removeprefix('bwrap: ') or 'it ended at once'}",
-            hint="`mirrord doctor` tries what it needs",
+            f"cannot make a sandbox: {explain(told)}", hint="`mirrord doctor` tries what it needs"
         )
 
     def end(self) -> None:
         """End all processes, and wait until they have."""
-        first = _find_child(self._process.pid)
-        with suppress(ProcessLookupError):
-            # The first of its namespace, with which the kernel kills the others before it is gone.
-            if first is not None:
-                signal.pidfd_send_signal(first, signal.SIGKILL)
-                os.close(first)
-            else:
-                self._process.kill()
-        self._process.wait()
+        end(self._process)
 
     def close(self) -> None:
         """End it; must be called once."""
@@ -211,36 +195,13 @@ class Room:
 
     def _remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
-        if self._group:
-            self._group.remove()
+        self._limits.remove()
 
 
 @cache
 def _starter(_pid: int) -> ThreadPoolExecutor:
     """A thread as old as its process: a box ends with the thread that started it."""
     return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
-
-
-def _rlimits(memory_bytes: int | None, processes: int | None) -> Iterator[str]:
-    """For each process its memory; the kernel counts processes for each uid of a user namespace."""
-    yield "prlimit"
-    if memory_bytes:
-        yield f"--data={memory_bytes}"
-    if processes:
-        yield f"--nproc={processes}"
-    yield "--"
-
-
-def _find_child(pid: int) -> int | None:
-    """A descriptor of the one child of a process."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    with suppress(OSError, ValueError):
-        child = int(children.read_text())
-        found = os.pidfd_open(child)
-        if children.read_text().split() == [str(child)]:  # it was no other process since
-            return found
-        os.close(found)
-    return None
 
 
 def read_some(stream: int) -> bytes:

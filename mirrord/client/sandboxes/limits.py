@@ -1,8 +1,8 @@
-"""Limits of memory and processes for all that runs in a sandbox: a control group of its own.
+"""Limits of memory and processes for all that runs in a sandbox.
 
-Version 2 of the kernel's interface and version 1; only where this process may write there, which
-is mostly root. A group that a killed client left, empty as its processes ended with it, is removed
-when the next one is made.
+A control group of its own, by version 2 or 1 of the kernel's interface, where this process may make
+one, which is mostly root; else limits of each process, and nothing tells when one strikes. A group
+that a killed client left, empty as its processes ended with it, is removed when the next is made.
 """
 
 import os
@@ -11,15 +11,44 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _NAME = "mirrord-sandbox-{}-{}"
+_OWN_PROCESSES = 5  # those around a command
 
 
-class ControlGroup:
-    """A group of processes, with the bounds that were asked for."""
+class Limits:
+    """`before` and `inside` are the starts of a command, on the host and in the box."""
 
     def __init__(self, memory_bytes: int | None, processes: int | None) -> None:
-        """Raises OSError where the kernel or its mounts allow none."""
+        processes = processes and processes + _OWN_PROCESSES
+        self.before: list[str] = []
+        self.inside: list[str] = []
+        self._group: _ControlGroup | None = None
         wanted = {"memory": memory_bytes, "pids": processes}
-        self._limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        if not limits:
+            return
+        try:
+            self._group = _ControlGroup(limits)
+            self.before = self._group.entering()
+        except OSError:
+            # The kernel counts processes for each uid of a user namespace (Linux 5.14).
+            options = {"memory": "data", "pids": "nproc"}
+            given = [f"--{options[name]}={limit}" for name, limit in limits.items()]
+            self.inside = ["prlimit", *given, "--"]
+
+    def strikes(self) -> dict[str, int]:
+        """How often each limit struck so far, `memory` and `processes`."""
+        return self._group.strikes() if self._group else {}
+
+    def remove(self) -> None:
+        """Remove the group, whose processes have ended."""
+        if self._group:
+            self._group.remove()
+
+
+class _ControlGroup:
+    def __init__(self, limits: dict[str, int]) -> None:
+        """Raises OSError where the kernel or its mounts allow none."""
+        self._limits = limits
         self._is_unified = (_ROOT / "cgroup.controllers").exists()
         parents = self._parents()
         for parent in set(parents.values()):
@@ -60,24 +89,25 @@ class ControlGroup:
                     (path / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
     def entering(self) -> list[str]:
-        """The start of a command that enters the group, then replaces itself by what follows."""
+        """A program that enters the group, then replaces itself by what follows."""
         enter = 'until [ "$1" = -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
         members = [f"{path}/cgroup.procs" for path in sorted(set(self._paths.values()))]
         return ["sh", "-c", enter, "sh", *members, "--"]
 
     def strikes(self) -> dict[str, int]:
-        """How often each limit struck so far."""
         events = "memory.events" if self._is_unified else "memory.oom_control"
-        files = {"memory": (events, "oom_kill"), "pids": ("pids.events", "max")}
+        files = {
+            "memory": ("memory", events, "oom_kill"),
+            "pids": ("processes", "pids.events", "max"),
+        }
         found = {}
         for controller, path in self._paths.items():
-            file, key = files[controller]
+            name, file, key = files[controller]
             lines = dict(line.split() for line in (path / file).read_text().splitlines())
-            found[controller] = int(lines.get(key, 0))
+            found[name] = int(lines.get(key, 0))
         return found
 
     def remove(self) -> None:
-        """Remove the group, whose processes have ended."""
         for path in set(self._paths.values()):
             with suppress(OSError):
                 path.rmdir()
