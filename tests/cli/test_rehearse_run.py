@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as parquet
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
+from mirrord import Client
 from mirrord.cli.main import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 FIXED = "def double(n):\n    return n + n\n\n\ndef triple(n):\n    return 3 * n\n"
+PROJECT = Path(__file__).parents[2]
 SOURCE = FIXED.replace("3 * n", "n + n")
 TESTS = """import unittest
 
@@ -36,6 +44,7 @@ ADDED = "\n    def test_triple(self):\n        self.assertEqual(triple(2), 6)\n"
 NAMES = {
     each: f"test_{each} (tests.test_demo.Case.test_{each})" for each in ("double", "name", "triple")
 }
+ENDLESS = "61616"
 CONFIG = {
     "python": "3.11",
     "install": "echo 'NAME = \"demo\"' > demo/generated.py",
@@ -87,6 +96,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         },
         {**row, "instance_id": "demo__project-5", "install_config": None, "version": None},
     ]
+    slow = {**CONFIG, "test_cmd": f"sleep {ENDLESS} #"}
+    other = {**row, "instance_id": "demo__project-slow", "install_config": slow, "version": "3.0"}
     settings = (
         f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[environments]\nnetwork = false\n'
         '[checkouts]\nprewarm = false\n[audit]\ninterval = "0"\n[sync]\ninterval = "0"\n'
@@ -96,6 +107,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         file = root / "demo.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert found.run("dataset", "import", file, "--name", "demo")[0] == 0
+        file = root / "slow.jsonl"
+        file.write_text(json.dumps(other))
+        assert found.run("dataset", "import", file, "--name", "slow")[0] == 0
         yield found
 
 
@@ -147,3 +161,67 @@ def test_a_row_holds_or_the_report_says_which_test_does_not_and_why(
     status, text = world.run("rehearse", "demo__project-2", "--run")
     assert status == 8
     assert f"tests before: {NAMES['double']}: passed, expected to fail" in text
+
+
+def test_tests_end_with_their_time_and_with_the_rehearsal(world: World) -> None:
+    words = ("rehearse", "demo__project-slow", "--run")
+    status, text = world.run(*words, "--timeout", "1s")
+    assert status == 7
+    assert "they met the limit of time" in text
+
+    command = [sys.executable, "-m", "mirrord", "--socket", str(world.running.socket), *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(command, env=environment, stdout=silent, stderr=silent) as process:
+        until(lambda: process.poll() is None and runs(ENDLESS), "the tests do not begin")
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    until(lambda: not runs(ENDLESS), "the tests go on")
+    with Client(world.running.socket) as client:
+        assert client.list_checkouts() == []
+
+
+def runs(argument: str) -> bool:
+    """Whether any process has this argument."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                return True
+    return False
+
+
+def until(holds: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+DATA = Path(__file__).parents[3] / "shared" / "data" / "swe-bench"
+REAL = os.environ.get("MIRRORD_REAL_UPSTREAM")
+HOLDING = (
+    *("pallets__flask-4045", "pallets__flask-4992", "pallets__flask-5063"),
+    *("pytest-dev__pytest-9359", "marshmallow-code__marshmallow-1359"),
+)
+
+
+@pytest.mark.skipif(not REAL, reason="needs repositories at MIRRORD_REAL_UPSTREAM, and an index")
+@pytest.mark.timeout(7200)
+def test_published_rows_hold_on_python_3_11(tmp_path: Path) -> None:
+    """With the recipes of the examples; docs/environments.md tells of those that do not hold."""
+    names = [DATA / f"SWE-bench_Lite__{split}.parquet" for split in ("test", "dev")]
+    if not all(map(Path.exists, names)):
+        pytest.skip(f"no rows in {DATA}")
+    rows = [row for name in names for row in parquet.read_table(name).to_pylist()]
+    file = tmp_path / "lite.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows if r["instance_id"] in HOLDING))
+    settings = f'[upstream]\nurl = "{REAL}"\n[checkouts]\nprewarm = false\n'
+    with daemon(settings) as running:
+        world = World(running, tmp_path, rows)
+        assert world.run("dataset", "import", file, "--name", "lite")[0] == 0
+        recipes = PROJECT / "examples" / "environments" / "swe-bench-lite-3.11.toml"
+        assert world.run("environment", "import", recipes)[0] == 0
+        page = tmp_path / "r.html"
+        _, out = world.run("rehearse", "--json", "--run", "--jobs", "2", "--report", page)
+        found = {row["instance"]: row["reason"] for row in json.loads(out)["instances"]}
+        assert found == dict.fromkeys(sorted(HOLDING), "")
