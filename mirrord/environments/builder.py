@@ -198,6 +198,7 @@ def _end_with(connection: socket.socket) -> None:
 
 def main() -> int:
     """Do one order; 1 where the daemon was gone before it."""
+    os.nice(10)  # requests come first
     connection = socket.socket(fileno=os.dup(0))
     received = bytearray()
     while not received.endswith(b"\n"):

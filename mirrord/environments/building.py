@@ -74,8 +74,12 @@ class Plan(NamedTuple):
 
     @property
     def layer(self) -> str:
-        """The prepared layer that a checkout with this environment has by default."""
-        return f"environment-{self.digest[:12]}"
+        return layer_name(self.digest)
+
+
+def layer_name(digest: str) -> str:
+    """The prepared layer that a checkout with an environment has by default."""
+    return f"environment-{digest[:12]}"
 
 
 class _Running(NamedTuple):
@@ -112,7 +116,7 @@ class Builds:
             protocol.Environment(
                 key=plan.recipe.key, name=plan.name, digest=plan.digest, state="building",
                 python=plan.recipe.python, mirror=str(plan.mirror) if plan.mirror else None,
-                commit=plan.commit, built_at=began_at, recipe=plan.recipe,
+                commit=plan.commit, built_at=began_at,
             )
             for plan, _, began_at in self._running.values()
         ]  # fmt: skip

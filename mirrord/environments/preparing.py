@@ -14,7 +14,7 @@ from typing import Any
 
 from ..model import CommitId
 from ..protocol import Preparation, SaveLayer
-from .building import BuildLog, Builds, Plan, failed, own_peer
+from .building import BuildLog, Builds, Plan, failed, layer_name, own_peer
 
 _RECORD = "preparations.json"  # beside environment.json: by mirror and commit
 
@@ -27,7 +27,7 @@ class Preparations:
 
     def list(self, digest: str) -> list[Preparation]:
         """For which commits there is a layer, and for which none could be made."""
-        known, name = self._read(digest), f"environment-{digest[:12]}"
+        known, name = self._read(digest), layer_name(digest)
         ready = [each for each in self.builds.checkouts.prepared_layers if each.saved.name == name]
         found = []
         for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):

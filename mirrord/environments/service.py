@@ -35,7 +35,7 @@ from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
-from .building import Builds, Plan, failed
+from .building import Builds, Plan, failed, layer_name
 from .preparing import Preparations
 from .recipes import checked, digest_of, expanded, reads_tree
 from .sources import key_of_row, recipe_of, recipes_of_toml
@@ -235,18 +235,20 @@ class Environments:
             if name in (each.key, each.name):
                 return each
         record = self._record(name)
-        return replace(self._shown(record), recipe=Recipe.from_json(record.facts["recipe"]))
+        recipe = Recipe.from_json(record.facts["recipe"])
+        prepared = self.preparations.list(record.digest)
+        return replace(self._shown(record), recipe=recipe, prepared=prepared)
 
     def name_for(self, row: InstanceRow) -> str:
         """The environment of an instance: of those with its key one that has a layer for its base
         commit, else the one built last, else the key of one that is not built.
         """
-        key = key_of_row(row)
-        for record in self.store.records(key):
-            for each in self.preparations.list(record.digest) if record.is_ready else ():
-                is_its = each.mirror == str(row.mirror) and each.commit == row.base_commit
-                if is_its and each.layer:
-                    return record.name
+        key, base = key_of_row(row), (row.mirror.key, row.base_commit)
+        layers = self.builds.checkouts.prepared_layers
+        prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}
+        for record in sorted(self.store.records(key), key=lambda record: -record.at):
+            if record.is_ready and layer_name(record.digest) in prepared:
+                return record.name
         return key
 
     def find_log(self, name: str) -> tuple[Path, Callable[[], bool]]:
@@ -291,7 +293,6 @@ class Environments:
             built_at=datetime.fromtimestamp(record.at, UTC),
             used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
             checkouts=self.store.held[record.digest],
-            prepared=self.preparations.list(record.digest),
         )
 
 

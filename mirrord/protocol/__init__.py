@@ -779,7 +779,7 @@ class Environment(Answer):
     of it other environments had already. `dropped` counts what was left out, by the reason;
     `findings` is what the scan found. `error` and the last lines of the log (`tail`) are those of
     a failed build. `interpreter` is the host's; None for one that came with the environment.
-    `checkouts` counts those that use it.
+    `checkouts` counts those that use it. A list leaves out `prepared` and `recipe`.
     """
 
     key: str
