@@ -63,4 +63,5 @@ _CHECKS: dict[str, Callable[[Settings], Result]] = {
     "binds of trees": state.binds,
     "volumes": state.volumes,
     "exec": state.confinement,
+    "builds": host.builds,
 }

@@ -19,6 +19,7 @@ import anyio
 
 from ..checkouts.overlay.probe import try_overlay
 from ..config import Settings
+from ..environments.launch import build_owner, find_uv
 from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..git.workers import Workers
@@ -88,6 +89,18 @@ def packages(settings: Settings) -> Result:
             missing.append(name)
     fact = f"missing: {', '.join(missing)}" if missing else "all installed"
     return judge(not missing, fact, "install mirrord with its dependencies")
+
+
+def builds(settings: Settings) -> Result:
+    """What builds of environments need, besides sandboxes."""
+    uid, _ = build_owner()
+    index = settings.environments.index.removeprefix("file://")
+    if index.startswith("/") and not Path(index).is_dir():
+        return "warn", f"the index {index} is no directory", "see [environments] index"
+    try:
+        return "ok", f"as uid {uid}, by {find_uv()}", ""
+    except MirrordError as error:
+        return "warn", error.message.partition(": ")[2], f"to build environments, {error.hint}"
 
 
 def certificates(settings: Settings) -> Result:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from mirrord.cli.main import run
-from mirrord.config import CheckoutSettings, DockerSettings, Settings
+from mirrord.config import CheckoutSettings, DockerSettings, EnvironmentSettings, Settings
 from mirrord.daemon.main import state_lock
 from mirrord.doctor import Check, examine, host
 from mirrord.errors import BackendUnavailableError
@@ -26,7 +27,7 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 29
+    assert len(checks) == 30
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {
@@ -119,6 +120,21 @@ def test_it_is_tried_whether_a_sandbox_can_be_made(
     found = _checks(tmp_path)["exec"]
     assert (found.verdict, found.fact) == ("warn", "bwrap is not installed")
     assert "bubblewrap" in found.remedy
+
+
+def test_what_builds_of_environments_lack_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(index: str) -> Check:
+        settings = Settings(state_dir=tmp_path, environments=EnvironmentSettings(index=index))
+        return {each.name: each for each in examine(settings)}["builds"]
+
+    assert check(f"file://{tmp_path}").verdict == "ok"
+    assert "is no directory" in check(f"{tmp_path}/absent").fact
+    monkeypatch.setitem(sys.modules, "uv", None)
+    found = check("")
+    assert (found.verdict, found.fact) == ("warn", "uv is not installed")
+    assert "mirrord[environments]" in found.remedy
 
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:
