@@ -205,11 +205,11 @@ class PreparedLayers:
                 environment=lease.environment,
                 environment_copied=_counts(beside) if beside else None,
             )
-            await anyio.to_thread.run_sync(self._write, record)
             try:
+                await anyio.to_thread.run_sync(self._write, record)
                 self._must_be_possible(lease, name, uid)  # others may have saved meanwhile
             except BaseException:
-                self._path(record).unlink()
+                self._path(record).unlink(missing_ok=True)
                 raise
             self._add(record)
         return record

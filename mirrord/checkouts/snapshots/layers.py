@@ -1,9 +1,9 @@
-"""The private layers there are: what forks, snapshots and grades have over their base commits.
+"""The layers there are: what forks, snapshots, grades and prepared layers have over their commits.
 
 A layer is a directory `templates/.layers/<id>` in the form of overlayfs's upper layers: changed
 files as they are, directories, and a whiteout (a character device 0/0) for each path that the base
 has and the layer has not. Its files belong to the daemon, and nobody changes them. It lives while a
-lease refers to it; one that none refers to is removed, by the next start too.
+lease or the record of a prepared layer refers to it; else it is removed, by the next start too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -88,9 +88,9 @@ class Layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]
                 path = self.path(layer)
-                gone = new_trash(path.parent)
-                with suppress(FileNotFoundError):
-                    path.rename(gone)
-                    self._trash.add(gone)
-                for suffix in (".stats", ".git"):
-                    self._trash.remove(path.with_suffix(suffix))
+                for each in (path, path.with_suffix(".git")):
+                    gone = new_trash(path.parent)
+                    with suppress(FileNotFoundError):
+                        each.rename(gone)
+                        self._trash.add(gone)
+                self._trash.remove(path.with_suffix(".stats"))
