@@ -19,14 +19,21 @@ from mirrord.seal.verify import verify_seal
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def upstream(tmp_path: Path) -> Upstream:
-    """Ten commits; an annotated tag on the third, one on the eighth."""
-    upstream = Upstream(tmp_path / "upstream")
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
+    """What each test has a copy of, beside a sealed store made of it."""
+    upstream = Upstream(tmp_path_factory.mktemp("grown") / "upstream")
     for number, commit in enumerate(upstream.history(10)):
         if number in {2, 7}:
             upstream.git("tag", "-a", "-m", f"release {number}", f"v{number}", commit)
+    sealed_by_hand(upstream, upstream.path.parent / "sealed")
     return upstream
+
+
+@pytest.fixture
+def upstream(grown: Upstream, tmp_path: Path) -> Upstream:
+    """Ten commits; an annotated tag on the third, one on the eighth."""
+    return grown.copy(tmp_path / "upstream")
 
 
 def base_of(upstream: Upstream) -> str:
@@ -48,9 +55,10 @@ def sealed_by_hand(upstream: Upstream, path: Path) -> str:
 
 
 @pytest.fixture
-def sealed(upstream: Upstream, tmp_path: Path) -> tuple[Path, str]:
+def sealed(grown: Upstream, tmp_path: Path) -> tuple[Path, str]:
     path = tmp_path / "sealed"
-    return path, sealed_by_hand(upstream, path)
+    shutil.copytree(grown.path.parent / "sealed", path)
+    return path, base_of(grown)
 
 
 def kinds(path: Path, base: str, mirror: Path | None = None) -> set[str]:
@@ -453,17 +461,17 @@ def test_message_of_a_squashed_commit_holds_no_answer(upstream: Upstream, tmp_pa
 
 
 def test_depth_that_no_recursion_takes_is_walked(sealed: tuple[Path, str]) -> None:
-    """3,000 directories below each other, as an agent can make them, end in an answer."""
+    """More directories than Python recurses, or a path is long, end in an answer."""
     path, base = sealed
     here = os.open(path, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d", dir_fd=here)
-        below = os.open("d", os.O_RDONLY, dir_fd=here)
+    for _ in range(1100):
+        os.mkdir("ddd", dir_fd=here)
+        below = os.open("ddd", os.O_RDONLY, dir_fd=here)
         os.close(here)
         here = below
     os.close(here)
     assert kinds(path, base) == {"unreadable"}
-    subprocess.run(["rm", "-rf", str(path / "d")], check=True)
+    subprocess.run(["rm", "-rf", str(path / "ddd")], check=True)
 
 
 def test_submodule_store_is_found(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -51,6 +53,13 @@ class Upstream:
         self._clock = 1_600_000_000
         path.mkdir(parents=True)
         git(path, "init", "--quiet", "--initial-branch=main")
+
+    def copy(self, path: Path) -> Upstream:
+        """The same at another path; what one gets then, the other does not."""
+        shutil.copytree(self.path, path, symlinks=True)
+        other = copy.copy(self)
+        other.path = path
+        return other
 
     @property
     def url(self) -> str:
