@@ -20,9 +20,13 @@ from packagelab import building, recipe, wheel
 from waiting import until
 
 from mirrord import Client
+from mirrord.bubblewrap import find_obstacle
 from mirrord.environments.launch import build_owner
 from mirrord.errors import EnvironmentNotFoundError
 from mirrord.protocol import BuildReport, Operation
+
+OBSTACLE = find_obstacle()
+pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f"no sandbox can be made: {OBSTACLE}")
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +249,15 @@ def test_a_failed_preparation_is_a_finding_that_waits_for_a_change(world: World)
         assert [each.error for each in found.prepared] == ["exit 7: status 7"]
         log = b"".join(client.environment_log("o__r-2")).decode()
         assert log.count("$ exit 7") == 1
+
+
+@pytest.mark.root
+def test_an_ordinary_users_daemon_builds_as_that_user() -> None:
+    with building(user=34555) as (running, _), Client(running.socket) as client:
+        import_recipes(running, recipe("k", "tiny"))
+        assert build(running, "k").failed == []
+        prefix = running.state_dir / "templates/.environments" / client.get_environment("k").digest
+        assert {path.lstat().st_uid for path in prefix.rglob("*")} == {34555}
 
 
 def hanging_index() -> Iterator[tuple[str, list[int]]]:

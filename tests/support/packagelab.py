@@ -35,9 +35,11 @@ def recipe(key: str, *packages: str, **more: str) -> str:
 
 
 @contextmanager
-def building(text: str = "", index: str | None = None) -> Iterator[tuple[Daemon, Path]]:
+def building(
+    text: str = "", index: str | None = None, user: int | None = None
+) -> Iterator[tuple[Daemon, Path]]:
     """A daemon whose builds take packages from a directory alone."""
-    with daemon(start=False) as made:
+    with daemon(start=False, user=user) as made:
         packages = made.root / "packages"
         wheel(packages, "tiny", "1.0", {"tiny/__init__.py": "x = 1\n"})
         made.write_config(
