@@ -335,8 +335,9 @@ class OverlayBackend:
         """Make an empty layer, and an overlay of it that is attached nowhere."""
         path = f"{lease.private}/{layer}"
         with full_disk_named(f"checkout {lease.id}"):
-            with suppress(FileExistsError):  # nobody enters it while nothing is mounted there
-                os.mkdir(f"{lease.directory}/{part.target}", 0o700)
+            if layer == part.layer or part.target == ENVIRONMENT:  # a reset may be the first to
+                with suppress(FileExistsError):  # nobody enters it while nothing is mounted there
+                    os.mkdir(f"{lease.directory}/{part.target}", 0o700)
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:  # half-made
@@ -374,7 +375,9 @@ def _remove(directories: Directories) -> bool:
     """Remove the directories of a checkout to which its owner wrote nothing."""
     is_gone = True
     public = directories.public
-    for directory in (public / TREE, public / ENVIRONMENT, public):
+    # one look, for the many checkouts that have none
+    environment = [ENVIRONMENT] if os.path.lexists(directories.private / ENVIRONMENT) else []
+    for directory in (public / TREE, *(public / each for each in environment), public):
         try:
             os.rmdir(directory)
         except FileNotFoundError:
@@ -384,7 +387,7 @@ def _remove(directories: Directories) -> bool:
                 raise
             is_gone = False  # a tree that another backend made
     try:
-        for layer in (_LAYER, ENVIRONMENT):
+        for layer in (_LAYER, *environment):
             if not remove_layer(directories.private / layer):
                 return False
         with suppress(FileNotFoundError):
