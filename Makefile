@@ -17,7 +17,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis pytest pytest-timeout pytest-xdist 
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
-.PHONY: help setup run demo check test coverage test-lowest faults lint bench debian clean
+.PHONY: help setup harnesses run demo check test coverage test-lowest faults lint bench debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -32,6 +32,28 @@ setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e packaging/client
 	@touch $@
 
+# The packages of harnesses, away from our own. Harbor needs Python 3.12; where there is none, its tests are skipped.
+UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
+LOCKS := tests/integrations/requirements
+
+harnesses: .venv/harnesses/ready .venv/harbor/ready ## install the harnesses for tests/integrations
+
+.venv/harnesses/ready: $(LOCKS)/harnesses.lock $(LOCKS)/nemo-gym.lock packaging/client/pyproject.toml .venv/ready
+	@$(UV) venv --clear --python $(PYTHON) .venv/harnesses
+	@$(UV) pip sync --python .venv/harnesses --require-hashes $(LOCKS)/harnesses.lock
+	@$(UV) pip install --python .venv/harnesses --require-hashes --no-deps --python-version 3.14 -r $(LOCKS)/nemo-gym.lock
+	@$(UV) pip install --python .venv/harnesses --no-deps -e packaging/client
+	@touch $@
+
+.venv/harbor/ready: $(LOCKS)/harbor.lock packaging/client/pyproject.toml .venv/ready
+	@rm -rf .venv/harbor; mkdir .venv/harbor
+	@export PATH="$$PATH:$$(printf %s: ~/.pyenv/versions/3.1[2-4]*/bin)"; \
+	python=$$($(BIN)/uv python find --system --no-python-downloads '>=3.12,<3.15' 2>/dev/null) || exit 0; \
+	set -e; $(UV) venv --clear --python $$python .venv/harbor; \
+	$(UV) pip sync --python .venv/harbor --require-hashes $(LOCKS)/harbor.lock; \
+	$(UV) pip install --python .venv/harbor --no-deps -e packaging/client
+	@touch $@
+
 run: setup ## run the daemon in the foreground
 	$(BIN)/mirrord serve
 
@@ -42,6 +64,7 @@ check: setup lint ## style, types, layers and the quick tests: no root, no Debia
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not root and not slow" $(PYTEST_ARGS)
 
 test: debian setup lint ## run every test and check; one test: PYTEST_ARGS='-k NAME'
+	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
 	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
 coverage: debian setup ## run every test and print which lines of mirrord/ ran, in workers and children too

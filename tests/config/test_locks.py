@@ -11,6 +11,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 RUNTIME, DEVELOPMENT = PROJECT / "requirements.lock", PROJECT / "requirements-dev.lock"
+HARNESSES = sorted((PROJECT / "tests/integrations/requirements").glob("*.lock"))
 
 
 def _locked(lock: Path) -> dict[str, str]:
@@ -46,7 +47,7 @@ def test_both_locks_agree() -> None:
     assert {name: development[name] for name in _locked(RUNTIME)} == _locked(RUNTIME)
 
 
-@pytest.mark.parametrize("lock", [RUNTIME, DEVELOPMENT], ids=lambda lock: lock.name)
+@pytest.mark.parametrize("lock", [RUNTIME, DEVELOPMENT, *HARNESSES], ids=lambda lock: lock.name)
 def test_every_locked_file_has_its_hash_and_no_place(lock: Path) -> None:
     """pip checks the bytes; where they come from is the machine's business."""
     text = lock.read_text()

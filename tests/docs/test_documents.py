@@ -15,7 +15,7 @@ from mirrord.datasets.mapping import parse_mapping
 from mirrord.errors import MirrordError, iter_errors
 
 PROJECT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*PROJECT.glob("*.md"), *(PROJECT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*PROJECT.glob("*.md"), *(PROJECT / "docs").rglob("*.md")])
 
 
 def rows_of(document: str, columns: int) -> list[list[str]]:

@@ -1,0 +1,42 @@
+"""Adapters: what each harness calls its environment, sandbox, runtime or container, over mirrord.
+
+| module | harness | what it is there |
+|---|---|---|
+| `mini_swe_agent` | mini-swe-agent | an environment class |
+| `harbor` | Harbor | an environment, by `--environment-import-path` |
+| `nemo_gym` | NeMo Gym | a sandbox provider, `mirrord` |
+| `inspect` | inspect-ai | a sandbox environment, `mirrord` |
+| `verifiers` | verifiers | a runtime |
+| `swe_rex` | swe-rex, SWE-agent | a deployment |
+| `swebench` | swebench | its evaluation, without docker |
+
+Each imports its harness, so import the one you use. All stand on the public client alone and take
+three settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
+`dataset`) and `sandbox` (arguments of `Sandbox`: `network`, `memory_bytes`, `processes`,
+`variables`). They hold a checkout from the harness's start to its stop and release it there; one
+that the harness forgets ends with the client's process, at its deadline.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import AsyncClient, AsyncSandbox
+
+
+@asynccontextmanager
+async def open_sandbox(
+    instance: str,
+    *,
+    socket: Path | str | None = None,
+    checkout: Mapping[str, Any] | None = None,
+    sandbox: Mapping[str, Any] | None = None,
+) -> AsyncIterator[AsyncSandbox]:
+    """A sandbox over a new checkout of an instance, which is released at the end."""
+    async with (
+        AsyncClient(socket) as client,
+        client.checkout(instance, **(checkout or {})) as held,
+        AsyncSandbox(held, **(sandbox or {})) as box,
+    ):
+        yield box

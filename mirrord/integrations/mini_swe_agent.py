@@ -1,0 +1,88 @@
+"""mini-swe-agent: its commands run in a sandbox over a checkout.
+
+Its batch runner tells an environment which instance it runs in one way alone: the command
+`run.env_startup_command`, rendered with the row. So before a checkout is held, the first command is
+the name of the instance:
+
+    mini-extra swebench -c swebench.yaml -c run.env_startup_command='{{instance_id}}' \\
+        --environment-class mirrord.integrations.mini_swe_agent.MirrordEnvironment
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+from minisweagent.environments.local import LocalEnvironment
+from pydantic import BaseModel
+
+from .. import Client, MirrordError, Sandbox
+from ..places import TESTBED
+
+
+class MirrordEnvironmentConfig(BaseModel):
+    """`environment` in a configuration; `timeout` in seconds, `env` for each command."""
+
+    instance: str = ""
+    socket: str | None = None
+    checkout: dict[str, Any] = {}
+    sandbox: dict[str, Any] = {}
+    cwd: str = TESTBED
+    env: dict[str, str] = {}
+    timeout: int = 30
+
+
+class MirrordEnvironment(LocalEnvironment):
+    """One checkout with its sandbox, from the name of the instance to `cleanup`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(config_class=MirrordEnvironmentConfig, **settings)
+        self._held = ExitStack()
+        self.sandbox: Sandbox | None = None
+        if self.config.instance:
+            self._open(self.config.instance)
+
+    def _open(self, instance: str) -> None:
+        with ExitStack() as stack:
+            client = stack.enter_context(Client(self.config.socket))
+            checkout = stack.enter_context(client.checkout(instance, **self.config.checkout))
+            self.sandbox = stack.enter_context(Sandbox(checkout, **self.config.sandbox))
+            self._held = stack.pop_all()
+        self.config.instance = instance
+
+    def execute(
+        self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None
+    ) -> dict[str, Any]:
+        """Run a command; its output holds standard error too."""
+        command = action.get("command", "")
+        if self.sandbox is None:
+            self._open(command.strip())
+            return {"output": "", "returncode": 0, "exception_info": ""}
+        seconds = timeout or self.config.timeout
+        try:
+            done = self.sandbox.exec(
+                ["bash", "-c", f"exec 2>&1\n{command}"],
+                timeout=seconds,
+                cwd=cwd or self.config.cwd,
+                variables=self.config.env,
+            )
+        except MirrordError as error:
+            return {"output": "", "returncode": -1, "exception_info": str(error)}
+        output = {
+            "output": done.stdout.decode(errors="replace"),
+            "returncode": -1 if done.struck else done.exit_code,
+            "exception_info": f"the limit of {done.struck} struck" if done.struck else "",
+        }
+        self._check_finished(output)
+        return output
+
+    def diff(self) -> bytes:
+        """The patch as mirrord sees it, whatever the agent submits."""
+        assert self.sandbox is not None
+        return self.sandbox.checkout.diff()
+
+    def cleanup(self) -> None:
+        """End the sandbox and release the checkout."""
+        self.sandbox = None
+        self._held.close()
+
+    def __del__(self) -> None:
+        self.cleanup()

@@ -1,0 +1,153 @@
+"""swe-rex: a deployment whose runtime is a checkout in a sandbox; SWE-agent's `SWEEnv` takes it.
+
+    SWEEnv(deployment=MirrordDeployment("psf__requests-2317"), repo=None, post_startup_commands=[])
+
+A session is a shell that stays in the sandbox, without a terminal: interactive commands are
+refused, and what reads from its standard input finds it empty.
+"""
+
+import secrets
+import shlex
+from contextlib import AsyncExitStack
+from typing import Any
+
+from swerex import exceptions
+from swerex.deployment.local import LocalDeployment
+from swerex.runtime import abstract as rex
+from swerex.runtime.local import LocalRuntime, Session
+
+from .. import AsyncSandbox
+from ..places import TESTBED
+from . import open_sandbox
+
+# The shell reads its next line from a pipe that never ends, and evaluates the file `command`.
+# In the background it would ignore SIGINT, and so would all that it starts.
+_OPEN = """\
+mkdir -p "$1" && cd "$1" && mkfifo lines printed && cd "$2" || exit
+setsid env --default-signal=INT,QUIT bash --norc <>"$1/lines" 1<>"$1/printed" 2>&1 &
+echo $! >"$1/pid"
+"""
+_RUN = """\
+kill -0 "$(<"$1/pid")" || exit
+cat >"$1/command"
+echo 'eval "$(<'"$1"'/command)" </dev/null; printf "\\n'"$2"'%s\\n" $?' >"$1/lines"
+exec sed -u "/^$2/q" <"$1/printed"
+"""
+_INTERRUPT = """\
+read -r pid <"$1/pid"
+set -- $(cat /proc/$pid/task/$pid/children)
+kill -INT $@ && sleep 0.5 && kill -KILL $@ 2>/dev/null
+"""
+_CLOSE = 'kill -KILL -- -"$(<"$1/pid")"'
+
+
+class SandboxSession(Session):
+    """A shell in a sandbox, with its pipes and pid in a directory of its own there."""
+
+    def __init__(self, box: AsyncSandbox, request: rex.CreateBashSessionRequest) -> None:
+        self._box, self._request = box, request
+        self._directory = f"/run/swe-rex/{secrets.token_hex(8)}"
+
+    async def start(self) -> rex.CreateBashSessionResponse:
+        await self._bash(_OPEN, TESTBED)
+        source = "; ".join(f"source {path}" for path in self._request.startup_source)
+        started = await self._evaluate(source, self._request.startup_timeout)
+        return rex.CreateBashSessionResponse(output=started[0])
+
+    async def run(self, action: rex.BashAction | rex.BashInterruptAction) -> rex.BashObservation:
+        """Raises CommandTimeoutError; interrupt the command then."""
+        if isinstance(action, rex.BashInterruptAction):
+            await self._bash(_INTERRUPT)
+            return rex.BashObservation(output=(await self._evaluate("", action.timeout + 5))[0])
+        if action.is_interactive_command or action.is_interactive_quit:
+            raise NotImplementedError("a session in a sandbox has no terminal")
+        output, code = await self._evaluate(action.command, action.timeout)
+        if action.check == "raise" and code:
+            raise exceptions.NonZeroExitCodeError(f"{action.command!r} ended with {code}: {output}")
+        return rex.BashObservation(output=output, exit_code=code)
+
+    async def close(self) -> rex.CloseBashSessionResponse:
+        await self._bash(_CLOSE)
+        return rex.CloseBashSessionResponse()
+
+    async def _evaluate(self, command: str, timeout: float | None) -> tuple[str, int]:
+        mark = secrets.token_hex(16)
+        printed, is_late = await self._bash(_RUN, mark, command=command, timeout=timeout)
+        if is_late:
+            raise exceptions.CommandTimeoutError(f"{command!r} ran for more than {timeout} s")
+        output, found, code = printed.rpartition(f"\n{mark}")
+        if not found:
+            raise exceptions.NoExitCodeError(f"the shell of the session ended: {printed}")
+        return output, int(code)
+
+    async def _bash(
+        self, script: str, *words: str, command: str = "", timeout: float | None = None
+    ) -> tuple[str, bool]:
+        """Run a script on the directory; answers what it printed, and whether it ran too long."""
+        argv = ["bash", "-c", script, "bash", self._directory, *words]
+        done = await self._box.exec(argv, input=command.encode(), timeout=timeout)
+        return _text(done.stdout), done.struck == "time"
+
+
+class MirrordRuntime(LocalRuntime):
+    """Sessions, commands and files of one sandbox, which the deployment closes."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        super().__init__()
+        self._box = sandbox
+
+    async def create_session(self, request: rex.CreateSessionRequest) -> rex.CreateSessionResponse:
+        if request.session in self.sessions:
+            raise exceptions.SessionExistsError(f"session {request.session!r} already exists")
+        self.sessions[request.session] = session = SandboxSession(self._box, request)
+        return await session.start()
+
+    async def execute(self, command: rex.Command) -> rex.CommandResponse:
+        """Run a command by itself."""
+        what, limit = command.command, command.timeout
+        argv = ["sh", "-c", what] if command.shell or isinstance(what, str) else what
+        script = f"{shlex.join(argv)}{' 2>&1' if command.merge_output_streams else ''}"
+        done = await self._box.exec(script, timeout=limit, cwd=command.cwd, variables=command.env)
+        if done.struck == "time":
+            raise exceptions.CommandTimeoutError(f"{what!r} ran for more than {limit} s")
+        out, error, code = _text(done.stdout), _text(done.stderr), done.exit_code
+        if command.check and code:
+            raise exceptions.NonZeroExitCodeError(f"{what!r} ended with {code}: {out}{error}")
+        return rex.CommandResponse(stdout=out, stderr=error, exit_code=code)
+
+    async def read_file(self, request: rex.ReadFileRequest) -> rex.ReadFileResponse:
+        data = await self._box.read(request.path)
+        text = data.decode(request.encoding or "utf-8", request.errors or "strict")
+        return rex.ReadFileResponse(content=text)
+
+    async def write_file(self, request: rex.WriteFileRequest) -> rex.WriteFileResponse:
+        await self._box.write(request.path, request.content.encode())
+        return rex.WriteFileResponse()
+
+    async def upload(self, request: rex.UploadRequest) -> rex.UploadResponse:
+        await self._box.upload(request.source_path, request.target_path)
+        return rex.UploadResponse()
+
+
+class MirrordDeployment(LocalDeployment):
+    """One checkout with its sandbox, from `start` to `stop`."""
+
+    def __init__(self, instance: str, **settings: Any) -> None:
+        super().__init__()
+        self._instance, self._settings = instance, settings
+        self._held = AsyncExitStack()
+        self._runtime: MirrordRuntime | None = None
+
+    async def start(self) -> None:
+        self._hooks.on_custom_step("Checking out")
+        opening = open_sandbox(self._instance, **self._settings)
+        self._runtime = MirrordRuntime(await self._held.enter_async_context(opening))
+
+    async def stop(self) -> None:
+        """End all processes and release the checkout."""
+        self._runtime = None
+        await self._held.aclose()
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")

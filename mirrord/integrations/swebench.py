@@ -1,0 +1,148 @@
+"""swebench: its own evaluation without docker; a container is a checkout in a sandbox.
+
+    python -m mirrord.integrations.swebench -d DATASET -p predictions.jsonl -id RUN
+
+Arguments are those of `python -m swebench.harness.run_evaluation`, and ours: `--socket`, and
+`--checkout` and `--sandbox` in JSON. No image is pulled: what one would hold comes from the
+environment of the instance, by default `{"environment": "auto"}`. Logs and reports are where
+swebench writes them.
+"""
+
+import argparse
+import json
+import runpy
+import secrets
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import docker
+from docker.models.containers import ExecResult
+from swebench.harness import docker_utils, run_evaluation
+
+from .. import Client, InstanceNotFoundError, Sandbox
+from ..places import TESTBED
+
+Start = Callable[[str, ExitStack], Sandbox]
+
+
+class Container:
+    """Of docker's interface what the evaluation calls."""
+
+    def __init__(self, client: "DockerClient", name: str, start: Callable[[ExitStack], Sandbox]):
+        self.client, self.name, self.id = client, name, secrets.token_hex(32)
+        self._start = start
+        self._held = ExitStack()
+        self._sandbox: Sandbox | None = None
+
+    def start(self) -> None:
+        self._sandbox = self._start(self._held)
+
+    def exec_run(
+        self, cmd: str | Sequence[str], workdir: str | None = None, **_: object
+    ) -> ExecResult:
+        """Run a command to its end, with both streams as one; `user` and `detach` do nothing."""
+        argv = shlex.split(cmd) if isinstance(cmd, str) else cmd
+        assert self._sandbox is not None
+        merged = ["bash", "-c", 'exec "$@" 2>&1', "bash", *argv]
+        done = self._sandbox.exec(merged, cwd=workdir or TESTBED)
+        return ExecResult(done.exit_code, done.stdout)
+
+    def put_archive(self, path: str, data: bytes) -> bool:
+        assert self._sandbox is not None
+        unpack = ["tar", "-x", "--no-same-owner", "-C", path]
+        return self._sandbox.exec(unpack, input=data).exit_code == 0
+
+    def remove(self, **_: object) -> None:
+        """End the processes and release the checkout."""
+        self.client.made.pop(self.id, None)
+        self._held.close()
+
+
+class DockerClient:
+    """What `docker.from_env()` returns to the evaluation; has every image, and none to remove."""
+
+    def __init__(self, start: Start, instances: Sequence[str]) -> None:
+        self._start = start
+        # The evaluation names a container `sweb.eval.<instance in lower case>.<run>`.
+        self._instances = {f"sweb.eval.{each.lower()}.": each for each in instances}
+        self.made: dict[str, Container] = {}
+        self._commands: dict[str, tuple[str, str]] = {}
+        self.images = SimpleNamespace(get=str, pull=str, list=lambda **_: [])
+        self.containers = SimpleNamespace(
+            create=self._create, get=_find_nothing, list=lambda **_: [*self.made.values()]
+        )
+        self.api = SimpleNamespace(
+            exec_create=self._exec_create,
+            exec_start=self._exec_start,
+            exec_inspect=lambda _: {"Pid": 0},  # the sandbox ends what is left
+        )
+
+    def _create(self, *, name: str, **_: object) -> Container:
+        found = max(filter(name.startswith, self._instances), key=len, default=None)
+        if found is None:
+            raise InstanceNotFoundError(f"cannot find an instance for container {name}")
+        instance = self._instances[found]
+        container = Container(self, name, lambda stack: self._start(instance, stack))
+        self.made[container.id] = container
+        return container
+
+    def _exec_create(self, container: str, command: str) -> dict[str, str]:
+        identity = secrets.token_hex(32)
+        self._commands[identity] = (container, command)
+        return {"Id": identity}
+
+    def _exec_start(self, identity: str, stream: bool) -> Iterator[bytes]:
+        container, command = self._commands.pop(identity)
+        yield self.made[container].exec_run(command).output
+
+
+def _find_nothing(name: str) -> None:
+    raise docker.errors.NotFound(name)
+
+
+@contextmanager
+def without_docker(
+    socket: str | None = None,
+    checkout: Mapping[str, Any] | None = None,
+    sandbox: Mapping[str, Any] | None = None,
+) -> Iterator[None]:
+    """Within, `swebench.harness.run_evaluation` finds sandboxes where it looks for docker."""
+    leased = {"environment": "auto", **(checkout or {})}
+    with Client(socket) as client:
+
+        def start(instance: str, stack: ExitStack) -> Sandbox:
+            held = stack.enter_context(client.checkout(instance, **leased))
+            return stack.enter_context(Sandbox(held, **(sandbox or {})))
+
+        def clean_up(_client: object, container: Container | None, _logger: object) -> None:
+            if container is not None:
+                container.remove()
+
+        instances = [each.id for each in client.list_instances()]
+        stand_in = DockerClient(start, instances)
+        with (
+            mock.patch.object(docker, "from_env", return_value=stand_in),
+            mock.patch.object(docker_utils, "cleanup_container", clean_up),
+            mock.patch.object(run_evaluation, "cleanup_container", clean_up),
+        ):
+            yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--socket")
+    parser.add_argument("--checkout", type=json.loads)
+    parser.add_argument("--sandbox", type=json.loads)
+    ours, theirs = parser.parse_known_args()
+    sys.argv[1:] = theirs
+    with without_docker(**vars(ours)):
+        runpy.run_path(run_evaluation.__file__, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""verifiers (v1): a runtime whose box is a checkout in a sandbox, to be lent to an agent.
+
+    async with open_runtime("psf__requests-2317") as runtime:
+        trace = await agent.run(task, runtime=runtime)
+
+verifiers knows the types of runtimes that are its own, and reads traces by them. So this one says
+that it is a container of docker, with the instance as its image and the id of the checkout as its
+own. A harness that runs its program inside needs `sandbox={"network": True}`, to reach the model
+through verifiers on the host.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import (
+    DockerConfig,
+    DockerRuntimeInfo,
+    ProgramResult,
+    Runtime,
+    register,
+)
+
+from .. import AsyncSandbox, MirrordError
+from . import open_sandbox
+
+
+class MirrordRuntime(Runtime):
+    """The instance at /testbed, which is the working directory. Settings are those of all."""
+
+    def __init__(self, instance: str, name: str | None = None, **settings: Any) -> None:
+        super().__init__(name)
+        self.config = DockerConfig(image=instance)
+        self.info = DockerRuntimeInfo(image=instance)
+        self._settings = settings
+        self._held = AsyncExitStack()
+        self._sandbox: AsyncSandbox | None = None
+
+    @property
+    def sandbox(self) -> AsyncSandbox:
+        if self._sandbox is None:
+            raise SandboxError(f"runtime {self.name!r} has not started")
+        return self._sandbox
+
+    async def start(self) -> None:
+        opening = open_sandbox(self.config.image, **self._settings)
+        self._sandbox = await self._held.enter_async_context(opening)
+        self.info.id = self._sandbox.checkout.id
+
+    async def teardown(self) -> None:
+        """End the processes and release the checkout."""
+        await self._held.aclose()
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        done = await self.sandbox.exec(argv, variables=self.process_env(env))
+        out, error = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+        return ProgramResult(exit_code=done.exit_code, stdout=out, stderr=error)
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        if max_bytes is not None:
+            return await super()._read(path, max_bytes)  # type: ignore[no-any-return]
+        try:
+            return await self.sandbox.read(path)
+        except MirrordError as error:
+            raise SandboxError(f"read {path!r}: {error}") from error
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self.sandbox.write(path, data)
+
+
+@asynccontextmanager
+async def open_runtime(
+    instance: str, *, env: dict[str, str] | None = None, **settings: Any
+) -> AsyncIterator[MirrordRuntime]:
+    """A runtime that has started, and stops at the end; `env` is for each process in it."""
+    runtime = MirrordRuntime(instance, **settings)
+    register(runtime)
+    runtime.env = dict(env or {})
+    try:
+        await runtime.start()
+        yield runtime
+    finally:
+        await runtime.stop()

@@ -1,0 +1,12 @@
+"""swe-rex: sessions, commands and files over a checkout."""
+
+from __future__ import annotations
+
+import pytest
+from harnesslab import HarnessLab
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_rollout_in_a_session(lab: HarnessLab) -> None:
+    assert lab.reward(lab.roll_out("swe_rex")["patch"])
