@@ -16,7 +16,7 @@ from gitrepos import Upstream, git
 
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, History
-from mirrord.protocol import Checkout, ResetAnswer, ResetCheckout, StartCheckout
+from mirrord.protocol import Checkout, ResetAnswer, ResetCheckout, SaveLayer, StartCheckout
 
 pytestmark = pytest.mark.root
 
@@ -216,6 +216,35 @@ TOGETHER = {
     ),
 }  # fmt: skip
 """What is done one after the other for the other histories. A linked checkout's user is trusted with the mirror itself."""
+
+
+ON_A_LAYER = (
+    "staged edits", "ignored files", "hooks", "info/exclude", "stash", "forged stat", "read-only directories",
+    ".git deleted", "everything deleted", "files and directories swapped", "links out of the tree", "hard links", "modes",
+)  # fmt: skip
+PREPARE = """mkdir build; echo 1 >build/out.o; echo 2 >a.o; echo more >>README; rm -r docs; echo x >docs; rm run.sh
+    chmod 755 data.bin; mkdir src/deep/new; echo y >src/deep/new/z; ln -sf README link"""
+
+
+def test_reset_goes_back_to_a_prepared_layer(service: Service, backend: Backend) -> None:
+    """Whatever the owner did to what the layer has, too; and nothing of it is a change."""
+    made, peer = start(service, backend, History.SEALED)
+    run_as(USER, PREPARE, Path(made.path), service)
+    layer = service.call(service.checkouts.save, made.id, SaveLayer(name="prepared"), peer)
+    service.call(service.checkouts.release, made.id, peer)
+    request = StartCheckout(instance="psf__requests@v2", backend=backend, layer="prepared")
+    checkout = service.call(service.checkouts.checkout, request, peer)
+    fresh = Fresh(service, checkout, USER)
+    tree = Path(checkout.path)
+    assert (tree / "docs").read_text() == "x\n"
+    for what in ON_A_LAYER:
+        run_as(USER, HOSTILE[what] + "; echo z >a.o; rm -rf src/deep/new", tree, service)
+        answer = reset(service, checkout, peer)
+        assert fresh.look() == fresh.state, what
+        assert (answer.proof.tree, answer.layer) == (checkout.tree, "prepared")
+        assert service.diff(checkout) == b""
+    service.call(service.checkouts.release, checkout.id, peer)
+    service.call(service.checkouts.remove_layer, layer.id, peer)
 
 
 @pytest.mark.parametrize("history", TOGETHER)
