@@ -79,7 +79,7 @@ def test_an_agent_works_in_a_podman_volume_until_it_is_removed(
     podman.make_volume("task", instance="o__r-0", owner=str(AGENT))
     assert podman("volume", "ls", "--format", "{{.Driver}} {{.Name}}") == "mirrord task"
     (found,) = podman.json("volume", "inspect", "task")
-    assert found["Status"]["instance"] == "o__r-0"
+    assert (found["Status"]["instance"], found["Timeout"]) == ("o__r-0", 60)
     container = podman.start("task:/testbed", "--workdir", "/testbed", user=AGENT)
     assert podman.shell(container, "id -u; cat README") == f"{AGENT}\nnumber 0"
     podman.shell(container, "echo work > new; mkdir d; echo more > d/f")

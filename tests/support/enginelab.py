@@ -28,6 +28,7 @@ cgroup_manager = "cgroupfs"
 events_logger = "none"
 runtime = "runc"
 tmp_dir = "{root}/tmp"
+volume_plugin_timeout = 60
 [engine.volume_plugins]
 mirrord = "{plugin}"
 """
