@@ -42,6 +42,7 @@ from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
 from results import Figure, Growth, Latency, Row
 from rivals import Git, dirty, git
 from rollouts import Rollouts
+from sandboxes import Sandboxes
 from stores import Stores
 
 from mirrord import Client
@@ -81,6 +82,23 @@ class Bench:
     @cached_property
     def rollouts(self) -> Rollouts:
         return Rollouts(self.daemon, self.git, self.line[0], self.compare)
+
+    @cached_property
+    def sandboxes(self) -> Sandboxes:
+        return Sandboxes(self.daemon, self.git, self.line[0], self.compare)
+
+    def sandbox(self) -> None:
+        self.sandboxes.alone(self.rounds)
+        self.sandboxes.many()
+        self._take_figures()
+
+    def loop(self) -> None:
+        self.sandboxes.loop()
+        self._take_figures()
+
+    def _take_figures(self) -> None:
+        self.figures += self.sandboxes.figures
+        self.sandboxes.figures = []
 
     def crowd(self, tasks: int, seconds: float) -> None:
         for changed, created in ((20, 100), (3, 1)):
@@ -367,6 +385,8 @@ class Bench:
             "reset": self.reset,
             **rollouts,
             "crowd": partial(self.crowd, tasks, seconds),
+            "sandbox": self.sandbox,
+            "loop": self.loop,
             "near": self.near_checkout,
             "pool": self.pool_move,
             "throughput": self.throughput,

@@ -170,17 +170,15 @@ def become(owner: tuple[int, int] | None) -> Iterator[str]:
     Programs that each replace themselves by the next.
     """
     uid, gid = owner or (os.geteuid(), os.getegid())
-    if os.geteuid() == 0:
-        yield from ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--")
-    elif uid != os.geteuid():  # by newuidmap and newgidmap; the same number inside and outside
-        yield from (
-            "unshare",
-            "--user",
-            f"--map-users={uid},{uid},1",
-            f"--map-groups={gid},{gid},1",
-        )
-        yield from (f"--setuid={uid}", f"--setgid={gid}", "--")
-    yield from ("setpriv", "--pdeathsig=KILL", "--")  # last: a change of the uid undoes it
+    is_root = os.geteuid() == 0
+    if not is_root and uid != os.geteuid():
+        # by newuidmap and newgidmap; the same number inside and outside
+        yield from ("unshare", "--user", f"--map-users={uid},{uid},1", f"--setuid={uid}")
+        yield from (f"--map-groups={gid},{gid},1", f"--setgid={gid}", "--")
+    yield "setpriv"
+    if is_root:
+        yield from (f"--reuid={uid}", f"--regid={gid}", "--clear-groups")
+    yield from ("--pdeathsig=KILL", "--")  # set last: a change of the uid would undo it
 
 
 def find_started(started: subprocess.Popen[bytes]) -> int | None:

@@ -42,12 +42,25 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         upstream.commit({"README": f"{number}\n", "src/main.py": f"print({number})\n"})
         upstream.git("tag", f"v{number}")
     text = '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n'
-    with daemon(f'{text}[access]\ngroup = "daemon"\ncommits = "any"\n') as made:
+    with daemon(start=False) as made:
+        made.write_config(f'{text}[access]\ngroup = "daemon"\ncommits = "any"\n')
+        place_environment(made.root / "state")
+        made.start()
         operation = made.json("POST", "/v1/mirrors", {"repo": "o/r", "url": upstream.url})
         while operation["state"] == "running":
             time.sleep(0.05)
             operation = made.json("GET", f"/v1/operations/{operation['id']}")
         yield made
+
+
+def place_environment(state: Path) -> None:
+    """As a build would have left it: a virtual environment of the host's Python."""
+    place = state / "templates/.environments" / ("ab" * 32)
+    place.mkdir(parents=True)
+    command = ["/usr/bin/python3", "-m", "venv", "--without-pip", str(place / "files")]
+    subprocess.run(command, check=True)
+    facts = {"key": "plain", "digest": place.name, "state": "ready", "at": 0}
+    (place / "environment.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture
@@ -176,6 +189,27 @@ def test_after_a_reset_the_next_command_sees_the_new_tree_and_none_of_the_old_pr
         assert not sleeping(seconds)
         sandbox.exec("echo more >>README")
     assert b"+more" in overlay.diff()
+
+
+def test_an_environment_is_a_sandboxs_own_until_the_next_reset(client: mirrord.Client) -> None:
+    """Of what an agent installs nothing is in another checkout, or in its own after a reset."""
+    install = (
+        "echo x = 1 >$(python -c 'import site; print(site.getsitepackages()[0])')/installed.py"
+    )
+    with (
+        client.checkout("o__r@v1", owner=AGENT, environment="plain") as one,
+        client.checkout("o__r@v1", owner=AGENT + 1, environment="plain") as two,
+        Sandbox(one) as first,
+        Sandbox(two) as second,
+    ):
+        prefix = first.exec(["python", "-c", "import sys; print(sys.prefix)"])
+        assert prefix.stdout == b"/opt/miniconda3/envs/testbed\n"
+        assert first.exec(f"conda activate testbed && {install}").exit_code == 0
+        assert first.exec(["python", "-c", "import installed"]).exit_code == 0
+        assert second.exec(["python", "-c", "import installed"]).exit_code == 1
+        one.reset()
+        assert first.exec(["python", "-c", "import installed"]).exit_code == 1
+        assert first.exec("source /opt/miniconda3/bin/activate; python -V").exit_code == 0
 
 
 def test_a_pool_tree_is_reset_in_its_place(client: mirrord.Client) -> None:
@@ -329,18 +363,20 @@ def test_a_cancelled_task_ends_its_command_alone(running: Daemon) -> None:
 
 
 def test_sixty_four_sandboxes_run_at_once(running: Daemon) -> None:
-    """More than an event loop has threads for; each has a tree of its own."""
+    """More than an event loop has threads for; each has a tree of its own, all one environment."""
 
     async def one(client: mirrord.AsyncClient, number: int) -> bytes:
         async with (
-            client.checkout("o__r@v1", owner=AGENT + 100 + number) as checkout,
+            client.checkout("o__r@v1", owner=AGENT + 100 + number, environment="plain") as checkout,
             mirrord.AsyncSandbox(checkout) as sandbox,
         ):
             await sandbox.exec(f"echo {number} >README")
             barrier.append(number)
             while len(barrier) < 64:
                 await asyncio.sleep(0.05)
-            return (await sandbox.exec("cat README; id -u")).stdout
+            return (
+                await sandbox.exec("cat README; python -c 'import os; print(os.getuid())'")
+            ).stdout
 
     async def work() -> list[bytes]:
         async with mirrord.AsyncClient(running.socket) as client:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .checkout import Checkout
 
 _READ_BYTES = 256 * 1024 * 1024
-_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && exec cat >"$1"'
+_WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'
 _UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
 _PACK = """\
 set -- "$(realpath -- "$1")"
