@@ -103,6 +103,9 @@ def harness_lab(root: Path) -> Iterator[HarnessLab]:
         upstream.write(dict(files))
         patches[name] = upstream.git("diff", commit) + "\n"
         upstream.git("reset", "--hard", "--quiet", commit)
+    upstream.commit(
+        {"shapes/area.py": PROJECT["shapes/area.py"].replace("height\n", "height / 2\n")}
+    )
     row = {
         "instance_id": INSTANCE,
         "repo": "acme/shapes",
