@@ -186,6 +186,7 @@ def parser_of_repo(repo: str) -> str:
 
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
 """What the report on one test begins with, in pytest, sympy and unittest."""
+_END = re.compile(r"={4,}|-{4,} Captured ")
 
 # -- what a dataset expects ------------------------------------------------------------------------
 
@@ -257,7 +258,7 @@ def lines_about(log: str, test: str, most: int = 8) -> list[str]:
     heads = [at for at, line in enumerate(lines) if _RULE.match(line) and name in line]
     if heads:
         lines = lines[heads[-1] + 1 :]
-        ends = (at for at, line in enumerate(lines) if _RULE.match(line) or "====" in line)
+        ends = (at for at, line in enumerate(lines) if _RULE.match(line) or _END.match(line))
         lines = lines[: next(ends, None)]
     elif said := [line for line in lines if name in line and line.startswith(_STATUSES)]:
         lines = said

@@ -23,6 +23,7 @@ _HINDRANCES = (
     errors.ResourceError,
     errors.InternalError,
     errors.CheckoutBusyError,
+    errors.CancelledError,
     errors.RecipeNotFoundError,
 )
 

@@ -15,8 +15,11 @@ ___________________________________ test_two ___________________________________
     def test_two():
 >       assert value() == 2
 E       assert 1 == 2
+E         in: '======'
 
 tests/test_a.py:7: AssertionError
+----------------------------- Captured stdout call -----------------------------
+noise
 _________________________________ test_three ___________________________________
 E       KeyError: 'x'
 =========================== short test summary info ============================
@@ -56,7 +59,11 @@ def test_a_row_that_does_not_hold_says_which_tests_and_why() -> None:
         "step": "tests after", "test": f"{start}test_two", "expected": "pass",
         "outcome": "failed", "lines": ...,
     }  # fmt: skip
-    assert found[0].lines[-2:] == ["E       assert 1 == 2", "tests/test_a.py:7: AssertionError"]
+    assert found[0].lines[-3:] == [
+        "E       assert 1 == 2",
+        "E         in: '======'",
+        "tests/test_a.py:7: AssertionError",
+    ]
     assert (found[1].outcome, found[1].test) == (None, f"{start}test_gone")
     assert found[1].lines, "the end of the log may say why it is not there"
 
