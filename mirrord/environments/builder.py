@@ -100,10 +100,12 @@ def steps_of(order: Order) -> Iterator[_Step]:
             script = f'printf %s "$1" >/tmp/{title}; shift; exec "$@" -r /tmp/{title}'
             yield _Step(f"installing {title}", ["bash", "-c", script, "bash", listed, *install])
     # Checked by the hash of the source: times are not kept, and an agent may edit a package.
-    # At the same path the bytes are the same, so that environments share them.
+    # At the same path the bytes are the same, so that environments share them. Not pip's own, which
+    # are a quarter of a small environment, and which tests do not import.
     script = (
-        "import compileall, sys; from py_compile import PycInvalidationMode as M;"
-        "compileall.compile_dir(sys.argv[1], quiet=2, force=True, invalidation_mode=M.CHECKED_HASH)"
+        "import compileall, re, sys; from py_compile import PycInvalidationMode as M;"
+        "compileall.compile_dir(sys.argv[1], quiet=2, force=True, rx=re.compile('-packages/pip/'),"
+        " invalidation_mode=M.CHECKED_HASH)"
     )
     compiling = [_PYTHON, "-c", script, f"{ENVIRONMENT}/lib"]
     yield _Step("compiling", compiling, must_succeed=False)
@@ -150,6 +152,8 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
     }
     if os.path.exists(_CERTIFICATES):
         found |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
+    if order.commands:  # what they import is no part of what they install
+        found["PYTHONDONTWRITEBYTECODE"] = "1"
     if not order.network:
         found |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
     if url := f"file://{_INDEX}" if directory else order.index:
