@@ -13,8 +13,8 @@
 Each imports its harness, so import the one you use. All stand on the public client alone and take
 three settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
 `dataset`) and `sandbox` (arguments of `Sandbox`: `network`, `memory_bytes`, `processes`,
-`variables`). They hold a checkout from the harness's start to its stop and release it there; one
-that the harness forgets ends with the client's process, at its deadline.
+`variables`). They hold a checkout from the harness's start to its stop, and release it there; when
+the harness is killed, its sandboxes and checkouts end too.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import AsyncClient, AsyncSandbox
+from .. import AsyncClient, AsyncSandbox, Bind
 
 
 @asynccontextmanager
@@ -36,7 +36,7 @@ async def open_sandbox(
     """A sandbox over a new checkout of an instance, which is released at the end."""
     async with (
         AsyncClient(socket) as client,
-        client.checkout(instance, **(checkout or {})) as held,
+        client.checkout(instance, **{"bind": Bind.PROCESS, **(checkout or {})}) as held,
         AsyncSandbox(held, **(sandbox or {})) as box,
     ):
         yield box

@@ -14,7 +14,7 @@ from typing import Any
 from minisweagent.environments.local import LocalEnvironment
 from pydantic import BaseModel
 
-from .. import Client, MirrordError, Sandbox
+from .. import Bind, Client, MirrordError, Sandbox
 from ..places import TESTBED
 
 
@@ -41,10 +41,11 @@ class MirrordEnvironment(LocalEnvironment):
             self._open(self.config.instance)
 
     def _open(self, instance: str) -> None:
+        checkout = {"bind": Bind.PROCESS, **self.config.checkout}
         with ExitStack() as stack:
             client = stack.enter_context(Client(self.config.socket))
-            checkout = stack.enter_context(client.checkout(instance, **self.config.checkout))
-            self.sandbox = stack.enter_context(Sandbox(checkout, **self.config.sandbox))
+            held = stack.enter_context(client.checkout(instance, **checkout))
+            self.sandbox = stack.enter_context(Sandbox(held, **self.config.sandbox))
             self._held = stack.pop_all()
         self.config.instance = instance
 

@@ -2,8 +2,7 @@
 
     SWEEnv(deployment=MirrordDeployment("psf__requests-2317"), repo=None, post_startup_commands=[])
 
-A session is a shell that stays in the sandbox, without a terminal: interactive commands are
-refused, and what reads from its standard input finds it empty.
+A session is a shell that stays in the sandbox. It has no terminal: interactive commands fail.
 """
 
 import secrets
@@ -34,11 +33,9 @@ echo 'eval "$(<'"$1"'/command)" </dev/null; printf "\\n'"$2"'%s\\n" $?' >"$1/lin
 exec sed -u "/^$2/q" <"$1/printed"
 """
 _INTERRUPT = """\
-read -r pid <"$1/pid"
-set -- $(cat /proc/$pid/task/$pid/children)
+set -- $(cat "/proc/$(<"$1/pid")/task/"*/children)
 kill -INT $@ && sleep 0.5 && kill -KILL $@ 2>/dev/null
 """
-_CLOSE = 'kill -KILL -- -"$(<"$1/pid")"'
 
 
 class SandboxSession(Session):
@@ -67,7 +64,7 @@ class SandboxSession(Session):
         return rex.BashObservation(output=output, exit_code=code)
 
     async def close(self) -> rex.CloseBashSessionResponse:
-        await self._bash(_CLOSE)
+        await self._bash('kill -KILL -- -"$(<"$1/pid")"')
         return rex.CloseBashSessionResponse()
 
     async def _evaluate(self, command: str, timeout: float | None) -> tuple[str, int]:
@@ -144,7 +141,6 @@ class MirrordDeployment(LocalDeployment):
         self._runtime = MirrordRuntime(await self._held.enter_async_context(opening))
 
     async def stop(self) -> None:
-        """End all processes and release the checkout."""
         self._runtime = None
         await self._held.aclose()
 

@@ -24,7 +24,7 @@ import docker
 from docker.models.containers import ExecResult
 from swebench.harness import docker_utils, run_evaluation
 
-from .. import Client, InstanceNotFoundError, Sandbox
+from .. import Bind, Client, InstanceNotFoundError, Sandbox
 from ..places import TESTBED
 
 Start = Callable[[str, ExitStack], Sandbox]
@@ -112,7 +112,7 @@ def without_docker(
     sandbox: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Within, `swebench.harness.run_evaluation` finds sandboxes where it looks for docker."""
-    leased = {"environment": "auto", **(checkout or {})}
+    leased = {"environment": "auto", "bind": Bind.PROCESS, **(checkout or {})}
     with Client(socket) as client:
 
         def start(instance: str, stack: ExitStack) -> Sandbox:

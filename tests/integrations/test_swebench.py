@@ -27,7 +27,7 @@ git checkout {commit} tests/test_area.py
 """
 
 
-def test_gold_resolves_and_another_patch_does_not(lab: HarnessLab) -> None:
+def test_gold_resolves_and_another_or_no_patch_does_not(lab: HarnessLab) -> None:
     row = lab.row | {
         "image": f"swebench/sweb.eval.x86_64.{INSTANCE.replace('__', '_1776_')}:latest",
         "eval_script": EVAL.format(
@@ -41,6 +41,7 @@ def test_gold_resolves_and_another_patch_does_not(lab: HarnessLab) -> None:
     for name, patch in {
         "gold": row["patch"],
         "wrong": row["patch"].replace("/ 2", "/ 3"),
+        "empty": "",
     }.items():
         prediction = {"instance_id": INSTANCE, "model_name_or_path": name, "model_patch": patch}
         (lab.root / f"{name}.jsonl").write_text(json.dumps(prediction) + "\n")
@@ -50,6 +51,6 @@ def test_gold_resolves_and_another_patch_does_not(lab: HarnessLab) -> None:
         )
         report = json.loads((lab.root / "here" / f"{name}.{name}.json").read_text())
         logs = [log.read_text() for log in (lab.root / "here/logs").rglob("run_instance.log")]
-        assert report["completed_ids"] == [INSTANCE], logs
+        assert report["completed_ids" if patch else "empty_patch_ids"] == [INSTANCE], logs
         resolved[name] = report["resolved_ids"]
-    assert resolved == {"gold": [INSTANCE], "wrong": []}
+    assert resolved == {"gold": [INSTANCE], "wrong": [], "empty": []}
