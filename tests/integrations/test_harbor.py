@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harnesslab import FIX, INSTANCE, TEST, HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 TASK = "[metadata]\n[verifier]\ntimeout_sec = 60\n[agent]\ntimeout_sec = 60\n[environment]\nallow_internet = false\n"
 VERIFY = f"""\

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harnesslab import HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 
 def test_its_conformance_suite_and_an_evaluation(lab: HarnessLab) -> None:

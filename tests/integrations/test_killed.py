@@ -10,7 +10,7 @@ import pytest
 from harnesslab import INSTANCE, HarnessLab
 from waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 PROGRAM = f"""
 import asyncio

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from harnesslab import FIX, INSTANCE, HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && git diff"
 SPEND = "echo begun; sleep 60"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harnesslab import HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 
 def test_a_rollout_by_its_sandbox_api(lab: HarnessLab) -> None:

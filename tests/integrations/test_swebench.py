@@ -7,7 +7,7 @@ import json
 import pytest
 from harnesslab import INSTANCE, TEST, HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 EVAL = """\
 #!/bin/bash

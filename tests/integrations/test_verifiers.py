@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harnesslab import HarnessLab
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 
 def test_two_rollouts_side_by_side_and_their_rewards(lab: HarnessLab) -> None:
