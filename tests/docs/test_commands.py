@@ -189,6 +189,7 @@ def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPat
     for snippet in snippets:
         names: dict[str, object] = {
             "run_agent": lambda path: (path / "new").write_text("work\n"),
+            "run_install": lambda path: (path / "version").write_text("1\n"),
             "run_tests": lambda path: (path / "new").read_text(),
         }
         exec(compile(snippet, document, "exec"), names)
