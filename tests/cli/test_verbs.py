@@ -65,13 +65,6 @@ DESIGNED = [
     "grade",
     "receipt",
     "verify-seal",
-    "attach",
-    "environment-remove",
-    "environment-log",
-    "environment-show",
-    "environment-list",
-    "environment-build",
-    "environment-import",
     "rehearse",
     "refs-log",
     "refs-diff",
@@ -564,6 +557,10 @@ def test_an_audit_with_unservable_instances_ends_with_eight(
 # -- exec -------------------------------------------------------------------------------------------------------------
 
 
+SOCKET = ("--keep-access", "--socket")
+"""Without a sandbox, which tests/cli/test_exec_access.py has."""
+
+
 @pytest.fixture
 def leased(path: Path) -> Iterator[Any]:
     """A scripted daemon whose checkout is a real directory."""
@@ -584,7 +581,7 @@ def test_exec_runs_in_the_checkout_and_ends_as_the_command(
     script = 'test "$(pwd)" = "$1" && test "$MIRRORD_CHECKOUT" = "$2" && exit 42'
     words = ["sh", "-c", script, "sh", str(path.parent / "tree"), str(LEASE["id"])]
     done = subprocess.run(
-        _command("exec", "i", "--socket", str(path), "--diff", str(tmp_path / "p"), "--", *words),
+        _command("exec", "i", *SOCKET, str(path), "--diff", str(tmp_path / "p"), "--", *words),
         check=False,
     )
     assert done.returncode == 42
@@ -601,7 +598,7 @@ def test_exec_forwards_signals_and_releases(
     ready = path.parent / "ready"
     process = subprocess.Popen(
         _command(
-            "exec", "i", "--socket", str(path), "--", "sh", "-c", f"touch {ready}; exec sleep 30"
+            "exec", "i", *SOCKET, str(path), "--", "sh", "-c", f"touch {ready}; exec sleep 30"
         ),
         stdin=subprocess.DEVNULL,
     )
@@ -617,8 +614,8 @@ def test_exec_forwards_signals_and_releases(
 def test_exec_of_a_command_that_does_not_exist_releases(
     leased: Any, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not found."""
-    assert run(["exec", "i", "--socket", str(path), "--", "no-such-command-here"]) == 4
+    """Not found, as a shell tells it."""
+    assert run(["exec", "i", *SOCKET, str(path), "--", "no-such-command-here"]) == 127
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 
