@@ -135,7 +135,7 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("inodes", [10, 11])
+@pytest.mark.parametrize("inodes", [11, 12])
 def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
     """No traceback; what is there stays as it is, for a start with room."""
     with daemon(start=False) as made:
@@ -153,7 +153,7 @@ def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) ->
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("inodes", [13, 16, 19, 400])
+@pytest.mark.parametrize("inodes", [14, 17, 20, 400])
 def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) -> None:
     """What was bound over itself, and what was tried there, is gone where no checkout is held."""
     with daemon(start=False) as made:
