@@ -34,7 +34,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GradedPrediction:
     """One row of a file of predictions. `counts` is the line of the duplicate that counts."""
 
     line: int

@@ -22,7 +22,7 @@ from ..datasets.json_stream import Element, iter_elements
 from ..model import Bind
 from ..protocol import Progress
 from .operations import watching
-from .outcomes import Outcome, State
+from .outcomes import GradedPrediction, State
 from .predictions_report import Report
 from .session import Session
 
@@ -162,7 +162,7 @@ def grade_all(
         watching(session, "grade") as watch,
     ):
 
-        def note(outcome: Outcome) -> None:
+        def note(outcome: GradedPrediction) -> None:
             report.add(outcome)
             note = outcome.instance or ""
             watch(Progress(done=len(report.outcomes), total=total, unit="predictions", note=note))
@@ -184,7 +184,7 @@ async def _grade_rows(
     concurrency: int,
     keep: bool,
     choices: dict[str, Any],
-    note: Callable[[Outcome], None],
+    note: Callable[[GradedPrediction], None],
 ) -> None:
     rows = read_predictions(path)  # shared: each worker takes the next row
     async with AsyncClient(session.socket, config=session.config) as client:
@@ -194,10 +194,10 @@ async def _grade_rows(
             for row in rows:
                 if isinstance(row, Fault):
                     error = errors.UsageError(f"cannot read line {row.line}: {row.reason}")
-                    note(Outcome(row.line, State.INVALID, error=error))
+                    note(GradedPrediction(row.line, State.INVALID, error=error))
                 elif (line := last.get(row.key, row.line)) != row.line:
                     names = (row.instance, row.model)
-                    note(Outcome(row.line, State.DUPLICATE, *names, counts=line))
+                    note(GradedPrediction(row.line, State.DUPLICATE, *names, counts=line))
                 else:
                     note(await grader.grade(row))
 
@@ -218,7 +218,7 @@ class _Grader:
         self._choices = choices
         self._bind = Bind.LEASE if keep else Bind.PROCESS
 
-    async def grade(self, row: Prediction) -> Outcome:
+    async def grade(self, row: Prediction) -> GradedPrediction:
         """Grade a prediction, and release the grade unless it is kept."""
         began = time.perf_counter()
         names = row.instance, row.model
@@ -227,10 +227,12 @@ class _Grader:
         except (*_FATAL, errors.AccessError):  # as for all others
             raise
         except errors.MirrordError as error:
-            return Outcome(row.line, _state_of(error), *names, error=error)
+            return GradedPrediction(row.line, _state_of(error), *names, error=error)
         took = time.perf_counter() - began
         state = State.PREPARED if grade.report.changed else State.EMPTY
-        outcome = Outcome(row.line, state, *names, grade.report, seconds=took, is_kept=self._keep)
+        outcome = GradedPrediction(
+            row.line, state, *names, grade.report, seconds=took, is_kept=self._keep
+        )
         if self._keep:
             return outcome
         async with grade:  # releases it, also when this task is cancelled

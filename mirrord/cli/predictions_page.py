@@ -4,19 +4,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from . import page
-from .outcomes import MEANINGS, Outcome, State
+from .outcomes import MEANINGS, GradedPrediction, State
 from .output import count, when
 from .page import escape
 
 _SHOWN_MAX = 100
 
 
-def render(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+def render(totals: Mapping[str, Any], outcomes: Sequence[GradedPrediction]) -> str:
     """The page of a report, in the order of the predictions."""
     return "".join(_sections(totals, outcomes))
 
 
-def _sections(totals: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _sections(totals: Mapping[str, Any], outcomes: Sequence[GradedPrediction]) -> Iterator[str]:
     yield page.head(f"Predictions in {totals['predictions']}")
     dataset = f"dataset {totals['dataset']}, " if totals["dataset"] else ""
     ended = f"{when(totals['ended_at'])}, mirrord {totals['mirrord']}"
@@ -69,11 +69,11 @@ def _counts(title: str, noun: str, counts: Mapping[str, int]) -> str:
     return f"<h2>{title}</h2>\n{page.table((noun, 'predictions'), rows)}"
 
 
-def _table(columns: Sequence[str], outcomes: Iterable[Outcome]) -> str:
+def _table(columns: Sequence[str], outcomes: Iterable[GradedPrediction]) -> str:
     return page.table(columns, ([_cell(name, each) for name in columns] for each in outcomes))
 
 
-def _cell(column: str, each: Outcome) -> str:
+def _cell(column: str, each: GradedPrediction) -> str:
     grade = each.grade
     match column:
         case "line":
@@ -95,7 +95,7 @@ def _cell(column: str, each: Outcome) -> str:
             return f"<td>{_notable(each)}</td>"
 
 
-def _notable(each: Outcome) -> str:
+def _notable(each: GradedPrediction) -> str:
     """What could steer the tests, folded; why there is no grade; where it is kept."""
     if each.grade is None:
         return escape(each.why)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from .. import __version__
 from ..model import utc_now
 from ..protocol import to_bytes, to_json
-from .outcomes import Outcome, State
+from .outcomes import GradedPrediction, State
 from .output import count, table
 from .page import PAGES, create
 from .predictions_page import render
@@ -28,7 +28,7 @@ class Report:
     def __init__(
         self, paths: Iterable[Path], *, source: str, dataset: str | None, total: int
     ) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[GradedPrediction] = []
         self._facts = {"predictions": source, "dataset": dataset, "mirrord": __version__}
         self._total = total
         self._began_at = utc_now()
@@ -40,7 +40,7 @@ class Report:
                 (self._lines if path.suffix.lower() in _LINES else self._pages).append(file)
             self._files = opened.pop_all()
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: GradedPrediction) -> None:
         self.outcomes.append(outcome)
         for file in self._lines:
             file.write(to_bytes(outcome.to_json()) + b"\n")

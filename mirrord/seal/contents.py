@@ -53,7 +53,7 @@ class TooMuchError(ValueError):
     """An archive unpacks to more than its size allows."""
 
 
-class Source(Protocol):
+class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
@@ -66,7 +66,7 @@ class Inside(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tree:
+class ScannedTree:
     """A directory, an archive or one layer of an image, by paths from its top.
 
     `files` are all but directories, with the id of their content where it may matter; `links` other
@@ -88,7 +88,7 @@ class Contents:
     `documents` are the archive's own JSON files, of which some describe an image.
     """
 
-    trees: dict[str, Tree] = field(default_factory=lambda: {"": Tree()})
+    trees: dict[str, ScannedTree] = field(default_factory=lambda: {"": ScannedTree()})
     documents: dict[str, bytes] = field(default_factory=dict)
     leaks: list[RootLeak] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Stream:
 
     mode, closed = "rb", False
 
-    def __init__(self, source: Source, take: Callable[[bytes], object]) -> None:
+    def __init__(self, source: Readable, take: Callable[[bytes], object]) -> None:
         self._source, self._take = source, take
         self._ahead, self._at, self._ended = b"", 0, False
 
@@ -169,7 +169,7 @@ def _budget(size: int) -> Callable[[bytes], None]:
     return take
 
 
-def open_tar(source: Source, size: int) -> Stream | None:
+def open_tar(source: Readable, size: int) -> Stream | None:
     """A tar of `size` bytes, as it was before compression; None where it is no tar."""
     stream, take = source if isinstance(source, Stream) else Stream(source, len), _budget(size)
     head, file = stream.peek(), cast("IO[bytes]", stream)
@@ -195,7 +195,7 @@ class Member(NamedTuple):
 
     path: str
     info: tarfile.TarInfo
-    source: Source | None
+    source: Readable | None
 
 
 def iter_tar(stream: Stream) -> Iterator[Member | str]:
@@ -276,7 +276,13 @@ class _Reader:
             self.contents.unreadable(where, f"it cannot be read: {error.strerror}")
 
     def read(
-        self, tree: Tree, path: str, size: int, source: Source, archive: str = "", depth: int = 0
+        self,
+        tree: ScannedTree,
+        path: str,
+        size: int,
+        source: Readable,
+        archive: str = "",
+        depth: int = 0,
     ) -> None:
         """One file of a tree; or a member of `archive`, of which the content alone counts."""
         contents = self.contents
@@ -305,18 +311,18 @@ class _Reader:
         else:
             tree.files[path] = digest.digest()
 
-    def _kept(self, tree: Tree, path: str, archive: str) -> dict[str, bytes] | None:
+    def _kept(self, tree: ScannedTree, path: str, archive: str) -> dict[str, bytes] | None:
         """Where the content of a small file is kept, if it is."""
         if self._is_own(tree, archive) and _DOCUMENT.fullmatch(path):
             return self.contents.documents
         return tree.texts if not archive and _TEXT.fullmatch(path) else None
 
-    def _is_own(self, tree: Tree, archive: str) -> bool:
+    def _is_own(self, tree: ScannedTree, archive: str) -> bool:
         """Whether a file is a member of the archive that is read: a layer, a description."""
         return self._is_archive and tree is self.top and not archive
 
     def _look_inside(
-        self, tree: Tree, path: str, size: int, stream: Stream, archive: str, depth: int
+        self, tree: ScannedTree, path: str, size: int, stream: Stream, archive: str, depth: int
     ) -> None:
         """Read the archive that a file may be."""
         is_layer = self._is_own(tree, archive)
@@ -331,12 +337,14 @@ class _Reader:
             if is_zip:
                 self._read_zip(tree, stream, name, depth + 1)
             elif is_layer:
-                tree = self.contents.trees[path] = Tree()
+                tree = self.contents.trees[path] = ScannedTree()
                 self.read_tar(tree, opened, depth=depth + 1)
             else:
                 self.read_tar(tree, opened, name, depth + 1)
 
-    def read_tar(self, tree: Tree, stream: Stream, archive: str = "", depth: int = 0) -> None:
+    def read_tar(
+        self, tree: ScannedTree, stream: Stream, archive: str = "", depth: int = 0
+    ) -> None:
         for member in iter_tar(stream):
             if isinstance(member, str):
                 tell = self.contents.note if archive else self.contents.unreadable
@@ -354,7 +362,7 @@ class _Reader:
                 if info.issym():
                     self.read_link(tree, path, info.linkname)
 
-    def read_link(self, tree: Tree, path: str, to: str) -> None:
+    def read_link(self, tree: ScannedTree, path: str, to: str) -> None:
         """Note a `.git` that is a link, and a layer that docker saved as a link to another one."""
         above, _, name = path.rpartition("/")
         if name == ".git":
@@ -362,7 +370,7 @@ class _Reader:
         elif name == "layer.tar" and self._is_archive and tree is self.top:
             tree.links[path] = os.path.normpath(f"{above}/{to}")
 
-    def _read_zip(self, tree: Tree, stream: Stream, archive: str, depth: int) -> None:
+    def _read_zip(self, tree: ScannedTree, stream: Stream, archive: str, depth: int) -> None:
         with tempfile.TemporaryFile() as copy:
             while block := stream.read(BLOCK_BYTES):
                 copy.write(block)

@@ -19,8 +19,8 @@ from .contents import (
     Contents,
     Inside,
     Member,
+    ScannedTree,
     TooMuchError,
-    Tree,
     iter_tar,
     open_tar,
 )
@@ -30,10 +30,10 @@ _NESTED_LIMIT = 4  # an index of indexes
 _COPY_LIMIT_BYTES = 16 << 30
 
 
-class View(NamedTuple):
+class RootFilesystem(NamedTuple):
     """One root file system: its layers, each over those before it."""
 
-    layers: list[tuple[str, Tree]]
+    layers: list[tuple[str, ScannedTree]]
 
     def shows(self, number: int, path: str) -> bool:
         """Whether a path of a layer is seen through those above."""
@@ -62,7 +62,7 @@ class View(NamedTuple):
         return found
 
 
-def _covers(above: Tree, path: str) -> bool:
+def _covers(above: ScannedTree, path: str) -> bool:
     if path in above.files or path in above.directories:
         return True
     while path:
@@ -88,24 +88,24 @@ def _stores_of(path: str) -> Iterator[str]:
 # -- which layers ----------------------------------------------------------------------------------
 
 
-def views_of(contents: Contents) -> list[View]:
+def views_of(contents: Contents) -> list[RootFilesystem]:
     """One for each image that an archive describes; else one of everything in it."""
-    views = list[View]()
+    views = list[RootFilesystem]()
     for image in _saved(contents) or _laid_out(contents):
-        layers = list[tuple[str, Tree]]()
+        layers = list[tuple[str, ScannedTree]]()
         for named in image:
             member = contents.trees[""].links.get(named, named)
             if member in contents.trees:
                 layers.append((member, contents.trees[member]))
             else:
                 contents.unreadable(named, "the image names this layer, and it is no tar archive")
-        views.append(View(layers))
+        views.append(RootFilesystem(layers))
     if not views:
-        views = [View([("", _whole(contents))])]
+        views = [RootFilesystem([("", _whole(contents))])]
     return views
 
 
-def _whole(contents: Contents) -> Tree:
+def _whole(contents: Contents) -> ScannedTree:
     """The archives of an archive, as members of its only tree."""
     top = contents.trees[""]
     for name in [name for name in contents.trees if name]:
@@ -150,7 +150,7 @@ def _blob(described: Mapping[str, Any]) -> str:
 
 
 def take_out(
-    archive: Path, view: View, directories: Iterable[str], into: Path
+    archive: Path, view: RootFilesystem, directories: Iterable[str], into: Path
 ) -> Iterator[RootLeak]:
     """Copy what a container sees below these; a leak for each file that cannot be copied.
 

@@ -19,7 +19,7 @@ from ..places import ENVIRONMENT, TESTBED
 from ..protocol import RootLeak, RootReport
 from .contents import Contents, read_archive, read_directory
 from .future import Future, Place
-from .images import View, take_out, views_of
+from .images import RootFilesystem, take_out, views_of
 from .installs import Lead, find_leads, is_foreign, own_names, resolve
 from .repository import repository_at
 from .verify import judge
@@ -69,7 +69,7 @@ class _Sighting(NamedTuple):
     """An object in a layer of a view: the content of a file, or what a loose object is named."""
 
     kind: str
-    view: View
+    view: RootFilesystem
     number: int
     path: str
     shown: str
@@ -139,7 +139,9 @@ class _Scan:
                             hidden = not view.shows(number, path)
                             yield RootLeak(kind=lead.kind, path=path, detail=fact, hidden=hidden)
 
-    def _is_known(self, lead: Lead, path: str, view: View, stores: Collection[str]) -> bool:
+    def _is_known(
+        self, lead: Lead, path: str, view: RootFilesystem, stores: Collection[str]
+    ) -> bool:
         """Whether what a file leads to is the checkout, in the root, or of another project."""
         if lead.target is not None:
             if f"{lead.target}/".startswith(f"{TESTBED}/") and lead.kind == "editable":

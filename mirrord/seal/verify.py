@@ -32,7 +32,7 @@ _SQUASHED = re.compile(
 )
 
 
-class Judged(NamedTuple):
+class JudgedRepository(NamedTuple):
     """`objects` are the raw ids that the repository's stores hold."""
 
     report: SealReport
@@ -61,7 +61,7 @@ def judge(
     commit: CommitId,
     mirror: Path | None = None,
     known: set[bytes] | None = None,
-) -> Judged:
+) -> JudgedRepository:
     """Judge a repository. `known` is the closure of `commit`, where the caller has read it."""
     with tempfile.TemporaryDirectory(prefix="mirrord-seal-") as scratch:
         private = borrow(Path(scratch), repository)
@@ -99,7 +99,7 @@ def judge(
             "every other file, by its exact form; other repositories in the working tree",
         ],
     )
-    return Judged(report, contents.ids)
+    return JudgedRepository(report, contents.ids)
 
 
 def _closure(

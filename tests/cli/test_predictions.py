@@ -23,7 +23,7 @@ from httpserver import Handler, Route, serving
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.cli.outcomes import Outcome, State
+from mirrord.cli.outcomes import GradedPrediction, State
 from mirrord.cli.predictions import Fault, Prediction, grade_all, read_predictions
 from mirrord.cli.predictions_report import Report
 from mirrord.cli.session import Session
@@ -319,8 +319,8 @@ def steered(kind: SteeringKind, path: str, action: str = "applied") -> Steering:
 
 
 OUTCOMES = [
-    Outcome(2, State.EMPTY, "i-2", "m", graded(changed=0)),
-    Outcome(
+    GradedPrediction(2, State.EMPTY, "i-2", "m", graded(changed=0)),
+    GradedPrediction(
         1,
         State.PREPARED,
         HOSTILE,
@@ -336,9 +336,11 @@ OUTCOMES = [
         ),
         seconds=0.0123456789,
     ),
-    Outcome(3, State.CONFLICT, "i-3", HOSTILE, error=PatchConflictError(HOSTILE, hint=HOSTILE)),
-    Outcome(4, State.UNKNOWN, "i-4", "m", error=InstanceNotFoundError("cannot find i-4")),
-    Outcome(5, State.DUPLICATE, "i-3", "m", counts=3),
+    GradedPrediction(
+        3, State.CONFLICT, "i-3", HOSTILE, error=PatchConflictError(HOSTILE, hint=HOSTILE)
+    ),
+    GradedPrediction(4, State.UNKNOWN, "i-4", "m", error=InstanceNotFoundError("cannot find i-4")),
+    GradedPrediction(5, State.DUPLICATE, "i-3", "m", counts=3),
 ]
 
 
@@ -347,7 +349,7 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / "report.jsonl", tmp_path / "report.html"]
 
 
-def write(files: list[Path], outcomes: list[Outcome], total: int | None = None) -> Report:
+def write(files: list[Path], outcomes: list[GradedPrediction], total: int | None = None) -> Report:
     total = len(outcomes) if total is None else total
     report = Report(files, source=HOSTILE, dataset="lite", total=total)
     for outcome in outcomes:
@@ -379,7 +381,7 @@ def test_the_lines_have_a_row_for_each_prediction_and_totals(files: list[Path]) 
 
 
 def test_a_kept_grade_is_in_the_report(files: list[Path]) -> None:
-    write(files, [Outcome(1, State.PREPARED, "i", "m", graded(), is_kept=True)])
+    write(files, [GradedPrediction(1, State.PREPARED, "i", "m", graded(), is_kept=True)])
     row = json.loads(files[0].read_text().splitlines()[0])
     assert (row["checkout"], row["path"]) == ("a" * 16, "/c/tree")
     assert "/c/tree" in files[1].read_text()
@@ -437,7 +439,7 @@ def test_the_page_is_whole_and_nothing_in_it_runs_or_loads(files: list[Path]) ->
 def test_the_page_stays_short_where_a_change_has_thousands_of_findings(files: list[Path]) -> None:
     """The lines have them all."""
     many = [steered(SteeringKind.COMPILED, f"{n}.pyc") for n in range(2500)]
-    write(files, [Outcome(1, State.PREPARED, "i", "m", graded(steering=many))])
+    write(files, [GradedPrediction(1, State.PREPARED, "i", "m", graded(steering=many))])
     assert "and 2,400 more" in files[1].read_text()
     assert len(json.loads(files[0].read_text().splitlines()[0])["steering"]) == 2500
 
