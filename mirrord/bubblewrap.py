@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BackendUnavailableError
-from .places import ACTIVATE, ENVIRONMENT, PROGRAMS, PYTHONS, SANDBOX_HOME, TESTBED
+from .places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
 
 # Copied: a bind costs 0.2 ms and more where the host has many mounts, a file nothing.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
@@ -47,19 +47,19 @@ _GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "-
 class Box:
     """What a command finds, and as whom it runs.
 
-    `owner` is a uid with its gid where that is not the caller's. `pythons` is the directory of
-    managed interpreters. `readable` and `writable` are further paths inside, each with the host's
-    path that is shown there; `files` are made inside, executable where they begin with #!, and
-    those in PROGRAMS are found by name. What is written elsewhere, in HOME, /tmp or /, is in
-    memory: up to `scratch_bytes`.
+    `owner` is a uid with its gid where that is not the caller's. An environment is writable unless
+    it is shared. `readable` and `writable` are further paths inside, each with the host's path that
+    is shown there; `files` are made inside, executable where they begin with #!, and those in
+    PROGRAMS are found by name. What is written elsewhere, in HOME, /tmp or /, is in memory: up to
+    `scratch_bytes`.
     """
 
     tree: Path
     environment: Path | None = None
+    is_environment_shared: bool = False
     owner: tuple[int, int] | None = None
     network: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
-    pythons: Path | None = None
     readable: Mapping[str, Path] = field(default_factory=dict)
     writable: Mapping[str, Path] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -125,11 +125,12 @@ class Box:
     def _own(self) -> Iterator[str]:
         for path, mode in (("/tmp", "1777"), (SANDBOX_HOME, "0700")):  # noqa: S108
             yield from ("--perms", mode, "--dir", path)
-        readable = {**({PYTHONS: self.pythons} if self.pythons else {}), **self.readable}
-        for inside, shown in readable.items():
+        for inside, shown in self.readable.items():
             yield from ("--ro-bind", str(shown), inside)
-        environment = {ENVIRONMENT: self.environment} if self.environment else {}
-        for inside, shown in {TESTBED: self.tree, **environment, **self.writable}.items():
+        if self.environment:
+            how = "--ro-bind" if self.is_environment_shared else "--bind"
+            yield from (how, str(self.environment), ENVIRONMENT)
+        for inside, shown in {TESTBED: self.tree, **self.writable}.items():
             yield from ("--bind", str(shown), inside)
         yield "--clearenv"
         for name, value in {**self._variables(), **self.variables}.items():

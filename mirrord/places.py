@@ -15,7 +15,6 @@ DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
 TESTBED = "/testbed"  # the tree
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
-PYTHONS = "/opt/pythons"  # managed interpreters, read-only
 PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from accounts import accounts
 from anyone import python
+from checkoutlab import passable_directory
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 
@@ -210,6 +211,26 @@ def test_an_environment_is_a_sandboxs_own_until_the_next_reset(client: mirrord.C
         one.reset()
         assert first.exec(["python", "-c", "import installed"]).exit_code == 1
         assert first.exec("source /opt/miniconda3/bin/activate; python -V").exit_code == 0
+
+
+def test_a_sandbox_names_its_environment_or_brings_one(client: mirrord.Client) -> None:
+    """One of the caller's own may be shared by many sandboxes: nobody writes to it."""
+    taken = client.checkout("o__r@v1", owner=AGENT, environment="plain")
+    with taken as checkout, passable_directory() as own:
+        (own / "bin").mkdir()
+        (own / "bin/greet").write_text("#!/bin/sh\necho hello\n")
+        (own / "bin/greet").chmod(0o755)
+        os.chown(own / "bin", AGENT, AGENT)
+        with Sandbox(checkout, environment="plain") as box:
+            found = box.exec("command -v python").stdout
+            assert found == b"/opt/miniconda3/envs/testbed/bin/python\n"
+        with Sandbox(checkout, environment=own) as box:
+            assert box.exec("greet").stdout == b"hello\n"
+            assert box.exec("touch $VIRTUAL_ENV/bin/x").exit_code == 1
+        with pytest.raises(mirrord.errors.UsageError, match="the checkout has plain@"):
+            Sandbox(checkout, environment="other")
+        with pytest.raises(mirrord.errors.PathNotFoundError):
+            Sandbox(checkout, environment=own / "bin")
 
 
 def test_a_pool_tree_is_reset_in_its_place(client: mirrord.Client) -> None:

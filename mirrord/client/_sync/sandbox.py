@@ -13,7 +13,7 @@ from ... import errors, protocol
 from ..primitives_sync import in_thread
 from ..sandboxes.archives import Capped, pack, unpack
 from ..sandboxes.calls import Call, Executed, Output
-from ..sandboxes.keeper import Keeper, box_of
+from ..sandboxes.keeper import Keeper, box_of, choose_environment
 
 if TYPE_CHECKING:
     from .checkout import Checkout
@@ -37,21 +37,26 @@ class Sandbox:
     else asked for: the next command then finds the new tree. Everything ends with this process,
     too. Commands may run side by side. `memory_bytes` and `processes` bound all of them together;
     where this process may make no control group, each process its memory.
+
+    The environment is the checkout's, and writable until a reset. `environment` names the one that
+    it must have, KEY or KEY@DIGEST, or is a directory of the caller's own, shown read-only.
     """
 
     def __init__(
         self,
         checkout: Checkout,
         *,
+        environment: Path | str | None = None,
         network: bool = False,
         memory_bytes: int | None = None,
         processes: int | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._checkout = checkout
+        own = choose_environment(checkout.lease, environment)
         self._keeper = Keeper(
             lambda: checkout.lease,
-            lambda lease: box_of(lease, network=network, variables=variables or {}),
+            lambda lease: box_of(lease, own, network=network, variables=variables or {}),
             memory_bytes,
             processes,
         )

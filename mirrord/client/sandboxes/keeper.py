@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ... import protocol
 from ...bubblewrap import Box
-from ...errors import CheckoutNotFoundError
+from ...errors import CheckoutNotFoundError, PathNotFoundError, UsageError
 from ...places import PROGRAMS
 from .. import gitremote
 from .calls import Call, Executed
@@ -71,14 +71,41 @@ class Keeper:
             room.close()
 
 
-def box_of(lease: protocol.Checkout, *, network: bool, variables: Mapping[str, str]) -> Box:
-    """The box of a checkout, for its owner."""
+def choose_environment(lease: protocol.Checkout, named: Path | str | None) -> Path | None:
+    """A directory of the caller's own, if that is named; else the checkout's, which must be it.
+
+    Raises UsageError, PathNotFoundError.
+    """
+    if named is None:
+        return None
+    if isinstance(named, Path) or "/" in named:
+        if not Path(named, "bin").is_dir():
+            hint = "name the prefix of an environment, such as a virtual environment's"
+            raise PathNotFoundError(f"cannot use environment {named}: it has no bin", hint=hint)
+        return Path(named).absolute()
+    key, _, digest = named.partition("@")
+    has = lease.environment or ""
+    if has.partition("@")[0] != key or not has.startswith(f"{key}@{digest[:12]}"):
+        fact = f"cannot use environment {named}: the checkout has {has or 'none'}"
+        raise UsageError(fact, hint="name it where the checkout is made or reset")
+    return None
+
+
+def box_of(
+    lease: protocol.Checkout,
+    environment: Path | None = None,
+    *,
+    network: bool,
+    variables: Mapping[str, str],
+) -> Box:
+    """The box of a checkout, for its owner; with an `environment` of the caller's, or its own."""
     is_mine = lease.owner_uid == os.geteuid()
     given = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
     given |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
     return Box(
         tree=Path(lease.path),
-        environment=environment_of(lease),
+        environment=environment or environment_of(lease),
+        is_environment_shared=environment is not None,
         owner=None if is_mine else (lease.owner_uid, lease.owner_gid),
         network=network,
         variables={**given, **variables},
