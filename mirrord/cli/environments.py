@@ -84,10 +84,10 @@ def list_all(session: Session) -> None:
     found = session.client.list_environments()
     rows = [
         (each.name, each.state, each.python, each.files, size(each.size_bytes),
-         each.checkouts, each.built_at)
+         each.holders, each.built_at)
         for each in found
     ]  # fmt: skip
-    header = ("ENVIRONMENT", "STATE", "PYTHON", "FILES", "SIZE", "CHECKOUTS", "BUILT")
+    header = ("ENVIRONMENT", "STATE", "PYTHON", "FILES", "SIZE", "HELD", "BUILT")
     session.answer(found, table(header, rows))
 
 
@@ -101,7 +101,7 @@ def _described(found: Environment) -> Iterator[str]:
     at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
     known: dict[str, object] = {"environment": found.name, "state": found.state}
     known |= {"python": found.python, "interpreter": found.interpreter, "built at": at}
-    known |= {"built": found.built_at, "used": found.used_at, "checkouts": found.checkouts}
+    known |= {"built": found.built_at, "used": found.used_at, "held": found.holders}
     if found.state == "ready":
         shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared before"
         known |= {"files": found.files, "size": shared, "manifest": found.manifest}

@@ -292,7 +292,7 @@ class Environments:
             python=facts["recipe"]["python"],
             built_at=datetime.fromtimestamp(record.at, UTC),
             used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
-            checkouts=self.store.held[record.digest],
+            holders=self.store.held[record.digest],
         )
 
 

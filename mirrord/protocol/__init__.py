@@ -779,7 +779,8 @@ class Environment(Answer):
     of it other environments had already. `dropped` counts what was left out, by the reason;
     `findings` is what the scan found. `error` and the last lines of the log (`tail`) are those of
     a failed build. `interpreter` is the host's; None for one that came with the environment.
-    `checkouts` counts those that use it. A list leaves out `prepared` and `recipe`.
+    `holders` counts the checkouts and prepared layers that use it. A list leaves out `prepared` and
+    `recipe`.
     """
 
     key: str
@@ -793,7 +794,7 @@ class Environment(Answer):
     commit: str | None = None
     duration_s: float | None = None
     used_at: datetime | None = None
-    checkouts: int = 0
+    holders: int = 0
     manifest: str | None = None
     files: int = 0
     size_bytes: int = 0
