@@ -1,0 +1,106 @@
+"""Environments: recipes, builds, and what was built."""
+
+from datetime import datetime
+from typing import Any, Literal
+
+from .codec import Answer, Request, Word
+
+
+class Recipe(Answer, Request):
+    """How an environment is built, and how tests are run in it; docs/environments.md has it whole.
+
+    `requirements` are packages and `-r FILE` lines; `packages` are installed after them, and win.
+    `pre_install` and `install` run in the instance's tree. `index_date`: no package released later
+    is taken. `host_packages` are Debian packages that the host has to have.
+    """
+
+    key: str
+    python: str
+    index_date: str | None = None
+    pre_install: list[str] = []
+    requirements: list[str] = []
+    packages: list[str] = []
+    install: list[str] = []
+    test_command: str = ""
+    variables: dict[str, str] = {}
+    log_parser: str = "pytest"
+    host_packages: list[str] = []
+
+
+class BuildEnvironments(Request):
+    """`names` are instances, or keys of imported recipes and of earlier builds; without any, all
+    instances of `dataset` are meant.
+
+    With `prewarm` every instance of the dataset gets its prepared layer, too, as named ones do. A
+    build that failed is tried `again`, though nothing has changed. With `frozen` no package is
+    taken that was released after the instance's date.
+    """
+
+    names: list[Word] = []
+    dataset: Word | None = None
+    prewarm: bool = False
+    again: bool = False
+    frozen: bool = False
+
+
+class FailedBuild(Answer):
+    key: str
+    detail: str
+
+
+class BuildReport(Answer):
+    """The result of a build: the environments that are `ready`, as KEY@DIGEST, and the commits for
+    which one was `prepared`.
+    """
+
+    ready: list[str]
+    failed: list[FailedBuild] = []
+    prepared: list[str] = []
+
+
+class Preparation(Answer):
+    """The `layer` that a checkout of this commit has with the environment, or why there is none.
+
+    `findings` is what the scan found in the environment, as seen from this commit.
+    """
+
+    mirror: str
+    commit: str
+    layer: str | None = None
+    error: str | None = None
+    findings: list[dict[str, Any]] = []
+
+
+class Environment(Answer):
+    """`name` is KEY@DIGEST. It was built at `commit` of `mirror`, where the recipe has one.
+
+    `manifest` is the SHA-256 of the list of all files with their modes and hashes. `shared_bytes`
+    of it other environments had already. `dropped` counts what was left out, by the reason;
+    `findings` is what the scan found. `error` and the last lines of the log (`tail`) are those of
+    a failed build. `interpreter` is the host's; None for one that came with the environment.
+    `holders` counts the checkouts and prepared layers that use it. A list leaves out `prepared` and
+    `recipe`.
+    """
+
+    key: str
+    name: str
+    digest: str
+    state: Literal["building", "ready", "failed"]
+    python: str
+    built_at: datetime
+    interpreter: str | None = None
+    mirror: str | None = None
+    commit: str | None = None
+    duration_s: float | None = None
+    used_at: datetime | None = None
+    holders: int = 0
+    manifest: str | None = None
+    files: int = 0
+    size_bytes: int = 0
+    shared_bytes: int = 0
+    dropped: dict[str, int] = {}
+    findings: list[dict[str, Any]] = []
+    error: str | None = None
+    tail: list[str] = []
+    prepared: list[Preparation] = []
+    recipe: Recipe | None = None
