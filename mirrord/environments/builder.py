@@ -93,7 +93,9 @@ def steps_of(order: Order) -> Iterator[_Step]:
         )
         yield _Step("moving it to the prefix", ["bash", "-c", script])
     install = [_UV, "pip", "install", "--python", _PYTHON]
-    yield _Step("installing pip", [*install, *_SEEDS], must_succeed=False)
+    # Not of the instance's date, as conda's are not: environments of many dates share them.
+    seeding = ["env", "--unset=UV_EXCLUDE_NEWER", *install, *_SEEDS]
+    yield _Step("installing pip", seeding, must_succeed=False)
     for title, lines in (("requirements", order.requirements), ("packages", order.packages)):
         if lines:
             listed = "".join(f"{line}\n" for line in lines)
