@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from waiting import until
 
 pytestmark = pytest.mark.root
 
@@ -53,7 +54,10 @@ class World:
         return made
 
     def release(self, made: dict[str, Any]) -> None:
+        """Release a checkout, and wait until nothing holds its template any more."""
         assert self.daemon.request("DELETE", f"/v1/checkouts/{made['id']}")[0] == 204
+        leases = self.daemon.state_dir / "leases"
+        until(lambda: not any(leases.iterdir()))
 
     def findings(self) -> list[str]:
         command = [
