@@ -17,6 +17,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from . import __version__, config, telemetry
+from .activity import ActivityMonitor
 from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.environments import EnvironmentStore
@@ -44,9 +45,10 @@ from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
 from .places import Layout
-from .protocol import AuditSummary, Configuration, ReloadAnswer, Status
+from .protocol import Activity, AuditSummary, Configuration, ReloadAnswer, Status
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
+from .traffic import Traffic
 from .work import BackgroundWork, Prewarm
 
 
@@ -70,6 +72,7 @@ class Engine:
         self.access = Access(self.settings)
         self.events = Events()
         self.operations = Operations(self.events)
+        self.traffic = Traffic()
         self.health = HealthMonitor(self.layout.root, self.access, is_open=self._opened.is_set)
 
     def settings(self) -> Settings:
@@ -183,6 +186,12 @@ class Engine:
             quarantine=self.mirrors.quarantine, templates=self.templates, checkouts=self.checkouts,
             environments=self.environments, trash=self.trash, events=self.events,
         )  # fmt: skip
+        self.monitor = ActivityMonitor(
+            settings=self.settings, started_at=self.started_at, state_dir=self.layout.root,
+            traffic=self.traffic, health=self.health, operations=self.operations,
+            workers=self.workers, checkouts=self.checkouts, trash=self.trash,
+        )  # fmt: skip
+        await self.monitor.sample()
         try:
             self.backend = self.checkouts.backend
         except BackendUnavailableError as error:  # leases of the other backend are still served
@@ -210,7 +219,8 @@ class Engine:
         watches = await self._watches()
         # datasets drop pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
-        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, watches)
+        sample = self.monitor.sample
+        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, watches, sample)
         self.schedule = Schedule(jobs.table)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
@@ -331,6 +341,10 @@ class Engine:
             last_audit=summaries[0] if summaries else None,
             jobs=self.schedule.states(),
         )  # fmt: skip
+
+    def activity(self, uid: int | None = None, *, history: bool = False) -> Activity:
+        """What the daemon does now; with `uid` as that user sees it. Reads memory alone."""
+        return self.monitor.report(uid, history=history)
 
     async def figures(self) -> dict[str, float]:
         """The gauges of the metrics."""

@@ -24,6 +24,7 @@ from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, JobState, Operation, StartAudit
 from .telemetry import log
+from .traffic import SNAPSHOT_S
 from .units import Backoff
 from .work import BackgroundWork
 
@@ -203,6 +204,7 @@ class Timetable:
     work: BackgroundWork
     cleanup: Cleanup
     watches: list[Watch]
+    sample: Callable[[], Awaitable[None]]
 
     async def table(self) -> list[Job]:
         settings, started = self.work.mirrors.settings(), self.started_at
@@ -246,6 +248,7 @@ class Timetable:
             Job("templates.scrub", scrub, self.work.templates.scrub, since=early(scrub)),
             regular("checkouts.expire", timedelta(seconds=2), self.checkouts.expire),
             regular("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry),
+            regular("activity.sample", timedelta(seconds=SNAPSHOT_S), self.sample),
             regular("templates.evict", timedelta(minutes=5), self._evict),
             regular("watch.look", _MINUTE, self._look),
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),

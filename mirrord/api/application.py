@@ -20,17 +20,23 @@ from starlette.types import Message, Receive, Scope, Send
 from .. import protocol
 from ..checkouts.deferred import answering
 from ..engine import Engine
-from ..errors import AccessError, CorruptCatalogError, InvalidRequestError, NotFoundError
+from ..errors import (
+    AccessError,
+    CorruptCatalogError,
+    InvalidRequestError,
+    MirrordError,
+    NotFoundError,
+)
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from .connections import Connections
-from .metrics import Metrics
 from .problems import MethodNotAllowedError, invalid_request, problem_response
 from .request import JSON_LIMIT_BYTES, Body, Call, Query, read_body
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
+_REFUSALS = {429, 503}
 _HINT = "GET /v1/openapi.json lists all paths"
 
 
@@ -84,14 +90,13 @@ class Application:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.connections = Connections(self._role, engine.access.user_of)
+        self.connections = Connections(self._role, engine.access.user_of, engine.traffic)
         engine.health.warn_by(lambda: self.connections.warnings)
-        self._metrics = Metrics()
         self._held: Counter[int] = Counter()  # bytes of bodies by user
         self._routes = Routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = perf_counter()
+        started, engine = perf_counter(), self._engine
         own = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         identity = own if usable_request_id(own) else new_request_id()
         bind_request(identity)
@@ -112,11 +117,13 @@ class Application:
                     response = await self._respond(endpoint, request, parameters, body)
                 except Exception as error:  # noqa: BLE001  # problem_response logs what is a bug
                     if isinstance(error, CorruptCatalogError):
-                        self._engine.health.note("catalog", error.message)
+                        engine.health.note("catalog", error.message)
                     response = problem_response(error)
+                    if response.status_code in _REFUSALS and isinstance(error, MirrordError):
+                        engine.traffic.refusals[error.code] += 1
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
-                self._metrics.observe(name, response.status_code, perf_counter() - started)
+                engine.traffic.observe(name, response.status_code, perf_counter() - started)
                 await response(scope, receive, send_identified)
         finally:
             body.release()
@@ -163,7 +170,7 @@ class Application:
                 arguments["body"] = _BODIES[endpoint.json_body].validate_json(content)
             except ValidationError as error:
                 raise invalid_request("body", error) from error
-        call = Call(self._engine, self._metrics, peer, role, request, parameters)
+        call = Call(self._engine, peer, role, request, parameters)
         with connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
             answer = await endpoint.handler(call, **arguments)
         if isinstance(answer, Response):

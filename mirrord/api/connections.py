@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import TooManyConnectionsError
 from ..host.peers import Peer, Role
 from ..telemetry import Seldom, log
+from ..traffic import Traffic
 
 if TYPE_CHECKING:
     from .server import HttpConnection
@@ -31,8 +32,15 @@ _FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few request
 class Connections:
     """All connections of a daemon. Belongs to one event loop."""
 
-    def __init__(self, role: Callable[[Peer], Role], user_of: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        role: Callable[[Peer], Role],
+        user_of: Callable[[int], int],
+        traffic: Traffic,
+    ) -> None:
         self._role = role
+        self._traffic = traffic
+        traffic.connections = self.by_user
         self._user_of = user_of
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = files - max(_FILES_LEFT, files // 4)
@@ -49,10 +57,15 @@ class Connections:
         fact = f"the limit on open files is low: at most {self._most} connections are taken"
         return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
+    def by_user(self) -> dict[int, int]:
+        """How many are open."""
+        return {uid: len(connections) for uid, connections in self._of.items()}
+
     def add(self, connection: HttpConnection) -> None:
         """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
+            self._traffic.refusals[TooManyConnectionsError.code] += 1
             if count := self._refusals.count(uid):
                 log.warning(
                     "connection.refused", uid=uid, count=count, connections=len(self._users)

@@ -1,30 +1,23 @@
-"""Metrics: requests are counted as they are answered, gauges are read from the engine when asked.
+"""Metrics in Prometheus' text format, read from the engine when asked."""
 
-The registry is its own, so that two daemons in one process (a test) do not add up.
-"""
-
-from functools import lru_cache
+from collections.abc import Mapping
 
 import anyio.to_thread
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from ..engine import Engine
+from ..traffic import BUCKETS_S, Traffic
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_BUCKETS = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
-)
-
+_BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")
 
 GAUGES = {
     "up": "1 when the daemon can serve, 0 when it is degraded.",
@@ -43,54 +36,51 @@ GAUGES = {
 """Names and help of the gauges that `Engine.figures` reads."""
 
 
-class Metrics:
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        requests = Counter(
-            "mirrord_requests",
-            "Requests answered.",
-            ("endpoint", "status"),
-            registry=self._registry,
-        )
-        seconds = Histogram(
-            "mirrord_request_seconds",
-            "Time to an answer.",
-            ("endpoint",),
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
-        ProcessCollector(namespace="mirrord", registry=self._registry)
-        self._requests = lru_cache(maxsize=1024)(requests.labels)
-        self._seconds = lru_cache(maxsize=256)(seconds.labels)
-
-    def observe(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count an answered request."""
-        self._requests(endpoint, status).inc()
-        self._seconds(endpoint).observe(seconds)
-
-    async def text(self, engine: Engine) -> bytes:
-        """All metrics in Prometheus' text format."""
-        registry = CollectorRegistry()
-        registry.register(_Figures(await engine.figures(), dict(engine.events.counts)))
-        return await anyio.to_thread.run_sync(
-            lambda: generate_latest(self._registry) + generate_latest(registry)
-        )
+async def text(engine: Engine) -> bytes:
+    """All metrics."""
+    registry = CollectorRegistry()
+    ProcessCollector(namespace="mirrord", registry=registry)
+    figures = _Figures(await engine.figures(), engine.events.counts, engine.traffic)
+    registry.register(figures)
+    return await anyio.to_thread.run_sync(generate_latest, registry)
 
 
 class _Figures(Collector):
-    def __init__(self, figures: dict[str, float], events: dict[str, int]) -> None:
-        self._figures, self._events = figures, events
+    """Read on the event loop, rendered in a thread."""
 
-    def collect(self) -> list[Metric]:
+    def __init__(
+        self, figures: dict[str, float], counts: Mapping[str, int], traffic: Traffic
+    ) -> None:
         events = CounterMetricFamily(
             "mirrord_events",
             "Events by name: syncs, checkouts, resets, imports, failures.",
             labels=["name"],
         )
-        for name, count in sorted(self._events.items()):
+        for name, count in sorted(counts.items()):
             events.add_metric([name], count)
         gauges = [
-            GaugeMetricFamily(f"mirrord_{name}", text, self._figures[name])
+            GaugeMetricFamily(f"mirrord_{name}", text, figures[name])
             for name, text in GAUGES.items()
         ]
-        return [*gauges, events]
+        self._families = [*gauges, events, *_requests(traffic)]
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _requests(traffic: Traffic) -> list[Metric]:
+    answers = CounterMetricFamily(
+        "mirrord_requests", "Requests answered.", labels=("endpoint", "status")
+    )
+    for (endpoint, status), count in sorted(traffic.answers.items()):
+        answers.add_metric((endpoint, str(status)), count)
+    times = HistogramMetricFamily(
+        "mirrord_request_duration_seconds", "Time to an answer.", labels=["endpoint"]
+    )
+    for endpoint, buckets in sorted(traffic.buckets.items()):
+        below, bounds = 0, []
+        for bound, count in zip(_BOUNDS, buckets, strict=True):
+            below += count
+            bounds.append((bound, float(below)))
+        times.add_metric([endpoint], bounds, traffic.sums_s[endpoint])
+    return [answers, times]

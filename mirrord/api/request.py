@@ -32,7 +32,6 @@ from ..errors import BodyTooLargeError, InvalidRequestError, LimitReachedError
 from ..host.files import full_disk_named, write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
-from .metrics import Metrics
 
 if TYPE_CHECKING:
     from .server import HttpConnection
@@ -55,7 +54,6 @@ class Call:
     """A request whose access was checked. `path` has the parameters of the path."""
 
     engine: Engine
-    metrics: Metrics
     peer: Peer
     role: Role
     request: Request

@@ -2,6 +2,7 @@
 
 import builtins
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -152,6 +153,10 @@ class Checkouts:
     @property
     def count(self) -> int:
         return len(self._leases)
+
+    def by_owner(self) -> Counter[int]:
+        """How many each uid holds."""
+        return Counter(lease.owner_uid for lease in self._leases)
 
     async def expire(self) -> int:
         """Release idle checkouts that are over; answers how many."""

@@ -7,6 +7,7 @@ next, so that nobody inherits the place of a user with a long queue.
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
@@ -75,8 +76,8 @@ class Turns:
         self._served: dict[int | None, int] = {}
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn, and hold it inside the block."""
+    async def turn(self) -> AsyncIterator[int | None]:
+        """Wait for a turn, and hold it inside the block; answers the user it counts for."""
         turn = _Turn(Askers.present())
         self._waiting.append(turn)
         turn.askers.queues.append(self)
@@ -87,11 +88,15 @@ class Turns:
                     for holder in self._running if self._most == 1 else ():
                         stack.enter_context(holder.askers.joined(turn.askers))
                     await turn.begun.wait()
-            yield
+            yield turn.uid
         finally:
             turn.askers.queues.remove(self)
             (self._running if turn in self._running else self._waiting).remove(turn)
             self.admit()
+
+    def waiting(self) -> Counter[int | None]:
+        """How many turns are waited for, by the first user who asked."""
+        return Counter(next(iter(turn.askers.uids), None) for turn in self._waiting)
 
     def admit(self) -> None:
         """Begin the turns that may begin."""

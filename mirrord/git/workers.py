@@ -14,16 +14,18 @@ import select
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import Any, TypeVar, TypeVarTuple
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
 import structlog
 
 from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
 from ..host.processes import memory_limit_bytes
+from ..model import utc_now
 from ..telemetry import log
 from .process import Process, await_end, start_module
 from .turns import Turns
@@ -137,6 +139,14 @@ class _Worker:
         self.gone.set()
 
 
+class WorkerCall(NamedTuple):
+    """What a worker does; `uid` is the user it counts for, None in the background."""
+
+    function: str
+    uid: int | None
+    since: datetime
+
+
 class Workers:
     """Processes for sync, importable functions with picklable arguments and results.
 
@@ -160,7 +170,7 @@ class Workers:
         self._on_start = on_start
         self._server = server
         self._free: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._busy: dict[_Worker, WorkerCall] = {}
         self._calls = 0
         self._retire_timer: asyncio.TimerHandle | None = None
         self._retiring: set[asyncio.Task[None]] = set()
@@ -178,13 +188,26 @@ class Workers:
             self._retire_timer = None
         self._calls += 1
         try:
-            async with (self._short if timeout <= _SHORT else self._long).turn():
-                return await self._run(function, args, timeout)
+            async with (self._short if timeout <= _SHORT else self._long).turn() as uid:
+                return await self._run(function, args, timeout, uid)
         finally:
             self._calls -= 1
             if not self._calls and not self._closed:
                 loop = asyncio.get_running_loop()
                 self._retire_timer = loop.call_later(self._idle.total_seconds(), self._retire)
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        return len(self._busy) + len(self._free)
+
+    def calls(self) -> list[WorkerCall]:
+        """What runs now, the longest first."""
+        return list(self._busy.values())
+
+    def waiting(self) -> Counter[int | None]:
+        """How many calls wait for their turn, by user; None is background work."""
+        return self._short.waiting() + self._long.waiting()
 
     async def close(self) -> None:
         """Kill what runs and refuse new calls."""
@@ -198,12 +221,12 @@ class Workers:
         await asyncio.gather(*self._retiring)
 
     async def _run(
-        self, function: Callable[..., T], args: tuple[Any, ...], timeout: timedelta
+        self, function: Callable[..., T], args: tuple[Any, ...], timeout: timedelta, uid: int | None
     ) -> T:
         name = getattr(function, "__name__", repr(function))
         context = structlog.contextvars.get_contextvars()
         worker = await self._get_worker()
-        self._busy.add(worker)
+        self._busy[worker] = WorkerCall(name, uid, utc_now())
         is_sound = False
         result: T
         try:
@@ -229,7 +252,7 @@ class Workers:
             log.warning("worker.crashed", function=name)
             raise _crashed(f"finish {name}", "the worker process died") from error
         finally:
-            self._busy.remove(worker)
+            del self._busy[worker]
             if is_sound and not self._closed:
                 self._free.append(worker)
             else:

@@ -91,6 +91,11 @@ class Trash:
             await asyncio.wait(self._tasks.copy())
         return await self.retry()
 
+    @property
+    def count(self) -> int:
+        """How many removals are under way or resisted."""
+        return len(self._tasks) + len(self._resisted) + len(self._stuck)
+
     def remove(self, path: Path) -> None:
         """Remove a file or tree of ours now, or by `retry` where the disk refuses. Any thread."""
         if not try_to_remove(path) and path not in self._stuck:

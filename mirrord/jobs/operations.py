@@ -6,6 +6,7 @@ at any moment.
 """
 
 import asyncio
+import builtins
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,12 @@ class Operations:
         """All that are remembered, newest first; with `owner_uid`, only that user's."""
         records = reversed(self._records.values())
         return [each.listed() for each in records if owner_uid in {None, each.owner_uid}]
+
+    def running(self, *, owner_uid: int | None = None) -> builtins.list[Operation]:
+        """Those at work, the oldest first, then those that wait for their turn."""
+        records = [self._records[identity] for identity in self._tasks]
+        shown = [each for each in records if owner_uid in {None, each.owner_uid}]
+        return [each.listed() for each in sorted(shown, key=lambda r: r.progress.note == QUEUED)]
 
     async def wait(self, identity: str, *, timeout: timedelta | None = None) -> Operation:
         """The operation once it has ended, or as it is after `timeout`; it runs on after that."""

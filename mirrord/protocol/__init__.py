@@ -3,6 +3,12 @@
 Times are aware UTC, durations are seconds, sizes are bytes.
 """
 
+from .activity import Activity as Activity
+from .activity import ActivityPoint as ActivityPoint
+from .activity import CacheActivity as CacheActivity
+from .activity import EndpointActivity as EndpointActivity
+from .activity import OwnerActivity as OwnerActivity
+from .activity import WorkerActivity as WorkerActivity
 from .audits import Audit as Audit
 from .audits import AuditPart as AuditPart
 from .audits import AuditSummary as AuditSummary

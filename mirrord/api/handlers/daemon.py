@@ -12,6 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ...protocol import (
+    Activity,
     CollectGarbage,
     Configuration,
     Event,
@@ -65,8 +66,16 @@ async def collect_garbage(call: Call, body: CollectGarbage) -> Garbage:
     return await call.engine.storage.collect(dry_run=body.dry_run)
 
 
+class ActivityQuery(Query):
+    history: bool = Field(False, description="with a point for each minute of the last day")
+
+
+async def get_activity(call: Call, query: ActivityQuery) -> Activity:
+    return call.engine.activity(call.own_uid, history=query.history)
+
+
 async def get_metrics(call: Call) -> Response:
-    return text_response(await call.metrics.text(call.engine), metrics.MEDIA_TYPE)
+    return text_response(await metrics.text(call.engine), metrics.MEDIA_TYPE)
 
 
 async def list_operations(call: Call) -> list[Operation]:

@@ -96,6 +96,10 @@ class AsyncClient:
     async def status(self) -> protocol.Status:
         return await self._one(protocol.Status, "GET", "status")
 
+    async def activity(self, *, history: bool = False) -> protocol.Activity:
+        """What the daemon does now; `history` adds a point for each minute of the last day."""
+        return await self._one(protocol.Activity, "GET", "activity", history=history)
+
     async def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
         return await self._one(protocol.Configuration, "GET", "config")

@@ -97,6 +97,10 @@ class Client:
     def status(self) -> protocol.Status:
         return self._one(protocol.Status, "GET", "status")
 
+    def activity(self, *, history: bool = False) -> protocol.Activity:
+        """What the daemon does now; `history` adds a point for each minute of the last day."""
+        return self._one(protocol.Activity, "GET", "activity", history=history)
+
     def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
         return self._one(protocol.Configuration, "GET", "config")
