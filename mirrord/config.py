@@ -185,7 +185,7 @@ class MaintenanceSettings(_Section):
 
 
 class CheckoutSettings(_Section):
-    backend: Annotated[Backend, Restart] = Backend.AUTO
+    backend: Backend = Backend.AUTO
     history: History = History.SEALED
     ttl: Period = timedelta(hours=2)
     max: Count = 1024
@@ -195,7 +195,7 @@ class CheckoutSettings(_Section):
 
 
 class DatasetSettings(_Section):
-    watch: Annotated[StrictBool, Restart] = True
+    watch: StrictBool = True
 
 
 class AccessSettings(_Section):
@@ -233,11 +233,11 @@ class EnvironmentSettings(_Section):
 
 class LogSettings(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Annotated[Literal["auto", "json", "console"], Restart] = "auto"
+    format: Literal["auto", "json", "console"] = "auto"
 
 
 class DockerSettings(_Section):
-    volumes: Annotated[StrictBool, Restart] = False
+    volumes: StrictBool = False
 
 
 class MirrorSettings(_Section):

@@ -8,7 +8,7 @@ closes what was opened.
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
@@ -67,6 +67,8 @@ class Engine:
         self._opened, self._closing = asyncio.Event(), AsyncExitStack()
         self._refused_files: dict[Path, str] = {}
         self._config_fault: str | None = None
+        self._reloading = asyncio.Lock()
+        self._on_reload: list[Callable[[], Awaitable[None]]] = []
         self.started_at = utc_now()
         self.layout = Layout(settings.state_dir)
         self.access = Access(self.settings)
@@ -102,9 +104,8 @@ class Engine:
 
     async def _open_stores(self) -> None:
         """The catalog, the mirrors, the datasets."""
-        log = self._settings.log
         self.git = Git(home=self.layout.home)
-        self.workers = Workers(on_start=partial(telemetry.configure, log.level, log.format))
+        self.workers = Workers(on_start=self._configure_log())
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
@@ -124,6 +125,13 @@ class Engine:
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.health.degrade_by(self.mirrors.outages)
+
+    def _configure_log(self) -> Callable[[], None]:
+        """Log as the settings say; answers how another process does the same."""
+        settings = self._settings.log
+        configure = partial(telemetry.configure, settings.level, settings.format)
+        configure()
+        return configure
 
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
         """Remove trees that clients wrote to, in batches that count for no user."""
@@ -192,11 +200,22 @@ class Engine:
             workers=self.workers, checkouts=self.checkouts, trash=self.trash,
         )  # fmt: skip
         await self.monitor.sample()
+        self.health.degrade_by(self._backend_faults)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of a request that names none."""
         try:
-            self.backend = self.checkouts.backend
-        except BackendUnavailableError as error:  # leases of the other backend are still served
-            self.backend = self._settings.checkouts.backend
-            self.health.note("backend", error.message)
+            return self.checkouts.backend
+        except BackendUnavailableError:  # leases of the other backend are still served
+            return self._settings.checkouts.backend
+
+    def _backend_faults(self) -> list[str]:
+        try:
+            _ = self.checkouts.backend
+        except BackendUnavailableError as error:
+            return [error.message]
+        return []
 
     async def _open_audits(self) -> None:
         self.heals = Heals(self.mirrors)
@@ -216,18 +235,27 @@ class Engine:
             self.templates, self.stores, self.environments, prewarm,
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
-        watches = await self._watches()
+        self._watches: list[Watch] = []
         # datasets drop pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
         sample = self.monitor.sample
-        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, watches, sample)
+        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, self._watches, sample)
         self.schedule = Schedule(jobs.table)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()
-        for watch in watches:
-            self._closing.push_async_callback(watch.close)
-            await watch.open()
+        self._closing.push_async_callback(self._close_watches)
+        self._dataset_watch: Watch | None = None
+        await self._watch_datasets()
+        if file := self._config_path:
+            signature = await anyio.to_thread.run_sync(signature_of, file)
+            known = {file: signature} if signature else {}
+            await self._open_watch(
+                Watch(
+                    file.parent, file.name.__eq__, lambda _: self.reload(), known=known,
+                    quiet=timedelta(seconds=0.2),
+                )
+            )  # fmt: skip
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
@@ -250,25 +278,32 @@ class Engine:
                     "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
                 )
 
-    async def _watches(self) -> list[Watch]:
-        watches = []
-        if self._settings.datasets.watch:
+    async def _watch_datasets(self) -> None:
+        """Watch the directory of datasets, or no longer, as the settings say."""
+        is_wanted = self._settings.datasets.watch
+        if is_wanted and self._dataset_watch is None:
             known = {}
             for dataset in await self.catalog.list_datasets():
                 path = self.layout.datasets / Path(dataset.source).name
                 signature = await anyio.to_thread.run_sync(signature_of, path)
                 if signature and signature.changed_at < dataset.imported_at.timestamp():
                     known[path] = signature  # imported since it last changed
-            place = self.layout.datasets
-            watches.append(Watch(place, is_complete_name, self._import_watched, known=known))
-        if file := self._config_path:
-            signature = await anyio.to_thread.run_sync(signature_of, file)
-            known = {file: signature} if signature else {}
-            counts, quiet = file.name.__eq__, timedelta(seconds=0.2)
-            watches.append(
-                Watch(file.parent, counts, lambda _: self.reload(), known=known, quiet=quiet)
+            self._dataset_watch = Watch(
+                self.layout.datasets, is_complete_name, self._import_watched, known=known
             )
-        return watches
+            await self._open_watch(self._dataset_watch)
+        elif self._dataset_watch and not is_wanted:
+            watch, self._dataset_watch = self._dataset_watch, None
+            self._watches.remove(watch)
+            await watch.close()
+
+    async def _open_watch(self, watch: Watch) -> None:
+        self._watches.append(watch)
+        await watch.open()
+
+    async def _close_watches(self) -> None:
+        for watch in self._watches:
+            await watch.close()
 
     async def _import_watched(self, path: Path) -> None:
         """Import a file; a refused file is a warning while it exists."""
@@ -289,11 +324,20 @@ class Engine:
             if path.exists()
         ]
 
+    def on_reload(self, apply: Callable[[], Awaitable[None]]) -> None:
+        """Call `apply` in each reload, once the new settings are in effect."""
+        self._on_reload.append(apply)
+
     async def reload(self) -> ReloadAnswer:
         """Read the configuration again and apply what is live.
 
         Raises InvalidConfigError for a bad file, and changes nothing then.
         """
+        await self.wait_until_open()
+        async with self._reloading:
+            return await self._reload()
+
+    async def _reload(self) -> ReloadAnswer:
         try:
             new = await anyio.to_thread.run_sync(self._load)
         except InvalidConfigError as error:
@@ -304,11 +348,14 @@ class Engine:
         self._config_fault = None
         applied, refused = config.compare(self._settings, new)
         self._settings = config.merge_live(self._settings, new)
-        telemetry.configure(self._settings.log.level, self._settings.log.format)
+        self.workers.prepare_by(self._configure_log())
         self.access.refresh()
         if "mirror" in applied:
             await self._add_configured_mirrors()
+        await self._watch_datasets()
         await self.schedule.reconcile()
+        for apply in self._on_reload:
+            await apply()
         self.events.publish("config.reloaded", applied=applied, refused=refused)
         return ReloadAnswer(applied=applied, refused=refused)
 

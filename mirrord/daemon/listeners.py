@@ -36,11 +36,10 @@ class Listener(NamedTuple):
 
 
 class Listeners(NamedTuple):
-    """`fault` says why there is no socket for volumes."""
+    """Those of the API, and of the volume driver, which come and go with the settings."""
 
     api: Sequence[Listener]
-    volumes: Sequence[Listener]
-    fault: str | None = None
+    volumes: list[Listener]
 
     @property
     def all(self) -> list[Listener]:
@@ -51,8 +50,8 @@ class Listeners(NamedTuple):
             listener.remove()
 
 
-def open_listeners(path: Path, *, volumes: bool) -> Listeners:
-    """Systemd's sockets, else our own; with `volumes` one for docker too.
+def open_listeners(path: Path) -> Listeners:
+    """Systemd's sockets, else our own at `path`.
 
     Raises AlreadyRunningError where another daemon listens at `path`. Everybody may connect there:
     each request is allowed or not by the peer's credentials.
@@ -63,14 +62,12 @@ def open_listeners(path: Path, *, volumes: bool) -> Listeners:
         for name, listener in taken.items()
     }
     for_volumes = [passed.pop(name) for name in list(passed) if name == _PASSED_FOR_VOLUMES]
-    api = list(passed.values()) or [_bind(path, 0o666)]
-    fault = None
-    if volumes and not for_volumes:
-        try:
-            for_volumes = [_bind(DOCKER_SOCKET, 0o600)]
-        except errors.MirrordError as error:
-            fault = f"volumes are not served: {error.message}; {error.hint}"
-    return Listeners(api, for_volumes, fault)
+    return Listeners(list(passed.values()) or [_bind(path, 0o666)], for_volumes)
+
+
+def listen_for_docker() -> Listener:
+    """Our own socket where docker looks for a volume driver. Raises MirrordError."""
+    return _bind(DOCKER_SOCKET, 0o600)
 
 
 def _bind(path: Path, mode: int) -> Listener:

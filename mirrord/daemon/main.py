@@ -15,8 +15,11 @@ import signal
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import anyio.to_thread
 
 from .. import config, errors, places, telemetry
 from ..api.application import Application
@@ -27,7 +30,7 @@ from ..host.files import host_error, opened
 from ..host.systemd import Notifier
 from ..model import utc_now
 from ..telemetry import log
-from .listeners import Listeners, open_listeners
+from .listeners import Listeners, listen_for_docker, open_listeners
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
@@ -58,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         engine = Engine(settings, config_path=path, load=load)
         engine.layout.make_root()
         with state_lock(engine.layout.root):
-            listeners = open_listeners(settings.socket, volumes=settings.docker.volumes)
+            listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()
                 asyncio.run(Daemon(engine, listeners, Notifier.from_environment()).run())
@@ -135,8 +138,8 @@ class Daemon:
         self._listeners = listeners
         self._notifier = notifier
         self._serving = f"serving {listeners.api[0].path}"
-        if fault := listeners.fault:
-            engine.health.warn_by(lambda: [fault])
+        self._volumes_fault: str | None = None
+        engine.health.warn_by(lambda: [self._volumes_fault] if self._volumes_fault else [])
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -153,6 +156,8 @@ class Daemon:
         driver = Server(VolumeDriver(self._engine), application.connections)
         for listener in self._listeners.volumes:
             await driver.listen(listener.socket)
+        await self._serve_volumes(driver)
+        self._engine.on_reload(partial(self._serve_volumes, driver))
         self._notifier.status("opening")
         try:
             if await self._open():
@@ -176,6 +181,24 @@ class Daemon:
         sockets = [str(listener.path) for listener in self._listeners.all]
         log.info("daemon.started", pid=os.getpid(), sockets=sockets)
         return True
+
+    async def _serve_volumes(self, driver: Server) -> None:
+        """Listen where docker looks for a driver, or no longer, as the settings say.
+
+        A socket of systemd's stays; the driver refuses what it is not to serve.
+        """
+        volumes, self._volumes_fault = self._listeners.volumes, None
+        if not self._engine.settings().docker.volumes:
+            for listener in [each for each in volumes if each.inode is not None]:
+                driver.stop_accepting()
+                listener.remove()
+                volumes.remove(listener)
+        elif not volumes:
+            try:
+                volumes.append(await anyio.to_thread.run_sync(listen_for_docker))
+                await driver.listen(volumes[0].socket)
+            except errors.MirrordError as error:
+                self._volumes_fault = f"volumes are not served: {error.message}; {error.hint}"
 
     async def _shut_down(self, servers: Sequence[Server]) -> None:
         """Accept nothing, end operations and requests, close the engine; each step is bounded."""

@@ -100,7 +100,7 @@ class _Worker:
 
     def __init__(self, connection: socket.socket, pidfd: int) -> None:
         self.connection, self._pidfd = connection, pidfd
-        self.is_new = True
+        self.is_prepared = False
         self.gone = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._end)
 
@@ -196,6 +196,12 @@ class Workers:
                 loop = asyncio.get_running_loop()
                 self._retire_timer = loop.call_later(self._idle.total_seconds(), self._retire)
 
+    def prepare_by(self, on_start: Callable[[], None]) -> None:
+        """Run `on_start` in every worker, before its next call."""
+        self._on_start = on_start
+        for worker in (*self._free, *self._busy):
+            worker.is_prepared = False
+
     @property
     def count(self) -> int:
         """How many processes there are."""
@@ -232,8 +238,8 @@ class Workers:
         try:
             if self._closed:
                 raise _stopping()
-            prepare = self._on_start if worker.is_new else None
-            worker.is_new = False
+            prepare = None if worker.is_prepared else self._on_start
+            worker.is_prepared = True
             call = pickle.dumps((prepare, context, function, args))
             async with asyncio.timeout(timeout.total_seconds()):
                 answer = await worker.exchange(call)

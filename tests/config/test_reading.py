@@ -238,22 +238,73 @@ def test_sizes_are_written_as_they_are_read(value: int) -> None:
     assert units.parse_size(units.format_size(value)) == value
 
 
-def test_reload_applies_what_is_live_and_keeps_what_needs_a_restart(tmp_path: Path) -> None:
-    """A refused key keeps its old value, every other key gets its new one."""
-    old = config.Settings()
-    path = tmp_path / "config.toml"
-    path.write_text(
-        'socket = "/other.sock"\n[sync]\ninterval = "1h"\n[checkouts]\nbackend = "pool"\nmax = 3\n'
+NEEDS_RESTART = {"state_dir": "/elsewhere", "socket": "/other.sock"}
+LIVE = {
+    "upstream.url": "https://example.com/{name}",
+    "upstream.fallbacks": ["https://example.com/{name}"],
+    "upstream.refs": ["refs/heads/*"],
+    "upstream.timeout": "1m",
+    "sync.interval": "1h",
+    "sync.jitter": "1m",
+    "sync.concurrency": 2,
+    "audit.interval": "1h",
+    "audit.level": "quick",
+    "audit.content_interval": "1h",
+    "audit.heal": False,
+    "audit.accept": ["missing"],
+    "maintenance.interval": "1h",
+    "checkouts.backend": "pool",
+    "checkouts.history": "squashed",
+    "checkouts.ttl": "1h",
+    "checkouts.max": 3,
+    "checkouts.prewarm": False,
+    "checkouts.template_bytes": "1GiB",
+    "checkouts.template_ttl": "1d",
+    "datasets.watch": False,
+    "access.group": "other",
+    "access.admins": ["someone"],
+    "access.commits": "any",
+    "access.owners": "none",
+    "access.max_per_user": 3,
+    "access.ttl_max": "1h",
+    "environments.index": "/srv/packages",
+    "environments.network": False,
+    "grading.policy": "drop",
+    "grading.policies": {"tests": "drop"},
+    "grading.file_bytes": "2MiB",
+    "grading.rule": [{"name": "own", "paths": ["x"]}],
+    "log.level": "debug",
+    "log.format": "json",
+    "docker.volumes": True,
+    "mirror": [{"repo": "psf/requests"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_live"),
+    [
+        *((key, value, False) for key, value in NEEDS_RESTART.items()),
+        *((key, value, True) for key, value in LIVE.items()),
+    ],
+    ids=[*NEEDS_RESTART, *LIVE],
+)
+def test_a_reload_applies_a_key_or_names_it(key: str, value: object, is_live: bool) -> None:
+    """A refused key keeps its old value."""
+    section, _, name = key.rpartition(".")
+    values = {name: value}
+    old, new = (
+        config.Settings.model_validate({section: each} if section else each)
+        for each in ({}, values)
     )
-    new = config.load(path)
-    assert config.compare(old, new) == (
-        ["sync.interval", "checkouts.max"],
-        ["socket", "checkouts.backend"],
+    assert config.compare(old, new) == (([key], []) if is_live else ([], [key]))
+    assert config.merge_live(old, new) == (new if is_live else old)
+
+
+def test_each_key_is_said_to_be_live_or_not() -> None:
+    """What an operator must restart for is decided here, for a new key too."""
+    assert dict(config.setting_keys()) == dict.fromkeys(LIVE, False) | dict.fromkeys(
+        NEEDS_RESTART, True
     )
-    merged = config.merge_live(old, new)
-    assert merged.sync.interval == timedelta(hours=1)
-    assert merged.checkouts.max == 3
-    assert (merged.socket, merged.checkouts.backend) == (old.socket, old.checkouts.backend)
 
 
 def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:

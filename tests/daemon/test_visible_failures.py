@@ -90,9 +90,10 @@ def test_health_is_degraded_when_no_mirror_can_be_synced(tmp_path: Path) -> None
 def test_reload_ends_as_the_daemon_judges() -> None:
     """What was applied on stdout, what needs a restart on stderr; two for a file with faults, which changes nothing."""
     with daemon("[checkouts]\nmax = 5\n[datasets]\nwatch = false\n") as running:
-        running.write_config('[checkouts]\nmax = 6\nbackend = "pool"\n[datasets]\nwatch = false\n')
+        running.write_config("[checkouts]\nmax = 6\n[datasets]\nwatch = false\n")
+        _other_state_dir(running)
         done = _mirrord(running, "reload")
-        assert (done.returncode, done.stderr) == (0, "checkouts.backend needs a restart\n")
+        assert (done.returncode, done.stderr) == (0, "state_dir needs a restart\n")
         assert done.stdout in (
             "checkouts.max\n",
             "",
@@ -103,6 +104,11 @@ def test_reload_ends_as_the_daemon_judges() -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert "checkouts.max: must be greater than or equal to 1" in done.stderr
         assert running.json("GET", "/v1/status")["checkout_max"] == 6
+
+
+def _other_state_dir(running: Daemon) -> None:
+    text = running.config.read_text()
+    running.config.write_text(text.replace(str(running.state_dir), "/elsewhere"))
 
 
 def test_lines_for_the_journal_begin_with_their_priority(tmp_path: Path) -> None:
@@ -139,22 +145,20 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
     with daemon(
         '[checkouts]\nmax = 5\n[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n'
     ) as running:
-        running.write_config('[checkouts]\nmax = 5\nbackend = "pool"\n')
+        _other_state_dir(running)
         _mirrord(running, "reload")
         for named in ([], ["--config", str(running.config)]):
             shown = _mirrord(running, "config", "show", *named)
-            assert 'backend = "auto"' in shown.stdout
+            assert f'state_dir = "{running.state_dir}"' in shown.stdout
             assert shown.stderr == f"in effect; read from {running.config}\n"
-        assert (
-            json.loads(_mirrord(running, "config", "show", "--json").stdout)["checkouts"]["backend"]
-            == "auto"
-        )
+        shown = _mirrord(running, "config", "show", "--json")
+        assert json.loads(shown.stdout)["state_dir"] == str(running.state_dir)
         other = tmp_path / "other.toml"
         other.write_text("[checkouts]\nmax = 9\n")
         assert "max = 9\n" in _mirrord(running, "config", "show", "--config", str(other)).stdout
         running.stop()
         shown = _mirrord(running, "config", "show", "--config", str(running.config))
-        assert 'backend = "pool"' in shown.stdout
+        assert 'state_dir = "/elsewhere"' in shown.stdout
         assert shown.stderr == f"no daemon answers: from {running.config}\n"
 
 

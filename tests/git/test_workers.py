@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -262,6 +263,19 @@ def test_the_logging_context_travels() -> None:
         with structlog.contextvars.bound_contextvars(request="r1"):
             assert await workers.run(seen_context, timeout=LONG) == {"request": "r1"}
         assert await workers.run(seen_context, timeout=LONG) == {}
+
+    run(body)
+
+
+def test_a_worker_that_is_kept_is_prepared_again() -> None:
+    """A reload changes the log of the workers that there are."""
+
+    async def body(workers: Workers) -> None:
+        pid = await workers.run(own_pid, timeout=LONG)
+        for place in ("/", "/usr"):
+            workers.prepare_by(partial(os.chdir, place))
+            assert await workers.run(os.getcwd, timeout=LONG) == place
+        assert await workers.run(own_pid, timeout=LONG) == pid
 
     run(body)
 
