@@ -192,6 +192,7 @@ class CheckoutSettings(_Section):
     prewarm: StrictBool = True
     template_bytes: Size = 50 * 1024**3
     template_ttl: Period = timedelta(days=7)
+    disk_reserve: Size = 1024**3
 
 
 class DatasetSettings(_Section):

@@ -37,6 +37,7 @@ from .git.workers import Workers
 from .heal.service import Heals
 from .health import HealthMonitor
 from .host.peers import Access
+from .host.room import Room
 from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
@@ -75,7 +76,10 @@ class Engine:
         self.events = Events()
         self.operations = Operations(self.events)
         self.traffic = Traffic()
-        self.health = HealthMonitor(self.layout.root, self.access, is_open=self._opened.is_set)
+        self.room = Room(self.layout.root, lambda: self._settings.checkouts.disk_reserve)
+        self.health = HealthMonitor(
+            self.layout.root, self.access, self.room, is_open=self._opened.is_set
+        )
 
     def settings(self) -> Settings:
         """The settings in effect; parts keep this function, not its answer."""
@@ -113,7 +117,7 @@ class Engine:
         self.trash = Trash(self._remove_in_worker)
         self.mirrors = Mirrors(
             settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog,
-            events=self.events, trash=self.trash,
+            events=self.events, trash=self.trash, room=self.room,
         )  # fmt: skip
         self._closing.push_async_callback(self.mirrors.close)
         await self.mirrors.open()
@@ -147,6 +151,7 @@ class Engine:
         self.stores = StoreBuilder(
             state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
+            room=self.room,
         )  # fmt: skip
         self._closing.push_async_callback(self.stores.close)
         await self.stores.open()
@@ -192,7 +197,7 @@ class Engine:
         self.storage = Storage(
             layout=self.layout, workers=self.workers, catalog=self.catalog,
             quarantine=self.mirrors.quarantine, templates=self.templates, checkouts=self.checkouts,
-            environments=self.environments, trash=self.trash, events=self.events,
+            environments=self.environments, trash=self.trash, events=self.events, room=self.room,
         )  # fmt: skip
         self.monitor = ActivityMonitor(
             settings=self.settings, started_at=self.started_at, state_dir=self.layout.root,
@@ -227,7 +232,7 @@ class Engine:
         """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
         prewarm = Prewarm(
             self.settings, self.catalog, self.operations, self._prepare,
-            self.stores.oldest_first, self.templates.is_full,
+            self.stores.oldest_first, self._is_full,
         )  # fmt: skip
         self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
@@ -238,8 +243,10 @@ class Engine:
         self._watches: list[Watch] = []
         # datasets drop pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
-        sample = self.monitor.sample
-        jobs = Timetable(self.started_at, self.checkouts, self.work, cleanup, self._watches, sample)
+        jobs = Timetable(
+            self.started_at, self.checkouts, self.work, cleanup, self.storage, self._watches,
+            self.monitor.sample,
+        )  # fmt: skip
         self.schedule = Schedule(jobs.table)
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
@@ -256,6 +263,10 @@ class Engine:
                     quiet=timedelta(seconds=0.2),
                 )
             )  # fmt: skip
+
+    async def _is_full(self) -> bool:
+        """Whether to prepare no more templates: some would be evicted, or all refused."""
+        return bool(self.room.measure().shortage) or await self.templates.is_full()
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
@@ -395,7 +406,7 @@ class Engine:
 
     async def figures(self) -> dict[str, float]:
         """The gauges of the metrics."""
-        mirrors = await self.catalog.list_mirrors()
+        mirrors, space = await self.catalog.list_mirrors(), self.room.measure()
         servable = {CommitState.OK, CommitState.UNPINNED}
         counts = [audit.counts for audit in await self.audits.list(1)]
         return {
@@ -411,6 +422,7 @@ class Engine:
             "checkouts": self.checkouts.count,
             "checkouts_max": self._settings.checkouts.max,
             "operations_running": self.operations.running_count,
-            "disk_free_bytes": self.health.disk_free_bytes,
+            "disk_free_bytes": space.free_bytes,
+            "disk_reserve_bytes": space.reserve_bytes,
             "start_time_seconds": self.started_at.timestamp(),
         }

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from . import __version__
-from .host.files import free_bytes
 from .host.peers import Access
+from .host.room import Room
 from .protocol import Health, to_bytes
 
 
@@ -26,8 +26,11 @@ class HealthReport(NamedTuple):
 class HealthMonitor:
     """Collects reasons; a part notes its own under a key."""
 
-    def __init__(self, state_dir: Path, access: Access, *, is_open: Callable[[], bool]) -> None:
+    def __init__(
+        self, state_dir: Path, access: Access, room: Room, *, is_open: Callable[[], bool]
+    ) -> None:
         self._state_dir = state_dir
+        self._room = room
         self._is_open = is_open
         self._notes: dict[str, str] = {}
         self._warn: list[Callable[[], Sequence[str]]] = [lambda: access.warnings]
@@ -55,10 +58,6 @@ class HealthMonitor:
             self._report, self._reported_at = self._look(), now
         return self._report
 
-    @property
-    def disk_free_bytes(self) -> int:
-        return free_bytes(self._state_dir)
-
     def _look(self) -> HealthReport:
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
         reasons += [*self._disk_reasons(), *self._notes.values()]
@@ -77,9 +76,6 @@ class HealthMonitor:
         reasons = []
         if disk.f_flag & os.ST_RDONLY:
             reasons.append(f"the file system of {place} is read-only")
-        if (mib := disk.f_bavail * disk.f_frsize >> 20) < 512:
-            reasons.append(f"the disk of {place} is nearly full: {mib} MiB are free")
-        inodes = disk.f_favail
-        if disk.f_files and inodes < 10_000:  # file systems without a limit say 0
-            reasons.append(f"the disk of {place} is nearly out of inodes: {inodes} are free")
+        if shortage := self._room.measure().shortage:
+            reasons.append(f"the disk of {place} is nearly full, new work is refused: {shortage}")
         return reasons

@@ -27,6 +27,7 @@ from .checkouts.templates.store import Templates
 from .environments.service import Environments
 from .git.workers import Workers
 from .host.peers import Peer
+from .host.room import Room
 from .host.trash import TRASH_PREFIX, Trash, find_trash
 from .jobs.events import Events
 from .mirrors.quarantine import Quarantine
@@ -35,6 +36,7 @@ from .places import Layout
 from .protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
 
 _WALK_LIMIT = timedelta(seconds=20)
+_IDLE = timedelta(minutes=10)
 
 
 class _Thing(NamedTuple):
@@ -83,7 +85,12 @@ class Storage:
     environments: Environments
     trash: Trash
     events: Events
+    room: Room
     _collecting: anyio.Lock = field(default_factory=anyio.Lock)
+    _is_low: bool = False
+
+    def __post_init__(self) -> None:
+        self.room.evict = self._make_room
 
     async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
         """What is on disk; for a peer that is no administrator, of its own checkouts."""
@@ -141,6 +148,32 @@ class Storage:
         if not dry_run:
             self.events.publish("garbage.collected", count=len(dropped), size_bytes=freed_bytes)
         return Garbage(dry_run=dry_run, freed_bytes=freed_bytes, dropped=dropped)
+
+    async def look(self) -> None:
+        """Evict caches before the disk is full; tell when new work is refused, and when no more."""
+        space = await self.room.look()
+        if bool(space.shortage) != self._is_low:
+            self._is_low = not self._is_low
+            self.events.publish(
+                "disk.ran_low" if self._is_low else "disk.recovered",
+                free_bytes=space.free_bytes, reserve_bytes=space.reserve_bytes,
+                free_inodes=space.free_inodes,
+            )  # fmt: skip
+
+    async def _make_room(self, short_bytes: int) -> None:
+        """Drop caches until about so much is freed, but nothing that was used lately.
+
+        Environments stay: checkouts name them, and to build one needs room and an index.
+        """
+        wanted_bytes = self.room.measure().free_bytes + short_bytes
+        async with self._collecting:
+            await self.environments.builds.drop_caches()
+            await self.trash.settle()
+            missing = wanted_bytes - self.room.measure().free_bytes
+            if missing > 0:
+                self.checkouts.drop_warm_trees(idle=_IDLE)
+                await self.templates.evict(missing)
+                await self.trash.settle()
 
     # -- what there is: in threads -----------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from .host.processes import trim_memory
 from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, JobState, Operation, StartAudit
+from .storage import Storage
 from .telemetry import log
 from .traffic import SNAPSHOT_S
 from .units import Backoff
@@ -203,6 +204,7 @@ class Timetable:
     checkouts: Checkouts
     work: BackgroundWork
     cleanup: Cleanup
+    storage: Storage
     watches: list[Watch]
     sample: Callable[[], Awaitable[None]]
 
@@ -249,6 +251,7 @@ class Timetable:
             regular("checkouts.expire", timedelta(seconds=2), self.checkouts.expire),
             regular("cleanup.retry", CLEANUP_INTERVAL, self.cleanup.retry),
             regular("activity.sample", timedelta(seconds=SNAPSHOT_S), self.sample),
+            regular("disk.look", timedelta(seconds=2), self.storage.look),
             regular("templates.evict", timedelta(minutes=5), self._evict),
             regular("watch.look", _MINUTE, self._look),
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),

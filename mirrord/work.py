@@ -136,6 +136,7 @@ class BackgroundWork:
         source: str,
         progress: ProgressSink,
     ) -> object:
+        await self.mirrors.room.ensure(f"import {source}")
         result = await self.datasets.import_file(
             path, name=name, format=format, source=source, progress=progress
         )
@@ -160,6 +161,7 @@ class BackgroundWork:
         self, request: BuildEnvironments, *, owner_uid: int = 0
     ) -> Operation:
         """Build environments; raises before it starts where a name means nothing."""
+        await self.mirrors.room.ensure("build environments")
         plans, refused = await self.environments.plan(request)
         names = ", ".join(request.names[:5]) + (" and others" if len(request.names) > 5 else "")
 

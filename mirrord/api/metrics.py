@@ -31,6 +31,7 @@ GAUGES = {
     "checkouts_max": "The configured limit of checkouts.",
     "operations_running": "Operations that run.",
     "disk_free_bytes": "Free bytes of the file system that holds the state directory.",
+    "disk_reserve_bytes": "Bytes of it that new work leaves free; below, it is refused.",
     "start_time_seconds": "When the daemon started, in seconds since 1970.",
 }
 """Names and help of the gauges that `Engine.figures` reads."""

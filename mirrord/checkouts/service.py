@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,9 @@ class Checkouts:
         """Released trees of the pool, kept for the next checkout."""
         return self._pool.warm
 
-    def drop_warm_trees(self) -> None:
-        self._pool.drop_warm()
+    def drop_warm_trees(self, *, idle: timedelta = timedelta()) -> None:
+        """Remove those released so long ago."""
+        self._pool.drop_warm(idle)
 
     def has_checkout(self, uid: int) -> bool:
         """Whether the uid owns a checkout, or took one."""

@@ -205,6 +205,7 @@ class Environments:
 
         async def run(_: SharedWork[None]) -> None:
             async with self._turns:
+                await self.mirrors.room.ensure(f"build environment {plan.name}")
                 await self.builds.build(plan)
 
         record = self.store.record(plan.digest)

@@ -23,7 +23,7 @@ from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..host.files import full_disk_named
 from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles.merge import BundleRefs, sort_refs
-from ..mirrors.quarantine import DAMAGED
+from ..mirrors.quarantine import DAMAGED, within_room
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import Upstream
@@ -190,9 +190,10 @@ class Donors:
                 make_repository(building)
                 borrow_from(building, self.stand_in)
                 repository = Repository(self.mirrors.git, self.row.name, building)
+                doing = "open the bundle"
                 await index_bundle(
                     repository, file.path, file.header,
-                    progress=self.progress, doing="open the bundle",
+                    progress=within_room(self.mirrors.room, self.progress, doing), doing=doing,
                 )  # fmt: skip
                 building.rename(into)
         yield into

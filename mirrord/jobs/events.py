@@ -57,7 +57,8 @@ class Events:
         self.counts[name] += 1
         self._ring.append(self._event(self._last, name, fields))
         self._wake()
-        level = logging.WARNING if name.endswith((".failed", ".refused")) else logging.INFO
+        is_bad = name.endswith((".failed", ".refused", ".ran_low"))
+        level = logging.WARNING if is_bad else logging.INFO
         level = logging.DEBUG if name == "operation.progressed" else level
         shown = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}
         log.log(level, name, **shown)

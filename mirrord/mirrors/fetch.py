@@ -23,7 +23,7 @@ from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..protocol import ProgressSink
 from .bisect import blames_objects, find_bad
-from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_disk
+from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
 from .refs import Offer, read_offer
 from .repository import Repository
 from .upstream import Upstream
@@ -70,6 +70,8 @@ class Fetcher:
         never change, they fail for as long as the object in the message is damaged.
         """
         failures_seen = False
+        if oids:
+            await self.quarantine.room.ensure(f"fetch from upstream {self.upstream.shown}")
 
         async def attempt(some: Sequence[str]) -> None:
             nonlocal failures_seen
@@ -128,7 +130,7 @@ class Fetcher:
             timeout=timedelta(hours=24),
             quiet_timeout=self.quiet,
             memory_bytes=memory_limit_bytes(),
-            progress=within_disk(objects, self.progress, doing),
+            progress=within_room(self.quarantine.room, self.progress, doing),
             doing=doing,
         )  # fmt: skip
 

@@ -24,6 +24,7 @@ from ..git.command import Git
 from ..git.errors import masked_url
 from ..git.workers import Workers
 from ..host.files import host_error, sync_directory
+from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import MirrorName, shown, utc_now
@@ -52,11 +53,12 @@ class Inventory:
     catalog: Catalog
     events: Events
     trash: Trash
+    room: Room = UNBOUNDED
 
     def __post_init__(self) -> None:
         state = self.settings().state_dir
         self._root = state / "mirrors"
-        self.quarantine = Quarantine(state / "quarantine", self.trash)
+        self.quarantine = Quarantine(state / "quarantine", self.trash, self.room)
         self.pins = Pins(self.catalog)
         self._names: dict[str, MirrorName] = {}
         self._unsynced: dict[str, str] = {}  # why the last sync failed

@@ -14,8 +14,8 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from ..errors import DiskFullError
-from ..host.files import free_bytes, full_disk_named, sync_directory
+from ..host.files import full_disk_named, sync_directory
+from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash, try_to_remove
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
@@ -27,8 +27,9 @@ SPOOL_PREFIX = "dataset-"
 class Quarantine:
     """Directories that are gone when their block ends."""
 
-    def __init__(self, root: Path, trash: Trash) -> None:
+    def __init__(self, root: Path, trash: Trash, room: Room = UNBOUNDED) -> None:
         self.root = root
+        self.room = room
         self._active: set[Path] = set()
         self._left: set[Path] | None = None
         self._trash = trash
@@ -141,20 +142,11 @@ def accept_objects(source: Path, destination: Path) -> None:
 STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
 
 
-def within_disk(path: Path, sink: ProgressSink | None, doing: str) -> ProgressSink:
-    """A sink that passes progress on, and raises DiskFullError when `path` gets to the reserve.
-
-    The reserve is a hundredth of the disk, at most a GiB: checkouts and the catalog need it.
-    """
+def within_room(room: Room, sink: ProgressSink | None, doing: str) -> ProgressSink:
+    """A sink that passes progress on, and raises DiskFullError at the disk's reserve."""
 
     def watch(progress: Progress) -> None:
-        disk = os.statvfs(path)
-        reserve = min(1024**3, disk.f_blocks * disk.f_frsize // 100)
-        if free_bytes(path) < reserve:
-            raise DiskFullError(
-                f"cannot {doing}: the disk is nearly full",
-                hint="free space below the state directory; nothing was changed",
-            )
+        room.must_suffice(doing)
         if sink is not None:
             sink(progress)
 

@@ -260,6 +260,7 @@ LIVE = {
     "checkouts.prewarm": False,
     "checkouts.template_bytes": "1GiB",
     "checkouts.template_ttl": "1d",
+    "checkouts.disk_reserve": 0,
     "datasets.watch": False,
     "access.group": "other",
     "access.admins": ["someone"],

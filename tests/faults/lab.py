@@ -28,6 +28,7 @@ url = "file://{upstreams}/{{owner}}__{{name}}"
 interval = "0"
 [checkouts]
 prewarm = false
+disk_reserve = "0B"
 [access]
 commits = "any"
 group = "nogroup"

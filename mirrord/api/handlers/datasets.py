@@ -69,6 +69,7 @@ async def import_dataset(call: Call, query: ImportQuery) -> Operation:
         raise InvalidRequestError(
             "cannot name the dataset: neither `name` nor `filename` is given", hint="add ?name=NAME"
         )
+    await call.engine.room.ensure(f"import {filename}")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
     return await call.engine.work.import_upload(
         path, filename=filename, name=name, format=columns or query.format,

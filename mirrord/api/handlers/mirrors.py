@@ -125,6 +125,7 @@ async def create_bundle(call: Call, query: BundleQuery) -> Response:
 
 async def import_bundle(call: Call, query: MirrorQuery) -> Operation:
     """The file is received whole before the answer; the operation checks and imports it."""
+    await call.engine.room.ensure("import the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
     return await call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
 
@@ -204,5 +205,6 @@ async def start_heal(call: Call, body: StartHeal) -> Operation:
 
 async def heal_with_bundle(call: Call) -> Operation:
     """Heal one mirror, with the bundle in the body as one more donor; the bundle is not kept."""
+    await call.engine.room.ensure("take the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
     return await call.engine.work.heal_with(path, call.path["name"], owner_uid=call.peer.uid)

@@ -72,6 +72,8 @@ class PoolBackend:
             sealed_s = time.perf_counter() - began
             kept = self._warm[lease.owner_uid, lease.mirror.key]
             warm = kept.pop() if kept else None
+            if warm is None:
+                await self._stores.room.ensure(f"write a tree of {lease.commit}")
             tree, timings = await self._workers.run(
                 worktree.make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
@@ -147,11 +149,13 @@ class PoolBackend:
         """The released trees that are kept."""
         return [each for kept in self._warm.values() for each in kept]
 
-    def drop_warm(self) -> None:
-        """Remove the released trees that are kept."""
-        for directories in self.warm:
-            self._trash.add(*directories)
-        self._warm.clear()
+    def drop_warm(self, idle: timedelta) -> None:
+        """Remove the released trees that are kept for so long."""
+        before = time.time() - idle.total_seconds()
+        for kept in self._warm.values():
+            for directories in [each for each in kept if _kept_since(each) <= before]:
+                kept.remove(directories)
+                self._trash.add(*directories)
 
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
@@ -178,3 +182,11 @@ class PoolBackend:
             finally:
                 if trash.exists():
                     self._trash.add(trash)
+
+
+def _kept_since(directories: Directories) -> float:
+    """When a tree was released: a rename sets the ctime of what it moves."""
+    try:
+        return directories.private.stat().st_ctime
+    except FileNotFoundError:
+        return 0.0

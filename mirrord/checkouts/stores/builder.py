@@ -25,6 +25,7 @@ from ...git.command import Git
 from ...git.packs import graph_is_whole
 from ...git.turns import Coalescer
 from ...git.workers import Workers
+from ...host.room import UNBOUNDED, Room
 from ...host.trash import Trash, new_trash
 from ...model import CommitId, History, MirrorName, Resolved
 from ...telemetry import log
@@ -64,6 +65,7 @@ class StoreBuilder:
     trash: Trash
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded = nothing_recorded
+    room: Room = UNBOUNDED
 
     def __post_init__(self) -> None:
         self._root = self.state_dir / "templates"
@@ -213,6 +215,7 @@ class StoreBuilder:
     # -- building ----------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
+        await self.room.ensure(f"seal {commit}")
         directory, target = self._directory(name), self._path(name, commit, history)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._building[name.key] += 1

@@ -1,5 +1,5 @@
-"""Evict templates: least recently used first over `template_bytes`, those unused for
-`template_ttl`, and on request all that no checkout needs.
+"""Evict templates: least recently used first over `template_bytes` and where the disk is nearly
+full, those unused for `template_ttl`, and on request all that no checkout needs.
 
 A sealed store goes, and with it the layers and the closure packs that no other store needs; never
 what a checkout holds. The last store of a mirror outlives its time, so that the next checkout is
@@ -24,6 +24,7 @@ from .layers import Layer
 from .registry import MirrorTemplates, TemplateRegistry
 
 _NEW_S = 600.0  # a younger layer without a store may have one that is being built
+_IN_USE_S = 600.0  # a nearly full disk takes none used since: its next checkout would be refused
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
 
 TemplateKey = tuple[str, CommitId, History]
@@ -73,14 +74,17 @@ class Eviction:
         used = sum(each.size_bytes for each in await self._inventories())
         return used > self._settings().checkouts.template_bytes * 0.9
 
-    async def evict(self) -> set[Path]:
-        """Evict what is over the bounds; answers the stores that went."""
-        evicted = set[Path]()
-        while gone := await self._evict_once():  # again: shared files weigh more than was guessed
+    async def evict(self, short_bytes: int = 0) -> set[Path]:
+        """Evict what is over the bounds, and what else frees `short_bytes` and was not used lately;
+        answers the stores that went.
+        """
+        evicted = gone = await self._evict_once(short_bytes)
+        while gone:  # again: shared files weigh more than was guessed
+            gone = await self._evict_once()
             evicted |= gone
         return evicted
 
-    async def _evict_once(self) -> set[Path]:
+    async def _evict_once(self, short_bytes: int = 0) -> set[Path]:
         inventories = await self._inventories()
         stores = [(each, *found) for each in inventories for found in each.used_at.items()]
         # for the next daemon
@@ -89,11 +93,14 @@ class Eviction:
         await anyio.to_thread.run_sync(note_uses, used)
 
         settings = self._settings().checkouts
-        oldest = time.time() - settings.template_ttl.total_seconds()
-        evicted = set[Path]()
+        now, evicted = time.time(), set[Path]()
+        oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
+        wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
         for each, path, used_at in sorted(stores, key=itemgetter(2)):
+            size_bytes = sum(e.size_bytes for e in inventories)
             is_late = used_at < oldest and len(each.stores) > 1
-            if not is_late and sum(e.size_bytes for e in inventories) <= settings.template_bytes:
+            is_short = size_bytes > wanted_bytes and used_at < idle
+            if not is_late and not is_short and size_bytes <= settings.template_bytes:
                 continue
             if await self._evict_store(each, path, used_at) is not None:
                 evicted.add(path)

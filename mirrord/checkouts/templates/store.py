@@ -118,6 +118,8 @@ class Templates:
         known = self._stores.find(name, commit, history)
         tree = known.tree if known else (await self._stores.commits.get(name, commit)).tree
         templates = self._registry.get(name)
+        if known is None or tree not in templates.layers:
+            await self._stores.room.ensure(f"make a template of {commit}")
         while True:
             store, _ = await together(
                 self._stores.ensure(name, commit, history),
@@ -198,9 +200,11 @@ class Templates:
         """The size of trees and their indexes, without packs."""
         return sum(self._registry.get(name).size_bytes for name in self._registry.names())
 
-    async def evict(self) -> int:
-        """Evict what is over the bounds, never what a checkout holds; answers how many went."""
-        evicted = await self._eviction.evict()
+    async def evict(self, short_bytes: int = 0) -> int:
+        """Evict what is over the bounds, and `short_bytes` more of what is not in use; never what a
+        checkout holds. Answers how many went.
+        """
+        evicted = await self._eviction.evict(short_bytes)
         if evicted:
             self._found = {
                 key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)

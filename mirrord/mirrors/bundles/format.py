@@ -22,7 +22,7 @@ from ...host.files import full_disk_named
 from ...host.processes import memory_limit_bytes
 from ...model import MirrorName, parse_dataset_name, shown
 from ...protocol import Dataset, ProgressSink, RowFault
-from ..quarantine import STREAM_BIG_FILES, within_disk
+from ..quarantine import STREAM_BIG_FILES
 from ..repository import Refs, Repository
 from ..upstream import public_url
 
@@ -128,7 +128,7 @@ async def index_bundle(
             stdin=pack,
             timeout=timedelta(hours=6),
             memory_bytes=memory_limit_bytes(),
-            progress=within_disk(repository.path, progress, doing),
+            progress=progress,
             doing=doing,
         )  # fmt: skip
 

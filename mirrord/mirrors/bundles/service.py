@@ -23,7 +23,7 @@ from ...model import CommitId, MirrorName, utc_now
 from ...protocol import BundleImported, ProgressSink
 from ..history import columns_of, find_record, list_records, read_record
 from ..maintenance import remove_stale_files, size_bytes
-from ..quarantine import accept_objects
+from ..quarantine import accept_objects, within_room
 from ..refs import summarise, theirs
 from ..repository import HISTORY, KEPT, PINS, Refs, Repository
 from ..service import Mirrors
@@ -157,7 +157,8 @@ class Bundles:
                     alternates = scratch.objects / "info/alternates"
                     borrowed = self.mirrors.repository(name).objects
                     alternates.write_text(f"{borrowed}\n", encoding="utf-8")
-                await file_format.unbundle(scratch, path, progress)
+                sink = within_room(self.mirrors.room, progress, "import the bundle")
+                await file_format.unbundle(scratch, path, sink)
                 await file_format.verify_closures(scratch, bundle.tips)
                 if bundle.history is not None:
                     await must_be_history(scratch, bundle.history)

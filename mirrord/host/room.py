@@ -1,0 +1,98 @@
+"""Room on the disk: new work leaves a reserve, so that work under way and checkouts go on.
+
+Whoever is about to write much asks first, and is refused while the reserve is short. Resets,
+releases, diffs and warm checkouts never ask. Before anybody is refused, caches are evicted.
+"""
+
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from ..errors import DiskFullError, MirrordError
+from ..telemetry import log
+
+_INODES = 10_000
+_SHARE = 10  # of a small file system at most this part is reserved
+_PAUSE_S = 5.0  # between two evictions that did not help
+
+
+class Space(NamedTuple):
+    """What is free for an unprivileged process, and what of it is reserved."""
+
+    free_bytes: int
+    reserve_bytes: int
+    free_inodes: int
+    reserve_inodes: int
+
+    @property
+    def shortage(self) -> str | None:
+        """Why new work is refused, or None."""
+        if self.free_bytes < self.reserve_bytes:
+            return f"{self.free_bytes >> 20} MiB are free, {self.reserve_bytes >> 20} are reserved"
+        if self.free_inodes < self.reserve_inodes:
+            return f"{self.free_inodes} inodes are free, {self.reserve_inodes} are reserved"
+        return None
+
+
+def measure(place: Path, reserve_bytes: int) -> Space:
+    """Look at the file system of `place`; without a reserve of bytes there is none of inodes."""
+    disk = os.statvfs(place)
+    reserve = min(reserve_bytes, disk.f_blocks * disk.f_frsize // _SHARE)
+    inodes = min(_INODES, disk.f_files // _SHARE) if reserve_bytes else 0  # f_files 0: no limit
+    return Space(disk.f_bavail * disk.f_frsize, reserve, disk.f_favail, inodes)
+
+
+async def _evict_nothing(_bytes: int) -> None:
+    pass
+
+
+class Room:
+    """The reserve of one file system. `evict` frees about so many bytes of caches, if it can."""
+
+    def __init__(self, place: Path, reserve_bytes: Callable[[], int]) -> None:
+        self._place = place
+        self._reserve_bytes = reserve_bytes
+        self._lock = anyio.Lock()
+        self._evicted_at = -_PAUSE_S
+        self.evict: Callable[[int], Awaitable[None]] = _evict_nothing
+
+    def measure(self) -> Space:
+        return measure(self._place, self._reserve_bytes())
+
+    def must_suffice(self, doing: str) -> None:
+        """Raise DiskFullError while the reserve is short. Any thread."""
+        if shortage := self.measure().shortage:
+            raise DiskFullError(
+                f"cannot {doing}: the disk is nearly full, {shortage}",
+                hint="free space on the disk of the state directory, release checkouts, or lower"
+                " checkouts.disk_reserve; checkouts that are warm, resets and diffs go on",
+            )
+
+    async def ensure(self, doing: str) -> None:
+        """Evict caches where the reserve is short; raises DiskFullError where it stays so."""
+        if (await self.look()).shortage:
+            self.must_suffice(doing)
+
+    async def look(self) -> Space:
+        """Evict caches where little more than the reserve is free; answers what is free then."""
+        async with self._lock:  # whoever waited finds what was freed meanwhile
+            space = await anyio.to_thread.run_sync(self.measure)
+            missing = space.reserve_bytes * 3 // 2 - space.free_bytes
+            is_late = time.monotonic() - self._evicted_at >= _PAUSE_S
+            if is_late and (missing > 0 or space.shortage):
+                try:
+                    await self.evict(max(missing, 0) + space.reserve_bytes // 2)
+                except (MirrordError, OSError) as error:  # half an eviction is one too
+                    log.warning("eviction.failed", detail=str(error))
+                self._evicted_at = time.monotonic()
+                space = await anyio.to_thread.run_sync(self.measure)
+            return space
+
+
+UNBOUNDED = Room(Path("/"), lambda: 0)
+"""Reserves nothing."""
