@@ -13,9 +13,7 @@ its processes have ended, and its HOME and /tmp are gone.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from typing import Any
 
 from ...bubblewrap import Box, end, explain
 from ...errors import BackendUnavailableError
+from ...scratch import ScratchDirectory, sweep
 from .limits import Limits
 
 _PIPES = "/run/mirrord"
@@ -101,12 +100,12 @@ class Room:
     has_worked = False
 
     def __init__(self, box: Box, limits: Limits) -> None:
-        self._directory = tempfile.mkdtemp(prefix="mirrord-sandbox-")
+        _sweep_once(os.getpid())
+        self._directory = ScratchDirectory()
         self._limits = limits
         self._lock, self._users = threading.Lock(), 1  # of the descriptors: calls, and until closed
         try:
-            os.chmod(self._directory, 0o711)  # noqa: S103
-            box = replace(box, readable={**box.readable, _PIPES: Path(self._directory)})
+            box = replace(box, readable={**box.readable, _PIPES: Path(self._directory.path)})
             command = [*limits.inside, "bash", "-c", _SHELL]
             options: dict[str, Any] = {
                 "before": limits.before,
@@ -136,7 +135,7 @@ class Room:
         with self._lock:
             self._users += 1
         try:
-            pipes = Pipes(self._directory, script)
+            pipes = Pipes(self._directory.path, script)
             self._order(pipes.name)
             try:
                 yield pipes
@@ -194,7 +193,7 @@ class Room:
         self._remove()
 
     def _remove(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
         self._limits.remove()
 
 
@@ -202,6 +201,12 @@ class Room:
 def _starter(_pid: int) -> ThreadPoolExecutor:
     """A thread as old as its process: a box ends with the thread that started it."""
     return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
+
+
+@cache
+def _sweep_once(_pid: int) -> None:
+    """Remove what killed clients left."""
+    sweep()
 
 
 def read_some(stream: int) -> bytes:
