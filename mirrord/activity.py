@@ -7,23 +7,25 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from pathlib import Path
-from typing import NamedTuple
 
 import anyio.to_thread
 
 from . import __version__
 from .checkouts.service import Checkouts
+from .checkouts.stores.builder import StoreBuilder
+from .checkouts.templates.store import Templates
 from .config import Settings
 from .git.turns import HOUSEKEEPING
 from .git.workers import Workers
 from .health import HealthMonitor
+from .host.room import Room
 from .host.trash import Trash
 from .jobs.operations import Operations
 from .model import utc_now
 from .protocol import (
     Activity,
     ActivityPoint,
+    CacheActivity,
     EndpointActivity,
     OwnerActivity,
     WorkerActivity,
@@ -37,11 +39,6 @@ _POINTS = 24 * 60
 _SAMPLES = round(60 / SNAPSHOT_S)  # of a point
 
 
-class Disk(NamedTuple):
-    size_bytes: int = 0
-    free_bytes: int = 0
-
-
 class ActivityMonitor:
     """Belongs to the event loop's thread."""
 
@@ -50,30 +47,34 @@ class ActivityMonitor:
         *,
         settings: Callable[[], Settings],
         started_at: datetime,
-        state_dir: Path,
+        room: Room,
         traffic: Traffic,
         health: HealthMonitor,
         operations: Operations,
         workers: Workers,
         checkouts: Checkouts,
         trash: Trash,
+        templates: Templates,
+        stores: StoreBuilder,
     ) -> None:
         self._settings = settings
         self._started_at = started_at
-        self._state_dir = state_dir
+        self._room = room
         self._traffic = traffic
         self._health = health
         self._operations = operations
         self._workers = workers
         self._checkouts = checkouts
         self._trash = trash
-        self.disk = Disk()
+        self._templates = templates
+        self._stores = stores
+        self._space = room.measure()
         self._samples = 0
         self._history: deque[ActivityPoint] = deque(maxlen=_POINTS)
 
     async def sample(self) -> None:
         """Look at the disk, and remember the counts; every twelfth time as a point of the day."""
-        self.disk = await anyio.to_thread.run_sync(_measure, self._state_dir)
+        self._space = await anyio.to_thread.run_sync(self._room.measure)
         self._traffic.snapshot()
         self._samples += 1
         if self._samples % _SAMPLES == 0:
@@ -83,7 +84,7 @@ class ActivityMonitor:
                 ActivityPoint(
                     at=utc_now(), per_second=all_of_them.per_second, p50_s=all_of_them.p50_s,
                     p99_s=all_of_them.p99_s, checkouts=self._checkouts.count,
-                    disk_free_bytes=self.disk.free_bytes,
+                    disk_free_bytes=self._space.free_bytes,
                 )
             )  # fmt: skip
 
@@ -118,11 +119,15 @@ class ActivityMonitor:
                 "removals": self._trash.count,
                 "workers": self._workers.waiting().total(),
             },
-            caches=[],
+            caches=[self._templates.activity(), self._stores_activity()],
             refusals=dict(self._traffic.refusals.most_common()),
-            disk_bytes=self.disk.size_bytes, disk_free_bytes=self.disk.free_bytes,
+            disk_bytes=self._space.size_bytes, disk_free_bytes=self._space.free_bytes,
+            disk_reserve_bytes=self._space.reserve_bytes,
             history=list(self._history) if history else [],
         )  # fmt: skip
+
+    def _stores_activity(self) -> CacheActivity:
+        return CacheActivity(name="stores", hits=self._stores.hits, misses=self._stores.misses)
 
     def _owners(self, connections: Mapping[int, int], only: int | None) -> list[OwnerActivity]:
         """By checkouts, then connections; what is over the bound is one row without a uid."""
@@ -160,8 +165,3 @@ def _endpoint(name: str, answered: Answered, seconds: float) -> EndpointActivity
 
 def _shown(uid: int | None) -> int | None:
     return None if uid == HOUSEKEEPING else uid
-
-
-def _measure(state_dir: Path) -> Disk:
-    found = os.statvfs(state_dir)
-    return Disk(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)

@@ -44,9 +44,9 @@ from .jobs.operations import Operations
 from .jobs.watch import Watch, is_complete_name, signature_of
 from .mirrors.bundles.service import Bundles
 from .mirrors.service import Mirrors
-from .model import Backend, CommitId, CommitState, History, MirrorName, utc_now
+from .model import Backend, CommitId, History, MirrorName, utc_now
 from .places import Layout
-from .protocol import Activity, AuditSummary, Configuration, ReloadAnswer, Status
+from .protocol import Activity, Configuration, ReloadAnswer, Status
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
 from .traffic import Traffic
@@ -200,11 +200,11 @@ class Engine:
             environments=self.environments, trash=self.trash, events=self.events, room=self.room,
         )  # fmt: skip
         self.monitor = ActivityMonitor(
-            settings=self.settings, started_at=self.started_at, state_dir=self.layout.root,
+            settings=self.settings, started_at=self.started_at, room=self.room,
             traffic=self.traffic, health=self.health, operations=self.operations,
             workers=self.workers, checkouts=self.checkouts, trash=self.trash,
+            templates=self.templates, stores=self.stores,
         )  # fmt: skip
-        await self.monitor.sample()
         self.health.degrade_by(self._backend_faults)
 
     @property
@@ -227,6 +227,7 @@ class Engine:
         await self.heals.open()
         # an audit that may heal passes its findings to the heals, and has templates scrubbed
         self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
+        await self.audits.open()
 
     async def _open_jobs(self) -> None:
         """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
@@ -376,14 +377,6 @@ class Engine:
         return Configuration(path=path, settings=settings)
 
     async def status(self) -> Status:
-        summaries = [
-            AuditSummary(
-                id=audit.id, level=audit.level, finished_at=audit.finished_at, counts=audit.counts,
-                affected_count=len(audit.affected), finding_count=len(audit.findings),
-                open_count=audit.open_count, left_count=len(audit.left),
-            )
-            for audit in await self.audits.list(1)
-        ]  # fmt: skip
         return Status(
             version=__version__, pid=os.getpid(), uid=os.geteuid(), started_at=self.started_at,
             state_dir=str(self.layout.root),
@@ -396,33 +389,10 @@ class Engine:
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
             operations_queued=self.operations.queued_count,
-            last_audit=summaries[0] if summaries else None,
+            last_audit=self.audits.last,
             jobs=self.schedule.states(),
         )  # fmt: skip
 
     def activity(self, uid: int | None = None, *, history: bool = False) -> Activity:
         """What the daemon does now; with `uid` as that user sees it. Reads memory alone."""
         return self.monitor.report(uid, history=history)
-
-    async def figures(self) -> dict[str, float]:
-        """The gauges of the metrics."""
-        mirrors, space = await self.catalog.list_mirrors(), self.room.measure()
-        servable = {CommitState.OK, CommitState.UNPINNED}
-        counts = [audit.counts for audit in await self.audits.list(1)]
-        return {
-            "up": not self.health.report().is_degraded,
-            "mirrors": len(mirrors),
-            "mirrors_failed": sum(row.error is not None for row in mirrors),
-            "mirrors_bytes": sum(row.size_bytes or 0 for row in mirrors),
-            "datasets": len(await self.catalog.summarise_datasets()),
-            "environments": sum(each.is_ready for each in self.environment_store.list()),
-            "commits_unservable": sum(
-                count for each in counts for state, count in each.items() if state not in servable
-            ),
-            "checkouts": self.checkouts.count,
-            "checkouts_max": self._settings.checkouts.max,
-            "operations_running": self.operations.running_count,
-            "disk_free_bytes": space.free_bytes,
-            "disk_reserve_bytes": space.reserve_bytes,
-            "start_time_seconds": self.started_at.timestamp(),
-        }

@@ -1,87 +1,222 @@
-"""Metrics in Prometheus' text format, read from the engine when asked."""
+"""Metrics for Prometheus: one table of them, and their values, read from the engine when asked.
 
-from collections.abc import Mapping
+Every label has a bound: mirrors are those with the oldest sync or audit, users those with most
+checkouts. Times since something are not given, but when it was: `time() - …` is its age.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from heapq import nsmallest
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import anyio.to_thread
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ..catalog import MirrorFigures
 from ..engine import Engine
 from ..traffic import BUCKETS_S, Traffic
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MIRRORS_SHOWN = 50
+
 _BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")
-
-GAUGES = {
-    "up": "1 when the daemon can serve, 0 when it is degraded.",
-    "mirrors": "Mirrors in the catalog.",
-    "mirrors_failed": "Mirrors whose last sync failed.",
-    "mirrors_bytes": "Bytes of all mirrors.",
-    "datasets": "Datasets in the catalog.",
-    "environments": "Environments that are ready.",
-    "commits_unservable": "Recorded commits that the last audit could not serve.",
-    "checkouts": "Checkouts held.",
-    "checkouts_max": "The configured limit of checkouts.",
-    "operations_running": "Operations that run.",
-    "disk_free_bytes": "Free bytes of the file system that holds the state directory.",
-    "disk_reserve_bytes": "Bytes of it that new work leaves free; below, it is refused.",
-    "start_time_seconds": "When the daemon started, in seconds since 1970.",
-}
-"""Names and help of the gauges that `Engine.figures` reads."""
+_FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
-async def text(engine: Engine) -> bytes:
-    """All metrics."""
+class _Described(NamedTuple):
+    kind: str
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+_TABLE = """
+gauge build_info; version, python; Constant 1, with the version of the daemon.
+gauge up; ; 1 when the daemon can serve, 0 when it is degraded.
+gauge warnings; ; Warnings of the health report, such as a refused file or configuration.
+gauge start_time_seconds; ; When the daemon started, in seconds since 1970.
+counter requests; endpoint, status; Requests answered.
+counter refusals; code; Requests and connections refused for now, by error code.
+gauge connections; ; Open connections.
+gauge checkouts; ; Checkouts held.
+gauge checkouts_max; ; The configured limit of checkouts.
+gauge owner_checkouts; uid; Checkouts of the users who hold most, and of all the other ones.
+counter proofs_failed; ; Resets whose proof failed: the checkout was discarded.
+gauge workers; state; Worker processes, busy and idle.
+gauge queue_length; queue; What waits: operations, calls of workers, removals.
+gauge operations_running; ; Operations that run.
+counter operations; kind, outcome; Operations that ended, by kind: done, failed, cancelled.
+counter events; name; Events by name: syncs, checkouts, resets, imports, failures.
+counter cache_hits; cache; Requests that found what they need in a cache.
+counter cache_misses; cache; Requests that had to wait for it to be built.
+counter cache_evictions; cache; What was evicted from a cache.
+gauge cache_bytes; cache; Bytes of a cache, looked at every few minutes.
+gauge cache_limit_bytes; cache; The configured limit of a cache.
+counter damaged; kind; Damaged parts of templates that a scrub found and discarded.
+gauge mirrors; ; Mirrors in the catalog.
+gauge mirrors_failed; ; Mirrors whose last sync failed.
+gauge mirrors_bytes; ; Bytes of all mirrors.
+gauge mirror_synced_timestamp_seconds; mirror; Last good sync, of the mirrors with the oldest; \
+when it was added where there is none.
+gauge mirror_audited_timestamp_seconds; mirror; Last audit, of the mirrors with the oldest; \
+where there is none, when it was added or the daemon started.
+gauge sync_interval_seconds; ; The configured interval of syncs; 0 is never.
+gauge audit_interval_seconds; ; The configured interval of audits; 0 is never.
+gauge commits_unservable; ; Recorded commits that cannot be served, by each mirror's last audit.
+gauge audit_findings; ; Findings of the last audit that are neither healed nor accepted.
+gauge datasets; ; Datasets in the catalog.
+gauge instances; ; Instances of all datasets.
+gauge environments; ; Environments that are ready.
+gauge disk_free_bytes; ; Free bytes of the file system that holds the state directory.
+gauge disk_reserve_bytes; ; Bytes of it that new work leaves free; below, it is refused.
+gauge disk_size_bytes; ; Size of the file system that holds the state directory.
+"""
+
+
+def _described() -> dict[str, _Described]:
+    found = {}
+    for line in _TABLE.strip().splitlines():
+        head, labels, text = line.split("; ", 2)
+        kind, name = head.split()
+        found[name] = _Described(kind, text, tuple(filter(None, labels.split(", "))))
+    return found
+
+
+METRICS = _described()
+"""Without the prefix, the histogram of requests and the figures of the process."""
+
+Values = Mapping[Any, float] | float
+"""By label, or by a tuple of them."""
+
+
+async def answer(engine: Engine, accept: str = "") -> tuple[bytes, str]:
+    """All metrics and their media type: Prometheus' text, or OpenMetrics for who accepts it."""
+    mirrors, rows = await engine.catalog.measure_mirrors(), await engine.catalog.count_rows()
+    encode, media_type = choose_encoder(accept)
     registry = CollectorRegistry()
     ProcessCollector(namespace="mirrord", registry=registry)
-    figures = _Figures(await engine.figures(), engine.events.counts, engine.traffic)
-    registry.register(figures)
-    return await anyio.to_thread.run_sync(generate_latest, registry)
+    registry.register(_Families(engine, mirrors, rows))
+    return await anyio.to_thread.run_sync(encode, registry), media_type
 
 
-class _Figures(Collector):
+class _Families(Collector):
     """Read on the event loop, rendered in a thread."""
 
     def __init__(
-        self, figures: dict[str, float], counts: Mapping[str, int], traffic: Traffic
+        self, engine: Engine, mirrors: Sequence[MirrorFigures], rows: tuple[int, int]
     ) -> None:
-        events = CounterMetricFamily(
-            "mirrord_events",
-            "Events by name: syncs, checkouts, resets, imports, failures.",
-            labels=["name"],
-        )
-        for name, count in sorted(counts.items()):
-            events.add_metric([name], count)
-        gauges = [
-            GaugeMetricFamily(f"mirrord_{name}", text, figures[name])
-            for name, text in GAUGES.items()
-        ]
-        self._families = [*gauges, events, *_requests(traffic)]
+        values = _of_now(engine) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
+        families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
+        self._families = [*families, _request_times(engine.traffic)]
 
     def collect(self) -> list[Metric]:
         return self._families
 
 
-def _requests(traffic: Traffic) -> list[Metric]:
-    answers = CounterMetricFamily(
-        "mirrord_requests", "Requests answered.", labels=("endpoint", "status")
-    )
-    for (endpoint, status), count in sorted(traffic.answers.items()):
-        answers.add_metric((endpoint, str(status)), count)
+def _family(name: str, kind: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
+    metric: Metric
+    metric = family = _FAMILIES[kind](f"mirrord_{name}", text, labels=labels)
+    rows = values.items() if isinstance(values, Mapping) else [((), values)]
+    for key, value in rows:
+        family.add_metric((key,) if isinstance(key, str) else key, value)
+    return metric
+
+
+def _of_now(engine: Engine) -> dict[str, Values]:
+    activity, settings = engine.activity(), engine.settings()
+    others = {"other" if each.uid is None else str(each.uid): each for each in activity.owners}
+    caches = {each.name: each for each in activity.caches}
+    return {
+        "build_info": {(activity.version, platform.python_version()): 1},
+        "up": activity.status == "ok",
+        "warnings": sum(reason.startswith("warning: ") for reason in activity.reasons),
+        "start_time_seconds": activity.started_at.timestamp(),
+        "connections": activity.connections,
+        "checkouts": activity.checkouts,
+        "checkouts_max": activity.checkouts_max,
+        "owner_checkouts": {uid: each.checkouts for uid, each in others.items() if each.checkouts},
+        "workers": {
+            "busy": activity.workers_busy,
+            "idle": activity.workers - activity.workers_busy,
+        },
+        "queue_length": activity.queues,
+        "operations_running": activity.operations_running,
+        "cache_bytes": {
+            name: each.size_bytes for name, each in caches.items() if each.size_bytes is not None
+        },
+        "cache_limit_bytes": {
+            name: each.limit_bytes for name, each in caches.items() if each.limit_bytes is not None
+        },
+        "cache_hits": {name: each.hits for name, each in caches.items()},
+        "cache_misses": {name: each.misses for name, each in caches.items()},
+        "cache_evictions": {name: each.evictions for name, each in caches.items()},
+        "sync_interval_seconds": settings.sync.interval.total_seconds(),
+        "audit_interval_seconds": settings.audit.interval.total_seconds(),
+        "disk_free_bytes": activity.disk_free_bytes,
+        "disk_reserve_bytes": activity.disk_reserve_bytes,
+        "disk_size_bytes": activity.disk_bytes,
+    }
+
+
+def _since_start(engine: Engine) -> dict[str, Values]:
+    traffic, events = engine.traffic, engine.events.counts
+    return {
+        "requests": {(name, str(status)): n for (name, status), n in traffic.answers.items()},
+        "refusals": dict(traffic.refusals),
+        "proofs_failed": events["proof.failed"],
+        "operations": dict(engine.operations.ended),
+        "events": dict(events),
+        "damaged": {kind: events[f"{kind}.damaged"] for kind in ("template", "closure", "store")},
+    }
+
+
+def _of_catalog(
+    engine: Engine, mirrors: Sequence[MirrorFigures], rows: tuple[int, int]
+) -> dict[str, Values]:
+    judged, last, started = engine.audits.judgements, engine.audits.last, engine.started_at
+    synced = [(each.synced_at, each.name) for each in mirrors]
+    audited = [
+        (judged[each.key].at if each.key in judged else max(started, each.added_at), each.name)
+        for each in mirrors
+    ]
+    datasets, instances = rows
+    return {
+        "mirrors": len(mirrors),
+        "mirrors_failed": sum(each.has_failed for each in mirrors),
+        "mirrors_bytes": sum(each.size_bytes or 0 for each in mirrors),
+        "mirror_synced_timestamp_seconds": _oldest(synced),
+        "mirror_audited_timestamp_seconds": _oldest(audited),
+        "commits_unservable": sum(
+            judged[each.key].unservable for each in mirrors if each.key in judged
+        ),
+        "audit_findings": last.open_count if last else 0,
+        "datasets": datasets,
+        "instances": instances,
+        "environments": sum(each.is_ready for each in engine.environment_store.list()),
+    }
+
+
+def _oldest(times: list[tuple[datetime, str]]) -> dict[str, float]:
+    return {name: at.timestamp() for at, name in nsmallest(MIRRORS_SHOWN, times, key=itemgetter(0))}
+
+
+def _request_times(traffic: Traffic) -> Metric:
     times = HistogramMetricFamily(
         "mirrord_request_duration_seconds", "Time to an answer.", labels=["endpoint"]
     )
-    for endpoint, buckets in sorted(traffic.buckets.items()):
+    for endpoint, buckets in traffic.buckets.items():
         below, bounds = 0, []
         for bound, count in zip(_BOUNDS, buckets, strict=True):
             below += count
             bounds.append((bound, float(below)))
         times.add_metric([endpoint], bounds, traffic.sums_s[endpoint])
-    return [answers, times]
+    return times

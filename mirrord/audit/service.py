@@ -9,10 +9,12 @@ import asyncio
 import builtins
 import os
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import anyio
 
@@ -30,7 +32,15 @@ from ..model import (
     shown,
     utc_now,
 )
-from ..protocol import Audit, AuditPart, Progress, ProgressSink, Repair, StartAudit
+from ..protocol import (
+    Audit,
+    AuditPart,
+    AuditSummary,
+    Progress,
+    ProgressSink,
+    Repair,
+    StartAudit,
+)
 from ..telemetry import log
 from .connectivity import Verdict
 from .examine import Examined, Reached, examine
@@ -39,6 +49,14 @@ from .object_files import Defect, no_directory
 
 Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
+_SERVABLE = {CommitState.OK, CommitState.UNPINNED}
+
+
+class Judgement(NamedTuple):
+    """When all recorded commits of a mirror were judged last, and how many cannot be served."""
+
+    at: datetime
+    unservable: int
 
 
 class Audits:
@@ -55,6 +73,30 @@ class Audits:
         self.settings, self.catalog, self.events = mirrors.settings, mirrors.catalog, mirrors.events
         # by mirror key: what kept its commits alive, true while its refs stay the same
         self._reached: dict[str, Reached] = {}
+        self.last: AuditSummary | None = None
+        self.judgements: dict[str, Judgement] = {}
+        """By mirror key, of mirrors that may be gone; kept in memory, because metrics ask often."""
+
+    async def open(self) -> None:
+        """Read what earlier audits found."""
+        for level in (AuditLevel.CLOSURE, AuditLevel.CONTENT):
+            for row in await self.catalog.list_judgements(level):
+                self._note(row.key, row.judged_at, row.part)
+        for audit in await self.list(1):
+            self.last = _summary(audit)
+            if not audit.dataset:  # of quick audits there are no judgements
+                bad = {(each.mirror, each.commit) for each in audit.findings if _is_bad(each.state)}
+                unservable = Counter(MirrorName.parse(mirror).key for mirror, _ in bad)
+                for name in set(audit.mirrors) - set(audit.left):
+                    key = MirrorName.parse(name).key
+                    if key not in self.judgements or self.judgements[key].at < audit.started_at:
+                        self.judgements[key] = Judgement(audit.finished_at, unservable[key])
+
+    def _note(self, key: str, at: datetime, part: AuditPart) -> None:
+        known = self.judgements.get(key)
+        if known is None or known.at <= at:
+            bad = sum(count for state, count in part.counts.items() if _is_bad(state))
+            self.judgements[key] = Judgement(at, bad)
 
     async def run(
         self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False
@@ -163,6 +205,8 @@ class Audits:
                 continue
             run.parts[name.key] = part
             del run.left[name.key]
+            if not run.request.dataset:
+                self._note(name.key, utc_now(), part)
             # a quick audit begins again in less time than it resumes
             if _is_of_everything(run.request) and run.level is not AuditLevel.QUICK:
                 row = JudgementRow(name.key, run.level, run.id, run.started_at, utc_now(), part)
@@ -172,6 +216,7 @@ class Audits:
     async def _record(self, audit: Audit) -> None:
         with _unless_refused("audit", audit.id):
             await self.catalog.put_audit(audit)
+        self.last = _summary(audit)
         counts = {str(state): count for state, count in audit.counts.items()}
         self.events.publish(
             "audit.finished", audit=audit.id, level=str(audit.level), counts=counts,
@@ -289,3 +334,15 @@ def _unless_refused(what: str, name: str) -> Iterator[None]:
         yield
     except (errors.DiskFullError, errors.DiskFailedError) as error:
         log.warning("audit.unrecorded", what=what, name=name, detail=error.message)
+
+
+def _is_bad(state: CommitState) -> bool:
+    return state not in _SERVABLE
+
+
+def _summary(audit: Audit) -> AuditSummary:
+    return AuditSummary(
+        id=audit.id, level=audit.level, finished_at=audit.finished_at, counts=audit.counts,
+        affected_count=len(audit.affected), finding_count=len(audit.findings),
+        open_count=audit.open_count, left_count=len(audit.left),
+    )  # fmt: skip

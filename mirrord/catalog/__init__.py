@@ -2,6 +2,7 @@
 
 from .catalog import Catalog
 from .datasets import EVERY
+from .mirrors import MirrorFigures
 from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import digest_of, roles_of, spooled, unspooled
 
@@ -11,6 +12,7 @@ __all__ = [
     "DatasetHead",
     "InstanceRow",
     "JudgementRow",
+    "MirrorFigures",
     "MirrorRow",
     "PinRow",
     "RecordedRow",

@@ -83,6 +83,7 @@ class Catalog:
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)
     list_mirrors = _reads(mirrors.list_mirrors)
+    measure_mirrors = _reads(mirrors.measure_mirrors)
     update_mirror = _writes(mirrors.update_mirror)
     delete_mirror = _writes(mirrors.delete_mirror)
 
@@ -97,6 +98,7 @@ class Catalog:
     list_datasets = _reads(datasets.list_datasets)
     summarise_datasets = _reads(datasets.summarise_datasets)
     weigh_datasets = _reads(datasets.weigh_datasets)
+    count_rows = _reads(datasets.count_rows)
     delete_dataset = _writes(datasets.delete_dataset)
     put_refused = _writes(datasets.put_refused)
 

@@ -94,6 +94,12 @@ def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
     ]
 
 
+def count_rows(connection: Connection) -> tuple[int, int]:
+    """How many datasets there are, and instances."""
+    found = [connection.execute(select(func.count()).select_from(t)) for t in (datasets, instances)]
+    return found[0].scalar_one(), found[1].scalar_one()
+
+
 def weigh_datasets(connection: Connection) -> dict[str, int]:
     """The bytes of patches and test lists by dataset: nearly all that the catalog holds."""
     lists = (cast(column, Text) for column in (instances.c.fail_to_pass, instances.c.pass_to_pass))

@@ -2,8 +2,9 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Connection, RowMapping, delete, exists, func, select, update
 
@@ -23,6 +24,17 @@ from .schema import (
 )
 
 T = TypeVar("T")
+
+
+class MirrorFigures(NamedTuple):
+    """`synced_at` is when the mirror was added, where no sync succeeded yet."""
+
+    key: str
+    name: str
+    added_at: datetime
+    synced_at: datetime
+    size_bytes: int | None
+    has_failed: bool
 
 
 def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
@@ -45,6 +57,18 @@ def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
 def list_mirrors(connection: Connection) -> list[MirrorRow]:
     query = select(mirrors).order_by(mirrors.c.key)
     return [_mirror_row(row) for row in connection.execute(query).mappings()]
+
+
+def measure_mirrors(connection: Connection) -> list[MirrorFigures]:
+    """All, with what metrics need; without their faults, which may be long."""
+    since = func.coalesce(mirrors.c.synced_at, mirrors.c.added_at, type_=mirrors.c.added_at.type)
+    columns = (mirrors.c.key, mirrors.c.name, mirrors.c.added_at, since)
+    query = select(*columns, mirrors.c.size_bytes, mirrors.c.error).order_by(mirrors.c.key)
+    rows = connection.execute(query)  # no error is JSON's null, which SQL takes for a value
+    return [
+        MirrorFigures(key, name, added, synced, size, error is not None)
+        for key, name, added, synced, size, error in rows
+    ]
 
 
 def update_mirror(connection: Connection, /, key: str, **columns: Any) -> bool:

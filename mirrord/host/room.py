@@ -22,12 +22,13 @@ _PAUSE_S = 5.0  # between two evictions that did not help
 
 
 class Space(NamedTuple):
-    """What is free for an unprivileged process, and what of it is reserved."""
+    """What is free for an unprivileged process, what of it is reserved, and how much there is."""
 
     free_bytes: int
     reserve_bytes: int
     free_inodes: int
     reserve_inodes: int
+    size_bytes: int
 
     @property
     def shortage(self) -> str | None:
@@ -42,9 +43,10 @@ class Space(NamedTuple):
 def measure(place: Path, reserve_bytes: int) -> Space:
     """Look at the file system of `place`; without a reserve of bytes there is none of inodes."""
     disk = os.statvfs(place)
-    reserve = min(reserve_bytes, disk.f_blocks * disk.f_frsize // _SHARE)
+    size = disk.f_blocks * disk.f_frsize
+    reserve = min(reserve_bytes, size // _SHARE)
     inodes = min(_INODES, disk.f_files // _SHARE) if reserve_bytes else 0  # f_files 0: no limit
-    return Space(disk.f_bavail * disk.f_frsize, reserve, disk.f_favail, inodes)
+    return Space(disk.f_bavail * disk.f_frsize, reserve, disk.f_favail, inodes, size)
 
 
 async def _evict_nothing(_bytes: int) -> None:

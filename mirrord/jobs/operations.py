@@ -8,6 +8,7 @@ at any moment.
 import asyncio
 import builtins
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -61,6 +62,8 @@ class Operations:
         self._events = events
         self._records: dict[str, _Record] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """By kind and how it ended."""
         self.is_stopping = False
 
     @property
@@ -183,6 +186,7 @@ class Operations:
         record.operation = replace(
             record.operation, state=state, result=result, error=failure, finished_at=utc_now()
         )
+        self.ended[kind, state] += 1
         self._publish("operation.finished", record)
 
     def _publish(self, name: str, record: _Record) -> None:

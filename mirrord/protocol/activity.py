@@ -43,9 +43,11 @@ class WorkerActivity(Answer):
 
 
 class CacheActivity(Answer):
-    """A cache, with what happened since the daemon's start; None is not measured, or no limit."""
+    """A cache, with what happened since the daemon's start. The bytes of the stores, and what of
+    them was evicted, are in those of the templates. None is not measured yet.
+    """
 
-    name: Literal["templates", "stores", "environments"]
+    name: Literal["templates", "stores"]
     size_bytes: int | None = None
     limit_bytes: int | None = None
     hits: int = 0
@@ -70,7 +72,7 @@ class Activity(Answer):
 
     `queues` has lengths, `refusals` counts by error code since the start, `history` is there
     on request: a point a minute of the last day. Who is no administrator sees the own checkouts,
-    calls and operations, and the sums.
+    calls and operations, and the sums. New work is refused while less than the reserve is free.
     """
 
     at: datetime
@@ -97,4 +99,5 @@ class Activity(Answer):
     refusals: dict[str, int]
     disk_bytes: int
     disk_free_bytes: int
+    disk_reserve_bytes: int
     history: list[ActivityPoint] = []

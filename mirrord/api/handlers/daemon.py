@@ -75,7 +75,8 @@ async def get_activity(call: Call, query: ActivityQuery) -> Activity:
 
 
 async def get_metrics(call: Call) -> Response:
-    return text_response(await metrics.text(call.engine), metrics.MEDIA_TYPE)
+    accept = call.request.headers.get("accept", "")
+    return text_response(*await metrics.answer(call.engine, accept))
 
 
 async def list_operations(call: Call) -> list[Operation]:

@@ -82,6 +82,7 @@ class StoreBuilder:
         self._read: set[str] = set()
         self._building: Counter[str] = Counter()
         self.held: Counter[Path] = Counter()
+        self.hits = self.misses = 0
 
     async def open(self) -> None:
         """Remove what a killed build left."""
@@ -119,7 +120,10 @@ class StoreBuilder:
                 "cannot seal a linked checkout: it shows all of its mirror",
                 hint="ask for sealed or squashed",
             )
-        return self.find(name, commit, history) or await self._builds.join(
+        found = self.find(name, commit, history)
+        self.hits += found is not None
+        self.misses += found is None
+        return found or await self._builds.join(
             f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
         )
 

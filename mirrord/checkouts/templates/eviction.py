@@ -68,6 +68,9 @@ class Eviction:
         self._stores = stores
         self._events = events
         self._noted_at = time.time()
+        self.evicted = 0
+        self.size_bytes: int | None = None
+        """Of all templates, when they were looked at last, every few minutes."""
 
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`."""
@@ -157,6 +160,7 @@ class Eviction:
         return freed
 
     def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
+        self.evicted += count
         if count:
             left = sum(each.size_bytes for each in inventories)
             self._events.publish("templates.evicted", count=count, size_bytes=left)
@@ -195,6 +199,7 @@ class Eviction:
         for name in self._registry.names():
             templates, stores = self._registry.get(name), await self._stores.list_stores(name)
             found.append(await anyio.to_thread.run_sync(_Inventory, name, templates, stores))
+        self.size_bytes = sum(each.size_bytes for each in found)
         return found
 
 

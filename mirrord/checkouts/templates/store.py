@@ -26,6 +26,7 @@ from ...host.processes import lower_priority
 from ...host.trash import Trash
 from ...jobs.events import Events
 from ...model import CommitId, History, MirrorName
+from ...protocol import CacheActivity
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
 from ..stores.store import is_as_built, read_records
@@ -80,6 +81,8 @@ class Templates:
         self.open = self._registry.open
         self.is_full = self._eviction.is_full
         self.weigh = self._eviction.weigh
+        self._settings = settings
+        self._hits = self._misses = 0
         self._found: dict[tuple[str, CommitId, History], Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
 
@@ -91,6 +94,12 @@ class Templates:
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Template | None:
         """Find a template in memory; mounting it says whether it still exists."""
+        template = self._find(name, commit, history)
+        self._hits += template is not None
+        self._misses += template is None
+        return template
+
+    def _find(self, name: MirrorName, commit: CommitId, history: History) -> Template | None:
         template = self._found.get((name.key, commit, history))
         if template is not None:
             self._note_use(template)
@@ -109,7 +118,7 @@ class Templates:
             # An earlier build may fail of something that ended before this request.
             with suppress(MirrordError, OSError):
                 await self._builds.join(f"{key}", lambda _: self._make(name, commit, history))
-        while (found := self.find(name, commit, history)) is None:
+        while (found := self._find(name, commit, history)) is None:
             await self._builds.join(f"{key}", lambda _: self._make(name, commit, history))
         return found
 
@@ -195,6 +204,14 @@ class Templates:
         self._registry.get(template.mirror).used_at[template.layers[1]] = time.time()
 
     # -- removing ----------------------------------------------------------------------------------
+
+    def activity(self) -> CacheActivity:
+        """Hits and misses are of checkouts, as they look for a template that can be mounted."""
+        return CacheActivity(
+            name="templates", hits=self._hits, misses=self._misses,
+            evictions=self._eviction.evicted, size_bytes=self._eviction.size_bytes,
+            limit_bytes=self._settings().checkouts.template_bytes,
+        )  # fmt: skip
 
     def size_bytes(self) -> int:
         """The size of trees and their indexes, without packs."""
