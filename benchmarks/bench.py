@@ -26,6 +26,7 @@ from pathlib import Path
 
 import big_mirror
 import crowd
+import neighbours
 import scale
 from audits import Audited
 from load import (
@@ -106,6 +107,11 @@ class Bench:
             taken, figures = crowd.compare(*where, changed, created, tasks, seconds)
             self.latencies += taken
             self.figures += figures
+
+    def neighbours(self, seconds: float) -> None:
+        taken, figures = neighbours.compare(self.daemon, self.line, seconds)
+        self.latencies += taken
+        self.figures += figures
 
     # -- cases --------------------------------------------------------------------------------------------------------
 
@@ -385,6 +391,7 @@ class Bench:
             "reset": self.reset,
             **rollouts,
             "crowd": partial(self.crowd, tasks, seconds),
+            "neighbours": partial(self.neighbours, seconds),
             "sandbox": self.sandbox,
             "loop": self.loop,
             "near": self.near_checkout,

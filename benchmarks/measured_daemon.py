@@ -28,6 +28,7 @@ from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 
 NOBODY = 65534  # another user than the daemon's
+MEMBERS = 61000  # the gid of members, who have no name on this host
 REPO = "bench/repo"
 MIRROR = "bench__repo"
 
@@ -45,7 +46,7 @@ class Daemon:
         (area / "config.toml").write_text(
             f"state_dir = {quoted(str(self.state))}\nsocket = {quoted(str(self.socket))}\n"
             f'[sync]\ninterval = "{sync}"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
-            f"[access]\nadmins = [{NOBODY}]\n"
+            f'[access]\nadmins = [{NOBODY}]\ngroup = "{MEMBERS}"\ncommits = "any"\n'
             "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
             f'[log]\nlevel = "warning"\nformat = "json"\n{settings}'
             + (

@@ -15,6 +15,7 @@ from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
+from .git.gate import Gate
 from .git.turns import HOUSEKEEPING
 from .git.workers import Workers
 from .health import HealthMonitor
@@ -51,6 +52,7 @@ class ActivityMonitor:
         traffic: Traffic,
         health: HealthMonitor,
         operations: Operations,
+        gate: Gate,
         workers: Workers,
         checkouts: Checkouts,
         trash: Trash,
@@ -63,6 +65,7 @@ class ActivityMonitor:
         self._traffic = traffic
         self._health = health
         self._operations = operations
+        self._gate = gate
         self._workers = workers
         self._checkouts = checkouts
         self._trash = trash
@@ -117,6 +120,7 @@ class ActivityMonitor:
             queues={
                 "operations": self._operations.queued_count,
                 "removals": self._trash.count,
+                "requests": self._gate.waiting,
                 "workers": self._workers.waiting().total(),
             },
             caches=[self._templates.activity(), self._stores_activity()],
@@ -134,7 +138,7 @@ class ActivityMonitor:
         checkouts = self._checkouts.by_owner()
         running = Counter(each.uid for each in self._workers.calls())
         waiting = self._workers.waiting()
-        columns: list[Mapping[int, int]] = [checkouts, connections]
+        columns: list[Mapping[int, int]] = [checkouts, connections, self._gate.unanswered()]
         columns += [{uid: n for uid, n in each.items() if uid is not None and uid != HOUSEKEEPING}
                     for each in (running, waiting)]  # fmt: skip
         uids = {uid for column in columns for uid, count in column.items() if count}
@@ -149,10 +153,8 @@ class ActivityMonitor:
 
 
 def _owner(uid: int | None, counts: list[int]) -> OwnerActivity:
-    checkouts, connections, running, waiting = counts
-    return OwnerActivity(
-        uid=uid, checkouts=checkouts, connections=connections, running=running, waiting=waiting
-    )
+    names = ("checkouts", "connections", "requests", "running", "waiting")
+    return OwnerActivity(uid=uid, **dict(zip(names, counts, strict=True)))
 
 
 def _endpoint(name: str, answered: Answered, seconds: float) -> EndpointActivity:

@@ -205,6 +205,8 @@ class AccessSettings(_Section):
     commits: Literal["recorded", "any"] = "recorded"
     owners: Literal["none", "subuid"] = "subuid"
     max_per_user: Count = 256
+    requests_per_user: Count = 512
+    rate_per_user: Annotated[StrictInt, Field(ge=0, le=100_000)] = 2000
     ttl_max: Period = timedelta(hours=24)
 
 

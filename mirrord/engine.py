@@ -32,6 +32,7 @@ from .environments.preparing import Preparations
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
+from .git.gate import Gate
 from .git.turns import HOUSEKEEPING, Askers
 from .git.workers import Workers
 from .heal.service import Heals
@@ -74,6 +75,7 @@ class Engine:
         self.layout = Layout(settings.state_dir)
         self.access = Access(self.settings)
         self.events = Events()
+        self.gate = Gate(lambda: self._settings.access)
         self.operations = Operations(self.events)
         self.traffic = Traffic()
         self.room = Room(self.layout.root, lambda: self._settings.checkouts.disk_reserve)
@@ -109,7 +111,7 @@ class Engine:
     async def _open_stores(self) -> None:
         """The catalog, the mirrors, the datasets."""
         self.git = Git(home=self.layout.home)
-        self.workers = Workers(on_start=self._configure_log())
+        self.workers = Workers(on_start=self._configure_log(), charge=self.gate.charge)
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
@@ -201,7 +203,7 @@ class Engine:
         )  # fmt: skip
         self.monitor = ActivityMonitor(
             settings=self.settings, started_at=self.started_at, room=self.room,
-            traffic=self.traffic, health=self.health, operations=self.operations,
+            traffic=self.traffic, health=self.health, operations=self.operations, gate=self.gate,
             workers=self.workers, checkouts=self.checkouts, trash=self.trash,
             templates=self.templates, stores=self.stores,
         )  # fmt: skip

@@ -325,6 +325,14 @@ class LimitReachedError(ResourceError):
     code, title = "limit-reached", "A limit is reached"
 
 
+class TooManyRequestsError(ResourceError):
+    code, title, http_status = "too-many-requests", "Too many requests of one user", 429
+
+
+class OverloadedError(ResourceError):
+    code, title = "overloaded", "Too many requests of all users"
+
+
 class TooManyConnectionsError(ResourceError):
     code, title = "too-many-connections", "Too many connections"
 

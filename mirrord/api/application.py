@@ -151,6 +151,13 @@ class Application:
             )
         if not endpoint.early:
             await self._engine.wait_until_open()
+        gate, is_admin = self._engine.gate, role is Role.ADMIN
+        async with gate.entered(user, is_admin=is_admin):
+            call = Call(self._engine, peer, role, request, parameters)
+            return await gate.metered(user, self._answer(endpoint, call))
+
+    async def _answer(self, endpoint: Endpoint, call: Call) -> Response:
+        request, connection = call.request, call.connection
         arguments: dict[str, Any] = {}
         if request.scope["query_string"] or endpoint.query is not Query:
             items = request.query_params.multi_items()
@@ -170,7 +177,6 @@ class Application:
                 arguments["body"] = _BODIES[endpoint.json_body].validate_json(content)
             except ValidationError as error:
                 raise invalid_request("body", error) from error
-        call = Call(self._engine, peer, role, request, parameters)
         with connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
             answer = await endpoint.handler(call, **arguments)
         if isinstance(answer, Response):

@@ -1,6 +1,7 @@
 """Errors on their way out: RFC 9457 problems."""
 
 import json
+from math import ceil
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,7 +30,7 @@ def problem_headers(error: MirrordError) -> dict[str, str]:
     if isinstance(error, MethodNotAllowedError):
         headers["allow"] = error.facts["allow"]
     if retry_after := error.facts.get("retry_after"):
-        headers["retry-after"] = str(round(float(retry_after)))
+        headers["retry-after"] = str(ceil(float(retry_after)))
     return headers
 
 

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import random
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,6 +133,35 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         yield min(pause, left)
         left -= pause
         pause = min(pause * 1.6, 0.5)
+
+
+_NOT_BEGUN = (errors.TooManyRequestsError, errors.OverloadedError, errors.TooManyConnectionsError)
+
+
+@dataclass
+class Refusals:
+    """How one request that the daemon did not begin is sent again, as late as the daemon asks.
+
+    At most `retries` times, and within `timeout_s` in all. Those who were refused at once come
+    again at different times.
+    """
+
+    retries: int | None
+    timeout_s: float
+    count: int = 0
+    began_at: float = field(default_factory=time.monotonic)
+
+    def pause_s(self, error: errors.MirrordError) -> float | None:
+        """How long to wait before the next time; None to give up."""
+        asked_s = error.facts.get("retry_after")
+        if not isinstance(error, _NOT_BEGUN) or not isinstance(asked_s, int | float):
+            return None
+        pause_s = asked_s * (1 + random.random())  # noqa: S311  nobody gains by guessing it
+        is_late = time.monotonic() + pause_s > self.began_at + self.timeout_s
+        if is_late or self.count == self.retries:
+            return None
+        self.count += 1
+        return pause_s
 
 
 def body_of(request: Request) -> bytes | None:

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
@@ -28,7 +28,7 @@ from ..host.processes import memory_limit_bytes
 from ..model import utc_now
 from ..telemetry import log
 from .process import Process, await_end, start_module
-from .turns import Turns
+from .turns import Askers, Turns
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -152,8 +152,8 @@ class Workers:
 
     At most `size` calls run for one user, as many in the background, and five times as many in
     all; the others wait. Calls with a deadline of at most a minute are counted apart: a diff waits
-    for no template to be built. `on_start` runs in each new worker, to set up its logging. Belongs
-    to one event loop.
+    for no template to be built. `on_start` runs in each new worker, to set up its logging;
+    `charge` learns how long each call took, and for whom. Belongs to one event loop.
     """
 
     def __init__(
@@ -162,12 +162,14 @@ class Workers:
         size: int = 2,
         idle: timedelta = timedelta(seconds=15),
         on_start: Callable[[], None] | None = None,
+        charge: Callable[[Collection[int], float], None] = lambda uids, seconds: None,
         server: ForkServer = FORK_SERVER,
     ) -> None:
         self._short = Turns(size * _USERS, each=size, background=size)
         self._long = Turns(size * _USERS, each=size, background=size)
         self._idle = idle
         self._on_start = on_start
+        self._charge = charge
         self._server = server
         self._free: list[_Worker] = []
         self._busy: dict[_Worker, WorkerCall] = {}
@@ -242,7 +244,12 @@ class Workers:
             worker.is_prepared = True
             call = pickle.dumps((prepare, context, function, args))
             async with asyncio.timeout(timeout.total_seconds()):
-                answer = await worker.exchange(call)
+                began = asyncio.get_running_loop().time()
+                try:
+                    answer = await worker.exchange(call)
+                finally:
+                    took_s = asyncio.get_running_loop().time() - began
+                    self._charge(Askers.present().uids, took_s)
             result, raised = pickle.loads(answer)  # noqa: S301  (a process of ours)
             is_sound = not isinstance(raised, MemoryError)
         except TimeoutError as error:

@@ -24,12 +24,13 @@ class EndpointActivity(Answer):
 class OwnerActivity(Answer):
     """What one user has now; without `uid` all whom the list has no room for.
 
-    `running` and `waiting` are calls of workers.
+    `requests` are not answered yet; `running` and `waiting` are calls of workers.
     """
 
     uid: int | None
     checkouts: int = 0
     connections: int = 0
+    requests: int = 0
     running: int = 0
     waiting: int = 0
 

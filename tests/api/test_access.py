@@ -408,6 +408,24 @@ def test_one_uid_has_so_many_checkouts(world: World, subids: None) -> None:
     assert world.checkout(MEMBER)[0] == 201
 
 
+def test_one_uid_asks_so_often_a_second(world: World) -> None:
+    """Then it is told when to come again; root is not, and a client that is told to comes again."""
+    world.configure("rate_per_user = 2")
+    asked = [("GET", "checkouts", None)] * 40
+    answers = ask_as(MEMBER, world.daemon.socket, *asked, groups=[GROUP])
+    refused = [json.loads(text) for status, text in answers if status == 429]
+    assert {answer["code"] for answer in refused} == {"too-many-requests"}
+    assert all(0 < answer["retry_after"] <= 0.5 for answer in refused)
+    assert {world.daemon.request("GET", "/v1/checkouts")[0] for _ in range(12)} == {200}
+    patient = "import sys; from mirrord import Client; client = Client(sys.argv[1]);"
+    patient += "print([client.list_checkouts() for _ in range(4)])"
+    command = [*python(), "-c", patient, str(world.daemon.socket)]
+    done = subprocess.run(
+        command, user=MEMBER, group=MEMBER, extra_groups=[GROUP], check=True, capture_output=True
+    )
+    assert done.stdout == b"[[], [], [], []]\n"
+
+
 def test_root_gets_in_where_members_hold_all_there_are(world: World) -> None:
     """`checkouts.max` counts for an administrator what administrators took."""
     world.configure("[checkouts]", "max = 2")

@@ -11,6 +11,7 @@ from mirrord.api import request as bodies
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import collect, diff, worktree
 from mirrord.datasets import json_stream, mapping, readers
+from mirrord.git import gate
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
@@ -31,6 +32,7 @@ BOUNDS = [
         [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
     ("connections of who owns", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
+    ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
     (

@@ -495,3 +495,79 @@ def test_events_without_following_are_what_is_remembered(path: Path) -> None:
         assert anyio.run(scene) == [1, 2, 3]
     assert server.seen[0].path == "/v1/events?follow=false"
     assert "last-event-id" not in server.seen[0].headers
+
+
+# -- a daemon that has too much to do ---------------------------------------------------------------------------------
+
+
+def _refusing(*answers: tuple[int, str, float | None]) -> dict[tuple[str, str], Any]:
+    """Refuses releases with these, one after the other, then does as it is asked."""
+    left = list(answers)
+
+    def answer(handler: Handler) -> None:
+        if not left:
+            return handler.answer(None, status=204)
+        status, code, retry_after = left.pop(0)
+        return handler.problem(status, code, retry_after=retry_after)
+
+    return {("DELETE", "/v1/checkouts/x"): answer}
+
+
+def test_a_refused_request_is_sent_again_when_the_daemon_said(path: Path) -> None:
+    """Whatever its method: it did not start."""
+    refusals = (429, "too-many-requests", 0.01), (503, "overloaded", 0.01)
+    with serving(path, _refusing(*refusals)) as server, Client(path) as client:
+        client.release_checkout("x")
+        assert len(server.seen) == 3
+
+
+def test_a_refused_request_is_raised_when_asked_for(path: Path) -> None:
+    """After so many more."""
+    refusals = [(429, "too-many-requests", 0.01)] * 3
+    with serving(path, _refusing(*refusals)) as server:
+        with Client(path, retries=0) as client, pytest.raises(errors.TooManyRequestsError):
+            client.release_checkout("x")
+        assert len(server.seen) == 1
+        with Client(path, retries=1) as client, pytest.raises(errors.TooManyRequestsError):
+            client.release_checkout("x")
+        assert len(server.seen) == 3
+
+
+def test_a_refused_request_is_not_sent_again_after_the_timeout(path: Path) -> None:
+    """What the daemon asks for is longer than the client waits."""
+    with (
+        serving(path, _refusing((429, "too-many-requests", 60))) as server,
+        Client(path, timeout=timedelta(seconds=5)) as client,
+    ):
+        with pytest.raises(errors.TooManyRequestsError):
+            client.release_checkout("x")
+        assert len(server.seen) == 1
+
+
+def test_a_refusal_that_names_no_time_is_raised(path: Path) -> None:
+    """As is any other error of the family."""
+    answers = (503, "overloaded", None), (503, "limit-reached", 0.01)
+    with serving(path, _refusing(*answers)), Client(path) as client:
+        for kind in (errors.OverloadedError, errors.LimitReachedError):
+            with pytest.raises(kind):
+                client.release_checkout("x")
+
+
+def test_the_asynchronous_client_comes_again_too(path: Path) -> None:
+    """For streams as well, of which nothing was sent."""
+    answers: list[Any] = [
+        lambda h: h.problem(429, "too-many-requests", retry_after=0.01),
+        lambda h: h.answer("x"),
+    ]
+    routes = {("GET", "/v1/openapi.json"): lambda h: answers.pop(0)(h)}
+    with serving(path, routes) as server:
+
+        async def follow() -> None:
+            async with (
+                AsyncClient(path) as client,
+                client._connection.stream("openapi.json") as (head, _),
+            ):
+                assert head.status == 200
+
+        anyio.run(follow)
+        assert len(server.seen) == 2

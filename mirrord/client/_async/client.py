@@ -51,7 +51,8 @@ class AsyncClient:
 
     `socket` is MIRRORD_SOCKET by default, else the configured one. `timeout` bounds the daemon's
     silence within one answer; `patience` bounds the wait for a restarting daemon, of requests that
-    can safely be sent again.
+    can safely be sent again. Requests that a busy daemon refuses are sent again when it says, for
+    `timeout` in all, and at most `retries` times: with 0 such a refusal is raised at once.
     """
 
     def __init__(
@@ -61,10 +62,13 @@ class AsyncClient:
         config: Path | str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         patience: timedelta = timedelta(seconds=10),
+        retries: int | None = None,
     ) -> None:
         self.socket = socket_path(socket, config)
         self._patience = patience
-        self._connection = AsyncConnection(self.socket, timeout=timeout, patience=patience)
+        self._connection = AsyncConnection(
+            self.socket, timeout=timeout, patience=patience, retries=retries
+        )
         self._renewal = AsyncRenewal()
 
     async def __aenter__(self) -> Self:

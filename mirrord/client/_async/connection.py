@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Self
 
 from ... import protocol
-from ...errors import StoppingError
+from ...errors import ResourceError, StoppingError
 from .. import http
-from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
+from ..answers import Refusals, body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
 from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
@@ -33,14 +33,18 @@ _KEEP_MOST = 256
 class AsyncConnection:
     """Sends requests; `timeout` bounds the daemon's silence, `patience` the wait for its restart.
 
-    A request is sent again only where that cannot act twice: when it never left, or when it is a
-    GET and the daemon went away. Only a client that reached its daemon once waits for it; the first
-    refusal is raised at once. Idle channels are a list, last in, first out: channels that a burst
-    opened grow old and are closed. Both ends of a list are atomic, so threads need no lock.
+    A request is sent again only where that cannot act twice: when it never left, when it is a GET
+    and the daemon went away, or, at most `retries` times, when the daemon had too much to do. Only
+    a client that reached its daemon once waits for it; the first refusal is raised at once. Idle
+    channels are a list, last in, first out: channels that a burst opened grow old and are closed.
+    Both ends of a list are atomic, so threads need no lock.
     """
 
-    def __init__(self, socket: Path, *, timeout: timedelta, patience: timedelta) -> None:
+    def __init__(
+        self, socket: Path, *, timeout: timedelta, patience: timedelta, retries: int | None = None
+    ) -> None:
         self.socket = socket
+        self._retries = retries
         self._timeout = timeout.total_seconds()
         self._patience_seconds = patience.total_seconds()
         self._reached = False
@@ -72,6 +76,7 @@ class AsyncConnection:
         request = HttpRequest(method, http.target(path, query), headers)
         sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
+        refusals = Refusals(self._retries, self._timeout)
         while True:
             try:
                 response = await self._exchange(request, sent, descriptors)
@@ -81,6 +86,11 @@ class AsyncConnection:
             except StoppingError:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
+            except ResourceError as error:
+                again_s = refusals.pause_s(error)
+                if again_s is None or isinstance(content, AsyncIterator):
+                    raise
+                seconds = again_s
             except BrokenError as error:
                 is_safe = method == "GET" or isinstance(error, RefusedError)
                 may_retry = self._reached and is_safe and not isinstance(error, LateError)
@@ -92,16 +102,26 @@ class AsyncConnection:
     async def stream(
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
     ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
-        """The head of an answer, and its body as it comes, however slowly; never sent again."""
+        """The head of an answer, and its body as it comes, however slowly.
+
+        It is sent again only where the daemon had too much to do.
+        """
         request = HttpRequest("GET", http.target(path, query), headers or {})
+        refusals = Refusals(self._retries, self._timeout)
         channel = None
         try:
-            channel = await self._take()
-            await channel.send(request, None, None)
-            head = await channel.read_head(request)
-            self._reached = True
-            if head.status >= 400:
-                raise problem_of(await channel.read_rest(head))
+            while True:
+                channel = await self._take()
+                await channel.send(request, None, None)
+                head = await channel.read_head(request)
+                self._reached = True
+                if head.status < 400:
+                    break
+                error = problem_of(await channel.read_rest(head))
+                if (seconds := refusals.pause_s(error)) is None:
+                    raise error
+                channel.close()
+                await async_pause(seconds)
             yield head, channel.iter_body(head)
         except BrokenError as error:
             raise failure_of(error, request, self.socket) from error

@@ -52,7 +52,8 @@ class Client:
 
     `socket` is MIRRORD_SOCKET by default, else the configured one. `timeout` bounds the daemon's
     silence within one answer; `patience` bounds the wait for a restarting daemon, of requests that
-    can safely be sent again.
+    can safely be sent again. Requests that a busy daemon refuses are sent again when it says, for
+    `timeout` in all, and at most `retries` times: with 0 such a refusal is raised at once.
     """
 
     def __init__(
@@ -62,10 +63,13 @@ class Client:
         config: Path | str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         patience: timedelta = timedelta(seconds=10),
+        retries: int | None = None,
     ) -> None:
         self.socket = socket_path(socket, config)
         self._patience = patience
-        self._connection = Connection(self.socket, timeout=timeout, patience=patience)
+        self._connection = Connection(
+            self.socket, timeout=timeout, patience=patience, retries=retries
+        )
         self._renewal = Renewal()
 
     def __enter__(self) -> Self:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Self
 
 from ... import protocol
-from ...errors import StoppingError
+from ...errors import ResourceError, StoppingError
 from .. import http
-from ..answers import body_of, failure_of, is_error, problem_of, retry_pauses
+from ..answers import Refusals, body_of, failure_of, is_error, problem_of, retry_pauses
 from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
 from ..primitives_sync import pause, readable, receive, send
 
@@ -34,14 +34,18 @@ _KEEP_MOST = 256
 class Connection:
     """Sends requests; `timeout` bounds the daemon's silence, `patience` the wait for its restart.
 
-    A request is sent again only where that cannot act twice: when it never left, or when it is a
-    GET and the daemon went away. Only a client that reached its daemon once waits for it; the first
-    refusal is raised at once. Idle channels are a list, last in, first out: channels that a burst
-    opened grow old and are closed. Both ends of a list are atomic, so threads need no lock.
+    A request is sent again only where that cannot act twice: when it never left, when it is a GET
+    and the daemon went away, or, at most `retries` times, when the daemon had too much to do. Only
+    a client that reached its daemon once waits for it; the first refusal is raised at once. Idle
+    channels are a list, last in, first out: channels that a burst opened grow old and are closed.
+    Both ends of a list are atomic, so threads need no lock.
     """
 
-    def __init__(self, socket: Path, *, timeout: timedelta, patience: timedelta) -> None:
+    def __init__(
+        self, socket: Path, *, timeout: timedelta, patience: timedelta, retries: int | None = None
+    ) -> None:
         self.socket = socket
+        self._retries = retries
         self._timeout = timeout.total_seconds()
         self._patience_seconds = patience.total_seconds()
         self._reached = False
@@ -73,6 +77,7 @@ class Connection:
         request = HttpRequest(method, http.target(path, query), headers)
         sent = content if body is None else body_of(body)
         pauses = retry_pauses(self._patience_seconds)
+        refusals = Refusals(self._retries, self._timeout)
         while True:
             try:
                 response = self._exchange(request, sent, descriptors)
@@ -82,6 +87,11 @@ class Connection:
             except StoppingError:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
+            except ResourceError as error:
+                again_s = refusals.pause_s(error)
+                if again_s is None or isinstance(content, Iterator):
+                    raise
+                seconds = again_s
             except BrokenError as error:
                 is_safe = method == "GET" or isinstance(error, RefusedError)
                 may_retry = self._reached and is_safe and not isinstance(error, LateError)
@@ -93,16 +103,26 @@ class Connection:
     def stream(
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
     ) -> Generator[tuple[Head, Generator[bytes, None, None]], None, None]:
-        """The head of an answer, and its body as it comes, however slowly; never sent again."""
+        """The head of an answer, and its body as it comes, however slowly.
+
+        It is sent again only where the daemon had too much to do.
+        """
         request = HttpRequest("GET", http.target(path, query), headers or {})
+        refusals = Refusals(self._retries, self._timeout)
         channel = None
         try:
-            channel = self._take()
-            channel.send(request, None, None)
-            head = channel.read_head(request)
-            self._reached = True
-            if head.status >= 400:
-                raise problem_of(channel.read_rest(head))
+            while True:
+                channel = self._take()
+                channel.send(request, None, None)
+                head = channel.read_head(request)
+                self._reached = True
+                if head.status < 400:
+                    break
+                error = problem_of(channel.read_rest(head))
+                if (seconds := refusals.pause_s(error)) is None:
+                    raise error
+                channel.close()
+                pause(seconds)
             yield head, channel.iter_body(head)
         except BrokenError as error:
             raise failure_of(error, request, self.socket) from error
