@@ -291,6 +291,13 @@ def utc_now() -> datetime:
     return datetime.now(timezone.utc)
 
 
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal or a page would act on."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def shown(text: str, limit: int = 80) -> str:
     """Quote untrusted text for a message: printable, bounded."""
     quoted = ascii(text if len(text) <= limit else text[:limit] + "…")

@@ -25,7 +25,7 @@ Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s'\"]*@")
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^/\s'\"]*@")
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
 _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer )?[^\s&'\"]+")
 

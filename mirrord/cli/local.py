@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import config, errors, places
 from ..doctor import Check, examine
-from ..model import History, MirrorName, parse_commit
+from ..model import History, MirrorName, parse_commit, printable
 from ..places import Layout
 from ..seal.scan import scan_root
 from ..seal.verify import verify_seal as verify
 from ..telemetry import masked
-from .output import count, printable, size
+from .output import count, size
 from .parameters import Argument, Option
 from .session import Session, print_line
 

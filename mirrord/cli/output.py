@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ..model import printable
+
 if TYPE_CHECKING:
     from ..protocol import Mirror
 
@@ -44,13 +46,6 @@ def cell(value: object) -> str:
     if value is None or value == "":
         return "-"
     return printable(when(value) if isinstance(value, datetime) else str(value))
-
-
-def printable(text: str) -> str:
-    """The text with escapes for what a terminal or a page would act on."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def when(time: datetime) -> str:

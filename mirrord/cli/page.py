@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UsageError
-from .output import printable
+from ..model import printable
 
 PAGES = {".html", ".htm"}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mirrord
 
 from ..errors import MirrordError, UsageError
+from ..model import printable
 
 if TYPE_CHECKING:
     from ..protocol import Message
@@ -62,7 +63,8 @@ class Session:
         if self.json:
             print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
             return
-        print(f"mirrord: {error.message}", file=sys.stderr)
+        for line in f"mirrord: {error.message}".splitlines():
+            print(printable(line), file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
 

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import anyio
 
 from .. import errors
+from ..model import shown
 from ..protocol import Progress
 from ..telemetry import log
 from .environment import Remote, child_environment, make_home
-from .errors import StderrReader, failure
+from .errors import StderrReader, failure, foreign_redirect
 from .process import NOTHING, PIPE, Child, Process, Stream, in_memory, run_to_end, start
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -131,9 +132,8 @@ class Git:
         if scope.cancelled_caught:
             raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
         if overflowed:
-            raise errors.GitFailedError(
-                f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes"
-            )
+            error = errors.UpstreamError if remote else errors.GitFailedError
+            raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
         _must_be_answered(result, ok, stderr, remote, doing)
         return result
@@ -195,6 +195,11 @@ def _must_be_answered(
         raise errors.UpstreamError(
             f"cannot {doing}: upstream answers, but not as git does",
             hint="check the upstream URL",
+        )
+    if remote is not None and (target := foreign_redirect(remote.url, result.stderr)):
+        raise errors.UpstreamError(
+            f"cannot {doing}: upstream redirects to another host, {shown(target, 200)}",
+            hint="nothing of it was taken; if the repository has moved there, give that URL",
         )
 
 

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from .. import errors
-from ..model import utc_now
+from ..model import printable, utc_now
 from ..protocol import Progress
 
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://)([^/\s'\"]+)@")
+# Upstreams choose this text, on the event loop's thread: each pattern takes linear time.
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(://)([^/\s'\"]+)@")
 _QUERY = re.compile(
-    r"([?&;][^=\s&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential)[^=\s&;'\"]*=)[^&;#\s'\"]+",
+    r"([?&;](?=[^=\s?&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential))[^=\s?&;'\"]*=)"
+    r"[^&;#\s'\"]+",
     re.IGNORECASE,
 )
 
@@ -66,9 +69,9 @@ _UPSTREAM_RULES = (
         "daemon's user; nobody is asked",
     ),
     _Rule(
-        r"repository '.*' not found|returned error: (404|410)|repository not found"
-        r"|not appear to be a git repository|repository not exported|repository '.*' does not exist"
-        r"|not a git repository|no such file or directory",
+        r"repository '[^']*' not found|returned error: (404|410)|repository not found"
+        r"|repository '[^']*' does not exist|not appear to be a git repository"
+        r"|repository not exported|not a git repository|no such file or directory",
         errors.UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
@@ -107,6 +110,8 @@ _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
+# The named objects are whole: another tree, which is not named, has one of them under a wrong mode.
+_MISNAMED = re.compile(r"is a (?:blob|tree|commit|tag), not a |mode, but is not a ")
 _MOST_OBJECTS = 20
 
 _PROGRESS = re.compile(
@@ -116,6 +121,7 @@ _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
 _HEADER = re.compile(r"<= Recv header:\s*(.*)")
 _MAX_LINE = 4096
 _MAX_LINES = 400
+_MOST_TEXT = 1 << 15
 
 
 class HttpAnswer(NamedTuple):
@@ -169,9 +175,9 @@ class StderrReader:
                     Progress(done=int(done or count), total=whole, unit=unit, note=title)
                 )
         elif len(self._first) < _MAX_LINES:
-            self._first.append(line)
+            self._first.append(printable(line))
         else:
-            self._last.append(line)
+            self._last.append(printable(line))
 
     def _take_header(self, text: str) -> None:
         name, _, value = text.partition(":")
@@ -193,6 +199,8 @@ def failure(
     secrets: Iterable[str] = (),
 ) -> errors.MirrordError:
     """The error for a git that ended with `status`; `upstream`: it talked to another repository."""
+    if len(stderr) > 2 * _MOST_TEXT:  # to look through all of it would hold up the event loop
+        stderr = f"{stderr[:_MOST_TEXT]}\n{stderr[-_MOST_TEXT:]}"
     death = f"git was killed by signal {-status}" if status < 0 else None
     silence = death or f"git ended with status {status} and said nothing"
     fact = masked_url(_fact(stderr) or silence, secrets)
@@ -226,7 +234,7 @@ def failure(
     named = dict.fromkeys(
         oid for line in stderr.splitlines() if _COMPLAINT.match(line) for oid in _OID.findall(line)
     )
-    if named:
+    if named and not _MISNAMED.search(stderr):
         facts["objects"] = list(named)[:_MOST_OBJECTS]
     if "filtering not recognized by server" in stderr:
         facts["filter_ignored"] = True
@@ -241,11 +249,24 @@ def failure(
     return error(f"cannot {doing}: {fact}", hint=hint, **facts)
 
 
+def foreign_redirect(url: str, stderr: str) -> str | None:
+    """The URL, without secrets, that git was redirected to, if it is of another host.
+
+    https that became http counts as another host.
+    """
+    for target in re.findall(r"(?m)^warning: redirecting to (\S+)", stderr):
+        asked, answered = urlsplit(url), urlsplit(target)
+        is_weaker = (asked.scheme, answered.scheme) == ("https", "http")
+        if asked.hostname != answered.hostname or is_weaker:
+            return masked_url(target)
+    return None
+
+
 def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
     """Read a Retry-After header: seconds, or an HTTP date."""
     if value is None:
         return None
-    if value.strip().isdigit():
+    if re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII):
         return float(value)
     try:
         at = parsedate_to_datetime(value)

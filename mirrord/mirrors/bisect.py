@@ -77,7 +77,7 @@ _WHOLE_UPSTREAM = (
 _CONNECTION = re.compile(
     r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access"
     r"|connection (refused|reset)|no route to host|network is unreachable|returned error: 5"
-    r"|SSL (certificate|connect|routines)",
+    r"|SSL (certificate|connect|routines)|redirects to another host",
     re.IGNORECASE,
 )
 

@@ -29,6 +29,7 @@ from .repository import Repository
 from .upstream import Upstream
 
 INCOMING = "refs/mirrord/incoming/"
+_MOST_REFS_BYTES = 64 * 1024**2  # of an offer: about a million refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Fetcher:
             "ls-remote", "--symref", "--", self.upstream.remote.url,
             remote=self.upstream.remote,
             timeout=self.quiet,
+            memory_bytes=4 * _MOST_REFS_BYTES,
+            stdout_limit_bytes=_MOST_REFS_BYTES,
             doing=f"ask upstream {self.upstream.shown} for its refs",
         )  # fmt: skip
         if not answer.lines and not may_be_empty:
@@ -56,7 +59,7 @@ class Fetcher:
                 " upstream, check the URL, or follow it all the same with"
                 " `mirrord mirror sync NAME --accept-loss`",
             )
-        offer = await to_thread.run_sync(read_offer, answer.lines, patterns)
+        offer = await to_thread.run_sync(lambda: read_offer(answer.lines, patterns))
         if redirects := re.findall(r"(?m)^warning: redirecting to (\S+)", answer.stderr):
             return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/")))
         return offer

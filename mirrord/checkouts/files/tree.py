@@ -18,7 +18,7 @@ from ...errors import CommitUnservableError
 from ...git.objects.commits import CommitInfo, read_commit
 from ...git.objects.filters import Conversions
 from ...git.objects.repository import Objects, open_objects
-from ...git.objects.trees import TreeEntry, changes, must_fit, walk
+from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
 from ...host.trash import TrashDirectory, try_to_remove
@@ -209,7 +209,9 @@ def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple
     if entry.is_tree or entry.is_submodule:
         return record, b""
     data = objects.read_blob(entry.oid)
-    if not entry.is_symlink and (conversion := conversions.find(entry.path)):
+    if entry.is_symlink:
+        must_be_target(entry.oid, data)
+    elif conversion := conversions.find(entry.path):
         data = conversion.smudge(data, entry.oid)
         record = record._replace(content=blob_id(data))
     return record, data

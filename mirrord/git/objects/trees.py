@@ -25,6 +25,7 @@ _Token = tuple[bytes, bytes, bytes]
 _TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
 _FIXED_BYTES = 22  # the space, the NUL and the id
 _FEW_CHANGES = 10_000
+_PATH_MAX = 4096
 
 
 class TreeEntry(NamedTuple):
@@ -152,6 +153,8 @@ class BaseTree:
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
     """Raise TreeTooLargeError for a tree over a bound: entries, depth, path length, bytes.
 
+    Raises CommitUnservableError for a link that no file system holds.
+
     Fifteen tiny objects can name 10^10 paths, so each subtree is measured once, however often it is
     named, and by the sizes in its blobs' headers: nothing is inflated. Of a tree that differs
     little from `near`, which fits, only the changes are measured.
@@ -159,10 +162,12 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
     known: dict[str, tuple[int, int, int]] = {}
 
     @cache
-    def file_bytes(oid: str) -> int:
+    def file_bytes(oid: str, is_symlink: bool) -> int:
         if (size := objects.blob_size(oid)) > FILE_LIMIT_BYTES:
             limit = f"at most {FILE_LIMIT_BYTES >> 20} MiB are written"
             raise _too_large(tree, f"a file has {size} bytes; {limit}")
+        if is_symlink:
+            must_be_target(oid, objects.read_blob(oid) if size < _PATH_MAX else b"")
         return size
 
     def must_be_within(entries: int, size_bytes: int) -> None:
@@ -184,7 +189,7 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
                     entries, size_bytes = entries + inner[0], size_bytes + inner[1]
                     below = max(below, inner[2])
                 elif not entry.is_submodule:
-                    size_bytes += file_bytes(entry.oid)
+                    size_bytes += file_bytes(entry.oid, entry.is_symlink)
                 must_be_within(entries, size_bytes)
             found = known[subtree] = entries, size_bytes, below + 1
         if depth + found[2] - 1 > TREE_DEPTH_LIMIT:
@@ -195,9 +200,18 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
     if near and len(few) < _FEW_CHANGES:
         new = (change.new for change in few)
         files = (entry for entry in new if entry and not entry.is_tree and not entry.is_submodule)
-        must_be_within(0, sum(file_bytes(entry.oid) for entry in files))
+        must_be_within(0, sum(file_bytes(entry.oid, entry.is_symlink) for entry in files))
     else:
         measure(tree, 1)
+
+
+def must_be_target(oid: str, data: bytes) -> None:
+    """Raise CommitUnservableError for the blob of a symbolic link that no file system holds."""
+    if not 0 < len(data) < _PATH_MAX or b"\0" in data:
+        raise CommitUnservableError(
+            f"cannot use blob {oid}: no symbolic link can have it as its target",
+            hint="leave the commit out",
+        )
 
 
 def _parse(objects: Objects, tree: str | None) -> list[_Token]:
@@ -216,7 +230,7 @@ def _parse(objects: Objects, tree: str | None) -> list[_Token]:
 def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
     """The entries of one tree, below `above`. Raises CommitUnservableError, TreeTooLargeError."""
     entries = []
-    if above.count(b"/") >= TREE_DEPTH_LIMIT:
+    if tokens and above.count(b"/") >= TREE_DEPTH_LIMIT:
         raise _too_deep(tree)
     for octal, name, oid in tokens:
         mode = int(octal, 8)
