@@ -70,6 +70,7 @@ from .errors import RecipeNotFoundError as RecipeNotFoundError
 from .errors import ResourceError as ResourceError
 from .errors import SnapshotExistsError as SnapshotExistsError
 from .errors import SnapshotNotFoundError as SnapshotNotFoundError
+from .errors import StateTooNewError as StateTooNewError
 from .errors import SteeringRefusedError as SteeringRefusedError
 from .errors import StoppingError as StoppingError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError

@@ -257,6 +257,10 @@ class CatalogTooNewError(ConflictError):
     code, title = "catalog-too-new", "The catalog was written by a newer version"
 
 
+class StateTooNewError(ConflictError):
+    code, title = "state-too-new", "The state directory was written by a newer version"
+
+
 class OperationFinishedError(ConflictError):
     code, title = "operation-finished", "The operation has finished"
 

@@ -2,10 +2,12 @@
 
 import os
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE
 
-from .errors import InvalidConfigError, ResourceError
+from .errors import InvalidConfigError, ResourceError, StateTooNewError
+from .model import shown
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
 DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
@@ -17,6 +19,10 @@ ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
 PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
+
+STATE_VERSION = 1
+"""Of the files of a state directory: one more where an older mirrord would misread them. The
+catalog has revisions of its own."""
 
 
 def xdg_directory(name: str, otherwise: Path) -> Path:
@@ -94,9 +100,28 @@ class Layout:
         self.templates, self.environments = root / "templates", root / "environments"
         self.checkouts, self.leases = root / "checkouts", root / "leases"
         self.catalog, self.home = root / "catalog.sqlite3", root / "home"
+        self.version = root / "state_version"
 
     def make_root(self) -> None:
         self._make(self.root, 0o711)
+
+    def check_version(self) -> None:
+        """Note the version in a new state directory. Raises StateTooNewError for a later one's."""
+        try:
+            written = self.version.read_text()
+        except FileNotFoundError:
+            staged = self.version.with_suffix(".new")
+            with suppress(OSError):  # a full or read-only disk serves what is there
+                staged.write_text(f"{STATE_VERSION}\n")
+                staged.rename(self.version)
+            return
+        if written.strip() not in {str(number) for number in range(1, STATE_VERSION + 1)}:
+            raise StateTooNewError(
+                f"cannot use state directory {self.root}: its version is {shown(written.strip())},"
+                f" and this mirrord knows {STATE_VERSION} and older",
+                hint="a newer mirrord wrote it: install that one, or restore a backup from before"
+                " the upgrade into another directory",
+            )
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""

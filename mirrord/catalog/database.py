@@ -270,8 +270,8 @@ def prepare(database: Database) -> bool:
                 raise errors.CatalogTooNewError(
                     f"cannot use the catalog {database.label}: this mirrord does not know its"
                     f" schema {revision}, only {HEAD} and older",
-                    hint="a newer mirrord wrote it: install that one, or restore the catalog from"
-                    " before the upgrade",
+                    hint="a newer mirrord wrote it: install that one, or "
+                    + _how_to_go_back(database),
                 )
             return True
     with database.write() as connection:
@@ -288,13 +288,60 @@ def prepare(database: Database) -> bool:
     return False
 
 
-def migrate(place: str) -> None:
-    """Run all missing migrations in one transaction.
+def migrate(place: str, to: str = HEAD) -> None:
+    """Run all missing migrations in one transaction, with a copy of a SQLite file made before.
 
-    Call it in a worker: it loads alembic, and the daemon must stay small.
+    Call it in a worker: it loads alembic, and the daemon must stay small. Raises ResourceError.
     """
     config = import_module("alembic.config").Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with closing(Database(place)) as database, database.write() as connection:
-        config.attributes["connection"] = connection
-        import_module("alembic.command").upgrade(config, "head")
+    with closing(Database(place)) as database:
+        backup = _back_up(database) if database.is_sqlite else None
+        with database.write() as connection:
+            config.attributes["connection"] = connection
+            import_module("alembic.command").upgrade(config, to)
+    log.info("catalog.migrated", catalog=database.label, revision=to, backup=backup and str(backup))
+
+
+def _back_up(database: Database) -> Path | None:
+    """Copy a catalog beside itself under the name of its schema; the last two copies are kept."""
+    with database.read() as connection:
+        if version.name not in inspect(connection).get_table_names():
+            return None  # a new file
+        revision = connection.execute(select(version.c.version_num)).scalar()
+    path = Path(database.label)
+    backup = path.with_name(f"{path.stem}-{revision}{path.suffix}")
+    staged = backup.with_suffix(".new")
+    try:
+        staged.unlink(missing_ok=True)
+        staged.touch(mode=0o600)
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(staged)) as copy:
+            source.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, with nothing beside it
+        staged.rename(backup)
+        for old in _backups(path)[:-2]:
+            old.unlink()
+    except (OSError, sqlite3.Error) as error:
+        with suppress(OSError):
+            staged.unlink()
+        raise errors.ResourceError(
+            f"cannot back up the catalog {path} before its migration: {error}",
+            hint="make room beside it; nothing was changed",
+        ) from error
+    return backup
+
+
+def _backups(path: Path) -> list[Path]:
+    """The copies of a catalog that migrations left, by the schema that they have."""
+    return sorted(path.parent.glob(f"{path.stem}-[0-9][0-9][0-9][0-9]{path.suffix}"))
+
+
+def _how_to_go_back(database: Database) -> str:
+    path = Path(database.label)
+    known = [each for each in _backups(path) if each.stem[-4:] <= HEAD]
+    if not database.is_sqlite or not known:
+        return "restore a copy of the catalog from before the upgrade"
+    return (
+        f"go back to the catalog from before the upgrade: remove {path}* and move {known[-1]} to"
+        f" {path}; what was recorded since then has to be imported again"
+    )

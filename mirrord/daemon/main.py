@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         engine = Engine(settings, config_path=path, load=load)
         engine.layout.make_root()
         with state_lock(engine.layout.root):
+            engine.layout.check_version()
             listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -737,6 +738,21 @@ def test_an_unknown_revision_is_refused_and_migrations_run_in_a_worker(tmp_path:
             await workers.close()
 
     anyio.run(work)
+
+
+def test_a_migration_keeps_the_last_two_catalogs_and_needs_room_for_one(tmp_path: Path) -> None:
+    place = tmp_path / "catalog.sqlite3"
+    for revision in ("0001", "0002", "0003", "0004"):
+        migrate(str(place), revision)
+    assert [path.name for path in sorted(tmp_path.glob("catalog-*"))] == [
+        "catalog-0002.sqlite3",
+        "catalog-0003.sqlite3",
+    ]
+    (tmp_path / "catalog-0004.new").mkdir()
+    with pytest.raises(ResourceError, match="cannot back up the catalog"):
+        migrate(str(place))
+    with closing(sqlite3.connect(place)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("0004",)
 
 
 @pytest.mark.parametrize("damage", ["not-a-database", "broken-page", "empty-schema"])

@@ -1,0 +1,132 @@
+"""A state directory of another release: an older one is opened, a later one refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, daemon
+from faults.on_catalog import make_old
+from gitrepos import Upstream
+from waiting import until
+
+from mirrord.catalog.schema import HEAD
+
+pytestmark = [pytest.mark.slow, pytest.mark.root]
+
+OLDER = "catalog-0001.sqlite3"
+ADDED_LATER = ("dataset", "layer", "environment", "environment_layer", "saved", "snapshots")
+"""Members that leases did not have at first."""
+
+
+@pytest.fixture
+def running(make_upstream: Callable[[str], Upstream]) -> Iterator[Daemon]:
+    """With a mirror, a dataset, pins, an audit, and a checkout of each backend."""
+    upstream = make_upstream("r")
+    commits = upstream.history(3)
+    rows = [
+        {"instance_id": f"o__r-{number}", "repo": "o/r", "base_commit": commit}
+        for number, commit in enumerate(commits[:2])
+    ]
+    with daemon(f'[upstream]\nurl = "file://{upstream.path.parent}/{{name}}"\n') as made:
+        _done(made, "/v1/datasets?name=d", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        pin = {"mirror": "o/r", "commit": commits[2], "reason": "paper"}
+        assert made.request("POST", "/v1/pins", pin)[0] == 201
+        for backend in ("overlay", "pool"):
+            request = {"instance": "o__r-0", "backend": backend}
+            held = made.json("POST", "/v1/checkouts", request)
+            Path(held["path"], "work").write_text("done\n")
+        yield made
+
+
+def _done(running: Daemon, path: str, body: Any) -> dict[str, Any]:
+    answer = running.json("POST", path, body)
+    until(lambda: running.json("GET", f"/v1/operations/{answer['id']}")["state"] == "done")
+    found: dict[str, Any] = running.json("GET", f"/v1/operations/{answer['id']}")["result"]
+    return found
+
+
+def _content(running: Daemon) -> dict[str, Any]:
+    """What is recorded and what is held, without what an audit or a start notes."""
+    checkouts = running.json("GET", "/v1/checkouts")
+    return {
+        "instances": [
+            running.json("GET", f"/v1/instances/o__r-{number}?view=grader") for number in (0, 1)
+        ],
+        "pins": running.json("GET", "/v1/pins"),
+        "datasets": running.json("GET", "/v1/datasets"),
+        "refs": running.json("GET", "/v1/mirrors/o__r/refs/log"),
+        "checkouts": sorted((each["id"], each["path"], each["commit"]) for each in checkouts),
+        "work": {
+            each["id"]: running.get(f"/v1/checkouts/{each['id']}/diff")[2] for each in checkouts
+        },
+    }
+
+
+def _grow_old(state: Path) -> None:
+    """As the first schema and the first leases had it, before there were versions."""
+    make_old(state)
+    (state / "state_version").unlink()
+    for path in state.glob("leases/*/lease.json"):
+        lease = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in lease.items() if k not in ADDED_LATER}))
+
+
+def _ended(running: Daemon) -> tuple[int, str]:
+    running.log_path.unlink()
+    running.start(wait=False)
+    assert running.process is not None
+    status, running.process = running.process.wait(60), None
+    return status, running.log
+
+
+def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
+    running: Daemon,
+) -> None:
+    """By the schema of the catalog; nothing is changed where it is refused."""
+    before = _content(running)
+    running.stop()
+    _grow_old(running.state_dir)
+    running.start()
+    assert _content(running) == before
+    assert (running.state_dir / "state_version").read_text() == "1\n"
+    assert _done(running, "/v1/audits", {})["counts"] == {"ok": 2}
+    for checkout in running.json("GET", "/v1/checkouts"):
+        assert running.request("POST", f"/v1/checkouts/{checkout['id']}/reset")[0] == 200
+        assert os.listdir(checkout["path"]).count("work") == 0
+
+    running.stop()
+    state, older = running.state_dir, running.state_dir / OLDER
+    assert older.stat().st_mode & 0o777 == 0o600
+    with closing(sqlite3.connect(state / "catalog.sqlite3")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    status, log = _ended(running)
+    assert status == 5
+    assert f"does not know its schema 9999, only {HEAD} and older" in log
+    assert f"remove {state}/catalog.sqlite3* and move {older} to {state}/catalog.sqlite3" in log
+    for file in state.glob("catalog.sqlite3*"):
+        file.unlink()
+    older.rename(state / "catalog.sqlite3")
+    running.start()
+    assert _content(running)["instances"] == before["instances"]
+    assert older.exists(), "it was migrated again, after another copy"
+
+
+def test_a_later_state_version_is_refused(running: Daemon) -> None:
+    running.stop()
+    version = running.state_dir / "state_version"
+    version.write_text("7\n")
+    status, log = _ended(running)
+    assert status == 5
+    assert "its version is '7', and this mirrord knows 1 and older" in log
+    assert version.read_text() == "7\n"
+    version.write_text("1\n")
+    running.start()
+    assert len(running.json("GET", "/v1/checkouts")) == 2
