@@ -167,7 +167,8 @@ class Storage:
         """
         wanted_bytes = self.room.measure().free_bytes + short_bytes
         async with self._collecting:
-            await self.environments.builds.drop_caches()
+            if await anyio.to_thread.run_sync(self.environments.builds.caches):
+                await self.environments.builds.drop_caches()
             await self.trash.settle()
             missing = wanted_bytes - self.room.measure().free_bytes
             if missing > 0:

@@ -7,6 +7,7 @@ releases, diffs and warm checkouts never ask. Before anybody is refused, caches 
 import os
 import time
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +16,12 @@ import anyio.to_thread
 
 from ..errors import DiskFullError, MirrordError
 from ..telemetry import log
+from ..units import Backoff
 
 _INODES = 10_000
 _SHARE = 10  # of a small file system at most this part is reserved
-_PAUSE_S = 5.0  # between two evictions that did not help
+# Between two evictions, longer each time that one did not free enough.
+_PAUSE, _LONGEST_PAUSE = timedelta(seconds=5), timedelta(minutes=1)
 
 
 class Space(NamedTuple):
@@ -29,6 +32,11 @@ class Space(NamedTuple):
     free_inodes: int
     reserve_inodes: int
     size_bytes: int
+
+    @property
+    def is_low(self) -> bool:
+        """Whether caches go: before new work is refused."""
+        return self.free_bytes < self.reserve_bytes * 3 // 2 or self.shortage is not None
 
     @property
     def shortage(self) -> str | None:
@@ -60,7 +68,8 @@ class Room:
         self._place = place
         self._reserve_bytes = reserve_bytes
         self._lock = anyio.Lock()
-        self._evicted_at = -_PAUSE_S
+        self._backoff = Backoff(_PAUSE, _LONGEST_PAUSE)
+        self._not_before = 0.0
         self.evict: Callable[[int], Awaitable[None]] = _evict_nothing
 
     def measure(self) -> Space:
@@ -84,15 +93,16 @@ class Room:
         """Evict caches where little more than the reserve is free; answers what is free then."""
         async with self._lock:  # whoever waited finds what was freed meanwhile
             space = await anyio.to_thread.run_sync(self.measure)
-            missing = space.reserve_bytes * 3 // 2 - space.free_bytes
-            is_late = time.monotonic() - self._evicted_at >= _PAUSE_S
-            if is_late and (missing > 0 or space.shortage):
+            if space.is_low and time.monotonic() >= self._not_before:
+                missing = max(2 * space.reserve_bytes - space.free_bytes, space.reserve_bytes // 2)
                 try:
-                    await self.evict(max(missing, 0) + space.reserve_bytes // 2)
+                    await self.evict(missing)
                 except (MirrordError, OSError) as error:  # half an eviction is one too
                     log.warning("eviction.failed", detail=str(error))
-                self._evicted_at = time.monotonic()
                 space = await anyio.to_thread.run_sync(self.measure)
+                if not space.is_low:
+                    self._backoff.reset()
+                self._not_before = time.monotonic() + self._backoff.next().total_seconds()
             return space
 
 
