@@ -125,13 +125,18 @@ class Layout:
 
     def make(self) -> None:
         """Make what is missing, and put the modes right."""
-        private = self.mirrors, self.datasets, self.bundles, self.templates, self.leases
-        for directory in (*private, self.quarantine, self.home):
-            self._make(directory, 0o700)
-        for directory in (self.checkouts, self.environments):
-            self._make(directory, 0o711)
+        for directory, mode in self.modes().items():
+            self._make(directory, mode)
         if not self.catalog.exists():
             self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
+
+    def modes(self) -> dict[Path, int]:
+        """Every directory with its mode."""
+        private = self.mirrors, self.datasets, self.bundles, self.templates, self.leases
+        return {
+            **dict.fromkeys((self.root, self.checkouts, self.environments), 0o711),
+            **dict.fromkeys((*private, self.quarantine, self.home), 0o700),
+        }
 
     @staticmethod
     def _make(directory: Path, mode: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import config, errors, places
 from ..doctor import Check, examine
+from ..doctor.repairs import Repaired, repair
 from ..model import History, MirrorName, parse_commit, printable
 from ..places import Layout
 from ..seal.scan import scan_root
@@ -37,7 +38,7 @@ def config_check(
     ] = None,
 ) -> None:
     """Reports every fault at once, each with its key and line."""
-    path = file or _config_path(session)
+    path = file or find_config(session)
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
     session.answer(_without_secrets(settings), [text])
@@ -57,14 +58,15 @@ def config_show(session: Session) -> None:
         values = found.settings
         source = f"in effect; read from {found.path or 'no file: the defaults'}"
     else:
-        path = _config_path(session)
+        path = find_config(session)
         values = _without_secrets(config.load(path))
         source = f"no daemon answers: from {path or 'no file: the defaults'}"
     session.answer(values, _toml(values))
     session.note(source)
 
 
-def _config_path(session: Session) -> Path | None:
+def find_config(session: Session) -> Path | None:
+    """The configuration file that is named, else the default one, if it exists."""
     return Path(session.config) if session.config else places.find_path()
 
 
@@ -88,16 +90,37 @@ def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
         yield from _toml(table, f"{header.strip('[]')}.")
 
 
-def doctor(session: Session) -> None:
-    """Changes nothing. Status 7 when something that mirrord needs is missing."""
-    checks = examine(config.load(_config_path(session)))
+def doctor(
+    session: Session,
+    *,
+    fix: Annotated[bool, Option(help="Put right what needs no decision, then look again.")] = False,
+    dry_run: Annotated[bool, Option(help="With --fix: only say what it would do.")] = False,
+) -> None:
+    """Changes nothing without --fix. Status 7 when something that mirrord needs is missing."""
+    if dry_run and not fix:
+        raise errors.UsageError("cannot read the command line: --dry-run goes with --fix")
+    path = find_config(session)
+    settings = config.load(path)
+    repaired = repair(settings, path, dry_run=dry_run) if fix else []
+    checks = examine(settings, path)
+    found = [check._asdict() for check in checks]
     if session.json:
-        session.print_json([check._asdict() for check in checks])
+        done = [each._asdict() for each in repaired]
+        session.print_json({"repairs": done, "checks": found} if fix else found)
     else:
-        for line in _checked(checks):
+        for line in (*_repaired(repaired), *_checked(checks)):
             print_line(line)
-    if any(check.verdict == "fail" for check in checks):
+    is_left = any(each.state == "failed" for each in repaired)
+    if is_left or any(check.verdict == "fail" for check in checks):
         raise SystemExit(errors.ResourceError.exit_status)
+
+
+def _repaired(repaired: list[Repaired]) -> Iterator[str]:
+    for each in repaired:
+        detail = f": {each.detail}" if each.detail else ""
+        yield f"{each.state.ljust(7)}  {printable(each.what)}{printable(detail)}"
+    if repaired:
+        yield ""
 
 
 def _checked(checks: list[Check]) -> Iterator[str]:
@@ -194,7 +217,7 @@ def _mirror_of(path: Path) -> Path | None:
 def _mirror_path(session: Session, named: str) -> Path:
     if Path(named).is_dir():
         return Path(named).absolute()
-    mirrors = config.load(_config_path(session)).state_dir / "mirrors"
+    mirrors = config.load(find_config(session)).state_dir / "mirrors"
     key = MirrorName.parse(named).key
     hint = "give the repository's path"
     try:

@@ -99,6 +99,7 @@ operations watch; operations:watch; 3456789; Print an operation's progress until
 operations wait; operations:wait; 3456789; Wait until an operation ends.
 operations cancel; operations:cancel; 349; Cancel an operation.
 doctor; local:doctor; 7; Report what this host can and cannot do.
+support-bundle; support:support_bundle; 57; Write what a bug report needs into one file.
 reload; service:reload; 39; Have the daemon read its configuration again.
 events; service:events; 39; Print recent events; --follow prints new ones.
 config check; local:config_check; ; Check a configuration file.

@@ -4,12 +4,15 @@ Changes nothing and needs no daemon. A check that fails itself is an answer too.
 """
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import host, state
-from .host import Result, Verdict
+from . import cost, disk, host, leftovers, state, units
+from .repairs import config_file
+from .verdicts import Result, Verdict
 
 
 class Check(NamedTuple):
@@ -21,10 +24,11 @@ class Check(NamedTuple):
     remedy: str = ""
 
 
-def examine(settings: Settings) -> list[Check]:
-    """Run every check."""
+def examine(settings: Settings, config_path: Path | None = None) -> list[Check]:
+    """Run every check; `config_path` is where the settings were read."""
     checks = []
-    for name, check in _CHECKS.items():
+    of_file: dict[str, _Examination] = {"configuration": partial(config_file, path=config_path)}
+    for name, check in (of_file | _CHECKS).items():
         try:
             checks.append(Check(name, *check(settings)))
         except (OSError, MirrordError, ValueError) as error:
@@ -33,7 +37,8 @@ def examine(settings: Settings) -> list[Check]:
     return checks
 
 
-_CHECKS: dict[str, Callable[[Settings], Result]] = {
+_Examination = Callable[[Settings], Result]
+_CHECKS: dict[str, _Examination] = {
     "git": host.git,
     "setpriv": host.setpriv,
     "python packages": host.packages,
@@ -46,18 +51,30 @@ _CHECKS: dict[str, Callable[[Settings], Result]] = {
     "mount limit": host.mount_limit,
     "inotify": host.inotify,
     "open files": host.open_files,
+    "processes": host.processes,
+    "namespaces": host.namespaces,
+    "security modules": host.security_modules,
+    "control groups": host.control_groups,
     "clock": host.clock,
     "state directory": state.state_dir,
     "its parents": state.parents,
-    "its file system": state.file_system,
+    "its file system": disk.file_system,
+    "its mount options": disk.options,
+    "its journal": disk.journal,
+    "its abilities": disk.abilities,
+    "its speed": cost.checkouts,
     "its parts": state.one_file_system,
     "access control lists": state.access_lists,
     "set-id bits": state.set_id_bits,
-    "space": state.space,
-    "inodes": state.inodes,
+    "space": disk.space,
+    "inodes": disk.inodes,
     "catalog": state.catalog,
-    "leftovers": state.leftovers,
+    "unfinished": state.unfinished,
+    "leftovers": leftovers.remaining,
+    "systemd": units.units,
+    "drop-ins": units.drop_ins,
     "socket": state.socket_path,
+    "its mode": state.socket_mode,
     "daemon": state.daemon,
     "group": state.group,
     "binds of trees": state.binds,

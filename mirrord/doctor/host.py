@@ -8,12 +8,10 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
-from typing import Literal
 
 import anyio
 
@@ -28,29 +26,11 @@ from ..host.mounts import may_mount
 from ..host.namespaces import shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
-
-Verdict = Literal["ok", "warn", "fail"]
-Result = tuple[Verdict, str, str]
-"""A verdict, the fact behind it, and a remedy unless it is ok."""
+from .verdicts import Result, Verdict, entries, existing, judge
 
 
-def judge(well: bool, fact: str, remedy: str, *, otherwise: Verdict = "fail") -> Result:
-    return ("ok", fact, "") if well else (otherwise, fact, remedy)
-
-
-def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
-
-
-def entries(path: Path) -> Iterator[os.DirEntry[str]]:
-    if path.is_dir():
-        with os.scandir(path) as found:
-            yield from found
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+def _version(text: str, parts: int = 2) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:parts]))
 
 
 def _kernel_setting(name: str) -> int:
@@ -67,8 +47,39 @@ def git(settings: Settings) -> Result:
         return "fail", error.message, "install git 2.39 or newer"
     if _version(text) < (2, 36):  # core.fsync as a list of components
         return "fail", text, "install git 2.39 or newer: this one lacks core.fsync"
-    remedy = "mirrord is tested with git 2.39 and newer"
-    return judge(_version(text) >= (2, 39), text, remedy, otherwise="warn")
+    if _version(text) < (2, 39):
+        return "warn", text, "mirrord is tested with git 2.39 and newer"
+    major, minor, *patch = _version(text, 3)
+    if (patch or [0])[0] >= _GIT_FIXED.get((major, minor), 0):
+        return "ok", text, ""
+    if package := _git_package():
+        return "ok", f"{text}, {package}: its distribution mends it without a new number", ""
+    first = f"{major}.{minor}.{_GIT_FIXED[major, minor]}"
+    return "warn", f"{text} {_GIT_FAULTS}", f"install {first} or newer, or a distribution's package"
+
+
+# The first release of each series that has what 2.45.1 mended; all later series have it.
+# Distributions mend theirs without a new number (Debian 12: 2.39.5-0+deb12u3).
+_GIT_FIXED = {
+    (2, 39): 4, (2, 40): 2, (2, 41): 1, (2, 42): 2, (2, 43): 4, (2, 44): 1, (2, 45): 1,
+}  # fmt: skip
+_GIT_FAULTS = (
+    "runs programs of an upstream that is another user's local repository (CVE-2024-32004,"
+    " CVE-2024-32465)"
+)
+_PACKAGES = "/var/lib/rpm", "/usr/lib/sysimage/rpm", "/lib/apk/db", "/var/lib/pacman/local"
+
+
+def _git_package() -> str | None:
+    """What a distribution calls the git that is used."""
+    path = shutil.which("git", path=search_path()) or ""
+    if Path(path).parent not in (Path("/usr/bin"), Path("/bin")):
+        return None
+    with suppress(OSError):
+        packages = Path("/var/lib/dpkg/status").read_text(encoding="utf-8", errors="replace")
+        if found := re.search(r"(?m)^Package: git\n(?:.+\n)*?Version: (?:\d+:)?(.+)", packages):
+            return found[1]
+    return "a package" if any(map(os.path.isdir, _PACKAGES)) else None
 
 
 def setpriv(settings: Settings) -> Result:
@@ -194,6 +205,62 @@ def open_files(settings: Settings) -> Result:
     well = hard == resource.RLIM_INFINITY or hard >= 4096
     remedy = "raise it with LimitNOFILE= or `ulimit -Hn 65536`"
     return judge(well, f"at most {hard}", remedy, otherwise="warn")
+
+
+def processes(settings: Settings) -> Result:
+    """Workers, git and the threads of both; root has no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    well = limit in (resource.RLIM_INFINITY, -1) or limit >= 512 or os.geteuid() == 0
+    remedy = "raise it with TasksMax= and LimitNPROC=, or `ulimit -u 4096`"
+    return judge(well, f"at most {limit}" if limit >= 0 else "no limit", remedy, otherwise="warn")
+
+
+def namespaces(settings: Settings) -> Result:
+    """What keeps sandboxes and idmapped mounts from being made; kernels lack some of these."""
+    found, remedies = [], []
+    for name, least in _NAMESPACES.items():
+        with suppress(FileNotFoundError):
+            value = _kernel_setting(name)
+            key = name.replace("/", ".")
+            found.append(f"{key} is {value}")
+            if value < least:
+                remedies.append(f"`sysctl -w {key}={max(least, 1)}`")
+    with suppress(FileNotFoundError):
+        if _kernel_setting(_RESTRICTED):
+            found.append("AppArmor allows user namespaces to few programs")
+            remedies.append("give bwrap an AppArmor profile with `userns,`")
+    return judge(not remedies, ", ".join(found), "; ".join(remedies), otherwise="warn")
+
+
+_NAMESPACES = {
+    "user/max_user_namespaces": 1000,
+    "user/max_mnt_namespaces": 1000,
+    "kernel/unprivileged_userns_clone": 1,  # Debian
+}
+_RESTRICTED = "kernel/apparmor_restrict_unprivileged_userns"  # Ubuntu 23.10
+
+
+def security_modules(settings: Settings) -> Result:
+    try:
+        modules = Path("/sys/kernel/security/lsm").read_text(encoding="ascii").strip()
+    except OSError:
+        modules = "not shown to this user"
+    with suppress(OSError):
+        if Path("/sys/fs/selinux/enforce").read_text(encoding="ascii").strip() == "1":
+            remedy = "containers see no checkout without a label: `chcon -Rt container_file_t`, :z"
+            return "warn", f"SELinux enforces ({modules})", remedy
+    return "ok", modules, ""
+
+
+def control_groups(settings: Settings) -> Result:
+    """Whether this user's sandboxes get a group with limits that tell when one strikes."""
+    root = Path("/sys/fs/cgroup")
+    is_unified = (root / "cgroup.controllers").exists()
+    places = [root] if is_unified else [root / "memory", root / "pids"]
+    if all(os.access(place, os.W_OK) for place in places):
+        return "ok", f"version {2 if is_unified else 1}, groups can be made", ""
+    fact = "none can be made: sandboxes have limits for each process, and nothing tells of strikes"
+    return "warn", fact, "for limits of all, run sandboxes as root"
 
 
 def clock(settings: Settings) -> Result:

@@ -25,10 +25,7 @@ from ..host.namespaces import find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
-from .host import Result, entries, existing, judge
-
-_GIB = 1024**3
-
+from .verdicts import Result, entries, existing, judge
 
 # -- the state directory --------------------------------------------------------------------------
 
@@ -53,17 +50,6 @@ def parents(settings: Settings) -> Result:
     fact = f"others may write to {', '.join(unsafe)}" if unsafe else "only their owners may write"
     remedy = "move state_dir below directories that only root or its owner may write"
     return judge(not unsafe, fact, remedy)
-
-
-def file_system(settings: Settings) -> Result:
-    device = existing(settings.state_dir).stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    found = [line for line in mounts.splitlines() if line.split()[2] == wanted]
-    kind = found[-1].partition(" - ")[2].split()[0] if found else "not known"
-    poor = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "vfat", "overlay", "tmpfs"}
-    remedy = "put state_dir on a local ext4, xfs or btrfs: locks, renames and overlay's upper"
-    return judge(kind not in poor, kind, f"{remedy} layers depend on it", otherwise="warn")
 
 
 def one_file_system(settings: Settings) -> Result:
@@ -101,25 +87,7 @@ def set_id_bits(settings: Settings) -> Result:
     return "ok", "without effect in checkouts as soon as a daemon runs, and devices too", ""
 
 
-def space(settings: Settings) -> Result:
-    held = os.statvfs(existing(settings.state_dir))
-    free, wanted = held.f_bavail * held.f_frsize, settings.checkouts.template_bytes
-    fact = f"{free / _GIB:.1f} GiB free, [checkouts] template_bytes is {wanted / _GIB:.1f} GiB"
-    if free < _GIB:
-        return "fail", fact, "make room"
-    remedy = "make room, or lower [checkouts] template_bytes"
-    return judge(free > wanted / 10, fact, remedy, otherwise="warn")
-
-
-def inodes(settings: Settings) -> Result:
-    held = os.statvfs(existing(settings.state_dir))
-    if held.f_files == 0:
-        return "ok", "without limit", ""
-    remedy = "make room: each template holds a file for every file of its tree"
-    return judge(held.f_favail > 200_000, f"{held.f_favail:,} free", remedy, otherwise="warn")
-
-
-def leftovers(settings: Settings) -> Result:
+def unfinished(settings: Settings) -> Result:
     quarantine = len(list(entries(settings.state_dir / "quarantine")))
     hour_ago = time.time() - 3600
     packs = settings.state_dir.glob("mirrors/*/objects/pack/tmp_*")
@@ -212,6 +180,22 @@ def socket_path(settings: Settings) -> Result:
     is_ours = uid == os.geteuid()
     well = os.access(parent, os.W_OK) if is_ours else uid in (0, parent.stat().st_uid)
     return judge(well, str(path), f"uid {uid} may not write to {parent}: choose another `socket`")
+
+
+def socket_mode(settings: Settings) -> Result:
+    """Whether those who may use the daemon reach it."""
+    try:
+        held = settings.socket.stat()
+    except FileNotFoundError:
+        return "ok", "it does not exist now", ""
+    mode, name = stat.S_IMODE(held.st_mode), settings.access.group
+    fact = f"mode {mode:04o}, group {held.st_gid}"
+    with suppress(KeyError):
+        is_theirs = mode & 0o060 == 0o060 and held.st_gid == grp.getgrnam(name).gr_gid
+        well = mode & 0o006 == 0o006 or is_theirs
+        remedy = f"members of {name} cannot connect: SocketMode=0666, or a restart of the daemon"
+        return judge(well, fact, remedy, otherwise="warn")
+    return "ok", fact, ""
 
 
 def daemon(settings: Settings) -> Result:

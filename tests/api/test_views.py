@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import subprocess
+import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from secretrows import AUTHORS, Author, Task
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
+from mirrord.cli.main import run
+from mirrord.cli.scrubbing import Scrubber
 from mirrord.errors import AccessError
 from mirrord.model import History, View
 from mirrord.protocol import Instance
@@ -483,3 +486,22 @@ def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, data
         sealed.release()
         with client.checkout(bugged.id, view=View.GRADER, history=History.SEALED) as grader:
             assert git(Path(grader.path), "rev-parse", "HEAD~1") == bugged.fix.gold
+
+
+def test_a_support_bundle_tells_nothing(world: World, tmp_path: Path) -> None:
+    """Although root makes it, from a daemon that was asked everything; nor would a journal."""
+    file = tmp_path / "bundle.tar.gz"
+    assert run(["support-bundle", str(file), "--config", str(world.daemon.config)]) == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(file) as archive:
+        parts = {each.name: archive.extractfile(each).read() for each in archive}  # type: ignore[union-attr]
+    for part in ("status", "activity", "events", "operations", "metrics", "doctor"):
+        assert any(f"/{part}." in name for name in parts), part
+    leaks = {name: world.secrets.found_in(content) for name, content in parts.items()}
+    assert not any(leaks.values()), leaks
+    assert b"dataset.imported" in parts["mirrord-support/events.jsonl"]
+    assert world.secrets.found_in(world.daemon.log)  # there is something to leave out
+    scrubber = Scrubber()
+    journal = [scrubber.log_line(line) for line in world.daemon.log.splitlines()]
+    assert len(journal) > 50
+    assert world.secrets.found_in(json.dumps(journal)) == set()

@@ -25,6 +25,7 @@ from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
 DESIGNED = [
     "serve",
+    "support-bundle",
     "status",
     "mirror-add",
     "mirror-list",

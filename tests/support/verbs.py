@@ -42,4 +42,6 @@ ARGUMENTS = {
 }
 
 
-NEEDS_NO_DAEMON = {"serve", "verify-seal", "doctor", "config check", "config show"}
+NEEDS_NO_DAEMON = {
+    *("serve", "verify-seal", "doctor", "support-bundle", "config check", "config show")
+}

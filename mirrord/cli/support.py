@@ -1,0 +1,222 @@
+"""`support-bundle`: what a bug report needs in one file, and nothing of a task."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tarfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+from .. import __version__, config, errors
+from ..config import Settings
+from ..doctor import examine
+from ..doctor.disk import find_mount
+from ..doctor.programs import run
+from ..doctor.units import NAMES
+from ..host.files import full_disk_named
+from ..host.mounts import mounts_below
+from ..places import Layout
+from ..telemetry import masked
+from .local import find_config
+from .parameters import Argument
+from .scrubbing import Scrubber
+from .session import Session
+
+_EVENTS = 1000
+_OPERATIONS = 200
+_LINES = 3000
+_NAMED = 200
+_README = """\
+Made by `mirrord support-bundle` {version} at {at}. manifest.json lists the parts, and why one could
+not be had. Left out: patches, rows, ids of instances, results of operations, contents of files and
+checkouts, credentials, all but the host of a URL. Commits have other names in here, the same ones
+throughout. Read it before you send it.
+"""
+
+
+def support_bundle(
+    session: Session,
+    file: Annotated[
+        Path | None,
+        Argument(metavar="[FILE]", help="Default: mirrord-support-TIME.tar.gz, here."),
+    ] = None,
+) -> None:
+    """Works without a daemon, and as any user; what could not be had is listed. Mode 0600.
+
+    It holds what the doctor finds, settings, status, activity, events, operations, metrics, the
+    units' journal, mounts and sizes; no patches, rows, commits, contents, passwords or tokens.
+    """
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    path = file or Path(f"mirrord-support-{at.replace(':', '').replace('-', '')}.tar.gz")
+    parts, missing = {}, {}
+    for name, collect in _parts(session).items():
+        try:
+            parts[name] = collect()
+        except (errors.MirrordError, OSError, ValueError) as error:
+            missing[name] = Scrubber().text(str(error))
+            session.note(f"without {name}: {missing[name]}")
+    manifest = {"made_at": at, "version": __version__, "parts": [*parts], "missing": missing}
+    readme = _README.format(version=__version__, at=at)
+    _write(path, {"README": readme, "manifest.json": _text(manifest), **parts})
+    session.answer({"path": str(path), **manifest}, [str(path)])
+
+
+def _parts(session: Session) -> dict[str, Callable[[], str]]:
+    """Each answers the content of a file, or raises."""
+    scrub, client = Scrubber(), session.client
+
+    def answered(ask: Callable[[], Any]) -> Callable[[], str]:
+        return lambda: _text(scrub.facts(ask().to_json()))
+
+    def activity() -> str:
+        found = client.activity(history=True).to_json()
+        operations = [scrub.operation(each) for each in found.pop("operations", [])]
+        return _text({**scrub.facts(found), "operations": operations})
+
+    def events() -> str:
+        recent = deque(client.events(after="0", follow=False), maxlen=_EVENTS)
+        told = [
+            {"id": each.id, "at": each.at.isoformat(), "name": each.name,
+             **scrub.event(each.name, each.fields)}
+            for each in recent
+        ]  # fmt: skip
+        return _lines(told)
+
+    def operations() -> str:
+        found = client.list_operations()[:_OPERATIONS]
+        return _lines([scrub.operation(each.to_json()) for each in found])
+
+    def settings() -> Settings:
+        return config.load(find_config(session))
+
+    def doctor() -> str:
+        checks = examine(settings(), find_config(session))
+        return _text([scrub.value(check._asdict()) for check in checks])
+
+    def configuration() -> str:
+        return _text(scrub.value(json.loads(masked(settings().model_dump_json()))))
+
+    return {
+        "versions.json": lambda: _text(_versions()),
+        "configuration.json": configuration,
+        "doctor.json": doctor,
+        "places.json": lambda: _text(scrub.value(_places(settings()))),
+        "health.json": answered(client.health),
+        "status.json": answered(client.status),
+        "running-configuration.json": lambda: _text(scrub.value(client.configuration().to_json())),
+        "activity.json": activity,
+        "events.jsonl": events,
+        "operations.jsonl": operations,
+        "metrics.txt": lambda: scrub.text(client.metrics()),
+        "journal.jsonl": lambda: _lines(list(_journal(scrub))),
+    }
+
+
+def _versions() -> dict[str, Any]:
+    found = {
+        "mirrord": __version__,
+        "python": sys.version,
+        "kernel": " ".join(os.uname()[2:]),
+    }
+    with suppress(OSError):
+        found["system"] = platform.freedesktop_os_release()["PRETTY_NAME"]
+    with suppress(errors.MirrordError):
+        found["git"] = run("git", "version").strip()
+    with suppress(PackageNotFoundError):
+        for line in requires("mirrord") or []:
+            name = re.split(r"[^A-Za-z0-9._-]", line)[0]
+            with suppress(PackageNotFoundError):
+                found[name] = version(name)
+    return found
+
+
+def _places(settings: Settings) -> dict[str, Any]:
+    """The file system of the state directory, its mounts, and how much is in it."""
+    root = settings.state_dir
+    mount, layout = find_mount(root), Layout(root)
+    disk = os.statvfs(mount.point)
+    mounts = mounts_below(str(root))
+    counts = {}
+    for directory in layout.modes():
+        with suppress(OSError):
+            counts[str(directory)] = sum(1 for _ in os.scandir(directory))
+    with suppress(OSError):
+        counts["bytes of the catalog"] = layout.catalog.stat().st_size
+    return {
+        "file_system": {
+            "kind": mount.kind, "source": mount.source, "point": str(mount.point),
+            "options": sorted(mount.options),
+            "bytes": disk.f_blocks * disk.f_frsize, "free_bytes": disk.f_bavail * disk.f_frsize,
+            "inodes": disk.f_files, "free_inodes": disk.f_favail,
+        },
+        "mount_count": len(mounts),
+        "mounts": mounts[:_NAMED],
+        "entries": counts,
+    }  # fmt: skip
+
+
+def _journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
+    """Of the last start and what was before; whoever is in no group for it sees none."""
+    units = [f"--unit={name.replace('@.', '@*.')}" for name in NAMES]
+    text = run("journalctl", "--quiet", "--no-pager", "--output=json", f"--lines={_LINES}", *units)
+    lines = text.splitlines()
+    if not lines:
+        raise errors.NotFoundError("cannot read the journal: it shows this user nothing of mirrord")
+    for line in islice(lines, _LINES):
+        with suppress(ValueError):
+            entry = json.loads(line)
+            message = entry.get("MESSAGE")
+            told = scrub.log_line(message) if isinstance(message, str) else None
+            if told is None and entry.get("SYSLOG_IDENTIFIER") == "systemd":
+                told = scrub.text(str(message))
+            yield {
+                "at": int(entry.get("__REALTIME_TIMESTAMP", 0)) / 1e6,
+                "unit": entry.get("_SYSTEMD_UNIT"), "priority": entry.get("PRIORITY"),
+                "message": told,
+            }  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str) + "\n"
+
+
+def _lines(values: list[Any]) -> str:
+    return "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in values)
+
+
+def _write(path: Path, parts: dict[str, str]) -> None:
+    """A new file that its maker alone may read; none is left where that fails."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError as error:
+        hint = "name another file, or remove it"
+        raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint) from error
+    except OSError as error:
+        fact = f"cannot write {path}: {error.strerror}"
+        raise errors.UsageError(fact, hint="name a file where you may write") from error
+    try:
+        with (
+            full_disk_named(str(path)),
+            os.fdopen(descriptor, "wb") as file,
+            tarfile.open(fileobj=file, mode="w:gz") as archive,
+        ):
+            for name, text in parts.items():
+                content = text.encode(errors="replace")
+                member = tarfile.TarInfo(f"mirrord-support/{name}")
+                member.size, member.mode, member.mtime = len(content), 0o600, int(time.time())
+                archive.addfile(member, io.BytesIO(content))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

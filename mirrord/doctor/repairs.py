@@ -1,0 +1,154 @@
+"""What can be put right without a decision: modes, missing directories and accounts, leftovers.
+
+Never touches a mirror, a pin, a row or a checkout with a lease. `find_repairs` changes nothing.
+"""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ..config import Settings
+from ..errors import MirrordError
+from ..host.files import opened
+from ..places import Layout
+from ..telemetry import masked
+from .leftovers import Repair, find_leftovers, no_daemon
+from .programs import run
+from .units import find_unit
+from .verdicts import Result, existing
+
+_SYSUSERS = Path("sysusers.d/mirrord.conf")
+_TMPFILES = Path("tmpfiles.d/mirrord.conf")
+_CONFIGURED = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
+
+
+class Repaired(NamedTuple):
+    """`detail` says why it failed."""
+
+    what: str
+    state: Literal["planned", "done", "failed"]
+    detail: str = ""
+
+
+def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[Repair]:
+    """Leftovers last: removing them may need the modes. `alone`: inside of `no_daemon`."""
+    return [
+        *_accounts(settings),
+        *_directories(settings),
+        *_modes(settings),
+        *_config_mode(config_path),
+        *find_leftovers(settings, alone=alone),
+    ]
+
+
+def repair(settings: Settings, config_path: Path | None, *, dry_run: bool) -> list[Repaired]:
+    """Do all of it, or say what would be done; one that fails stops no other."""
+    done = []
+    with no_daemon(settings) as alone:
+        for each in find_repairs(settings, config_path, alone=alone):
+            if dry_run:
+                done.append(Repaired(each.what, "planned"))
+                continue
+            try:
+                each.act()
+            except FileNotFoundError:  # somebody else did
+                done.append(Repaired(each.what, "done"))
+            except (OSError, MirrordError) as error:
+                done.append(Repaired(each.what, "failed", str(error)))
+            else:
+                done.append(Repaired(each.what, "done"))
+    return done
+
+
+def config_file(settings: Settings, path: Path | None) -> Result:
+    if path is None:
+        return "ok", "none: the defaults are in use", ""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    fact = f"{path}, mode {mode:04o}"
+    if mode & 0o002:
+        return "fail", f"{fact}: everybody may change it", f"chmod o-w {path}"
+    if list(_config_mode(path)):
+        return "warn", f"{fact}, and it holds a password or token", f"chmod o-r {path}"
+    return "ok", fact, ""
+
+
+def _config_mode(path: Path | None) -> Iterator[Repair]:
+    """Who else may read it learns the credentials in URLs."""
+    with suppress(OSError):
+        if path is None:
+            return
+        mode = stat.S_IMODE(path.stat().st_mode)
+        wanted = mode & ~0o002
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if masked(text) != text:
+            wanted &= ~0o007
+        if mode != wanted:
+            yield _set_mode(path, wanted)
+
+
+def _accounts(settings: Settings) -> Iterator[Repair]:
+    """Only root can; systemd's own way where the package has it."""
+    if os.geteuid() != 0:
+        return
+    if _installed(_SYSUSERS) and not _exists(pwd.getpwnam, "mirrord"):
+        make = partial(run, "systemd-sysusers", "mirrord.conf")
+        yield Repair("make mirrord's users with systemd-sysusers", make)
+    name = settings.access.group
+    if not _exists(grp.getgrnam, name) and not (name == "mirrord" and _installed(_SYSUSERS)):
+        yield Repair(f"make group {name}", partial(run, "groupadd", "--system", name))
+
+
+def _directories(settings: Settings) -> Iterator[Repair]:
+    if _installed(_TMPFILES) and os.geteuid() == 0 and find_unit("mirrord.service"):
+        missing = [each for each in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(each)]
+        if missing:
+            what = f"make {' and '.join(missing)} with systemd-tmpfiles"
+            yield Repair(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
+            return
+    if not settings.state_dir.exists() and os.access(existing(settings.state_dir), os.W_OK):
+        layout = Layout(settings.state_dir)
+        yield Repair(f"make {layout.root} with mode 0711", layout.make_root)
+    above = settings.socket.parent
+    if not above.exists() and os.access(existing(above), os.W_OK):
+        make = partial(above.mkdir, mode=0o755, parents=True)
+        yield Repair(f"make {above} with mode 0755", make)
+
+
+def _modes(settings: Settings) -> Iterator[Repair]:
+    """Those that a start sets, where they are this process's to set."""
+    layout = Layout(settings.state_dir)
+    for directory, wanted in layout.modes().items():
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            held = directory.lstat()
+            mode = stat.S_IMODE(held.st_mode)
+            if mode != wanted and os.geteuid() in (0, held.st_uid) and stat.S_ISDIR(held.st_mode):
+                yield _set_mode(directory, wanted, os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _set_mode(path: Path, mode: int, flags: int = 0) -> Repair:
+    """A directory of the daemon's user is no link to another's when root comes to it."""
+
+    def act() -> None:
+        with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)) as fd:
+            os.fchmod(fd, mode)
+
+    now = stat.S_IMODE(path.stat().st_mode)
+    return Repair(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
+
+
+def _installed(name: Path) -> bool:
+    return any((place / name).exists() for place in _CONFIGURED)
+
+
+def _exists(look_up: Callable[[str], object], name: str) -> bool:
+    try:
+        look_up(name)
+    except KeyError:
+        return False
+    return True

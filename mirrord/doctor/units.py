@@ -1,0 +1,91 @@
+"""Checks of what systemd knows of mirrord, read from its files: units and drop-ins."""
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from .. import __version__
+from ..config import Settings
+from .verdicts import Result, judge
+
+RUNNING = Path("/run/systemd/system")
+PLACES = [
+    *(Path("/etc/systemd/system"), RUNNING, Path("/usr/local/lib/systemd/system")),
+    *(Path("/usr/lib/systemd/system"), Path("/lib/systemd/system")),
+]
+NAMES = (
+    *("mirrord.service", "mirrord.socket", "mirrord-mount.service", "mirrord-mount.socket"),
+    *("mirrord-build@.service", "mirrord-build.socket", "mirrord-docker.socket"),
+)
+_PACKAGE = Path(__file__).parents[1]
+SHIPPED = [_PACKAGE / "share/systemd", _PACKAGE.parent / "systemd"]  # of a wheel, of the source
+_PROGRAM = re.compile(r"(?m)^Exec\w+=/\S+")
+# Each gives a service a mount namespace of its own.
+_APART = re.compile(
+    r"(?m)^(Protect(?:System|Home|ControlGroups|Kernel\w+|Proc)|Private(?:Tmp|Devices|Mounts|Users)"
+    r"|(?:ReadOnly|ReadWrite|Inaccessible|Exec|NoExec|Bind|BindReadOnly)Paths|TemporaryFileSystem"
+    r"|Root(?:Directory|Image)|DynamicUser|MountFlags)\s*=\s*(?!no\b|false\b|off\b|0\b|$)"
+)
+
+
+def find_unit(name: str) -> Path | None:
+    return next((place / name for place in PLACES if (place / name).exists()), None)
+
+
+def units(settings: Settings) -> Result:
+    if not RUNNING.is_dir():
+        return "ok", "systemd does not run here", ""
+    found = [path for path in map(find_unit, NAMES) if path]
+    if not found:
+        return "ok", "none is installed", ""
+    for path in found:
+        if missing := [program for program in _programs(path) if not program.exists()]:
+            fact = f"{path} starts {missing[0]}, which does not exist"
+            return "fail", fact, "install mirrord again, or remove the unit"
+    wanted = [each for place in PLACES for each in place.glob("*.wants/mirrord.s*")]
+    fact = f"{len(found)} of {len(NAMES)} in {found[0].parent}"
+    if not wanted:
+        remedy = "`systemctl enable --now mirrord`, or it is gone after a restart of the machine"
+        return "warn", f"{fact}, not enabled", remedy
+    if not find_unit("mirrord-mount.service"):
+        remedy = "install mirrord-mount.service: the daemon's own unit may not mount"
+        return "warn", f"{fact}, without the mount service", remedy
+    if others := [str(path) for path in found if not _is_shipped(path)]:
+        remedy = "install them again, then `systemctl daemon-reload`; keep changes in drop-ins"
+        return "warn", f"not those of mirrord {__version__}: {', '.join(others)}", remedy
+    return "ok", f"{fact}, enabled", ""
+
+
+def drop_ins(settings: Settings) -> Result:
+    """What an administrator added to units, perhaps for an earlier release."""
+    found = [path for place in PLACES[:2] for path in sorted(place.glob("mirrord*.d/*.conf"))]
+    for path in found:
+        unit = path.parent.name.removesuffix(".d")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if find_unit(unit) is None:
+            return "warn", f"{path} is for a unit that is not installed", "remove it"
+        if unit == "mirrord-mount.service" and (key := _APART.search(text)):
+            fact = f"{path} sets {key[1]}=: nobody sees what the mount service mounts"
+            return "fail", fact, f"take {key[1]}= out, then `systemctl daemon-reload`, restart it"
+        if missing := [program for program in _programs(path) if not program.exists()]:
+            fact = f"{path} starts {missing[0]}, which does not exist"
+            return "fail", fact, "change or remove it, then `systemctl daemon-reload`"
+    names = ", ".join(str(path) for path in found)
+    return judge(True, names or "none", "")
+
+
+def _is_shipped(path: Path) -> bool:
+    """Whether a unit is this release's, wherever its programs are; True where none is shipped."""
+    for source in SHIPPED:
+        with suppress(FileNotFoundError):
+            one, other = (_PROGRAM.sub("", each.read_text()) for each in (path, source / path.name))
+            return one == other
+    return True
+
+
+def _programs(path: Path) -> Iterator[Path]:
+    """What a unit or a drop-in starts."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for words in re.findall(r"(?m)^Exec\w+\s*=\s*[-@:+!]*(/\S+)", text):
+        yield Path(words)
