@@ -139,6 +139,7 @@ class ActivityMonitor:
         running = Counter(each.uid for each in self._workers.calls())
         waiting = self._workers.waiting()
         columns: list[Mapping[int, int]] = [checkouts, connections, self._gate.unanswered()]
+        columns.append(self._checkouts.quotas.used)
         columns += [{uid: n for uid, n in each.items() if uid is not None and uid != HOUSEKEEPING}
                     for each in (running, waiting)]  # fmt: skip
         uids = {uid for column in columns for uid, count in column.items() if count}
@@ -153,7 +154,7 @@ class ActivityMonitor:
 
 
 def _owner(uid: int | None, counts: list[int]) -> OwnerActivity:
-    names = ("checkouts", "connections", "requests", "running", "waiting")
+    names = ("checkouts", "connections", "requests", "disk_bytes", "running", "waiting")
     return OwnerActivity(uid=uid, **dict(zip(names, counts, strict=True)))
 
 

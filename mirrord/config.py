@@ -206,6 +206,7 @@ class AccessSettings(_Section):
     owners: Literal["none", "subuid"] = "subuid"
     max_per_user: Count = 256
     requests_per_user: Count = 512
+    bytes_per_user: Size = 100 * 1024**3
     rate_per_user: Annotated[StrictInt, Field(ge=0, le=100_000)] = 2000
     ttl_max: Period = timedelta(hours=24)
 

@@ -337,6 +337,10 @@ class OverloadedError(ResourceError):
     code, title = "overloaded", "Too many requests of all users"
 
 
+class QuotaExceededError(ResourceError):
+    code, title, http_status = "quota-exceeded", "Too much disk of one user", 507
+
+
 class TooManyConnectionsError(ResourceError):
     code, title = "too-many-connections", "Too many connections"
 

@@ -24,6 +24,7 @@ from ..model import Backend, Bind, History, View
 from .admission import Admission, must_mount
 from .leases import Lease, Leases, LeaseState, SavedState, not_found
 from .lifecycle import Lifecycle
+from .quotas import Quotas
 from .resolve import ResolvedRequest
 
 _SHOWN = (
@@ -52,6 +53,7 @@ class Leasing:
     owners: Owners
     leases: Leases
     lifecycle: Lifecycle
+    quotas: Quotas
     events: Events
     trash: Trash
     clock: Callable[[], datetime]
@@ -70,6 +72,7 @@ class Leasing:
         ttl = self.admission.ttl(request.ttl, peer)
         owner = await self.owners.find(request.owner, peer)
         self.admission.check(peer, owner, request.view, history)
+        await self.quotas.ensure("make a checkout", peer.uid, owner[0])
         asked, visible = request.backend, Visible.MOUNTS
         if request.attach:
             asked = asked or Backend.OVERLAY

@@ -57,6 +57,7 @@ from .outfit import Outfit, Outfits
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
 from .prepared import LayerRecord, PreparedLayers, shown_layer
+from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
 from .snapshots.layers import Layers, objects_path
@@ -126,11 +127,15 @@ class Checkouts:
         self._outfits = Outfits(
             self._prepared, environments, self._resolver, access, environment_of
         )
+        self.quotas = Quotas(
+            settings, access, self._leases, self._layers, self._prepared, workers, events
+        )
         self._leasing = Leasing(
             admission=self._admission,
             owners=Owners(settings, access),
             leases=self._leases,
             lifecycle=self._lifecycle,
+            quotas=self.quotas,
             events=events,
             trash=trash,
             clock=clock,
@@ -315,6 +320,7 @@ class Checkouts:
             must_be_whole(parent)
             self._admission.check(peer, parent.owner, parent.view, parent.history)
             ttl = self._admission.ttl(request.ttl, peer)
+            await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
             with self._admission.counted(peer.uid, parent.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
                     copied_s = time.perf_counter() - began
@@ -349,7 +355,9 @@ class Checkouts:
         began = time.perf_counter()
         async with self._leasing.held(checkout, peer) as lease:
             must_be_whole(lease)
+            await self.quotas.ensure("make a snapshot", peer.uid, lease.owner_uid)
             made = await self._forks.make(lease, request.name)
+            self.quotas.add(lease.owner_uid, made.size_bytes)
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"snapshot": made.name, "files": made.files}
         self._leasing.publish("snapshot.made", lease, duration_s=duration_s, **facts)
@@ -566,9 +574,11 @@ class Checkouts:
         began = time.perf_counter()
         async with self._leasing.held(checkout, peer) as lease:
             must_be_whole(lease)
+            await self.quotas.ensure("save a layer", peer.uid, peer.uid)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             job = self._patches.job(lease)
             record = await self._prepared.save(lease, request.name, peer.uid, job, changed)
+            self.quotas.add(peer.uid, record.copied["size_bytes"])
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
         self._leasing.publish("layer.saved", lease, duration_s=duration_s, **facts)

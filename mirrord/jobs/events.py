@@ -57,7 +57,7 @@ class Events:
         self.counts[name] += 1
         self._ring.append(self._event(self._last, name, fields))
         self._wake()
-        is_bad = name.endswith((".failed", ".refused", ".ran_low"))
+        is_bad = name.endswith((".failed", ".refused", ".ran_low", ".exceeded"))
         level = logging.WARNING if is_bad else logging.INFO
         level = logging.DEBUG if name == "operation.progressed" else level
         shown = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}

@@ -24,13 +24,15 @@ class EndpointActivity(Answer):
 class OwnerActivity(Answer):
     """What one user has now; without `uid` all whom the list has no room for.
 
-    `requests` are not answered yet; `running` and `waiting` are calls of workers.
+    `requests` are not answered yet; `disk_bytes` are as `bytes_per_user` counts them;
+    `running` and `waiting` are calls of workers.
     """
 
     uid: int | None
     checkouts: int = 0
     connections: int = 0
     requests: int = 0
+    disk_bytes: int = 0
     running: int = 0
     waiting: int = 0
 
