@@ -11,7 +11,7 @@ FAULTS_ARGS ?=
 SEED ?= 1
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
-DEBIAN_PACKAGES := git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap podman runc prometheus
+DEBIAN_PACKAGES := git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap podman runc prometheus chromium chromium-driver fonts-dejavu-core
 
 LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3" pytest pytest-timeout pytest-xdist ruff
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \

@@ -132,6 +132,23 @@ def _path_pattern(value: str) -> str:
     return value
 
 
+_HOST = r"[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?"
+_LISTEN = re.compile(rf"(?:{_HOST}|\[[0-9a-f:.]+\]):(\d{{1,5}})", re.IGNORECASE)
+
+
+def _listen(value: str) -> str:
+    found = _LISTEN.fullmatch(value)
+    if value and not (found and 0 < int(found[1]) < 1 << 16):
+        raise ValueError(f"{shown(value)} is not host:port, such as 127.0.0.1:8780 or [::1]:8780")
+    return value.lower()
+
+
+def _host(value: str) -> str:
+    if not re.fullmatch(rf"{_HOST}|[0-9a-f:.]+", value, re.IGNORECASE):
+        raise ValueError(f"{shown(value)} is not a name or an address, without a port")
+    return value.lower()
+
+
 def _absolute(value: Path) -> Path:
     if "\0" in str(value) or not value.is_absolute():
         raise ValueError(f"{shown(str(value))} is not an absolute path")
@@ -240,6 +257,13 @@ class LogSettings(_Section):
     format: Literal["auto", "json", "console"] = "auto"
 
 
+class WebSettings(_Section):
+    """`hosts` are names that the page answers to besides the address that it is asked at."""
+
+    listen: Annotated[str, AfterValidator(_listen)] = ""
+    hosts: tuple[Annotated[str, AfterValidator(_host)], ...] = ()
+
+
 class DockerSettings(_Section):
     volumes: StrictBool = False
 
@@ -275,6 +299,7 @@ class Settings(_Section):
     environments: EnvironmentSettings = EnvironmentSettings()
     grading: GradingSettings = GradingSettings()
     log: LogSettings = LogSettings()
+    web: WebSettings = WebSettings()
     docker: DockerSettings = DockerSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
@@ -28,7 +28,6 @@ from ..errors import (
 )
 from ..host.peers import Peer, peer_of
 from ..telemetry import log
-from .connections import Connections
 from .problems import problem_body, problem_headers
 
 HEAD_LIMIT_BYTES = 64 * 1024
@@ -44,13 +43,28 @@ _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
 
+class Counted(Protocol):
+    """Who counts the connections of a server, and refuses one too many."""
+
+    def add(self, connection: "HttpConnection") -> None: ...
+    def remove(self, connection: "HttpConnection") -> None: ...
+
+
 class Server:
     """Serves one application on any number of listening sockets."""
 
-    def __init__(self, application: ASGIApp, connections: Connections) -> None:
+    def __init__(
+        self,
+        application: ASGIApp,
+        connections: Counted,
+        *,
+        kind: "type[HttpConnection] | None" = None,
+        keep_alive_s: int = KEEP_ALIVE_S,
+    ) -> None:
+        self._kind = kind or HttpConnection
         self._config = Config(
             application,
-            http=HttpConnection,
+            http=self._kind,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -58,7 +72,7 @@ class Server:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=keep_alive_s,
         )
         self._config.load()
         self._state = ServerState()
@@ -70,11 +84,19 @@ class Server:
         """Accept connections from a bound Unix socket."""
         self._listeners.append(
             await asyncio.get_running_loop().create_unix_server(
-                lambda: HttpConnection(self, self._config, self._state),
-                sock=listener,
-                backlog=_BACKLOG,
+                self._connect, sock=listener, backlog=_BACKLOG
             )
         )
+
+    async def listen_at(self, host: str, port: int) -> None:
+        """Accept connections at all addresses of a host. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        self._listeners.append(
+            await loop.create_server(self._connect, host, port, backlog=_BACKLOG)
+        )
+
+    def _connect(self) -> "HttpConnection":
+        return self._kind(self, self._config, self._state)
 
     def stop_accepting(self) -> None:
         for listener in self._listeners:
@@ -123,7 +145,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         try:
-            self.peer = peer_of(transport.get_extra_info("socket"))
+            self.identify()
             self._server.connections.add(self)
         except OSError as error:  # the client hung up before its credentials were read
             log.debug("connection.lost", reason=str(error))
@@ -135,6 +157,10 @@ class HttpConnection(HttpToolsProtocol):
         self._is_counted = True
         self.app_state = {**self.app_state, "connection": self}
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_on_head)
+
+    def identify(self) -> None:
+        """Learn who is at the other end. Raises OSError where nobody is any more."""
+        self.peer = peer_of(self.transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()

@@ -1,7 +1,7 @@
 """The database of mirrors, pins, datasets, instances, recorded commits and audits."""
 
 from .catalog import Catalog
-from .datasets import EVERY
+from .datasets import EVERY, Servable
 from .mirrors import MirrorFigures
 from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
 from .spool import digest_of, roles_of, spooled, unspooled
@@ -16,6 +16,7 @@ __all__ = [
     "MirrorRow",
     "PinRow",
     "RecordedRow",
+    "Servable",
     "digest_of",
     "roles_of",
     "spooled",

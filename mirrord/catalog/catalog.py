@@ -103,6 +103,9 @@ class Catalog:
     put_refused = _writes(datasets.put_refused)
 
     find_instance = _reads(datasets.find_instance)
+    count_servable = _reads(datasets.count_servable)
+    list_servable = _reads(datasets.list_servable)
+    list_public_ids = _reads(datasets.list_public_ids)
     list_ambiguous = _reads(datasets.list_ambiguous)
     list_instance_ids = _reads(datasets.list_instance_ids)
     list_recorded = _reads(datasets.list_recorded)

@@ -5,15 +5,18 @@ pinned is never stored with a dataset but read from the pins: no dataset claims 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     RowMapping,
     Text,
     and_,
+    case,
     cast,
     delete,
     distinct,
@@ -41,11 +44,12 @@ _NOT_YET = "it has not been pinned yet; import the dataset again"
 _SHOWN = 10_000
 _LISTED = 100
 
-_UNPINNED = ~exists().where(
+_PINNED = exists().where(
     pins.c.mirror_key == recorded.c.mirror_key,
     pins.c.commit_id == recorded.c.commit_id,
     pins.c.owner == "dataset/" + datasets.c.name,
 )
+_UNPINNED = ~_PINNED.correlate(recorded, datasets)
 """The commit is recorded by a dataset that has no pin of it."""
 
 _UNRESOLVED = instances.c.base_commit == literal_column("''")  # as the partial index has it
@@ -327,6 +331,102 @@ def _instance_row(
         rules=tuple(row["rules"] or ()),
         install_config=row["install_config"],
     )
+
+
+class Servable(StrEnum):
+    """Whether an instance can be checked out, or why not. BUT: another commit of its row cannot be
+    served; LOST: an audit could not serve its base commit.
+    """
+
+    READY = "ready"
+    BUT = "ready, but"
+    NO_BRANCH = "no branch"
+    UNPINNED = "not pinned"
+    LOST = "cannot be served"
+
+
+class InstanceLine(NamedTuple):
+    """What a stranger may know of an instance: no id but the public one."""
+
+    id: str
+    mirror: str
+    commit: str
+    state: Servable
+
+
+def count_servable(
+    connection: Connection, lost: Collection[str] = (), dataset: str | None = None
+) -> list[tuple[str, str, Servable, int]]:
+    """How many instances are in which state, by dataset and mirror. An audit could not serve the
+    commits that are `lost`.
+    """
+    names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
+    query = select(names, mirror, state, func.count()).join(
+        datasets, datasets.c.id == instances.c.dataset_id
+    )
+    if dataset is not None:
+        query = query.where(names == dataset)
+    found = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
+    return [(name, mirror, Servable(state), count) for name, mirror, state, count in found]
+
+
+def list_servable(
+    connection: Connection,
+    dataset: str,
+    lost: Collection[str],
+    *,
+    state: Servable | None = None,
+    mirror: str | None = None,
+    containing: str = "",
+    limit: int = 100,
+    offset: int = 0,
+) -> tuple[int, list[InstanceLine]]:
+    """Some instances of a dataset in the order of their public ids, and how many there are in all.
+
+    Looks for `containing` in the public id alone: in the other it would find commits.
+    """
+    public, known = func.coalesce(instances.c.public_id, instances.c.id), _servable(lost)
+    columns = (public, instances.c.mirror_name, instances.c.base_commit, known)
+    query = select(*columns).join(datasets, datasets.c.id == instances.c.dataset_id)
+    query = query.where(datasets.c.name == dataset)
+    if state is not None:
+        query = query.where(known == state)
+    if mirror is not None:
+        query = query.where(func.lower(instances.c.mirror_name) == mirror.lower())
+    if containing:
+        query = query.where(public.icontains(containing, autoescape=True))
+    count = connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
+    found = connection.execute(query.order_by(public).limit(limit).offset(offset))
+    return count, [
+        InstanceLine(identity, name, commit, Servable(word))
+        for identity, name, commit, word in found
+    ]
+
+
+def _servable(lost: Collection[str]) -> ColumnElement[str]:
+    mine = and_(
+        recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
+    )
+    unpinned = exists().where(mine, _UNPINNED)
+    is_base = recorded.c.role == CommitRole.BASE
+    return case(
+        (_UNRESOLVED, Servable.NO_BRANCH),
+        (unpinned.where(is_base).correlate(instances, datasets), Servable.UNPINNED),
+        (instances.c.base_commit.in_(sorted(lost)[:_SHOWN]), Servable.LOST),
+        (unpinned.correlate(instances, datasets), Servable.BUT),
+        else_=Servable.READY,
+    )
+
+
+def list_public_ids(connection: Connection, ids: Collection[str]) -> dict[str, str]:
+    """The public ids of those that any dataset has."""
+    public = func.max(instances.c.public_id)
+    known: dict[str, str] = {}
+    for batch in in_batches(ids):
+        query = select(instances.c.id, public).where(instances.c.id.in_(batch))
+        rows = connection.execute(query.group_by(instances.c.id))
+        known |= {identity: told or identity for identity, told in rows}
+    return known
 
 
 def list_instance_ids(connection: Connection, dataset: str | None = None) -> list[str]:

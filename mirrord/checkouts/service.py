@@ -435,6 +435,11 @@ class Checkouts:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
         return [protocol.Checkout(**members(lease, {})) for lease in self.leases_of(peer)]
 
+    @property
+    def leases(self) -> builtins.list[Lease]:
+        """All of them, oldest first."""
+        return list(self._leases)
+
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """The leases that the peer owns or took, oldest first; all for an administrator."""
         return [lease for lease in self._leases if self._admission.may_see(lease, peer)]

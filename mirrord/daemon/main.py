@@ -30,6 +30,7 @@ from ..host.files import host_error, opened
 from ..host.systemd import Notifier
 from ..model import utc_now
 from ..telemetry import log
+from ..web.server import WebServer
 from .listeners import Listeners, listen_for_docker, open_listeners
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
@@ -159,25 +160,30 @@ class Daemon:
             await driver.listen(listener.socket)
         await self._serve_volumes(driver)
         self._engine.on_reload(partial(self._serve_volumes, driver))
+        web = WebServer(self._engine)
+        self._engine.on_reload(web.apply)
         self._notifier.status("opening")
         try:
-            if await self._open():
+            if await self._open(web):
                 self._spawn(self._notify_watchdog())
                 await self._stop.wait()
         finally:
-            await self._shut_down([server, driver])
+            await self._shut_down([server, driver, web])
 
-    async def _open(self) -> bool:
-        """Open the engine, unless a signal comes first."""
+    async def _open(self, web: WebServer) -> bool:
+        """Open the engine, and the page beside it, unless a signal comes first."""
+        page = asyncio.ensure_future(web.apply())
         opening = asyncio.ensure_future(self._engine.open())
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not opening.done():
             opening.cancel()
-            await asyncio.wait([opening])
+            page.cancel()
+            await asyncio.wait([opening, page])
             return False
         opening.result()
+        await page
         self._notifier.ready(self._serving)
         sockets = [str(listener.path) for listener in self._listeners.all]
         log.info("daemon.started", pid=os.getpid(), sockets=sockets)
@@ -201,7 +207,7 @@ class Daemon:
             except errors.MirrordError as error:
                 self._volumes_fault = f"volumes are not served: {error.message}; {error.hint}"
 
-    async def _shut_down(self, servers: Sequence[Server]) -> None:
+    async def _shut_down(self, servers: Sequence[Server | WebServer]) -> None:
         """Accept nothing, end operations and requests, close the engine; each step is bounded."""
         self._notifier.stopping("stopping")
         log.info("daemon.stopping")

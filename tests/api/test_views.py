@@ -25,6 +25,7 @@ from daemons import Daemon, daemon
 from gitrepos import git
 from rowlab import DATA
 from secretrows import AUTHORS, Author, Task
+from weblab import ask, free_port, walk
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
@@ -49,6 +50,7 @@ class World:
     secrets: Canaries
     tasks: list[Task]
     named: str
+    port: int
     mine: dict[str, Any]
     theirs: dict[str, Any]
     graded: dict[str, Any]
@@ -86,8 +88,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     author = Author(root, secrets)
     tasks = [write(author) for write in AUTHORS]
     with daemon(start=False, environment={"PATH": str(root / "bin")}) as made:
+        port = free_port()
         made.write_config(
             f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[access]\ngroup = "daemon"\n'
+            f'[web]\nlisten = "127.0.0.1:{port}"\n'
         )
         _record_commands(root / "bin", made.root / "commands")
         made.start()
@@ -96,7 +100,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for task in tasks:
                 _import(client, root, task.dataset, [task.row])
             _import_broken(client, root, made, author)
-            yield _use(World(made, author, secrets, tasks, "", {}, {}, {}), client)
+            yield _use(World(made, author, secrets, tasks, "", port, {}, {}, {}), client)
             for held in client.list_checkouts():
                 client.release_checkout(held.id)
 
@@ -320,6 +324,20 @@ def test_no_answer_tells_a_secret(world: World, uid: int) -> None:
                     text = text.replace(word, "")
         leaks |= {(*request[:2], name) for name in world.secrets.found_in(text)}
     assert sorted(leaks) == []
+
+
+def test_no_page_tells_a_secret(world: World) -> None:
+    """Whoever reaches the port of the page is a stranger, an agent maybe."""
+    pages = walk(world.port)
+    names = {f"/datasets/{task.dataset}" for task in world.tasks} | {"/mirrors/o__r", "/checkouts"}
+    assert names <= set(pages) and any(path.startswith("/audits/") for path in pages)
+    told = {path: world.secrets.found_in(text) for path, text in pages.items()}
+    assert {path: names for path, names in told.items() if names} == {}
+    for task in world.tasks:
+        if task.id != task.public:  # nobody finds a commit by trying its digits one by one
+            asked = re.findall(r"[0-9a-f]{7}", task.id.lower())[0]
+            status, _, body = ask(world.port, f"/datasets/{task.dataset}?find={asked}")
+            assert (status, b"No instance matches" in body) == (200, True)
 
 
 @pytest.mark.parametrize("uid", [STRANGER, AGENT, MEMBER], ids=["stranger", "agent", "member"])

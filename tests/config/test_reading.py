@@ -271,6 +271,8 @@ LIVE = {
     "access.bytes_per_user": 0,
     "access.rate_per_user": 0,
     "access.ttl_max": "1h",
+    "access.requests_per_user": 3,
+    "access.rate_per_user": 3,
     "environments.index": "/srv/packages",
     "environments.network": False,
     "grading.policy": "drop",
@@ -279,6 +281,8 @@ LIVE = {
     "grading.rule": [{"name": "own", "paths": ["x"]}],
     "log.level": "debug",
     "log.format": "json",
+    "web.listen": "[::1]:8780",
+    "web.hosts": ["ci.example.com"],
     "docker.volumes": True,
     "mirror": [{"repo": "psf/requests"}],
 }

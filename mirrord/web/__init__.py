@@ -1,0 +1,1 @@
+"""The read-only page (`[web] listen`), for operators; whoever reaches the port reads it."""

@@ -1,0 +1,121 @@
+"""The pages: which path shows which template with which facts. Runs in a thread but for reading."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from importlib.resources import files
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+import anyio.to_thread
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from .. import __version__
+from ..engine import Engine
+from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
+from ..model import utc_now
+from . import public, views
+from .formats import counted, duration, seconds, size
+
+Facts = dict[str, Any]
+_RENEWALS_S = {"5", "10", "60"}
+
+
+class Route(NamedTuple):
+    """`title` is of the navigation, for those that are there."""
+
+    pattern: re.Pattern[str]
+    template: str
+    gather: Callable[..., Awaitable[Facts]]
+    title: str = ""
+
+
+def _route(path: str, gather: Callable[..., Awaitable[Facts]], title: str = "") -> Route:
+    name = gather.__name__.removeprefix("show_")
+    return Route(re.compile(path), f"{name}.html", gather, title)
+
+
+ROUTES = (
+    _route("/", views.show_overview, "Overview"),
+    _route("/mirrors", views.show_mirrors, "Mirrors"),
+    _route("/mirrors/(?P<name>[^/]{1,300})", views.show_mirror),
+    _route("/datasets", views.show_datasets, "Datasets"),
+    _route("/datasets/(?P<name>[^/]{1,300})", views.show_dataset),
+    _route("/checkouts", views.show_checkouts, "Checkouts"),
+    _route("/environments", views.show_environments, "Environments"),
+    _route("/audits", views.show_audits, "Audits"),
+    _route("/audits/(?P<identity>[^/]{1,100})", views.show_audit),
+    _route("/activity", views.show_activity, "Activity"),
+)
+
+
+class Pages:
+    """`files` are what is served as it is, by path: the media type and the bytes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        place = files(__package__)
+        self.files = {
+            "/style.css": ("text/css; charset=utf-8", (place / "style.css").read_bytes()),
+            "/icon.svg": ("image/svg+xml", (place / "icon.svg").read_bytes()),
+        }
+        self._environment = Environment(
+            loader=PackageLoader(__package__),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_finalize,
+            auto_reload=False,
+        )
+        self._environment.filters.update(
+            size=size, duration=duration, seconds=seconds, counted=counted, owner=public.owner,
+            path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
+        )  # fmt: skip
+        for name in self._environment.list_templates():
+            self._environment.get_template(name)
+
+    async def make(self, path: str, values: dict[str, str]) -> tuple[int, str]:
+        """The status and the text of a page; what does not exist is a page, too."""
+        for route in ROUTES:
+            if found := route.pattern.fullmatch(path):
+                break
+        else:
+            return 404, await self._render("problem.html", path, values, {"what": "page"})
+        try:
+            facts = await route.gather(self._engine, values, **found.groupdict())
+        except (MirrorNotFoundError, DatasetNotFoundError, NotFoundError):
+            kind = path.split("/")[1].removesuffix("s")
+            return 404, await self._render("problem.html", path, values, {"what": kind})
+        return 200, await self._render(route.template, path, values, facts)
+
+    async def _render(self, template: str, path: str, values: dict[str, str], facts: Facts) -> str:
+        renew = values.get("renew", "")
+        given = defaultdict(str, values)
+
+        def link(**more: object) -> str:
+            """This page with other parameters; None leaves one out."""
+            query = {**values, **more}
+            return f"{path}?{urlencode({k: v for k, v in query.items() if v not in (None, '')})}"
+
+        def age(at: datetime | None) -> str:
+            return duration((facts["now"] - at).total_seconds()) if at else "never"
+
+        facts = {
+            "now": utc_now(), "version": __version__, "path": path, "link": link, "age": age,
+            "given": given, "renew": renew if renew in _RENEWALS_S else "",
+            "navigation": [(each.pattern.pattern, each.title) for each in ROUTES if each.title],
+            **facts,
+        }  # fmt: skip
+        found = self._environment.get_template(template)
+        return await anyio.to_thread.run_sync(lambda: found.render(facts))
+
+
+def _finalize(value: Any) -> Any:
+    """Escapes in the place of what turns text around or hides it; templates escape the rest."""
+    if type(value) is str and not value.isprintable():
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+    return value

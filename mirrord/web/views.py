@@ -1,0 +1,368 @@
+"""What each page shows, read from the engine and reduced to what a stranger may know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..catalog import MirrorRow, Servable
+from ..checkouts.leases import Lease
+from ..engine import Engine
+from ..errors import MirrordError, NotFoundError
+from ..model import CommitState, View, parse_dataset_name, utc_now
+from ..protocol import Activity, Audit, Finding, Operation
+from . import public
+from .charts import Chart, Point, chart
+from .formats import counted, seconds, size
+
+Facts = dict[str, Any]
+Values = Mapping[str, str]
+
+PAGE_ROWS = 100
+_AUDITS = 5  # the newest audit that judged a mirror is looked for in as many
+_LISTED = 200
+_SERVABLE = {CommitState.OK, CommitState.UNPINNED}
+_WHY = {
+    Servable.READY: "can be checked out and graded",
+    Servable.BUT: "can be checked out; another commit of the row cannot be served",
+    Servable.NO_BRANCH: "the mirror lacks the branch that the instance starts from",
+    Servable.UNPINNED: "upstream lacks the base commit, or its mirror was not synced",
+    Servable.LOST: "the last audit could not serve the base commit",
+}
+_TONES = {
+    **dict.fromkeys(map(str, Servable), "bad"),
+    str(Servable.READY): "good",
+    str(Servable.BUT): "warn",
+    "failed": "bad",
+    "building": "other",
+}
+
+
+class Slice(NamedTuple):
+    """One page of a list; `number` counts from 1."""
+
+    rows: Sequence[Any]
+    number: int
+    last: int
+    total: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Any], values: Values) -> Slice:
+        number, last = _page(values, len(rows))
+        begin = (number - 1) * PAGE_ROWS
+        return cls(rows[begin : begin + PAGE_ROWS], number, last, len(rows))
+
+
+def _page(values: Values, count: int) -> tuple[int, int]:
+    """The number that is asked for, within what there is, and the last one."""
+    last = max(1, -(-count // PAGE_ROWS))
+    text = values.get("page", "1")
+    asked = int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
+    return min(max(asked, 1), last), last
+
+
+class LastAudit(NamedTuple):
+    """What the newest audit of a mirror found."""
+
+    audit: Audit
+    findings: list[Finding]
+
+    @property
+    def open_count(self) -> int:
+        return sum(not finding.accepted for finding in self.findings)
+
+
+class MirrorLine(NamedTuple):
+    """A mirror of the list; `rank` orders problems first."""
+
+    rank: int
+    row: MirrorRow
+    health: str
+    tone: str
+    pins: int
+    judged: LastAudit | None
+
+    @property
+    def name(self) -> str:
+        return str(self.row.name)
+
+
+# -- mirrors ---------------------------------------------------------------------------------------
+
+
+async def _mirror_lines(engine: Engine) -> list[MirrorLine]:
+    rows, pins = await engine.catalog.list_mirrors(), await engine.catalog.count_pins()
+    judged = await _judged(engine)
+    lines = [_mirror_line(row, pins.get(row.name.key, 0), judged) for row in rows]
+    return sorted(lines, key=lambda line: (line.rank, line.row.name.key))
+
+
+def _mirror_line(row: MirrorRow, pins: int, judged: Mapping[str, LastAudit]) -> MirrorLine:
+    known = judged.get(row.name.key)
+    if row.error:
+        rank, tone, health = 0, "bad", str(row.error.get("code", "failed"))
+    elif known and known.open_count:
+        rank, tone, health = 1, "bad", counted(known.open_count, "finding")
+    elif row.ref_faults:
+        rank, tone, health = 2, "warn", f"{counted(len(row.ref_faults), 'ref')} not taken"
+    elif row.synced_at is None:
+        rank, tone, health = 3, "other", "never synced"
+    else:
+        rank, tone, health = 4, "good", "ok"
+    return MirrorLine(rank, row, health, tone, pins, known)
+
+
+async def _judged(engine: Engine) -> dict[str, LastAudit]:
+    """By mirror key, from the newest audits."""
+    found: dict[str, LastAudit] = {}
+    for audit in await engine.audits.list(_AUDITS):
+        of_mirror: dict[str, list[Finding]] = {}
+        for finding in audit.findings:
+            of_mirror.setdefault(finding.mirror.lower(), []).append(finding)
+        for name in audit.mirrors:
+            found.setdefault(name.lower(), LastAudit(audit, of_mirror.get(name.lower(), [])))
+    return found
+
+
+def _lost(judged: Mapping[str, LastAudit]) -> set[str]:
+    """The commits that cannot be served."""
+    return {
+        finding.commit
+        for each in judged.values()
+        for finding in each.findings
+        if finding.commit and not finding.accepted and finding.state not in _SERVABLE
+    }
+
+
+async def show_mirrors(engine: Engine, values: Values) -> Facts:
+    lines = await _mirror_lines(engine)
+    find = values.get("find", "").lower().replace("/", "__")
+    shown = [line for line in lines if find in line.row.name.key]
+    problems = sum(line.rank < 3 for line in lines)
+    if values.get("show") == "problems":
+        shown = [line for line in shown if line.rank < 3]
+    return {"slice": Slice.of(shown, values), "total": len(lines), "problems": problems}
+
+
+async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
+    row = await engine.mirrors.get(name)
+    judged = await _judged(engine)
+    pins = (await engine.catalog.count_pins()).get(row.name.key, 0)
+    counts = await engine.catalog.count_servable(_lost(judged))
+    line = _mirror_line(row, pins, judged)
+    return {
+        "line": line,
+        "upstream": public.upstream(row.url),
+        "datasets": _readiness(each for each in counts if each[1].lower() == row.name.key),
+        "findings_": _grouped(line.judged.findings) if line.judged else [],
+        "checkouts": sum(each.mirror.key == row.name.key for each in engine.checkouts.leases),
+    }
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """How many instances of a dataset are in which state."""
+
+    name: str
+    states: Counter[Servable]
+
+    @property
+    def total(self) -> int:
+        return self.states.total()
+
+    @property
+    def ready(self) -> int:
+        return self.states[Servable.READY] + self.states[Servable.BUT]
+
+
+def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Ready]:
+    found: dict[str, Counter[Servable]] = {}
+    for name, _, state, count in counts:
+        found.setdefault(name, Counter())[state] += count
+    return [Ready(name, states) for name, states in found.items()]
+
+
+async def show_datasets(engine: Engine, values: Values) -> Facts:
+    lost = _lost(await _judged(engine))
+    ready = {each.name: each for each in _readiness(await engine.catalog.count_servable(lost))}
+    rows = [
+        (each, ready.get(each.name, Ready(each.name, Counter())))
+        for each in await engine.catalog.summarise_datasets()
+    ]
+    return {"slice": Slice.of(rows, values), "why": _WHY}
+
+
+async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
+    dataset, lost = parse_dataset_name(name), _lost(await _judged(engine))
+    known = {each.name: each for each in await engine.catalog.summarise_datasets()}
+    if dataset not in known:
+        raise NotFoundError(f"cannot show dataset {dataset}: no dataset has that name")
+    counts = await engine.catalog.count_servable(lost, dataset)
+    ready = next(iter(_readiness(counts)), Ready(dataset, Counter()))
+    asked = values.get("state", "")
+    state = Servable(asked) if asked in set(Servable) else None
+    find = partial(
+        engine.catalog.list_servable, dataset, lost, state=state, limit=PAGE_ROWS,
+        mirror=values.get("mirror") or None, containing=values.get("find", "")[:200],
+    )  # fmt: skip
+    count, rows = await find()
+    number, last = _page(values, count)
+    if number > 1:
+        _, rows = await find(offset=(number - 1) * PAGE_ROWS)
+    reasons = sorted(
+        (each for each in counts if each[2] is not Servable.READY),
+        key=lambda each: (each[2] is Servable.BUT, -each[3]),
+    )
+    return {
+        "dataset": known[dataset], "ready": ready, "reasons": reasons, "why": _WHY,
+        "slice": Slice(rows, number, last, count), "states": list(Servable),
+        "mirrors": sorted({each[1] for each in counts}), "tones": _TONES,
+    }  # fmt: skip
+
+
+# -- audits ----------------------------------------------------------------------------------------
+
+
+class FindingGroup(NamedTuple):
+    """Findings of one kind in one mirror, and how many instances they are about."""
+
+    mirror: str
+    kind: str
+    accepted: bool
+    findings: int
+    instances: int
+
+
+def _grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
+    groups: dict[tuple[str, str, bool], list[Finding]] = {}
+    for each in findings:
+        groups.setdefault((each.mirror, str(each.kind), each.accepted), []).append(each)
+    return [
+        FindingGroup(*key, len(some), len({one for each in some for one in each.instances}))
+        for key, some in sorted(groups.items(), key=lambda item: (item[0][2], item[0]))
+    ]
+
+
+async def show_audits(engine: Engine, values: Values) -> Facts:
+    return {"slice": Slice.of(await engine.audits.list(50), values)}
+
+
+async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
+    audit = await engine.catalog.find_audit(identity)
+    if audit is None:
+        raise NotFoundError("cannot find the audit")
+    ids = await engine.catalog.list_public_ids(audit.affected)
+    return {
+        "audit": audit,
+        "judged": sum(audit.counts.values()),
+        "groups": Slice.of(_grouped(audit.findings), values),
+        # those that no dataset has any more may tell a commit
+        "affected": sorted(ids.values())[:_LISTED],
+    }
+
+
+# -- what there is now -----------------------------------------------------------------------------
+
+
+async def show_checkouts(engine: Engine, values: Values) -> Facts:
+    leases = sorted(engine.checkouts.leases, key=lambda lease: lease.created_at)
+    by_owner = Counter(lease.owner_uid for lease in leases)
+    uid = next((uid for uid in by_owner if str(uid) == values.get("owner")), None)
+    if uid is not None:
+        leases = [lease for lease in leases if lease.owner_uid == uid]
+    return {
+        "slice": Slice.of(leases, values),
+        "uid": uid,
+        "owners": by_owner.most_common(50),
+        "total": by_owner.total(),
+        "max": engine.settings().checkouts.max,
+        "is_grader": _is_grader,
+    }
+
+
+def _is_grader(lease: Lease) -> bool:
+    """Whether its instance stays untold: an agent does not learn that it is being graded."""
+    return lease.view is View.GRADER or lease.graded is not None
+
+
+async def show_environments(engine: Engine, values: Values) -> Facts:
+    found = engine.environments.list()
+    found.sort(key=lambda each: (each.state == "ready", each.key))
+    rows = [(public.environment(each.name), each) for each in found]
+    states = Counter(each.state for each in found)
+    total = sum(each.size_bytes - each.shared_bytes for each in found)
+    return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": _TONES}
+
+
+# -- the daemon ------------------------------------------------------------------------------------
+
+
+async def show_overview(engine: Engine, values: Values) -> Facts:
+    activity = engine.activity(history=True)
+    lines = await _mirror_lines(engine)
+    lost = _lost({line.row.name.key: line.judged for line in lines if line.judged})
+    audits = await engine.audits.list(1)
+    synced = [line.row.synced_at for line in lines if line.row.synced_at]
+    return {
+        "activity": activity,
+        "mirrors": Counter(line.tone for line in lines),
+        "mirror_count": len(lines),
+        "mirror_bytes": sum(line.row.size_bytes or 0 for line in lines),
+        "problems": [line for line in lines if line.rank < 3][:5],
+        "oldest_sync": min(synced, default=None),
+        "datasets": _readiness(await engine.catalog.count_servable(lost)),
+        "environments": Counter(each.state for each in engine.environments.list()),
+        "audit": audits[0] if audits else None,
+        "charts": _charts(activity),
+        "work": await _work(engine, activity.operations),
+    }
+
+
+def _charts(activity: Activity) -> list[Chart]:
+    now, past = utc_now(), activity.history
+
+    def points(name: str) -> list[Point]:
+        return [Point(each.at, getattr(each, name)) for each in past]
+
+    used = [Point(each.at, activity.disk_bytes - each.disk_free_bytes) for each in past]
+    return [
+        chart(
+            "Time to an answer",
+            {"median": points("p50_s"), "99 of 100": points("p99_s")}, now, seconds, log=True,
+        ),
+        chart("Requests a second", {"requests": points("per_second")}, now, _plain, most=1),
+        chart("Checkouts", {"held": points("checkouts")}, now, _plain, most=4),
+        chart("Disk", {"in use": used}, now, size, most=activity.disk_bytes),
+    ]  # fmt: skip
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}"
+
+
+async def _work(engine: Engine, operations: Sequence[Operation]) -> list[tuple[Operation, str]]:
+    """Running work with what it is about, where that is a mirror or a dataset."""
+    datasets = {each.name for each in await engine.catalog.summarise_datasets()}
+    return [(each, _subject(engine, each.subject, datasets)) for each in operations]
+
+
+def _subject(engine: Engine, subject: str, datasets: set[str]) -> str:
+    if subject in datasets or subject == "everything recorded":
+        return subject
+    known = []
+    for name in subject.split(", "):
+        try:
+            known.append(str(engine.mirrors.get_name(name)))
+        except MirrordError:
+            return ""
+    return ", ".join(known)
+
+
+async def show_activity(engine: Engine, values: Values) -> Facts:
+    activity = engine.activity(history=True)
+    work = await _work(engine, activity.operations)
+    return {"activity": activity, "charts": _charts(activity), "work": work}
