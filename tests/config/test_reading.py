@@ -271,8 +271,6 @@ LIVE = {
     "access.bytes_per_user": 0,
     "access.rate_per_user": 0,
     "access.ttl_max": "1h",
-    "access.requests_per_user": 3,
-    "access.rate_per_user": 3,
     "environments.index": "/srv/packages",
     "environments.network": False,
     "grading.policy": "drop",
