@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from ..model import printable
@@ -12,11 +12,15 @@ from ..model import printable
 if TYPE_CHECKING:
     from ..protocol import Mirror
 
+_LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[object]], *, bold: bool | None = None
+) -> Iterator[str]:
     """Lines of a table with aligned columns; numbers to the right. Bold header on a terminal."""
+    is_bold = sys.stdout.isatty() if bold is None else bold
     cells = [[cell(value) for value in row] for row in rows]
     columns = range(len(header))
 
@@ -30,7 +34,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[s
             row[n].rjust(widths[n]) if numeric[n] else row[n].ljust(widths[n]) for n in columns
         )
         line = "  ".join(aligned).rstrip()
-        yield f"\x1b[1m{line}\x1b[0m" if number == 0 and sys.stdout.isatty() else line
+        yield f"\x1b[1m{line}\x1b[0m" if number == 0 and is_bold else line
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
@@ -73,6 +77,16 @@ def problem_of(mirror: Mirror) -> str | None:
     if mirror.error:
         return mirror.error.code
     return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
+
+
+def ago(duration: timedelta) -> str:
+    """A long duration in its two largest units, such as 3h 12m."""
+    left, parts = int(duration.total_seconds()), list[str]()
+    for unit, length in _LENGTHS.items():
+        number, left = divmod(left, length)
+        if number or parts:
+            parts.append(f"{number}{unit}")
+    return " ".join(parts[:2]) or "0s"
 
 
 def seconds(duration: float) -> str:

@@ -25,7 +25,7 @@ from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
 DESIGNED = [
     "serve",
-    "support-bundle",
+    "support-bundle", "top",
     "status",
     "mirror-add",
     "mirror-list",

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from mirrord.api.metrics import METRICS
+from mirrord.cli.table import VERBS
 
 DIRECTORY = Path(__file__).parents[2] / "docs/observability"
 HISTOGRAM = {f"request_duration_seconds_{part}" for part in ("bucket", "count", "sum")}
@@ -74,6 +75,16 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
     expressions = [rule["expr"] for rule in rules()] + dashboard_expressions()
     used = set(re.findall(r"\bmirrord_(\w+)", " ".join(expressions)))
     assert used - EXPORTED == set()
+
+
+def test_the_first_thing_to_do_is_a_verb() -> None:
+    """What an alert tells to run exists."""
+    verbs = {verb.name for verb in VERBS}
+    for rule in rules():
+        for command in re.findall(
+            r"mirrord ([a-z ]+?)(?= *(?:;|\||$|-|\{))", rule["annotations"]["action"]
+        ):
+            assert command in verbs, rule["alert"]
 
 
 def test_a_dashboard_asks_for_its_data_source_and_fits_its_grid() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 ARGUMENTS = {
+    "top": ["--once"],
     "mirror add": ["a/b"],
     "mirror show": ["a/b"],
     "mirror remove": ["a/b"],

@@ -147,6 +147,11 @@ class TemplateRegistry:
                     found.append(MirrorName.parse(path.name))
         return found
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the layers that are known."""
+        return sum(each.size_bytes for each in self._mirrors.values())
+
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (found := self._mirrors.get(name.key)) is None:
             found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self._trash)

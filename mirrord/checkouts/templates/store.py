@@ -209,7 +209,8 @@ class Templates:
         """Hits and misses are of checkouts, as they look for a template that can be mounted."""
         return CacheActivity(
             name="templates", hits=self._hits, misses=self._misses,
-            evictions=self._eviction.evicted, size_bytes=self._eviction.size_bytes,
+            evictions=self._eviction.evicted,
+            size_bytes=self._eviction.size_bytes or self._registry.size_bytes,
             limit_bytes=self._settings().checkouts.template_bytes,
         )  # fmt: skip
 

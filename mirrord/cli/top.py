@@ -1,0 +1,260 @@
+"""`mirrord top`: what the daemon does now, again and again, through restarts of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pwd
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any
+
+import mirrord
+
+from ..errors import MirrordError, NoDaemonError, ResourceError
+from .operations import amount
+from .output import ago, cell, count, seconds, size, table
+from .parameters import Option, read_duration
+from .session import Session, print_line
+
+if TYPE_CHECKING:
+    from ..protocol import Activity, EndpointActivity, OwnerActivity
+
+Line = tuple[str, str]
+"""A line and its style."""
+_BOLD, _RED = "bold", "red"
+_SHORTEST = timedelta(milliseconds=100)
+
+
+def top(
+    session: Session,
+    interval: Annotated[
+        str, Option(metavar="DURATION", help="How long a picture stays, such as 500ms or 5s.")
+    ] = "2s",
+    once: Annotated[bool, Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Rates and times are of the last minute. q or Ctrl-C ends it.
+
+    Without a terminal it prints one picture after the other, with --json an object per line. Who
+    is no administrator sees own checkouts, calls and operations, and the sums.
+    """
+    pause = max(read_duration(interval, "--interval") or _SHORTEST, _SHORTEST)
+    if once:
+        _print(session, session.client.activity())
+        return
+    # a restart is shown, not waited for
+    with mirrord.Client(
+        session.socket, config=session.config, timeout=timedelta(seconds=10), patience=timedelta()
+    ) as client:
+        client.activity()  # where there is none at all, or it refuses, that is the answer
+        if session.json or not sys.stdout.isatty():
+            for found in _each(client, pause, _sleep):
+                if isinstance(found, MirrordError):
+                    session.note(f"mirrord: {found.message}")
+                else:
+                    _print(session, found)
+        else:
+            _show(client, pause)
+
+
+def _each(
+    client: mirrord.Client, pause: timedelta, wait: Callable[[float], bool]
+) -> Iterator[Activity | MirrordError]:
+    """A picture after each pause, or why there is none; ends where `wait` answers True."""
+    while True:
+        try:
+            yield client.activity()
+        except (NoDaemonError, ResourceError) as error:
+            yield error
+        if wait(pause.total_seconds()):
+            return
+
+
+def _print(session: Session, found: Activity) -> None:
+    if session.json:
+        print_line(json.dumps(found.to_json(), ensure_ascii=False))
+        return
+    for line, _ in picture(found):
+        print_line(line)
+    print_line("")
+
+
+def _show(client: mirrord.Client, pause: timedelta) -> None:
+    """On the terminal's other screen, which keeps what was printed before."""
+    live = importlib.import_module("rich.live")
+    text = importlib.import_module("rich.text")
+    console = importlib.import_module("rich.console").Console(highlight=False)
+
+    def drawn(lines: list[Line]) -> Any:
+        shown = text.Text(no_wrap=True, overflow="crop", end="")
+        for number, (line, style) in enumerate(lines):
+            shown.append("\n" * bool(number) + line, style)
+        return shown
+
+    last: list[Line] = []
+    with _keys() as wait, live.Live(console=console, screen=True, auto_refresh=False) as screen:
+        try:
+            for found in _each(client, pause, wait):
+                if isinstance(found, MirrordError):
+                    told = _cut(f"waiting for the daemon: {found.message}", console.width)
+                    shown = [(told, _RED), *last[1:]]
+                else:
+                    shown = last = picture(found, *console.size)
+                screen.update(drawn(shown), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _sleep(pause: float) -> bool:
+    time.sleep(pause)
+    return False
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yields what waits so many seconds, and answers whether q was pressed meanwhile."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+
+    def wait(pause: float) -> bool:
+        deadline = time.monotonic() + pause
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in {"q", "Q", ""}:
+                return True
+        return False
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+# -- a picture: the sums, then as many rows of each list as the screen has room for ----------------
+
+
+def picture(found: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
+    """Lines that fit a screen; no list keeps another one out."""
+    head = [*_sums(found)]
+    lists = [[*each] for each in (_endpoints(found), _owners(found), _work(found))]
+    lists = [each for each in lists if len(each) > 1]
+    left = height - len(head)
+    for number, each in enumerate(sorted(lists, key=len)):
+        room = left // (len(lists) - number) - 1  # after an empty line
+        if len(each) > room:
+            each[max(room - 1, 1) :] = [f"… {len(each) - max(room - 1, 1)} more"]
+        left -= len(each) + 1
+    lines = head + [
+        line
+        for each in lists
+        for line in [("", ""), (each[0], _BOLD), *((text, "") for text in each[1:])]
+    ]
+    return [(_cut(text, width), style) for text, style in lines[:height]]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _sums(found: Activity) -> Iterator[Line]:
+    up = ago(found.at - found.started_at)
+    at = found.at.astimezone().strftime("%H:%M:%S%z")
+    style = _RED if found.status != "ok" else _BOLD
+    yield f"mirrord {found.version}, pid {found.pid}, up {up}, {found.status}, at {at}", style
+    for reason in found.reasons[:2]:
+        yield f"! {cell(reason)}", _RED if not reason.startswith("warning") else ""
+    if len(found.reasons) > 2:
+        yield f"! and {len(found.reasons) - 2} more: mirrord status --problems", ""
+    total = found.requests
+    failed = f", {total.failed:,} failed" if total.failed else ""
+    times = f"p50 {_time(total.p50_s)}, p99 {_time(total.p99_s)}"
+    open_ = count(found.connections, "connection")
+    yield f"requests    {_rate(total)}/s, {times}{failed}; {open_}", ""
+    queues = ", ".join(f"{n:,} {name}" for name, n in sorted(found.queues.items()) if n)
+    yield f"checkouts   {found.checkouts:,} of at most {found.checkouts_max:,}", ""
+    yield f"workers     {found.workers_busy} busy of {found.workers}; waiting: {queues or '-'}", ""
+    free = f"{size(found.disk_free_bytes)} free of {size(found.disk_bytes)}"
+    yield f"disk        {free}, {size(found.disk_reserve_bytes)} reserved", ""
+    for each in found.caches:
+        asked = each.hits + each.misses
+        hits = f"{each.hits / asked:.1%} of {asked:,} hit" if asked else "not asked yet"
+        bounds = f"{size(each.size_bytes)} of {size(each.limit_bytes)}, "
+        room = f"{bounds}{each.evictions:,} evicted, " if each.limit_bytes is not None else ""
+        yield f"{each.name:<10}  {room}{hits}", ""
+    if found.refusals:
+        codes = ", ".join(f"{n:,} {code}" for code, n in found.refusals.items())
+        yield f"refused     {codes}", ""
+
+
+def _endpoints(found: Activity) -> Iterator[str]:
+    header = ("ENDPOINT", "REQUESTS", "A SECOND", "P50", "P99", "FAILED")
+    rows = [
+        (e.endpoint, f"{e.requests:,}", _rate(e), _time(e.p50_s), _time(e.p99_s), e.failed or "-")
+        for e in found.endpoints
+    ]
+    return table(header, rows, bold=False)
+
+
+def _owners(found: Activity) -> Iterator[str]:
+    header = ("OWNER", "CHECKOUTS", "CONNECTIONS", "REQUESTS", "WORKERS", "WAITING")
+    rows = [
+        (
+            "all others" if each.uid is None else _user(each.uid),
+            *(n or "-" for n in _counts(each)),
+        )
+        for each in found.owners
+    ]
+    return table(header, rows, bold=False)
+
+
+def _counts(each: OwnerActivity) -> tuple[int, ...]:
+    return each.checkouts, each.connections, each.requests, each.running, each.waiting
+
+
+def _work(found: Activity) -> Iterator[str]:
+    """Operations, running ones first, and what workers do."""
+    rows = [
+        (
+            ago(found.at - each.started_at),
+            "-",
+            amount(replace(each.progress, note="")),
+            f"{each.kind} {each.subject} {each.progress.note}".strip(),
+        )
+        for each in found.operations
+    ]
+    rows += [
+        (
+            ago(found.at - each.since),
+            "-" if each.uid is None else _user(each.uid),
+            "",
+            f"worker: {each.function}",
+        )
+        for each in found.calls
+    ]
+    return table(("SINCE", "FOR", "DONE", "WORK"), rows, bold=False)
+
+
+def _rate(found: EndpointActivity) -> str:
+    return f"{found.per_second:,.1f}"
+
+
+def _time(duration: float | None) -> str:
+    return "-" if duration is None else seconds(duration)
+
+
+@cache
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
