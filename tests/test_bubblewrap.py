@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from accounts import accounts
 from anyone import BARE_PYTHON, python
+from waiting import until
 
 from mirrord.bubblewrap import Box, find_obstacle
 from mirrord.places import ACTIVATE, ENVIRONMENT, TESTBED
@@ -173,13 +173,6 @@ def sleeping(marker: str) -> list[Path]:
         except OSError:
             continue
     return found
-
-
-def until(holds: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_an_environment_is_active_at_its_fixed_path(tree: Path) -> None:

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 _ROUNDS = 5
 _CALLS = (
@@ -160,10 +161,3 @@ def reset(running: Daemon, made: dict[str, str]) -> None:
     (Path(made["path"]) / "mine").write_text("work")
     assert running.request("POST", f"/v1/checkouts/{made['id']}/reset", {})[0] == 200
     assert not (Path(made["path"]) / "mine").exists()
-
-
-def until(happens: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -15,6 +15,7 @@ import pytest
 from anyone import BARE_PYTHON, NOBODY
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from waiting import until
 
 from mirrord.protocol import RESULTS
 
@@ -55,10 +56,7 @@ class World:
         )
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, self.daemon.log
-            time.sleep(0.05)
+        until(condition, told=lambda: self.daemon.log)
 
 
 _ROW = {

@@ -11,7 +11,6 @@ import json
 import re
 import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from daemons import Daemon, daemon
 from gitrepos import git
 from rowlab import DATA
 from secretrows import AUTHORS, Author, Task
+from waiting import until
 from weblab import ask, free_port, walk
 
 from mirrord import Client
@@ -139,10 +139,7 @@ def _import_broken(client: Client, root: Path, running: Daemon, author: Author) 
     _import(client, root, "broken", [{**good, "instance_id": "o__r-2"}, lacking, *faulty])
     watched = running.state_dir / "datasets"
     (watched / "watched.jsonl").write_text("".join(json.dumps(row) + "\n" for row in faulty))
-    deadline = time.monotonic() + 30
-    while not any("watched" in text for text in client.health().reasons):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: any("watched" in text for text in client.health().reasons))
 
 
 def _use(world: World, client: Client) -> World:
@@ -184,10 +181,7 @@ def _use(world: World, client: Client) -> World:
     world.graded = client.grade(
         first.id, str(first.fix.patch).encode(), owner=GRADER
     ).lease.to_json()
-    deadline = time.monotonic() + 30
-    while any(each.state == "running" for each in client.list_operations()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(each.state != "running" for each in client.list_operations()))
     return world
 
 

@@ -21,6 +21,7 @@ from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 from mountlab import busy
 from starlette.requests import Request
+from waiting import until
 
 from mirrord.api.request import spool_body
 from mirrord.errors import InvalidRequestError
@@ -28,9 +29,6 @@ from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.model import CommitId
 from mirrord.timetable import Cleanup
-
-_BOUND_S = 40.0
-"""A turn of mending every five seconds, and pauses that double."""
 
 
 @pytest.fixture
@@ -245,13 +243,6 @@ def finish(it: Daemon, answer: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.02)
         answer = it.json("GET", f"/v1/operations/{answer['id']}")
     return answer
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _BOUND_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.1)
 
 
 def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 from mirrord import Client
 from mirrord.host.peers import peer_of
@@ -80,13 +81,6 @@ def held_ids(running: Daemon) -> set[str]:
     return {held["id"] for held in running.json("GET", "/v1/checkouts")}
 
 
-def wait_until_gone(running: Daemon, ids: set[str], bound_s: float) -> None:
-    deadline = time.monotonic() + bound_s
-    while held_ids(running) & ids:
-        assert time.monotonic() < deadline, f"still held after {bound_s} s"
-        time.sleep(0.02)
-
-
 def test_what_a_killed_process_took_is_released_within_a_second(
     running: Daemon, hold: Callable[..., Any]
 ) -> None:
@@ -98,7 +92,7 @@ def test_what_a_killed_process_took_is_released_within_a_second(
     *bound, free = [lease["id"] for lease in taken]
     assert held_ids(running) >= {*bound, free}
     holder.kill()
-    wait_until_gone(running, set(bound), 1.0)
+    until(lambda: not held_ids(running) & set(bound))
     assert held_ids(running) == {free}
     assert not any((running.state_dir / "checkouts" / one).exists() for one in bound)
 
@@ -112,7 +106,7 @@ def test_the_lease_is_its_process_and_not_its_connection(
     assert running.request("POST", f"/v1/checkouts/{lease['id']}/reset", {})[0] == 200
     assert running.json("POST", f"/v1/checkouts/{lease['id']}/renew", {})["bind"] == "process"
     holder.terminate()
-    wait_until_gone(running, {lease["id"]}, 1.0)
+    until(lambda: not held_ids(running) & {lease["id"]})
 
 
 def test_a_restarted_daemon_still_knows_the_process(
@@ -127,7 +121,7 @@ def test_a_restarted_daemon_still_knows_the_process(
     assert held_ids(running) == {kept["id"]}
     assert lost["id"] not in held_ids(running)
     living.kill()
-    wait_until_gone(running, {kept["id"]}, 1.0)
+    until(lambda: not held_ids(running) & {kept["id"]})
 
 
 def test_a_number_that_another_process_has_is_another_process(
@@ -165,10 +159,7 @@ def test_a_process_that_ended_holds_no_descriptor(
         for lease in taken:
             assert running.request("DELETE", f"/v1/checkouts/{lease['id']}")[0] == 204
     holders[2][0].kill()
-    deadline = time.monotonic() + 10
-    while open_pidfds() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert open_pidfds() == before
+    until(lambda: open_pidfds() == before)
 
 
 def _read_link(path: Path) -> str:
@@ -250,4 +241,4 @@ asyncio.run(main())""",
         held = process.stdout.readline().strip()
         assert held in held_ids(running)
         process.kill()
-    wait_until_gone(running, {held}, 1.0)
+    until(lambda: not held_ids(running) & {held})

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -70,13 +71,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             running.request("DELETE", f"/v1/operations/{found['id']}")
 
 
-def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_what_ran_is_listed_shown_and_waited_for(site: Site) -> None:
     """By anybody who knows the id, also after it has ended."""
     identity = site.run("mirror", "add", "a/b", "--no-wait")[1].splitlines()[1].split()[0]
@@ -94,7 +88,7 @@ def test_what_ran_is_listed_shown_and_waited_for(site: Site) -> None:
 def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     """By its id: to wait for it, or to end it; and status says that it runs."""
     process = site.start("mirror", "add", "c/stuck", "--url", site.silent_url)
-    _until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
+    until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
@@ -117,8 +111,8 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
 def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     """Not those that have ended."""
     process = site.start("mirror", "sync", "a/b", "c/stuck")
-    _until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
-    _until(lambda: "a__b" not in site.run("operations", "list", "--running")[1])
+    until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
+    until(lambda: "a__b" not in site.run("operations", "list", "--running")[1])
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)

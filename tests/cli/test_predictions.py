@@ -20,6 +20,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from httpserver import Handler, Route, serving
+from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
@@ -143,6 +144,7 @@ class Desk:
         self.lock = threading.Lock()
         self.hold = threading.Event()
         self.hold.set()
+        self.hold_at: int | None = None
 
     def grade(self, handler: Handler) -> None:
         query = dict(parse_qsl(urlsplit(handler.path).query))
@@ -152,8 +154,10 @@ class Desk:
             identity = f"{len(self.asked):016}"
             self.now += 1
             self.most = max(self.most, self.now)
+            if len(self.asked) == self.hold_at:
+                self.hold.clear()
         time.sleep(0.01)
-        self.hold.wait(20)
+        self.hold.wait(90)
         with self.lock:
             self.now -= 1
         if instance.startswith("unknown"):
@@ -281,13 +285,10 @@ def test_an_interruption_leaves_a_report_and_no_grade(
     names = [f"i-{n}" for n in range(20)]
 
     def interrupt() -> None:
-        while len(desk.asked) < 7:
-            time.sleep(0.001)
-        desk.hold.clear()
-        while desk.now < 3:
-            time.sleep(0.001)
+        until(lambda: not desk.hold.is_set() and desk.now >= 3)
         os.kill(os.getpid(), signal.SIGINT)
 
+    desk.hold_at = 7
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
@@ -598,14 +599,11 @@ def test_a_run_that_is_ended_leaves_no_checkout(
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(number)
-    assert process.wait(30) == status
+    assert process.wait(90) == status
     lines = files[0].read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     assert ("totals" in rows[-1]) == (number == signal.SIGINT)
-    until = time.monotonic() + 20
-    while held(world):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not held(world))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
@@ -77,11 +78,8 @@ class World(NamedTuple):
         return [sys.executable, "-m", "mirrord", *socket, "rehearse", *map(str, words)]
 
     def await_no_checkouts(self) -> None:
-        deadline = time.monotonic() + 20
         with Client(self.daemon.socket) as client:
-            while client.list_checkouts():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: not client.list_checkouts())
 
 
 @pytest.fixture(scope="module")

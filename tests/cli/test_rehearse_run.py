@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import pyarrow.parquet as parquet
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
@@ -173,12 +173,12 @@ def test_tests_end_with_their_time_and_with_the_rehearsal(world: World) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     silent = subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, stdout=silent, stderr=silent) as process:
-        until(lambda: process.poll() is None and runs(ENDLESS), "the tests do not begin")
+        until(lambda: process.poll() is None and runs(ENDLESS), told=lambda: "no tests")
         process.send_signal(signal.SIGINT)
     assert process.returncode == 130
-    until(lambda: not runs(ENDLESS), "the tests go on")
+    until(lambda: not runs(ENDLESS))
     with Client(world.running.socket) as client:
-        assert client.list_checkouts() == []
+        until(lambda: client.list_checkouts() == [])
 
 
 def runs(argument: str) -> bool:
@@ -188,13 +188,6 @@ def runs(argument: str) -> bool:
             if argument.encode() in path.read_bytes().split(b"\0"):
                 return True
     return False
-
-
-def until(holds: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "swe-bench"

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from canned import CHECKOUT, CHECKOUT_ROUTES, LEASE, OPERATION
 from gitrepos import Upstream
 from httpserver import serving
 from verbs import ARGUMENTS, NEEDS_NO_DAEMON
+from waiting import until
 
 from mirrord import errors
 from mirrord.cli.main import build, run
@@ -25,7 +27,8 @@ from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
 DESIGNED = [
     "serve",
-    "support-bundle", "top",
+    "support-bundle",
+    "top",
     "status",
     "mirror-add",
     "mirror-list",
@@ -330,24 +333,23 @@ def test_a_reader_that_hangs_up_is_no_traceback() -> None:
 
 def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[bytes]]) -> None:
     """Without a traceback."""
-    with serving(path, {("GET", "/v1/status"): lambda h: time.sleep(0.2)}) as server:
+    ended = threading.Event()
+
+    def hang(_: object) -> None:
+        ended.wait(60)
+
+    with serving(path, {("GET", "/v1/status"): hang}) as server:
         process = subprocess.Popen(
             _command("--socket", str(path), "status"),
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         lone_process.append(process)
-        _until(lambda: server.seen)
+        until(lambda: server.seen)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=10)
+        _, told = process.communicate(timeout=60)
+        ended.set()
     assert (process.returncode, told) == (130, b"")
-
-
-def _until(true: Any) -> None:
-    deadline = time.monotonic() + 10
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert true()
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -604,10 +606,10 @@ def test_exec_forwards_signals_and_releases(
         stdin=subprocess.DEVNULL,
     )
     lone_process.append(process)
-    _until(ready.exists)
+    until(ready.exists)
     time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(10) == 128 + number
+    assert process.wait(60) == 128 + number
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
 
 

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 from mirrord import AsyncClient, CheckoutNotFoundError, Client
 
 pytestmark = pytest.mark.slow
 
-TTL = 1.0
+TTL = 1.5
+"""Seconds. A renewal is due after a third of it: this machine may be away for as long as the rest."""
 LONGER = 2.5
 
 
@@ -50,13 +52,6 @@ def _is_there(running: Daemon, checkout: str) -> bool:
     return running.request("GET", f"/v1/checkouts/{checkout}")[0] == 200
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def _renewers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mirrord-renewal"]
 
@@ -75,7 +70,7 @@ def test_a_lease_does_not_end_under_who_holds_it(running: Daemon, client: Client
         assert first.expires_at - began > timedelta(seconds=TTL)
         assert b"edited" in first.diff()
         assert len(_renewers()) == 1
-    _until(lambda: not _renewers())
+    until(lambda: not _renewers())
 
 
 def test_a_lease_does_not_end_under_a_task_that_holds_it(running: Daemon) -> None:
@@ -95,7 +90,7 @@ def test_a_lease_does_not_end_under_a_task_that_holds_it(running: Daemon) -> Non
                 ) == 1
             kept = await client.checkout("o__r@main", ttl=TTL)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        await asyncio.to_thread(_until, lambda: not _is_there(running, kept.id))
+        await asyncio.to_thread(until, lambda: not _is_there(running, kept.id))
 
     asyncio.run(scene())
 
@@ -122,7 +117,7 @@ def test_who_does_not_want_it_keeps_the_deadline(running: Daemon, client: Client
     checkout = client.checkout("o__r@main", ttl=TTL, auto_renew=False)
     opened = client.open_checkout(checkout.id)
     assert not _renewers()
-    _until(lambda: not _is_there(running, checkout.id))
+    until(lambda: not _is_there(running, checkout.id))
     assert opened.id == checkout.id
 
 
@@ -132,7 +127,7 @@ def test_a_handle_that_nobody_has_any_longer_is_not_renewed(
     """Its lease ends as it says."""
     forgotten = client.checkout("o__r@main", ttl=TTL).id
     gc.collect()
-    _until(lambda: not _is_there(running, forgotten))
+    until(lambda: not _is_there(running, forgotten))
 
 
 def test_a_lease_made_shorter_by_hand_is_renewed_in_time(running: Daemon, client: Client) -> None:
@@ -150,7 +145,8 @@ def test_a_lease_that_is_gone_is_told_once_and_left(
     with caplog.at_level(logging.WARNING, "mirrord"):
         checkout = client.checkout("o__r@main", ttl=TTL)
         assert running.request("DELETE", f"/v1/checkouts/{checkout.id}")[0] == 204
-        time.sleep(LONGER)
+        until(lambda: caplog.records)
+        time.sleep(TTL)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         f"cannot renew checkout {checkout.id}, which expires at {checkout.expires_at}: "
@@ -167,7 +163,7 @@ def test_a_release_ends_the_renewal_without_a_word(
         one, two = client.checkout("o__r@main", ttl=TTL), client.checkout("o__r@main", ttl=TTL)
         one.release()
         client.release_checkout(two.id)
-        _until(lambda: not _renewers())
+        until(lambda: not _renewers())
         time.sleep(TTL)
     assert not caplog.records
 
@@ -178,7 +174,7 @@ def test_the_lease_of_a_client_that_was_killed_ends(running: Daemon) -> None:
         import sys, time
         from mirrord import Client
         client = Client(sys.argv[1])
-        checkout = client.checkout("o__r@main", ttl=1.0)
+        checkout = client.checkout("o__r@main", ttl=1.5)
         print(checkout.id, flush=True)
         time.sleep(float(sys.argv[2]))
     """)
@@ -189,9 +185,9 @@ def test_the_lease_of_a_client_that_was_killed_ends(running: Daemon) -> None:
         time.sleep(LONGER)
         assert _is_there(running, held)
         os.kill(working.pid, signal.SIGKILL)
-    _until(lambda: not _is_there(running, held))
+    until(lambda: not _is_there(running, held))
     assert (
-        subprocess.run([*start, "0"], capture_output=True, check=False, timeout=30).returncode == 0
+        subprocess.run([*start, "0"], capture_output=True, check=False, timeout=90).returncode == 0
     )
 
 
@@ -201,10 +197,9 @@ def test_renewal_goes_on_after_a_restart_of_the_daemon(tmp_path: Path) -> None:
     text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}__{{name}}"\n[checkouts]\nbackend = "pool"\n'
     with daemon(text) as restarted, Client(restarted.socket) as client:
         client.wait(client.add_mirror("o/r"))
-        with client.checkout("o__r@main", ttl=20) as checkout:
+        with client.checkout("o__r@main", ttl=24) as checkout:
             began = checkout.expires_at
             restarted.stop()
-            time.sleep(1)
             restarted.start()
-            _until(lambda: checkout.expires_at > began)
+            until(lambda: checkout.expires_at > began)
             assert _is_there(restarted, checkout.id)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from anyone import python
 from checkoutlab import passable_directory
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 import mirrord
 from mirrord import Executed, Sandbox
@@ -81,13 +82,6 @@ def checkout(client: mirrord.Client, request: pytest.FixtureRequest) -> Iterator
 def overlay(client: mirrord.Client) -> Iterator[mirrord.Checkout]:
     with client.checkout("o__r@v1", owner=AGENT) as made:
         yield made
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def sleeping(seconds: str) -> list[str]:
@@ -255,17 +249,30 @@ def test_a_released_checkout_is_named(client: mirrord.Client) -> None:
 # -- limits ----------------------------------------------------------------------------------------
 
 
+FORKS = """
+import subprocess
+begun = []
+try:
+    while len(begun) < 40:
+        begun.append(subprocess.Popen(["sleep", "1000"]))
+finally:
+    for each in begun:
+        each.kill()
+"""
+
+
 def test_each_limit_is_told_when_it_strikes(overlay: mirrord.Checkout) -> None:
     """After the time the command's processes are gone, those of other commands stay."""
     seconds = f"6{os.getpid()}"
     with Sandbox(overlay, memory_bytes=100 * 1024**2, processes=20) as sandbox:
         sandbox.exec(f"sleep {seconds} &")
-        late = sandbox.exec("echo began; sleep 1000 & sleep 1000", timeout=0.5)
+        until(lambda: len(sleeping(seconds)) == 1)
+        late = sandbox.exec("echo began; sleep 1000 & sleep 1000", timeout=2)
         assert late == Executed(137, b"began\n", b"", "time")
         assert len(sleeping(seconds)) == 1
         hungry = sandbox.exec(["python3", "-c", "bytearray(200 << 20)"])
         assert (hungry.exit_code, hungry.struck) == (137, "memory")
-        forks = sandbox.exec("for i in $(seq 40); do sleep 0.5 & done; wait")
+        forks = sandbox.exec(["python3", "-c", FORKS])
         assert forks.struck == "processes"
         assert sandbox.exec("true").struck is None
     assert not sleeping(seconds)
@@ -280,14 +287,14 @@ with mirrord.Client(sys.argv[1]) as client:
         with mirrord.Sandbox(checkout, memory_bytes=100 << 20, processes=20) as sandbox:
             first = sandbox.exec("id -u; id -g; cat README; echo x >>README")
             hungry = sandbox.exec(["python3", "-c", "bytearray(200 << 20)"])
-            forks = sandbox.exec("for i in $(seq 40); do sleep 0.2 & done; wait")
+            forks = sandbox.exec(["python3", "-c", sys.argv[3]])
             late = sandbox.exec("sleep 1000", timeout=0.2)
             sandbox.write("src/a", b"written")
             assert sandbox.read("src/a") == b"written"
             assert b"+x" in checkout.diff()
             checkout.reset()
             assert sandbox.exec("cat README").stdout == b"1\\n"
-            print(first.stdout.split(), b"MemoryError" in hungry.stderr, b"fork" in forks.stderr, late.struck)
+            print(first.stdout.split(), b"MemoryError" in hungry.stderr, b"BlockingIOError" in forks.stderr, late.struck)
 """
 
 
@@ -302,7 +309,7 @@ def test_a_member_runs_sandboxes_for_itself_and_its_subordinate_uids(
         subgid=f"{MEMBER}:430000:10",
     ):
         done = subprocess.run(
-            [*python(), "-c", AS_MEMBER, str(running.socket), str(owner)],
+            [*python(), "-c", AS_MEMBER, str(running.socket), str(owner), FORKS],
             user=MEMBER, group=MEMBER, extra_groups=[GROUP], cwd="/",
             capture_output=True, text=True, check=False,
         )  # fmt: skip

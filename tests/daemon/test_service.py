@@ -10,13 +10,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyone
 import pytest
 from anyone import NOBODY
 from daemons import Daemon, daemon
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +181,7 @@ def test_a_killed_daemon_leaves_nothing_where_temporary_files_are(scratch: Path)
     with daemon(environment=environment) as running:
         [server] = children_of(running.pid)
         running.kill()
-        _wait(lambda: not Path(f"/proc/{server}").exists())
+        until(lambda: not Path(f"/proc/{server}").exists())
         assert list(place.iterdir()) == []
 
 
@@ -305,17 +306,10 @@ def test_a_reload_of_what_toml_trips_over_is_a_fault_like_any_other() -> None:
         status, _, body = running.request("POST", "/v1/reload")
         assert (status, json.loads(body)["code"]) == (400, "invalid-config")
         assert json.loads(body)["faults"][0]["message"].startswith("not TOML")
-        _wait(lambda: "watch.failed" in running.log)
+        until(lambda: "watch.failed" in running.log)
         running.write_config("[checkouts]\nmax = 6\n")
-        _wait(lambda: running.json("GET", "/v1/status")["checkout_max"] == 6)
+        until(lambda: running.json("GET", "/v1/status")["checkout_max"] == 6)
         assert "watch.crashed" not in running.log
-
-
-def _wait(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_process_is_lean_and_idle() -> None:

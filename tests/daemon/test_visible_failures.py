@@ -6,13 +6,12 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -20,13 +19,6 @@ pytestmark = pytest.mark.slow
 def _mirrord(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(running.socket), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _reasons(running: Daemon) -> str:
@@ -43,16 +35,16 @@ def test_a_bad_file_in_the_watched_directory_is_a_warning_until_it_is_gone(
     with daemon() as running:
         file = running.state_dir / "datasets" / name
         file.write_text(content)
-        _until(lambda: name in _reasons(running))
+        until(lambda: name in _reasons(running))
         assert f"warning: {name} in datasets: cannot" in _mirrord(running, "status").stdout
         assert "dataset.refused" in _mirrord(running, "events").stdout
         (told,) = [line for line in running.log_lines if line["event"] == "dataset.refused"]
         assert (told["level"], told["file"]) == ("warning", name)
         running.stop()
         running.start()
-        _until(lambda: name in _reasons(running))
+        until(lambda: name in _reasons(running))
         file.unlink()
-        _until(lambda: name not in _reasons(running))
+        until(lambda: name not in _reasons(running))
 
 
 def test_a_bad_file_that_was_repaired_is_no_warning(tmp_path: Path) -> None:
@@ -61,14 +53,14 @@ def test_a_bad_file_that_was_repaired_is_no_warning(tmp_path: Path) -> None:
     with daemon(f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n') as running:
         file = running.state_dir / "datasets" / "rows.jsonl"
         file.write_text("not json\n")
-        _until(lambda: "rows.jsonl" in _reasons(running))
+        until(lambda: "rows.jsonl" in _reasons(running))
         file.write_text(
             json.dumps({"repo": "a/b", "instance_id": "i", "base_commit": first}) + "\n"
         )
-        _until(
+        until(
             lambda: "rows" in [dataset["name"] for dataset in running.json("GET", "/v1/datasets")]
         )
-        _until(lambda: "rows.jsonl" not in _reasons(running))
+        until(lambda: "rows.jsonl" not in _reasons(running))
 
 
 def test_health_is_degraded_when_no_mirror_can_be_synced(tmp_path: Path) -> None:
@@ -84,7 +76,7 @@ def test_health_is_degraded_when_no_mirror_can_be_synced(tmp_path: Path) -> None
         assert re.match(r"no mirror can be synced \(2 of 2 fail\); \w__\w: cannot ", reason)
         Upstream(tmp_path / "a" / "b").history(1)
         assert _mirrord(running, "mirror", "sync", "a/b").returncode == 0
-        _until(lambda: running.get("/v1/health")[0] == 200)
+        until(lambda: running.get("/v1/health")[0] == 200)
 
 
 def test_reload_ends_as_the_daemon_judges() -> None:
@@ -176,11 +168,11 @@ def test_a_configuration_that_was_refused_is_a_warning_until_it_is_right() -> No
     """Whoever changed it may not look at the log."""
     with daemon("[checkouts]\nmax = 5\n") as running:
         running.write_config("[checkouts]\nmax = 0\n")
-        _until(
+        until(
             lambda: (
                 "the previous settings stay in effect: cannot use configuration"
                 in _mirrord(running, "status").stdout
             )
         )
         running.write_config("[checkouts]\nmax = 6\n")
-        _until(lambda: "previous settings" not in _reasons(running))
+        until(lambda: "previous settings" not in _reasons(running))

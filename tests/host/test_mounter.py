@@ -334,10 +334,7 @@ def test_connections_are_bounded(service: Service) -> None:
 
 def _wait_for_answer(service: Service) -> None:
     """Until the service has noticed that connections were closed."""
-    deadline = time.monotonic() + 30
-    while not _is_answered(service):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: _is_answered(service))
 
 
 def _is_answered(service: Service) -> bool:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import struct
 import subprocess
-import time
 import zlib
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import anyio
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from waiting import until
 
 from mirrord import Client
 from mirrord.errors import DiskFullError, InvalidBundleError
@@ -100,18 +100,11 @@ def test_a_client_that_hangs_up_ends_the_bundle(tmp_path: Path) -> None:
         with running.connect() as connection:
             connection.sendall(b"GET /v1/mirrors/demo__project/bundle HTTP/1.1\r\nhost: m\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        _wait_until_empty(running.state_dir / "quarantine")
-        assert not _packing(running)
+        until(lambda: not any((running.state_dir / "quarantine").iterdir()))
+        until(lambda: not _packing(running))
         with Client(running.socket) as client:
             made = client.create_bundle("demo/project", tmp_path / "file")
         assert made.size_bytes > 30_000_000
-
-
-def _wait_until_empty(directory: Path) -> None:
-    deadline = time.monotonic() + 30
-    while list(directory.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not list(directory.iterdir())
 
 
 def _packing(running: Daemon) -> list[str]:
@@ -150,7 +143,7 @@ def test_a_full_disk_refuses_a_bundle_and_harms_nothing(tmp_path: Path, room_mib
                 with pytest.raises(DiskFullError):
                     client.wait(client.import_bundle(file, mirror="demo/project"))
                 assert client.list_mirrors() == []
-                _wait_until_empty(running.state_dir / "quarantine")
+                until(lambda: not any((running.state_dir / "quarantine").iterdir()))
                 subprocess.run(
                     ["mount", "-o", "remount,size=200m", str(running.state_dir)], check=True
                 )

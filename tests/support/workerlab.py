@@ -53,7 +53,7 @@ def seen_context() -> dict[str, object]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(90):
         while not condition():
             await anyio.sleep(0.02)
 

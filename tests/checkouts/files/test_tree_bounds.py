@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,13 @@ class Bombs:
         )
 
 
+@pytest.fixture(scope="module")
+def bombs(tmp_path_factory: pytest.TempPathFactory) -> Bombs:
+    return Bombs(Upstream(tmp_path_factory.mktemp("bombs") / "up"))
+
+
 @pytest.fixture
-def house(make_upstream: Callable[[str], Upstream]) -> Iterator[tuple[Daemon, Bombs]]:
-    bombs = Bombs(make_upstream("up"))
+def house(bombs: Bombs) -> Iterator[tuple[Daemon, Bombs]]:
     with daemon() as running:
         operation = running.json(
             "POST", "/v1/mirrors", {"repo": "up/stream", "url": bombs.upstream.url}

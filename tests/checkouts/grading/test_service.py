@@ -25,6 +25,7 @@ from gradinglab import (
     outcome,
     write,
 )
+from waiting import until
 
 from mirrord import (
     AccessError,
@@ -297,7 +298,7 @@ def test_a_daemon_that_was_killed_keeps_its_grades(tmp_path: Path) -> None:
         assert lab.client.get_checkout(grade.id).parent == checkout.id
         grade.reset(to="graded")
         assert files_of(grade.path) == before
-        assert not (layers / "halfmade22222222").exists()
+        until(lambda: not (layers / "halfmade22222222").exists())
         grade.release()
 
 

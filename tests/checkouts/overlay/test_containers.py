@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
+from waiting import until
 
 from mirrord.config import Settings
 from mirrord.doctor.state import binds
@@ -189,7 +190,7 @@ def test_the_binds_outlive_a_daemon_that_leaves_a_lease(tmp_path: Path, backend:
             ]
             assert mounted.count(str(checkouts)) == 1
         release(it, made)
-        time.sleep(0.5)
+        until(lambda: not any(it.state_dir.glob("leases/.trash-*")))
         it.stop()
         assert not os.path.ismount(checkouts)
         shutil.rmtree(it.state_dir)
@@ -444,7 +445,8 @@ def test_another_namespace_is_looked_at_once_for_a_connection(
         pytest.skip("strace is not on this machine")
     container = entered(stack, "private")
     trace = tmp_path / "trace"
-    time.sleep(1)  # checkouts of earlier tests are taken down, which looks at mounts too
+    # Checkouts of earlier tests are taken down, which looks at mounts too.
+    until(lambda: not any(running.state_dir.glob("leases/.trash-*")))
     command = ["strace", "-f", "-o", str(trace), "-e", "trace=openat", "-p", str(running.pid)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as tracer:
         assert tracer.stderr is not None

@@ -64,6 +64,7 @@ def _nothing_held(service: Service) -> Iterator[None]:
     yield
     for lease in service.checkouts._leases:
         service.call(service.checkouts.release, lease.id, ROOT_PEER)
+    until(lambda: not layers_of(service))
 
 
 @pytest.fixture(params=[Backend.OVERLAY, Backend.POOL])
