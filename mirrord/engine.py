@@ -116,7 +116,7 @@ class Engine:
         # the catalog first: opening the mirrors brings it in line with their refs
         self.catalog = await Catalog.open(self.layout.catalog, self.workers)
         self._closing.push_async_callback(self.catalog.close)
-        self.trash = Trash(self._remove_in_worker)
+        self.trash = Trash(self._remove_in_worker, lambda: tuple(Askers.present().uids))
         self.mirrors = Mirrors(
             settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog,
             events=self.events, trash=self.trash, room=self.room,

@@ -26,6 +26,7 @@ from ..telemetry import log
 from .environment import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
 from .process import NOTHING, PIPE, Child, Process, Stream, in_memory, run_to_end, start
+from .turns import Askers
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
@@ -52,7 +53,8 @@ def low_priority() -> Iterator[None]:
 
 
 def priority_prefix() -> tuple[str, ...]:
-    return _LOW_PRIORITY if _is_low_priority.get() else ()
+    """Nothing where a user waits for the work by now."""
+    return _LOW_PRIORITY if _is_low_priority.get() and not Askers.present().uids else ()
 
 
 class GitResult(NamedTuple):

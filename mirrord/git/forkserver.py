@@ -26,6 +26,7 @@ from ..errors import MirrordError
 from ..host.processes import die_with_parent, limit_memory, resident_bytes, trim_memory
 
 _TRIM_STEP_BYTES = 32 * 1024**2
+_LOW = 10  # as git children of background work
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     server = os.getpid()
     signal.signal(signal.SIGCHLD, _reap)
     while True:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        priority, descriptors, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             return None
         with socket.socket(fileno=descriptors[0]) as connection:
@@ -47,6 +48,7 @@ def main() -> None:
             if (pid := os.fork()) == 0:
                 control.close()
                 die_with_parent(server)
+                os.nice(_LOW if priority == b"\1" else 0)
                 return _serve(connection)
             pidfd = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import anyio
@@ -67,8 +68,11 @@ class ForkServer:
                 control.close()
                 await_end(process)
 
-    def fork(self) -> tuple[socket.socket, int]:
-        """A new worker: the connection to it and its pidfd. Waits for a server that still loads."""
+    def fork(self, *, is_low: bool = False) -> tuple[socket.socket, int]:
+        """A new worker: the connection to it and its pidfd. Waits for a server that still loads.
+
+        `is_low` gives it, and the git children that it starts, low CPU priority for ever.
+        """
         ours, theirs = socket.socketpair()
         with self._lock, theirs:
             for _ in range(2):  # it may have been killed since the last time
@@ -76,7 +80,7 @@ class ForkServer:
                     self.start(self._preload)
                 assert self._running is not None
                 try:
-                    socket.send_fds(self._running[1], [b"\0"], [theirs.fileno()])
+                    socket.send_fds(self._running[1], [bytes([is_low])], [theirs.fileno()])
                     _, pidfds, _, _ = socket.recv_fds(
                         self._running[1], 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
@@ -98,8 +102,8 @@ atexit.register(FORK_SERVER.stop)
 class _Worker:
     """One process, as the event loop sees it."""
 
-    def __init__(self, connection: socket.socket, pidfd: int) -> None:
-        self.connection, self._pidfd = connection, pidfd
+    def __init__(self, connection: socket.socket, pidfd: int, *, is_low: bool) -> None:
+        self.connection, self._pidfd, self.is_low = connection, pidfd, is_low
         self.is_prepared = False
         self.gone = asyncio.Event()
         asyncio.get_running_loop().add_reader(pidfd, self._end)
@@ -152,8 +156,10 @@ class Workers:
 
     At most `size` calls run for one user, as many in the background, and five times as many in
     all; the others wait. Calls with a deadline of at most a minute are counted apart: a diff waits
-    for no template to be built. `on_start` runs in each new worker, to set up its logging;
-    `charge` learns how long each call took, and for whom. Belongs to one event loop.
+    for no template to be built. Calls that no user waits for run in workers of low priority, which
+    are kept apart: what lowered its priority may not raise it again. `on_start` runs in each new
+    worker, to set up its logging; `charge` learns how long each call took, and for whom. Belongs to
+    one event loop.
     """
 
     def __init__(
@@ -233,7 +239,7 @@ class Workers:
     ) -> T:
         name = getattr(function, "__name__", repr(function))
         context = structlog.contextvars.get_contextvars()
-        worker = await self._get_worker()
+        worker = await self._get_worker(is_low=not Askers.present().uids)
         self._busy[worker] = WorkerCall(name, uid, utc_now())
         is_sound = False
         result: T
@@ -284,18 +290,19 @@ class Workers:
             raise raised
         return result
 
-    async def _get_worker(self) -> _Worker:
-        """The one that was busy last, or a new one."""
+    async def _get_worker(self, *, is_low: bool) -> _Worker:
+        """The one of this priority that was busy last, or a new one."""
         if self._closed:
             raise _stopping()
-        while self._free:
-            worker = self._free.pop()
+        for worker in reversed([each for each in self._free if each.is_low is is_low]):
+            self._free.remove(worker)
             if not worker.has_ended():
                 return worker
             worker.connection.close()
-        forking = asyncio.get_running_loop().run_in_executor(None, self._server.fork)
+        loop = asyncio.get_running_loop()
+        forking = loop.run_in_executor(None, partial(self._server.fork, is_low=is_low))
         try:
-            return _Worker(*await asyncio.shield(forking))
+            return _Worker(*await asyncio.shield(forking), is_low=is_low)
         except asyncio.CancelledError:
             forking.add_done_callback(_abandon)
             raise

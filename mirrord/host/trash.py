@@ -11,9 +11,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,11 +54,18 @@ class Trash:
     `remove_in_worker` removes trees that clients wrote to, and answers what resisted: on a thread
     every request would wait for the interpreter. What is taken down in a dozen system calls goes on
     threads all the same: on ext4 with `discard` and no journal each `rmdir` waits for the disk.
-    What resists is kept until `retry`, and holds nobody up.
+    What resists is kept until `retry`, and holds nobody up. `whose` names the users for whom the
+    present task works: each has a backlog of its own.
     """
 
-    def __init__(self, remove_in_worker: RemoveTrees = _remove_in_thread) -> None:
+    def __init__(
+        self,
+        remove_in_worker: RemoveTrees = _remove_in_thread,
+        whose: Callable[[], Hashable] = lambda: None,
+    ) -> None:
         self._remove_in_worker = remove_in_worker
+        self._whose = whose
+        self._backlogs: Counter[Hashable] = Counter()
         self._threads = ThreadPoolExecutor(8, "trash")
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[tuple[Path, ...], asyncio.Future[bool]] = {}
@@ -73,15 +82,18 @@ class Trash:
         """
         task = asyncio.get_running_loop().create_task(self._remove(paths, take_down))
         self._tasks.add(task)
-        task.add_done_callback(self._end)
+        user = self._whose()
+        self._backlogs[user] += 1
+        task.add_done_callback(partial(self._end, user))
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
         """For what takes down: a few system calls that wait for the kernel or the disk."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def keep_up(self) -> None:
-        """Wait while the backlog is long, so that nobody fills the disk faster than it is freed."""
-        while len(self._tasks) > _BACKLOG:
+        """Wait while the user's backlog is long: nobody fills the disk faster than it is freed."""
+        user = self._whose()
+        while self._backlogs[user] > _BACKLOG:
             self._has_room.clear()
             await self._has_room.wait()
 
@@ -125,10 +137,13 @@ class Trash:
         await asyncio.gather(*running, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    def _end(self, task: asyncio.Task[None]) -> None:
+    def _end(self, user: Hashable, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if len(self._tasks) <= _BACKLOG:  # under load, woken earlier they would wait again
+        self._backlogs[user] -= 1
+        if self._backlogs[user] == _BACKLOG:  # under load, woken earlier they would wait again
             self._has_room.set()
+        elif not self._backlogs[user]:
+            del self._backlogs[user]
 
     async def _remove(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
         await asyncio.sleep(0.05)  # the answer goes first: a thread would take the interpreter

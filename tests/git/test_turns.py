@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import anyio
 import pytest
-from workerlab import add, hang, is_gone, until
+from workerlab import add, hang, is_gone, nice_and_pid, until
 
+from mirrord.git.command import low_priority, priority_prefix
 from mirrord.git.turns import Askers, Coalescer, Turns
 from mirrord.git.workers import Workers
 
@@ -263,3 +265,34 @@ async def test_who_cancels_a_call_goes_on_when_its_worker_is_gone(tmp_path: Path
         assert is_gone(int((tmp_path / "pid").read_text()))
     finally:
         await workers.close()
+
+
+# -- priority ---------------------------------------------------------------------------------------------------------
+
+
+async def test_what_nobody_waits_for_has_low_priority() -> None:
+    """In a worker of its own, which serves no user afterwards."""
+    workers = Workers(size=1)
+    base = os.nice(0)
+    try:
+        seen = []
+        for askers in ((), (ALICE,), (), (BOB,)):
+            Askers(*askers).bind()
+            seen.append(await workers.run(nice_and_pid, timeout=LONG))
+        Askers().bind()
+    finally:
+        await workers.close()
+    assert [nice for nice, _ in seen] == [min(base + 10, 19), base] * 2
+    assert len({pid for _, pid in seen}) == 2
+
+
+async def test_git_has_low_priority_until_a_user_waits_for_it() -> None:
+    """Who joins background work is not slowed down by what nobody waited for."""
+    askers = Askers()
+    askers.bind()
+    with low_priority():
+        assert priority_prefix()
+        with askers.joined(Askers(ALICE)):
+            assert not priority_prefix()
+        assert priority_prefix()
+    assert not priority_prefix()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import anyio
@@ -9,7 +10,7 @@ import pytest
 from mountlab import busy
 
 from mirrord.host.mounts import may_mount
-from mirrord.host.trash import Trash, find_trash, remove_trees
+from mirrord.host.trash import _BACKLOG, Trash, find_trash, remove_trees
 
 pytestmark = pytest.mark.anyio
 
@@ -97,3 +98,26 @@ async def test_a_discarded_tree_frees_its_name_at_once(tmp_path: Path) -> None:
     assert await trash.retry()
     assert not any(tmp_path.iterdir())
     trash.discard(there)  # a missing one is fine
+
+
+async def test_a_user_with_a_long_backlog_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """Alice has more to be removed than she may; Bob goes on."""
+    user, may_go = ["alice"], asyncio.Event()
+
+    async def take_down() -> bool:
+        await may_go.wait()
+        return True
+
+    trash = Trash(whose=lambda: user[0])
+    for number in range(_BACKLOG + 1):
+        trash.add(tmp_path / f"{number}", take_down=take_down)
+    waiting = asyncio.create_task(trash.keep_up())
+    await anyio.wait_all_tasks_blocked()
+    user[0] = "bob"
+    trash.add(tmp_path / "b", take_down=take_down)
+    await trash.keep_up()
+    assert not waiting.done()
+    may_go.set()
+    await waiting
+    await trash.close()
+    assert not trash._backlogs

@@ -28,6 +28,10 @@ def own_pid() -> int:
     return os.getpid()
 
 
+def nice_and_pid() -> tuple[int, int]:
+    return os.nice(0), os.getpid()
+
+
 def loaded_and_parent(module: str) -> tuple[bool, int]:
     return module in sys.modules, os.getppid()
 
