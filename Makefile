@@ -13,11 +13,16 @@ SEED ?= 1
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
 DEBIAN_PACKAGES := git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap podman runc prometheus chromium chromium-driver fonts-dejavu-core
 
+# Supported, as uv finds them; pyenv's wrappers need to be told which one is asked for.
+PYTHONS ?= 3.11 3.12 3.13
+FIND_PYTHON = PYENV_VERSION=$(1) $(CURDIR)/$(BIN)/uv python find --system --no-python-downloads --no-project $(1) 2>/dev/null
+PYTHONS_TESTS ?= $(LOWEST_TESTS) tests/docs/test_commands.py tests/cli tests/mirrors tests/heal tests/audit
+
 LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3" pytest pytest-timeout pytest-xdist ruff
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
-.PHONY: help setup harnesses run demo check test coverage test-lowest faults lint bench debian clean
+.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest release release-check release-tools faults lint bench debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -64,6 +69,7 @@ check: setup lint ## style, types, layers and the quick tests: no root, no Debia
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not root and not slow" $(PYTEST_ARGS)
 
 test: debian setup lint ## run every test and check; one test: PYTEST_ARGS='-k NAME'
+	@$(MAKE) --no-print-directory pythons release-tools
 	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
 	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
@@ -71,6 +77,23 @@ coverage: debian setup ## run every test and print which lines of mirrord/ ran, 
 	@area=$$(mktemp -d) && chmod 1777 $$area && trap 'rm -rf "$$area"' EXIT && export COVERAGE_AREA=$$area && \
 	{ $(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile $(PYTEST_ARGS); status=$$?; \
 	$(BIN)/python -m coverage combine --quiet; $(BIN)/python -m coverage report --fail-under=90 && exit $$status; }
+
+pythons: $(addprefix .venv/python,$(PYTHONS)) ## an environment with each supported Python that uv finds
+
+.venv/python%: .venv/ready
+	@rm -rf $@; \
+	if $(BIN)/python -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "$*")'; then ln -s . $@; exit; fi; \
+	python=$$($(call FIND_PYTHON,$*)) || { echo "no Python $* here: not tested with it" >&2; exit 0; }; \
+	set -e; umask 022; uv="$(BIN)/uv --quiet"; \
+	$$uv venv --seed --python $$python $@; \
+	$$uv pip sync --python $@ --require-hashes requirements-dev.lock; \
+	$$uv pip install --python $@ --no-deps --no-build-isolation -e . -e packaging/client
+
+test-pythons: pythons ## a good share of the tests with each supported Python that uv finds
+	@status=0; for version in $(PYTHONS); do \
+		[ ! -d .venv/python$$version ] || { echo "Python $$version:"; \
+		.venv/python$$version/bin/python -m pytest -n 2 --dist loadfile -q -m "not root" $(PYTEST_ARGS) $(PYTHONS_TESTS) || status=1; }; \
+	done; exit $$status
 
 test-lowest: ## some of the tests with the oldest versions that pyproject.toml allows, in a scratch environment
 	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; set -e; \
@@ -89,6 +112,19 @@ lint: setup ## style, types, layers
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+release: setup release-tools ## wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
+	@$(BIN)/python packaging/release.py dist
+
+release-check: setup release-tools ## the same, and build it again at another place: every byte is equal
+	@$(BIN)/python packaging/release.py --check dist
+
+release-tools: .venv/release/ready
+
+.venv/release/ready: packaging/release.lock .venv/ready
+	@$(UV) venv --clear --python $(BIN)/python .venv/release
+	@$(UV) pip sync --python .venv/release --require-hashes packaging/release.lock
+	@touch $@
 
 bench: setup ## measure, side by side with git; REPO=path of a repository
 	$(BIN)/python benchmarks/bench.py $(foreach repo,$(REPO),--repo '$(repo)') $(if $(DOCS),--docs) $(BENCH_ARGS)

@@ -11,6 +11,7 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 RUNTIME, DEVELOPMENT = PROJECT / "requirements.lock", PROJECT / "requirements-dev.lock"
+RELEASE = PROJECT / "packaging/release.lock"
 HARNESSES = sorted((PROJECT / "tests/integrations/requirements").glob("*.lock"))
 
 
@@ -47,7 +48,9 @@ def test_both_locks_agree() -> None:
     assert {name: development[name] for name in _locked(RUNTIME)} == _locked(RUNTIME)
 
 
-@pytest.mark.parametrize("lock", [RUNTIME, DEVELOPMENT, *HARNESSES], ids=lambda lock: lock.name)
+@pytest.mark.parametrize(
+    "lock", [RUNTIME, DEVELOPMENT, RELEASE, *HARNESSES], ids=lambda lock: lock.name
+)
 def test_every_locked_file_has_its_hash_and_no_place(lock: Path) -> None:
     """pip checks the bytes; where they come from is the machine's business."""
     text = lock.read_text()
