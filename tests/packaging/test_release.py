@@ -83,9 +83,8 @@ def test_two_builds_are_equal_and_have_sums_and_a_bill_of_materials(
     assert done.returncode == 0, done.stderr
     version = mirrord.__version__
     assert done.stdout == f"mirrord {version}: two builds are equal\n"
-    sums = dict(
-        reversed(line.split()) for line in (tmp_path / "SHA256SUMS").read_text().splitlines()
-    )
+    lines = [line.split() for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
+    sums = {name: digest for digest, name in lines}
     assert sums == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in tmp_path.iterdir()
