@@ -79,10 +79,11 @@ class Routes:
                 hint=_HINT,
                 allow=allowed,
             )
-        return methods[method], {
-            name: unquote_to_bytes(value).decode("utf-8", "surrogateescape")
-            for name, value in quoted.items()
-        }
+        try:
+            words = {name: unquote_to_bytes(value).decode() for name, value in quoted.items()}
+        except UnicodeDecodeError as error:  # nothing has such a name, and SQLite takes none
+            raise NotFoundError("cannot answer the request: no such path", hint=_HINT) from error
+        return methods[method], words
 
 
 class Application:

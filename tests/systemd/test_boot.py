@@ -18,6 +18,7 @@ import nspawn
 import pytest
 from gitrepos import Upstream
 from packagelab import recipe, wheel
+from redteam.__main__ import ATTACKS
 
 REASON = nspawn.why_not() or installed.why_not()
 pytestmark = [
@@ -27,8 +28,10 @@ pytestmark = [
 ]
 
 UNITS = Path(__file__).parents[2] / "systemd"
+ATTACKERS = Path(__file__).parents[1] / "redteam"
 STATE = "/var/lib/mirrord"
 MIRRORD = "/opt/mirrord/bin/mirrord"
+PYTHON = "/opt/mirrord/bin/python"
 USER = {"HOME": "/tmp", "LC_ALL": "C.UTF-8"}
 USERS = 'u alice 12345 "a member" /tmp\nm alice mirrord\nu mallory 12346 "a stranger" /tmp\n'
 CONFIG = """
@@ -150,6 +153,7 @@ def host(scratch: Path) -> Iterator[Host]:
         "/opt/mirrord": scratch / "environment",
         installed.LIBRARIES_INSIDE: installed.LIBRARIES,
         "/srv/upstreams": scratch / "upstreams",
+        "/opt/attacks/redteam": ATTACKERS,
         "/run/systemd/system": _units(scratch / "units"),
         "/run/sysusers.d": _directory(
             scratch / "sysusers",
@@ -267,6 +271,17 @@ def test_a_unit_that_binds_a_checkouts_directory_follows_its_resets(host: Host) 
     assert "+mine" in host.mirrord("diff", made["id"]).stdout
     host.machine.run("systemctl", "stop", "follower")
     host.mirrord("release", made["id"])
+
+
+def test_no_attack_from_outside_succeeds(host: Host) -> None:
+    """As a stranger, a member, the owner of a checkout, and root of a container."""
+    env = {**USER, "PYTHONPATH": "/opt/attacks", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = host.machine.run(PYTHON, "-m", "redteam", "--mirrord", MIRRORD, env=env, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr + host.machine.journal("mirrord.service")
+    assert len(lines) == len(ATTACKS)
+    assert [line for line in lines if not line.startswith("held")] == []
+    assert "nothing ran" not in done.stdout
 
 
 def test_the_pool_serves_other_users_too(host: Host) -> None:

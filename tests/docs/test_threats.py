@@ -1,0 +1,47 @@
+"""The threat model: every proof that it names exists, and every attack that is tried is in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from redteam.__main__ import ATTACKS
+
+PROJECT = Path(__file__).parents[2]
+
+
+def proofs() -> dict[str, list[str]]:
+    """By attack: what proves that it is stopped."""
+    text = (PROJECT / "docs/security.md").read_text().partition("\n## Threat model\n")[2]
+    text = text.partition("\n## ")[0]
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {
+        f"{cells[0]}: {cells[1]}": re.findall(r"`([^`]+)`", cells[3])
+        for cells in rows
+        if len(cells) == 4
+    }
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((PROJECT / "tests" / file).read_bytes())
+    return {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_every_proof_of_the_threat_model_exists() -> None:
+    listed = proofs()
+    assert len(listed) > 50
+    for attack, names in list(listed.items())[1:]:
+        assert names, attack
+        for name in names:
+            file, _, test = name.partition("::")
+            assert name.startswith("redteam ") or test in functions_of(file), (attack, name)
+
+
+def test_every_attack_that_is_tried_is_in_the_threat_model() -> None:
+    listed = [name for names in proofs().values() for name in names if name.startswith("redteam ")]
+    assert sorted(listed) == sorted(f"redteam {attack.name}" for attack in ATTACKS)
