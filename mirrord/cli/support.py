@@ -182,9 +182,10 @@ def _journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
                 told = scrub.text(str(message))
             yield {
                 "at": int(entry.get("__REALTIME_TIMESTAMP", 0)) / 1e6,
-                "unit": entry.get("_SYSTEMD_UNIT"), "priority": entry.get("PRIORITY"),
+                "unit": entry.get("UNIT") or entry.get("_SYSTEMD_UNIT"),  # UNIT: systemd's own line
+                "priority": entry.get("PRIORITY"),
                 "message": told,
-            }  # fmt: skip
+            }
 
 
 def _text(value: Any) -> str:

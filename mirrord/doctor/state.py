@@ -25,6 +25,7 @@ from ..host.namespaces import find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
+from .units import find_unit, unit_uid
 from .verdicts import Result, entries, existing, judge
 
 # -- the state directory --------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def state_dir(settings: Settings) -> Result:
     held = path.stat()
     mode = stat.S_IMODE(held.st_mode)
     fact = f"{path}, mode {mode:04o}, owner {held.st_uid}"
-    if held.st_uid not in (0, os.geteuid()):
+    if held.st_uid not in (0, os.geteuid(), unit_uid()):
         return "fail", fact, "run the daemon as the owner, or give it another state_dir"
     return judge(not mode & 0o022, fact, f"take write permission from others: chmod 0711 {path}")
 
@@ -174,6 +175,8 @@ def socket_path(settings: Settings) -> Result:
     path = settings.socket
     if len(os.fsencode(path)) > 107:  # sockaddr_un, less its final zero
         return "fail", f"{path} is longer than 107 bytes", "choose a shorter `socket`"
+    if (unit := find_unit("mirrord.socket")) and f"ListenStream={path}\n" in unit.read_text():
+        return "ok", f"{path}, made by {unit.name}", ""
     parent = existing(path.parent)
     # of the daemon's user: another's where the state directory is
     uid = settings.state_dir.stat().st_uid if settings.state_dir.exists() else os.geteuid()

@@ -1,5 +1,6 @@
 """Checks of what systemd knows of mirrord, read from its files: units and drop-ins."""
 
+import pwd
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,15 @@ _APART = re.compile(
 
 def find_unit(name: str) -> Path | None:
     return next((place / name for place in PLACES if (place / name).exists()), None)
+
+
+def unit_uid() -> int:
+    """Whose the daemon of the unit is; root's where there is none."""
+    unit = find_unit("mirrord.service")
+    with suppress(KeyError):
+        if unit and (found := re.search(r"(?m)^User=(\S+)", unit.read_text())):
+            return pwd.getpwnam(found[1]).pw_uid
+    return 0
 
 
 def units(settings: Settings) -> Result:

@@ -138,9 +138,10 @@ def test_agents_that_fill_the_disk_stop_new_work_and_not_the_serving(
     farm.upstream.commit({"new": "x"})
     assert farm.end_of("POST", "mirrors/o__r/sync")["error"]["code"] == "disk-full"
     cold = farm.checkout(farm.commits[2])
+    copied = farm.checkout(farm.commits[1], backend="pool")
     imported = farm.ask("POST", "datasets?filename=x.jsonl", b"{}")
     built = farm.ask("POST", "environments", {"names": ["x"]})
-    for status, problem in (cold, imported, built):
+    for status, problem in (cold, copied, imported, built):
         assert (status, problem["code"], "go on" in problem["hint"]) == (507, "disk-full", True)
     words = ["--socket", str(farm.daemon.socket)]
     assert run(["checkout", f"o__r@{farm.commits[2]}", *words]) == 7

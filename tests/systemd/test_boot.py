@@ -545,6 +545,21 @@ def test_the_journal_knows_how_bad_a_line_is(host: Host) -> None:
     host.mirrord("mirror", "remove", "no/such", user=None)
 
 
+def test_the_doctor_and_a_support_bundle_know_the_units(host: Host) -> None:
+    """Enabled, of this release; and what the daemon and the mount service wrote to the journal."""
+    found = host.mirrord("doctor", "--json", user=None, check=False).stdout
+    checks = {check["name"]: check for check in json.loads(found)}
+    assert (checks["systemd"]["verdict"], checks["drop-ins"]["verdict"]) == ("ok", "ok")
+    assert "enabled" in checks["systemd"]["fact"]
+    assert [name for name, check in checks.items() if check["verdict"] == "fail"] == []
+    host.mirrord("support-bundle", "/run/bundle.tar.gz", user=None)
+    journal = host.shell("tar xzOf /run/bundle.tar.gz mirrord-support/journal.jsonl", None)
+    lines = [json.loads(line) for line in journal.splitlines()]
+    events = {line["message"]["event"] for line in lines if isinstance(line["message"], dict)}
+    assert {"daemon.started", "mirror.synced"} <= events
+    assert "mirrord-mount.service" in {line["unit"] for line in lines}
+
+
 def test_a_reload_of_a_bad_configuration_fails(host: Host, scratch: Path) -> None:
     """In the words of `mirrord reload`, and the daemon goes on as it is."""
     before = host.pid()
