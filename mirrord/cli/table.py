@@ -40,7 +40,7 @@ class Verb(NamedTuple):
 # name; function; the digits of `ends`; summary
 _TABLE = """
 serve; service:serve; 357; Run the daemon in the foreground.
-status; service:status; 39; Show the daemon and what it holds, at a glance.
+status; status:status; 39; Show the daemon and what it holds, at a glance.
 top; top:top; 39; Show what the daemon does now, live.
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
 mirror list; mirrors:list_all; 39; List all mirrors.

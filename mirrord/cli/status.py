@@ -1,0 +1,257 @@
+"""`mirrord status`: what needs attention and what to do, then the daemon at a glance."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from ..errors import NoDaemonError, ResourceError, UsageError
+from . import operations
+from .output import cell, count, facts, problem_of, size, table, when
+from .parameters import Option, read_duration
+from .session import Session, print_line
+
+if TYPE_CHECKING:
+    from ..protocol import Mirror, Operation, Status
+
+_ASK_AGAIN_S = 0.1
+_WATCH_S = 2.0
+_SHOWN = 10  # rows; of longer tables only problems are shown, where not all are asked for
+_NAMED = 3
+_NEARLY = 0.9
+_COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
+_WARNING = "warning: "
+
+
+class Problem(NamedTuple):
+    """`action` is a command to begin with."""
+
+    kind: str
+    fact: str
+    action: str = ""
+
+
+def status(
+    session: Session,
+    wait: Annotated[
+        str | None,
+        Option(metavar="DURATION", help="Wait so long for a starting daemon, such as 30s."),
+    ] = None,
+    every: Annotated[bool, Option("--all", help="Show every mirror, dataset and job.")] = False,
+    problems: Annotated[
+        bool,
+        Option("--problems", help="Show only what needs attention; nothing if all is well."),
+    ] = False,
+    watch: Annotated[bool, Option("--watch", help="Print it every two seconds.")] = False,
+) -> None:
+    """First what needs attention, with a command to begin with.
+
+    Of more than ten mirrors or datasets, and of jobs, those with a problem.
+    """
+    if watch and session.json:
+        raise UsageError(
+            "cannot watch with --json: each answer would have many lines",
+            hint="`mirrord top --json` prints an object a line",
+        )
+    found = _asked(session, wait)
+    while True:
+        _print(session, found, every=every, problems=problems)
+        if not watch:
+            return
+        time.sleep(_WATCH_S)
+        try:
+            found = session.client.status()
+        except (NoDaemonError, ResourceError) as error:
+            session.note(f"mirrord: {error.message}")
+            continue
+        print_line("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
+
+
+def _asked(session: Session, wait: str | None) -> Status:
+    patience = read_duration(wait, "--wait") or timedelta()
+    deadline = time.monotonic() + patience.total_seconds()
+    while True:
+        try:
+            return session.client.status()
+        except NoDaemonError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _print(session: Session, found: Status, *, every: bool, problems: bool) -> None:
+    wrong = list(problems_of(found))
+    if problems and session.json:
+        session.print_json([each._asdict() for each in wrong])
+    elif problems:
+        session.answer(None, _told(wrong))
+    else:
+        known = session.client.list_operations() if found.operations_running else []
+        running = [each for each in known if each.state == "running"]
+        session.answer(found, _described(found, wrong, running, every))
+
+
+# -- what needs attention --------------------------------------------------------------------------
+
+
+def problems_of(found: Status) -> Iterator[Problem]:
+    """The worst first."""
+    reasons = found.health.reasons
+    for reason in reasons:
+        if not reason.startswith(_WARNING):
+            yield Problem("degraded", reason, _action_for(reason))
+    yield from _of_audit(found)
+    yield from _of_mirrors(found.mirrors)
+    for dataset in found.datasets:
+        faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
+        if said := ", ".join(count(number, noun) for number, noun in faults if number):
+            show = f"mirrord dataset show {dataset.name}"
+            yield Problem("problem", f"dataset {dataset.name}: {said}", show)
+    for job in found.jobs:
+        if job.last_error and not job.name.startswith("sync/"):  # those are problems of mirrors
+            yield Problem("problem", f"job {job.name}: {job.last_error}", "mirrord operations list")
+    if found.checkout_count > found.checkout_max * _NEARLY:
+        fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"
+        yield Problem("problem", fact, "mirrord top")
+    for reason in reasons:
+        if reason.startswith(_WARNING):
+            yield Problem("warning", reason)
+
+
+def _action_for(reason: str) -> str:
+    if "nearly full" in reason or "inodes" in reason:
+        return "mirrord du; mirrord gc"
+    if "can be synced" in reason:
+        return "mirrord mirror list"
+    return "journalctl -t mirrord -p warning"
+
+
+def _of_audit(found: Status) -> Iterator[Problem]:
+    audit = found.last_audit
+    if audit is None:
+        return
+    at = when(audit.finished_at)
+    if audit.affected_count:
+        fact = f"{count(audit.affected_count, 'instance')} cannot be served, says the audit of {at}"
+        yield Problem("problem", fact, "mirrord audit; mirrord heal")
+    elif audit.open_count:
+        fact = f"{count(audit.open_count, 'finding')} of the audit of {at}"
+        yield Problem("problem", fact, "mirrord audit")
+    if audit.left_count:
+        fact = f"the audit of {at} left {count(audit.left_count, 'mirror')}"
+        yield Problem("problem", fact, "mirrord audit")
+
+
+def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Problem]:
+    """One for each kind of problem, however many mirrors have it."""
+    by_problem: dict[str, list[str]] = {}
+    for mirror in mirrors:
+        if problem := problem_of(mirror):
+            by_problem.setdefault(problem, []).append(mirror.name)
+    for problem, names in sorted(by_problem.items(), key=lambda item: -len(item[1])):
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMED])}{more}"
+        yield Problem("problem", fact, f"mirrord mirror show {names[0]}")
+
+
+def _told(problems: list[Problem]) -> Iterator[str]:
+    for each in problems:
+        kind = f"{each.kind}:"
+        if sys.stdout.isatty():
+            kind = f"\x1b[{_COLOURS[each.kind]}m{kind}\x1b[0m"
+        yield f"{kind} {cell(each.fact.removeprefix(_WARNING))}"
+        if each.action:
+            yield f"  -> {cell(each.action)}"
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def _described(
+    found: Status, problems: list[Problem], running: list[Operation], every: bool
+) -> Iterator[str]:
+    shown = [*_told(problems[:_SHOWN])]
+    if len(problems) > _SHOWN:
+        shown.append(f"… and {len(problems) - _SHOWN:,} more: mirrord status --problems")
+    yield from [*shown, ""] if shown else []
+    yield from _sums(found)
+    yield from _shown(operations.rows(running), len(running), every)
+    header = ["MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED", "PROBLEM"]
+    mirrors = [
+        (m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at, problem_of(m))
+        for m in found.mirrors
+        if every or len(found.mirrors) <= _SHOWN or problem_of(m)
+    ]
+    yield from _shown(table(header, mirrors), len(mirrors), every)
+    header = ["DATASET", "FORMAT", "INSTANCES", "BAD ROWS", "UNPINNED", "IMPORTED"]
+    datasets = [
+        (d.name, d.format, d.instance_count, d.fault_count, d.unpinned_count, d.imported_at)
+        for d in found.datasets
+        if every or len(found.datasets) <= _SHOWN or d.fault_count or d.unpinned_count
+    ]
+    yield from _shown(table(header, datasets), len(datasets), every)
+    jobs = [
+        (job.name, job.next_at, job.last_at, job.last_error)
+        for job in found.jobs
+        if every or job.last_error
+    ]
+    yield from _shown(table(("JOB", "NEXT", "LAST", "PROBLEM"), jobs), len(jobs), every)
+
+
+def _sums(found: Status) -> Iterator[str]:
+    since = f"pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"
+    held = f"{found.checkout_count:,} of at most {found.checkout_max:,}, backend {found.backend}"
+    queued = f"{found.operations_queued:,} waiting for their turn"
+    instances = sum(each.instance_count for each in found.datasets)
+    return facts(
+        [
+            ("daemon", f"mirrord {found.version}, {since}"),
+            ("health", found.health.status),
+            ("state", found.state_dir),
+            ("configuration", found.config_path or "defaults"),
+            ("mirrors", _counted(found.mirrors)),
+            ("datasets", f"{len(found.datasets):,} with {count(instances, 'instance')}"),
+            ("checkouts", held),
+            ("operations", f"{found.operations_running:,} running, {queued}"),
+            ("last audit", _last_audit(found)),
+            ("jobs", _next_job(found)),
+        ]
+    )
+
+
+def _shown(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
+    """A table after an empty line, or the first rows of it."""
+    shown = row_count if every else min(row_count, _SHOWN)
+    if row_count:
+        yield from ["", *islice(lines, 1 + shown)]
+    if row_count > shown:
+        yield f"… and {row_count - shown:,} more: mirrord status --all"
+
+
+def _counted(mirrors: Sequence[Mirror]) -> str:
+    states = Counter(mirror.state for mirror in mirrors)
+    counts = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
+    pins, disk = sum(m.pin_count for m in mirrors), sum(m.size_bytes or 0 for m in mirrors)
+    return f"{counts}; {count(pins, 'pin')}, {size(disk)}" if mirrors else "none"
+
+
+def _next_job(found: Status) -> str:
+    planned = [(job.next_at, job.name) for job in found.jobs if job.next_at]
+    first = min(planned, default=None)
+    return f"{len(found.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
+
+
+def _last_audit(found: Status) -> str:
+    audit = found.last_audit
+    if audit is None:
+        return "none yet"
+    states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number)
+    text = f"{when(audit.finished_at)} at level {audit.level}: {states or 'nothing recorded'}"
+    if audit.affected_count:
+        text += f"; {count(audit.affected_count, 'instance')} cannot be served"
+    return f"{text}; {count(audit.open_count, 'finding')}" if audit.open_count else text
