@@ -108,13 +108,7 @@ class Box:
     def _host(self) -> Iterator[str]:
         """Programs of the host, read-only, in a root directory that is in memory."""
         yield from ("--size", str(self.scratch_bytes), "--tmpfs", "/")
-        yield from ("--ro-bind", "/usr", "/usr")
-        for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-            path = Path("/", name)
-            if path.is_symlink():
-                yield from ("--symlink", str(path.readlink()), str(path))
-            elif path.exists():
-                yield from ("--ro-bind", str(path), str(path))
+        yield from _programs()
         for directory in ("/etc/alternatives", "/etc/ssl/certs"):
             yield from ("--ro-bind-try", directory, directory)
         # Read-only, because root's uid may write to /proc/sys without any capability.
@@ -163,6 +157,16 @@ class Box:
             with suppress(OSError):
                 yield f"/etc/{name}", Path("/etc", name).read_bytes()
         yield from self.files.items()
+
+
+def _programs() -> Iterator[str]:
+    yield from ("--ro-bind", "/usr", "/usr")
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.exists():
+            yield from ("--ro-bind", str(path), str(path))
 
 
 def become(owner: tuple[int, int] | None) -> Iterator[str]:
@@ -229,7 +233,8 @@ def find_obstacle() -> str | None:
         bwrap = find_bwrap()
     except BackendUnavailableError as error:
         return error.message.partition(": ")[2]
-    options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/"]
+    # Not all of the host: a mount that goes meanwhile, as of a checkout, would end bwrap.
+    options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--tmpfs", "/", *_programs()]
     # Root may be allowed what others are not, and becomes another user before it starts bwrap.
     nobody = (65534, 65534) if os.geteuid() == 0 else None
     argv = [*become(nobody), *_GUARD, bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
