@@ -36,7 +36,7 @@ from .request import JSON_LIMIT_BYTES, Body, Call, Query, read_body
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
-_REFUSALS = {429, 503}
+_REFUSALS = {429, 503, 507}
 _HINT = "GET /v1/openapi.json lists all paths"
 
 

@@ -156,7 +156,9 @@ def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
                 client.release_checkout(checkout.id)
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/installation.md"])
+@pytest.mark.parametrize(
+    "document", ["CONTRIBUTING.md", "docs/installation.md", "docs/observability/README.md"]
+)
 def test_commands_run(world: World, document: str) -> None:
     shell = Shell(world)
     try:

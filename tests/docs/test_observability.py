@@ -44,6 +44,15 @@ def test_the_rules_load_and_pass_their_tests() -> None:
     promtool("test", "rules", "alerts_test.yml")
 
 
+@pytest.mark.slow
+def test_prometheus_takes_the_documented_configuration(tmp_path: Path) -> None:
+    document = (DIRECTORY / "README.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "prometheus.yml"
+    file.write_text(block.replace("/etc/prometheus/mirrord", str(DIRECTORY)))
+    promtool("check", "config", str(file))
+
+
 def test_every_rule_has_a_test_in_which_it_fires() -> None:
     tests = yaml.safe_load((DIRECTORY / "alerts_test.yml").read_text())["tests"]
     fired = {
