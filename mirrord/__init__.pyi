@@ -3,9 +3,14 @@
 from .client._async import AsyncCheckout as AsyncCheckout
 from .client._async import AsyncClient as AsyncClient
 from .client._async import AsyncGrade as AsyncGrade
+from .client._async import AsyncRehearsal as AsyncRehearsal
+from .client._async.sandbox import AsyncSandbox as AsyncSandbox
 from .client._sync import Checkout as Checkout
 from .client._sync import Client as Client
 from .client._sync import Grade as Grade
+from .client._sync import Rehearsal as Rehearsal
+from .client._sync.sandbox import Sandbox as Sandbox
+from .client.sandboxes.calls import Executed as Executed
 from .errors import AccessError as AccessError
 from .errors import AlreadyRunningError as AlreadyRunningError
 from .errors import AuditNotFoundError as AuditNotFoundError
@@ -59,6 +64,7 @@ from .errors import NotFoundError as NotFoundError
 from .errors import OperationFinishedError as OperationFinishedError
 from .errors import OperationNotFoundError as OperationNotFoundError
 from .errors import OutOfMemoryError as OutOfMemoryError
+from .errors import OverloadedError as OverloadedError
 from .errors import OwnerDeniedError as OwnerDeniedError
 from .errors import PatchConflictError as PatchConflictError
 from .errors import PathNotFoundError as PathNotFoundError
@@ -66,6 +72,7 @@ from .errors import PathOutsideCheckoutError as PathOutsideCheckoutError
 from .errors import PinNotFoundError as PinNotFoundError
 from .errors import ProcessGoneError as ProcessGoneError
 from .errors import ProofFailedError as ProofFailedError
+from .errors import QuotaExceededError as QuotaExceededError
 from .errors import RecipeNotFoundError as RecipeNotFoundError
 from .errors import ResourceError as ResourceError
 from .errors import SnapshotExistsError as SnapshotExistsError
@@ -77,6 +84,7 @@ from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError
 from .errors import TooManyFilesError as TooManyFilesError
 from .errors import TooManyLayersError as TooManyLayersError
+from .errors import TooManyRequestsError as TooManyRequestsError
 from .errors import TooManySnapshotsError as TooManySnapshotsError
 from .errors import TreeRefusedError as TreeRefusedError
 from .errors import TreeTooLargeError as TreeTooLargeError
@@ -103,9 +111,12 @@ from .model import FoundStrategy as FoundStrategy
 from .model import History as History
 from .model import Policy as Policy
 from .model import Reach as Reach
+from .model import Readiness as Readiness
 from .model import SteeringKind as SteeringKind
 from .model import Target as Target
 from .model import View as View
+from .protocol import Activity as Activity
+from .protocol import ActivityPoint as ActivityPoint
 from .protocol import AmbiguousInstance as AmbiguousInstance
 from .protocol import ApplyAnswer as ApplyAnswer
 from .protocol import Attachment as Attachment
@@ -115,6 +126,7 @@ from .protocol import AuditSummary as AuditSummary
 from .protocol import BuildReport as BuildReport
 from .protocol import BundleFile as BundleFile
 from .protocol import BundleImported as BundleImported
+from .protocol import CacheActivity as CacheActivity
 from .protocol import Closure as Closure
 from .protocol import Configuration as Configuration
 from .protocol import Copied as Copied
@@ -125,6 +137,7 @@ from .protocol import DatasetImported as DatasetImported
 from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
 from .protocol import Dropped as Dropped
+from .protocol import EndpointActivity as EndpointActivity
 from .protocol import Environment as Environment
 from .protocol import Event as Event
 from .protocol import FailedBuild as FailedBuild
@@ -142,6 +155,7 @@ from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
 from .protocol import Operation as Operation
+from .protocol import OwnerActivity as OwnerActivity
 from .protocol import Pin as Pin
 from .protocol import Preparation as Preparation
 from .protocol import PreparedLayer as PreparedLayer
@@ -158,10 +172,14 @@ from .protocol import RefChange as RefChange
 from .protocol import RefDiff as RefDiff
 from .protocol import RefFault as RefFault
 from .protocol import RefRecord as RefRecord
+from .protocol import RehearsalStep as RehearsalStep
+from .protocol import Rehearsed as Rehearsed
 from .protocol import ReloadAnswer as ReloadAnswer
 from .protocol import Repair as Repair
 from .protocol import ResetAnswer as ResetAnswer
 from .protocol import RestoreAnswer as RestoreAnswer
+from .protocol import RootLeak as RootLeak
+from .protocol import RootReport as RootReport
 from .protocol import RowFault as RowFault
 from .protocol import RowsChange as RowsChange
 from .protocol import SealLeak as SealLeak
@@ -175,15 +193,6 @@ from .protocol import UnpinnedCommit as UnpinnedCommit
 from .protocol import Usage as Usage
 from .protocol import UsageRow as UsageRow
 from .protocol import UsageTotal as UsageTotal
+from .protocol import WorkerActivity as WorkerActivity
 
 __version__: str
-from .client._async import AsyncRehearsal as AsyncRehearsal
-from .client._async.sandbox import AsyncSandbox as AsyncSandbox
-from .client._sync import Rehearsal as Rehearsal
-from .client._sync.sandbox import Sandbox as Sandbox
-from .client.sandboxes.calls import Executed as Executed
-from .model import Readiness as Readiness
-from .protocol import RehearsalStep as RehearsalStep
-from .protocol import Rehearsed as Rehearsed
-from .protocol import RootLeak as RootLeak
-from .protocol import RootReport as RootReport
