@@ -15,8 +15,7 @@ from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
-from .git.gate import Gate
-from .git.turns import HOUSEKEEPING
+from .git.turns import HOUSEKEEPING, Gate
 from .git.workers import Workers
 from .health import HealthMonitor
 from .host.room import Room

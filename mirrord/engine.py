@@ -32,8 +32,7 @@ from .environments.preparing import Preparations
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
-from .git.gate import Gate
-from .git.turns import HOUSEKEEPING, Askers
+from .git.turns import HOUSEKEEPING, Askers, Gate
 from .git.workers import Workers
 from .heal.service import Heals
 from .health import HealthMonitor

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import BatchObject, lines_of, read_objects_sync
-from ..git.command import GitResult, run_git_sync
-from ..git.environment import UNTRUSTING
+from ..git.command import BatchObject, GitResult, lines_of, read_objects_sync, run_git_sync
+from ..git.process import UNTRUSTING
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
 from .object_files import TIMEOUT, BadFile, Defect, FileKind

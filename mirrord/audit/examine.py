@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ..git.batch import BatchObject
+from ..git.command import BatchObject
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS

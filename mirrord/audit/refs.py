@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import BatchObject
+from ..git.command import BatchObject
 from ..mirrors.fetch import INCOMING
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin

@@ -12,8 +12,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from .. import __version__
-from ..git.batch import lines_of
-from ..git.command import Git
+from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
 from ..git.turns import Turns
 from ..git.workers import Workers

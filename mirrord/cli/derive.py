@@ -14,7 +14,7 @@ from ..derive.pulls import SplitRule
 from ..derive.rows import Column, Derived, Deriver, Row
 from ..derive.versions import Version, find_version
 from ..errors import MirrordError, NoDaemonError, UsageError
-from ..git.objects.commits import describe
+from ..git.objects.repository import describe
 from ..host.files import FOR_READING, open_beneath, open_directory, opened
 from ..model import MirrorName
 from ..protocol import Progress

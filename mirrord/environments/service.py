@@ -26,8 +26,7 @@ from ..errors import (
     InvalidRecipeError,
     RecipeNotFoundError,
 )
-from ..git.objects.commits import read_commit
-from ..git.objects.repository import open_objects
+from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
 from ..git.turns import Coalescer, SharedWork
 from ..git.workers import Workers

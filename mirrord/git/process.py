@@ -1,7 +1,8 @@
 """Child processes: started by vfork, awaited on the event loop, gone when their block is left.
 
 asyncio's own subprocess reaps a child when it ends, and the number of its group may be another's
-then. Here the group is killed first.
+then. Here the group is killed first. Also what every git child gets: its whole environment, with
+the safe configuration in it.
 """
 
 import asyncio
@@ -12,15 +13,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import IO, BinaryIO, Self
+from urllib.parse import urlsplit
 
 import anyio
 
 from ..errors import ResourceError
 from ..host.files import host_error
+from ..host.processes import search_path
 
 NOTHING = subprocess.DEVNULL
 PIPE = subprocess.PIPE
@@ -189,3 +193,156 @@ def await_end(process: Process) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+# -- the environment of a git child: explicit, nothing of the caller's ----------------------------
+#
+# The table of safe configuration travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a
+# process list shows the command and nothing else; both outrank every configuration file.
+
+_PASSED_ON = (
+    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
+    "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""A machine's way to the network."""
+
+_SAFE: tuple[tuple[str, str], ...] = (
+    # nothing of a repository's own configuration may run
+    ("core.hooksPath", "/dev/null"),
+    ("core.fsmonitor", "false"),
+    ("core.attributesFile", "/dev/null"),
+    ("core.excludesFile", "/dev/null"),
+    ("core.pager", "cat"),
+    ("core.editor", "false"),
+    ("core.alternateRefsCommand", "true"),
+    ("diff.external", ""),
+    ("protocol.ext.allow", "never"),
+    ("safe.directory", "*"),
+    ("safe.bareRepository", "all"),
+    ("submodule.recurse", "false"),
+    ("fetch.recurseSubmodules", "false"),
+    ("init.templateDir", ""),
+    ("init.defaultBranch", "main"),
+    # a replace ref changes what a recorded commit checks out to
+    ("core.useReplaceRefs", "false"),
+    # we say when a repository is packed
+    ("gc.auto", "0"),
+    ("gc.autoDetach", "false"),
+    ("maintenance.auto", "false"),
+    ("fetch.writeCommitGraph", "false"),
+    # we write none, and git believes whatever one says
+    ("pack.useBitmaps", "false"),
+    # Gitaly's choice; git's default does not flush references
+    ("core.fsync", "objects,derived-metadata,reference"),
+    # land as packs: libgit2 1.9 hangs on a torn loose object
+    ("transfer.unpackLimit", "1"),
+    ("fetch.unpackLimit", "1"),
+    ("pack.writeReverseIndex", "true"),
+    ("http.followRedirects", "initial"),
+    ("http.lowSpeedLimit", "1"),
+    ("http.lowSpeedTime", "300"),
+    ("credential.helper", ""),
+    ("credential.interactive", "false"),
+    ("user.name", "mirrord"),
+    ("user.email", "mirrord@localhost"),
+    ("fetch.fsckObjects", "true"),
+)
+
+_HARMLESS = (
+    "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor",
+    "missingCommitter", "missingEmail", "missingNameBeforeEmail", "missingSpaceBeforeDate",
+    "missingSpaceBeforeEmail", "missingTaggerEntry", "multipleAuthors", "nulInCommit",
+    "zeroPaddedDate", "zeroPaddedFilemode",
+)  # fmt: skip
+"""fsck's names for slips in real histories that change no tree: who and when."""
+
+STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
+"""An option of `git index-pack`, which reads no configuration about it."""
+
+UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
+"""Neither file is needed to read a repository, and each can hide that an object is missing."""
+
+_HELPER = (
+    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
+    ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
+)
+_OURS = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
+
+
+def _configured(config: Sequence[tuple[str, str]]) -> dict[str, str]:
+    environment = {"GIT_CONFIG_COUNT": str(len(config))}
+    for number, (key, value) in enumerate(config):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return environment
+
+
+_CONFIG = _configured(_OURS)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """An upstream: a URL without secrets, for the command line, and its secrets."""
+
+    url: str
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+
+    @property
+    def is_http(self) -> bool:
+        return self.url.lower().startswith(("http://", "https://"))
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return tuple(secret for secret in (self.password, self.username) if secret)
+
+
+def child_environment(
+    *, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The whole environment of one git child. `remote` adds its credentials, for that host only."""
+    environment = _CONFIG | {
+        "PATH": search_path(),
+        "HOME": str(home),
+        "LC_ALL": "C.UTF-8",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "false",
+        "SSH_ASKPASS": "false",
+        "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        # a repository's own grafts and shallow file would cut history short; empty means none
+        "GIT_GRAFT_FILE": "/nonexistent",
+        "GIT_SHALLOW_FILE": "",
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_ADVICE": "0",
+        "GIT_FLUSH": "0",  # else `rev-list` writes commit by commit into a pipe
+    }
+    if remote is not None:
+        environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        if remote.is_http:
+            environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"}
+        if remote.username is not None:
+            # bound to scheme, host and port: a redirect to another host gets nothing
+            parts = urlsplit(remote.url)
+            helper = f"credential.{parts.scheme}://{parts.netloc}.helper"
+            environment |= _configured((*_OURS, (helper, _HELPER)))
+            environment["MIRRORD_UPSTREAM_USERNAME"] = remote.username
+            environment["MIRRORD_UPSTREAM_PASSWORD"] = remote.password or ""
+    return environment | dict(extra or {})
+
+
+def make_home(home: Path) -> None:
+    """Make the directory that becomes HOME. An intact file stays: a full disk would leave it empty.
+
+    upload-pack of a local upstream does not get our environment's configuration, and refuses a
+    repository of another user.
+    """
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file, text = home / ".gitconfig", "[safe]\n\tdirectory = *\n"
+    if not file.exists() or file.read_text(encoding="ascii") != text:
+        new = home / ".gitconfig.new"
+        new.write_text(text, encoding="ascii")
+        new.rename(file)

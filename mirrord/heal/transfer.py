@@ -16,10 +16,9 @@ from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.examine import make_repository
 from ..audit.object_files import TIMEOUT
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import lines_of
-from ..git.command import Git, GitResult, run_git_sync
-from ..git.environment import STRICT
+from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.packs import PackIndex
+from ..git.process import STRICT
 from ..git.workers import Workers
 
 SALVAGED = "the intact part of "

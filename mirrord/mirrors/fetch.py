@@ -16,8 +16,7 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..git.batch import lines_of, object_info
-from ..git.command import GitResult
+from ..git.command import GitResult, lines_of, object_info
 from ..git.errors import masked_url
 from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes

@@ -15,7 +15,7 @@ import anyio
 
 from ..catalog import Catalog, PinRow
 from ..errors import GitFailedError, InvalidRequestError, MirrordError, ResourceError
-from ..git.batch import object_info
+from ..git.command import object_info
 from ..model import CommitId, shown, utc_now
 from ..telemetry import log
 from .bisect import find_bad

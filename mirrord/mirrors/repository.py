@@ -12,8 +12,7 @@ from typing import Any
 from anyio import to_thread
 
 from ..errors import DamagedMirrorError
-from ..git.batch import lines_of, object_info
-from ..git.command import Git, GitResult
+from ..git.command import Git, GitResult, lines_of, object_info
 from ..host.files import sync_file, sync_tree
 from ..model import MirrorName
 from .ref_files import read_head, read_refs

@@ -16,9 +16,9 @@ from anyio import to_thread
 
 from ..catalog import MirrorRow
 from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
-from ..git.batch import object_info
+from ..git.command import object_info
 from ..git.errors import masked_url
-from ..git.objects.commits import resolve
+from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from ..git.batch import object_info
+from ..git.command import object_info
 from ..host.files import full_disk_named, sync_directory
 from ..telemetry import log
 from .maintenance import remove_stale_files, stale_files_removed_on_failure

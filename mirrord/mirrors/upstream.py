@@ -19,8 +19,8 @@ import anyio
 
 from ..config import Settings
 from ..errors import InvalidUrlError, UpstreamThrottledError
-from ..git.environment import Remote
 from ..git.errors import masked_url
+from ..git.process import Remote
 from ..model import MirrorName, shown
 from ..units import Backoff
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CommitNotFoundError, CorruptObjectError, GitFailedError
-from ..git.batch import lines_of
-from ..git.command import run_git_sync
-from ..git.environment import UNTRUSTING
+from ..git.command import lines_of, run_git_sync
+from ..git.process import UNTRUSTING
 from ..model import CommitId
 from .repository import TIMEOUT, borrow, locate
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.batch import read_objects_sync
-from ..git.command import run_git_sync
+from ..git.command import read_objects_sync, run_git_sync
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
 from .future import read_closure

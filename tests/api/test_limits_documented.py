@@ -11,7 +11,7 @@ from mirrord.api import request as bodies
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import collect, diff, worktree
 from mirrord.datasets import json_stream, mapping, readers
-from mirrord.git import gate
+from mirrord.git import turns
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
@@ -32,7 +32,7 @@ BOUNDS = [
         [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
     ("connections of who owns", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
-    ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
+    ("requests, unanswered", [f"{turns.WORKING} of them", f"{turns.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
     (
@@ -96,5 +96,5 @@ def test_a_bound_is_documented_as_it_is(row: str, words: list[str]) -> None:
 
 def test_the_turns_of_workers_are_documented_as_they_are() -> None:
     workers = Workers()
-    for turns in (workers._short, workers._long):
-        assert (turns._each, turns._background, turns._most) == (2, 2, 10)
+    for queue in (workers._short, workers._long):
+        assert (queue._each, queue._background, queue._most) == (2, 2, 10)

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 GIT_USERS = (
     "audit.connectivity",
     "audit.object_files",
-    "git.batch",
+    "git.command",
 )
 ALL_LEVELS = list(AuditLevel)
 DEEP_LEVELS = [AuditLevel.CLOSURE, AuditLevel.CONTENT]

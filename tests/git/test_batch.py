@@ -10,8 +10,7 @@ import pytest
 from gitrepos import Upstream
 
 from mirrord.errors import CorruptObjectError, GitFailedError
-from mirrord.git.batch import BatchObject, object_info, read_objects_sync
-from mirrord.git.command import Git
+from mirrord.git.command import BatchObject, Git, object_info, read_objects_sync
 
 ABSENT = "12" * 20
 DOING = "read objects"

@@ -28,8 +28,8 @@ from mirrord.errors import (
     UpstreamTimeoutError,
 )
 from mirrord.git.command import Git, low_priority, run_git_sync
-from mirrord.git.environment import Remote
 from mirrord.git.errors import HttpAnswer, StderrReader, failure, masked_url, retry_after_seconds
+from mirrord.git.process import Remote
 from mirrord.mirrors.bisect import blames_objects
 from mirrord.protocol import Progress
 

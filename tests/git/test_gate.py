@@ -11,8 +11,8 @@ import pytest
 
 from mirrord.config import AccessSettings
 from mirrord.errors import OverloadedError, TooManyRequestsError
-from mirrord.git import gate as gates
-from mirrord.git.gate import Gate
+from mirrord.git import turns as gates
+from mirrord.git.turns import Gate
 
 pytestmark = pytest.mark.anyio
 

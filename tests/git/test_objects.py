@@ -14,8 +14,7 @@ from gitrepos import Upstream, git
 from trees import awkward, tree_of
 
 from mirrord.errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
-from mirrord.git.objects.commits import read_commit, resolve
-from mirrord.git.objects.repository import open_objects
+from mirrord.git.objects.repository import open_objects, read_commit, resolve
 from mirrord.git.objects.trees import TreeChange, changes, walk
 
 Make = Callable[[str], Upstream]

@@ -11,8 +11,7 @@ from random import Random
 import pytest
 from gitrepos import git
 
-from mirrord.git.attributes import Attributes
-from mirrord.git.patterns import Ignores
+from mirrord.git.patterns import Attributes, Ignores
 
 CASES = int(os.environ.get("MIRRORD_PATTERN_CASES", "40"))
 ATOMS = [

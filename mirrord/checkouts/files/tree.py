@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CommitUnservableError
-from ...git.objects.commits import CommitInfo, read_commit
-from ...git.objects.filters import Conversions
-from ...git.objects.repository import Objects, open_objects
+from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
+from ...git.objects.text import Conversions
 from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ConflictError, PatchConflictError, UsageError
-from ...git.objects.filters import Conversions
 from ...git.objects.repository import Objects, open_objects
+from ...git.objects.text import Conversions
 from ...git.objects.trees import BaseTree
 from ...host.files import entries_in, open_beneath, open_directory, opened
 from ...model import ApplyStrategy, FoundStrategy

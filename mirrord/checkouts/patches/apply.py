@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import InvalidRequestError, PathNotFoundError, PathOutsideCheckoutError
-from ...git.attributes import Attributes
-from ...git.objects.commits import read_commit
-from ...git.objects.filters import find_conversion
+from ...git.objects.repository import read_commit
+from ...git.objects.text import find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry, walk
+from ...git.patterns import Attributes
 from ...host.files import full_disk_named, shown_path
 from ...model import (
     NAME_LIMIT_BYTES,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...errors import DiffTooLargeError
 from ...git.command import run_git_sync
-from ...git.objects.scratch import ScratchObjects
+from ...git.objects.trees import ScratchObjects
 from ...host.files import full_disk_named, write_all
 from ...host.trash import remove_tree
 from ...model import DiffFormat

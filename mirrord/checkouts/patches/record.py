@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ...git.objects.scratch import ScratchObjects, make_repository
+from ...git.objects.trees import ScratchObjects, make_repository
 from ...host.files import full_disk_named
 from .collect import collect
 from .worktree import PatchJob, open_worktree

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...git.attributes import Attributes, State
-from ...git.objects.hunks import DRIVERS, count_lines, hunks
 from ...git.objects.repository import Objects
+from ...git.objects.text import DRIVERS, count_lines, hunks
 from ...git.objects.trees import TreeEntry
+from ...git.patterns import Attributes, State
 from ..files.manifest import blob_id
 from .base import Change
 from .stat_table import FileStat, quoted, stat_name, stat_table

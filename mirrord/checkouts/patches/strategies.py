@@ -21,8 +21,7 @@ from ...errors import (
     PathOutsideCheckoutError,
 )
 from ...git.command import run_git_sync
-from ...git.objects.scratch import ScratchRepository
-from ...git.objects.trees import TreeEntry
+from ...git.objects.trees import ScratchRepository, TreeEntry
 from ...host.files import shown_path
 from ...host.trash import remove_tree
 from ...model import (

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, DiffTooLargeError, OwnerDeniedError, TreeRefusedError
-from ...git.attributes import Attributes
-from ...git.objects.filters import Conversion, find_conversion
 from ...git.objects.repository import Objects, open_objects
+from ...git.objects.text import Conversion, find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry
+from ...git.patterns import Attributes
 from ...host.credentials import ActingAs
 from ...host.files import mounted_on, open_directory, opened, shown_path
 from ..files.reader import TreeReader

@@ -3,7 +3,7 @@
 A pack layer is one pack: the closure of its commit without that of its base's commit, so a chain of
 layers is exactly the closure of the commit at its end. Way-points on a grid along the first-parent
 line keep chains short, and neighbours share all but their last layer. A layer of a few commits is
-made by a worker without a process of git (`git/objects/commits.py`), a longer one by git
+made by a worker without a process of git (`git/objects/repository.py`), a longer one by git
 (`packer.py`); layers that only neighbours will need are made after the answer. Owns
 `templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
 """
@@ -25,9 +25,8 @@ import anyio.to_thread
 
 from ... import errors
 from ...errors import CommitNotFoundError, CorruptObjectError
-from ...git.batch import lines_of, object_info
-from ...git.command import Git
-from ...git.objects.commits import first_parents, pack_increment, resolve
+from ...git.command import Git, lines_of, object_info
+from ...git.objects.repository import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers

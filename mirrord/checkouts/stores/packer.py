@@ -21,10 +21,9 @@ from typing import Any
 import anyio.to_thread
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
-from ...git.batch import lines_of
-from ...git.command import Git
-from ...git.environment import UNTRUSTING
+from ...git.command import Git, lines_of
 from ...git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer
+from ...git.process import UNTRUSTING
 from ...git.workers import Workers
 from ...host.files import write_all
 from ...host.trash import Trash

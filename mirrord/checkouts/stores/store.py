@@ -22,8 +22,7 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from ...errors import DiskFullError
-from ...git.batch import object_info
-from ...git.command import Git
+from ...git.command import Git, object_info
 from ...git.packs import PackIndex, graph_is_whole, has_both_ends
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import CommitId, History, MirrorName

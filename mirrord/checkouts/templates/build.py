@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ...git.objects.commits import CommitInfo, read_commit
-from ...git.objects.repository import Objects, open_objects
+from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ...git.objects.trees import TreeChange, changes
 from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened

@@ -1,16 +1,21 @@
-"""Open repositories, few at a time, and verified reads from them."""
+"""Open repositories, few at a time; verified reads from them; commits and what one adds."""
 
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pygit2
-from pygit2.enums import ObjectType, RepositoryOpenFlag
+from pygit2.enums import DescribeStrategy, ObjectType, RepositoryOpenFlag
 
-from ...errors import CorruptObjectError, DamagedMirrorError
+from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
+from ...model import NEAR, CommitId, Resolved, shown
+from ..packs import Packed, PackIndex, PackObject, write_pack
 
 # An open repository keeps packs mapped and trees cached: 50 of them reached 1.5 GB.
 _KEPT_OPEN = 2
@@ -102,3 +107,211 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
         _open.by_key[key] = objects
         while len(_open.by_key) > _KEPT_OPEN:
             _open.by_key.popitem(last=False)[1].close()
+
+
+# -- commits: what a person typed, times, first parents --------------------------------------------
+
+_COMMITISH = re.compile(
+    r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
+)
+_HEX = re.compile(r"[0-9a-fA-F]{4,40}")
+
+
+class CommitInfo(NamedTuple):
+    """`time` is the committer's, in seconds since the epoch."""
+
+    commit: CommitId
+    tree: str
+    parents: tuple[CommitId, ...]
+    time: int
+
+
+def resolve(git_dir: Path, commitish: str) -> Resolved:
+    """Find the commit of a full or abbreviated id, branch, tag or ref, with any `~N` and `^N`.
+
+    Raises CommitNotFoundError, also where the text could mean two different commits.
+    """
+    with open_objects(git_dir) as objects:
+        found = read_commit(objects, commitish)
+        try:
+            near = tuple(_first_parents(objects, found.commit, NEAR))
+        except CorruptObjectError:
+            near = ()
+        return Resolved(found.commit, found.tree, found.time, near)
+
+
+def describe(git_dir: Path) -> str | None:
+    """What `git describe --tags --long` says of HEAD: NAME-COUNT-gDIGITS; None without a tag."""
+    objects = Objects(git_dir)
+    try:
+        how: dict[str, Any] = {"describe_strategy": DescribeStrategy.TAGS}
+        how["always_use_long_format"] = True
+        text: str = objects.repository.describe("HEAD", **how)  # without it, of a work tree
+    except (pygit2.GitError, KeyError):
+        return None
+    finally:
+        objects.close()
+    return text
+
+
+def first_parents(git_dir: Path, commit: str, limit: int) -> list[CommitId]:
+    """A commit and its first parents, newest first, `limit` in all. Raises CorruptObjectError."""
+    with open_objects(git_dir) as objects:
+        return _first_parents(objects, commit, limit)
+
+
+def _first_parents(objects: Objects, commit: str, limit: int) -> list[CommitId]:
+    line = [bytes.fromhex(commit)]
+    while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
+        line.append(parents[0])
+    return [CommitId(oid.hex()) for oid in line]
+
+
+def read_commit(objects: Objects, commitish: str) -> CommitInfo:
+    parts = _COMMITISH.fullmatch(commitish)
+    if parts is None:
+        raise _not_found(commitish, "it is no commit id, branch or tag")
+    base, steps = parts.groups()
+    if len(base) == 40 and _HEX.fullmatch(base):
+        starts = {_find(objects.repository, base)} - {None}
+    else:
+        names = (base, f"refs/tags/{base}", f"refs/heads/{base}")
+        starts = {_find(objects.repository, name) for name in names}
+        starts = (starts | {_find_abbreviated(objects.repository, base)}) - {None}
+    if len(starts) > 1:
+        hint = "give the whole id, or refs/heads/… or refs/tags/…"
+        raise _not_found(commitish, "it could mean two different commits", hint)
+    if not starts:
+        raise _not_found(commitish, "no commit of the mirror has that name")
+    try:
+        found = objects.repository.revparse_single(f"{starts.pop()}{steps}").peel(pygit2.Commit)
+    except (KeyError, ValueError, pygit2.GitError) as error:
+        raise _not_found(commitish, "its history does not go back that far") from error
+    parents = tuple(CommitId(str(parent)) for parent in found.parent_ids)
+    return CommitInfo(CommitId(str(found.id)), str(found.tree_id), parents, found.commit_time)
+
+
+def _find(repository: pygit2.Repository, name: str) -> str | None:
+    """The id of the commit that `name` peels to."""
+    try:
+        return str(repository.revparse_single(name).peel(pygit2.Commit).id)
+    except ValueError as error:
+        if "ambiguous" in str(error):
+            fact = "several objects begin with these digits"
+            raise _not_found(name, fact, "give the whole id") from error
+        return None
+    except (KeyError, pygit2.InvalidSpecError):
+        return None
+    except pygit2.GitError as error:
+        raise CorruptObjectError(
+            f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror"
+        ) from error
+
+
+def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:
+    """libgit2 does not look for an id where a branch has the name."""
+    if not _HEX.fullmatch(digits):
+        return None
+    try:
+        found = repository.get(digits)
+        return str(found.peel(pygit2.Commit).id) if found is not None else None
+    except (ValueError, pygit2.InvalidSpecError):
+        return None
+
+
+def _not_found(
+    commitish: str, fact: str, hint: str = "sync the mirror, or check the spelling"
+) -> CommitNotFoundError:
+    return CommitNotFoundError(
+        f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200]
+    )
+
+
+# -- what a commit adds to packs that are there ---------------------------------------------------
+
+_OBJECTS_MAX = 2000
+_BYTES_MAX = 16 * 1024**2
+_ENTRY = re.compile(rb"([0-7]+) ([^\0]+)\0(.{20})", re.DOTALL)
+
+
+def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -> Packed | None:
+    """Pack what the closure of `tip` adds to the packs whose indexes are `below`; None if too much.
+
+    The walk starts at the commit, so all it finds is in the closure. It follows every link but
+    those into the packs below, which are closed, so nothing of the closure is left out. It takes
+    nothing from a neighbouring tree on trust: where changes were reverted that led in a circle.
+    Commits are read from their own bytes: no commit-graph, bitmap, graft or replacement changes the
+    walk. Raises CorruptObjectError when an object is missing or damaged.
+    """
+    found: dict[bytes, PackObject] = {}  # each after the object that it may be a delta on
+    judged: set[bytes] = set()  # found, or known to be below
+    entries: dict[bytes, list[tuple[bytes, bytes, bytes]]] = {}
+    indexes = [_open_index(path) for path in below]
+    size_bytes = 0
+
+    def is_new(oid: bytes) -> bool:
+        if oid in judged:
+            return False
+        judged.add(oid)
+        return not any(oid in index for index in indexes)
+
+    def add(oid: bytes, kind: ObjectType, newer: bytes | None = None) -> bytes:
+        nonlocal size_bytes
+        data = objects.read(oid, kind)
+        found[oid] = PackObject(oid, int(kind), data, newer)
+        size_bytes += len(data)
+        return data
+
+    with open_objects(git_dir) as objects:
+        commits: list[tuple[bytes, bytes | None]] = [(bytes.fromhex(tip), None)]
+        while commits:
+            commit, newer = commits.pop()
+            if not is_new(commit):
+                continue
+            top, parents = _links(add(commit, ObjectType.COMMIT))
+            commits += [(parent, top) for parent in reversed(parents)]
+            # the newer tree only says what may be a delta on what
+            trees = [(top, newer)]
+            while trees:
+                tree, newer = trees.pop()
+                if not is_new(tree):
+                    continue
+                named = {name: oid for _, name, oid in entries.get(newer or b"", ())}
+                entries[tree] = _entries(tree, add(tree, ObjectType.TREE, newer))
+                for mode, name, oid in entries[tree]:
+                    mode = mode.lstrip(b"0")
+                    if oid in judged or mode == b"160000":  # a submodule
+                        continue
+                    if mode == b"40000":
+                        trees.append((oid, named.get(name)))
+                    elif is_new(oid):
+                        add(oid, ObjectType.BLOB, named.get(name))
+                if len(found) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
+                    return None
+        return write_pack(found, into)
+
+
+@lru_cache(maxsize=128)
+def _open_index(path: Path) -> PackIndex:
+    """A closure pack's name is the checksum of its content: it is never written again."""
+    return PackIndex(path, mapped=True)
+
+
+def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
+    """The tree and the parents in a commit's first lines."""
+    tree, *rest = commit.split(b"\n")
+    parents = []
+    for line in rest:
+        if not line.startswith(b"parent "):
+            break
+        parents.append(bytes.fromhex(line[7:].decode()))
+    return bytes.fromhex(tree[5:].decode()), parents
+
+
+def _entries(oid: bytes, data: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    found: list[tuple[bytes, bytes, bytes]] = _ENTRY.findall(data)
+    if sum(len(mode) + len(name) + 22 for mode, name, _ in found) != len(data):
+        raise CorruptObjectError(
+            f"cannot read tree {oid.hex()}: it is malformed", objects=[oid.hex()]
+        )
+    return found

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ... import errors
 from ...catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
-from ...git.batch import lines_of
-from ...git.environment import STRICT
+from ...git.command import lines_of
+from ...git.process import STRICT
 from ...host.files import full_disk_named
 from ...host.processes import memory_limit_bytes
 from ...model import MirrorName, parse_dataset_name, shown

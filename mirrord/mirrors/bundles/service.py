@@ -16,7 +16,7 @@ from anyio import to_thread
 
 from ...catalog import MirrorRow, PinRow
 from ...errors import InvalidBundleError, MirrorNotFoundError
-from ...git.batch import lines_of
+from ...git.command import lines_of
 from ...git.packs import PackIndex
 from ...host.files import full_disk_named, sync_directory, sync_tree
 from ...model import CommitId, MirrorName, utc_now
