@@ -1,4 +1,4 @@
-"""Checkouts: leases, forks, snapshots, prepared layers, grades, proofs."""
+"""Checkouts: leases, forks, snapshots, prepared layers, grades, proofs, receipts, seals."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -15,6 +15,7 @@ from .codec import (
     SnapshotName,
     Ttl,
     Word,
+    canonical,
 )
 
 
@@ -281,3 +282,152 @@ class ApplyAnswer(Checkout):
 
 class RestoreAnswer(Answer):
     paths: list[str]
+
+
+RECEIPT_FORMAT: Literal["mirrord-receipt/1"] = "mirrord-receipt/1"
+
+
+class Closure(Answer):
+    """The objects of a sealed store. `sha256` is of their ids, sorted, each with a line feed."""
+
+    objects: int
+    sha256: str
+
+
+class Proven(Answer):
+    """How something was proven, and when."""
+
+    method: str
+    at: datetime
+
+
+class Digest(Answer):
+    bytes: int
+    sha256: str
+
+
+class LayerFacts(Answer):
+    """The prepared layer of a checkout: `tree` is git's of the commit with what it changed."""
+
+    id: str
+    name: str
+    saved_by: int
+    tree: str
+
+
+class GradeFacts(Answer):
+    """How a grade was made. `dropped` is cut at a thousand; `dropped_count` counts all."""
+
+    policy: str
+    strategy: str | None = None
+    dropped: list[str] = []
+    dropped_count: int
+
+
+class Receipt(Answer, Request):
+    """What a checkout is, and how that was proven. docs/receipts.md defines every member.
+
+    A receipt is also a request, to be verified: the daemon refuses members that it does not know.
+    """
+
+    format: Literal["mirrord-receipt/1"]
+    version: str
+    issued_at: datetime
+    checkout: str
+    parent: str | None = None
+    instance: str | None = None
+    dataset: str | None = None
+    mirror: str
+    upstream: str | None = None
+    commit: str
+    tree: str
+    head: str
+    history: model.History
+    view: model.View
+    backend: model.Backend
+    created_at: datetime
+    expires_at: datetime
+    resets: int
+    closure: Closure | None = None
+    seal: Proven | None = None
+    template: Proven | None = None
+    clean: Proven | None = None
+    layer: LayerFacts | None = None
+    environment: str | None = None
+    grade: GradeFacts | None = None
+    diff: Digest
+    signature: str | None = None
+
+    def canonical(self) -> bytes:
+        """The file to keep: canonical JSON (RFC 8785), without members that are None."""
+        return canonical(self)
+
+    def signed_bytes(self) -> bytes:
+        """What a signature is of: the canonical form of all members but `signature`."""
+        return canonical({**self.to_json(), "signature": None})
+
+
+class Mismatch(Answer):
+    """A member of a receipt that does not hold; `found` is None where nothing was found."""
+
+    member: str
+    stated: str | None
+    found: str | None
+
+
+class ReceiptReport(Answer):
+    """The answer of `receipt --verify`; `checked` are the members that were compared."""
+
+    holds: bool
+    mismatches: list[Mismatch] = []
+    checked: list[str] = []
+
+
+class SealLeak(Answer):
+    kind: str
+    detail: str
+
+
+class SealReport(Answer):
+    """The answer of `verify-seal`, and of the daemon on the store below a checkout. `sealed` is
+    true when there are no leaks.
+    """
+
+    path: str
+    base: str
+    sealed: bool
+    head: str | None = None
+    objects_present: int = 0
+    objects_in_closure: int = 0
+    leaks: list[SealLeak] = []
+    checked: list[str] = []
+
+
+class RootLeak(SealLeak):
+    """Something in a directory or an image that was not there at the base commit, or leads there.
+
+    `path` is from the top, with `!` between an archive and its member. A `future-file` has the
+    content that `name` got in `commit`, the first with it. `hidden`: a later layer of the image
+    covers it, so that a container does not show it.
+    """
+
+    path: str
+    commit: str | None = None
+    name: str | None = None
+    hidden: bool = False
+
+
+class RootReport(Answer):
+    """The answer of `verify-seal --root`; `sealed` is true when no leak is but hidden.
+
+    `notes` tell what was left out, and repositories of other projects.
+    """
+
+    root: str
+    base: str
+    sealed: bool
+    file_count: int
+    size_bytes: int
+    repositories: list[str]
+    leaks: list[RootLeak]
+    notes: list[str]

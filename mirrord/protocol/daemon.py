@@ -1,13 +1,115 @@
-"""The daemon: health, status, usage, configuration, events."""
+"""The daemon: operations, health, status, usage, configuration, events, activity."""
 
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Literal
 
 from .. import model
-from .audits import AuditSummary
-from .codec import Answer, Request
-from .datasets import DatasetSummary
-from .mirrors import Mirror
+from .codec import Answer, Problem, Request
+from .mirrors import (
+    AmbiguousInstance,
+    Audit,
+    AuditSummary,
+    Dataset,
+    DatasetChange,
+    DatasetDiff,
+    DatasetSummary,
+    Mirror,
+    RefChange,
+    RefDiff,
+    RefFault,
+)
+
+QUEUED = "waiting for its turn"
+"""The note of work that has not begun."""
+
+
+class Progress(Answer):
+    """Units of work, in the unit named; `total` is None where it is unknown."""
+
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    note: str = ""
+
+
+ProgressSink = Callable[[Progress], None]
+
+
+class Synced(Answer):
+    """The result of a sync. `changes` is cut at a thousand; `summary` counts all.
+
+    `pinned` counts commits that earlier imports could not pin.
+    """
+
+    mirror: str
+    changed: bool
+    summary: str
+    ref_count: int
+    kept_count: int
+    default_branch: str | None = None
+    changes: list[RefChange] = []
+    faults: list[RefFault] = []
+    redirected_to: str | None = None
+    pinned: int = 0
+
+
+class DatasetImported(Answer):
+    """`ambiguous` are the first ids that other datasets record differently; the count is of all."""
+
+    dataset: Dataset
+    change: DatasetChange
+    ambiguous: list[AmbiguousInstance] = []
+    ambiguous_count: int = 0
+
+
+class BundleImported(Answer):
+    """`pins_taken_over` are pins of datasets that could not be restored; the importer owns them."""
+
+    mirror: str
+    created: bool
+    summary: str
+    kept: list[str]
+    pins: int = 0
+    pins_taken_over: int = 0
+    datasets: dict[str, int] = {}
+    datasets_refused: list[str] = []
+
+
+class Prewarmed(Answer):
+    """Counts of commits. `left` had no room."""
+
+    prepared: int
+    failed: int
+    left: int = 0
+
+
+RESULTS: dict[str, type[Answer]] = {
+    "mirror.add": Synced,
+    "mirror.sync": Synced,
+    "refs.restore": RefDiff,
+    "bundle.import": BundleImported,
+    "dataset.import": DatasetImported,
+    "dataset.compare": DatasetDiff,
+    "audit": Audit,
+    "heal": Audit,
+    "prewarm": Prewarmed,
+}
+"""The result of each kind of operation; a `mirror.maintain` has none."""
+
+
+class Operation(Answer):
+    """`result` is the message that RESULTS names for its `kind`."""
+
+    id: str
+    kind: str
+    subject: str
+    state: Literal["running", "done", "failed", "cancelled"]
+    progress: Progress
+    result: dict[str, Any] | None = None
+    error: Problem | None = None
+    started_at: datetime
+    finished_at: datetime | None = None
 
 
 class Health(Answer):
@@ -134,3 +236,102 @@ class Event(Answer):
     at: datetime
     name: str
     fields: dict[str, Any]
+
+
+class EndpointActivity(Answer):
+    """The requests to one endpoint within the window; `failed` were answered with 5xx.
+
+    Times are estimated within the buckets of the histogram that `/metrics` shows.
+    """
+
+    endpoint: str
+    requests: int
+    per_second: float
+    failed: int = 0
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+
+class OwnerActivity(Answer):
+    """What one user has now; without `uid` all whom the list has no room for.
+
+    `requests` are not answered yet; `disk_bytes` are as `bytes_per_user` counts them;
+    `running` and `waiting` are calls of workers.
+    """
+
+    uid: int | None
+    checkouts: int = 0
+    connections: int = 0
+    requests: int = 0
+    disk_bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+class WorkerActivity(Answer):
+    """What one worker does; without `uid` in the background."""
+
+    function: str
+    uid: int | None
+    since: datetime
+
+
+class CacheActivity(Answer):
+    """A cache, with what happened since the daemon's start. The bytes of the stores, and what of
+    them was evicted, are in those of the templates. None is not measured yet.
+    """
+
+    name: Literal["templates", "stores"]
+    size_bytes: int | None = None
+    limit_bytes: int | None = None
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+class ActivityPoint(Answer):
+    """One minute; without requests it has no times."""
+
+    at: datetime
+    per_second: float
+    p50_s: float | None
+    p99_s: float | None
+    checkouts: int
+    disk_free_bytes: int
+
+
+class Activity(Answer):
+    """One picture of the daemon. `requests` is the sum of `endpoints`, busiest first, over the last
+    `window_s` seconds; `owners`, `calls` and `operations` are cut, counts are of all.
+
+    `queues` has lengths, `refusals` counts by error code since the start, `history` is there
+    on request: a point a minute of the last day. Who is no administrator sees the own checkouts,
+    calls and operations, and the sums. New work is refused while less than the reserve is free.
+    """
+
+    at: datetime
+    version: str
+    pid: int
+    started_at: datetime
+    status: Literal["ok", "degraded"]
+    reasons: list[str]
+    window_s: float
+    requests: EndpointActivity
+    endpoints: list[EndpointActivity]
+    connections: int
+    checkouts: int
+    checkouts_max: int
+    owners: list[OwnerActivity]
+    workers: int
+    workers_busy: int
+    calls: list[WorkerActivity]
+    operations_running: int
+    operations_queued: int
+    operations: list[Operation]
+    queues: dict[str, int]
+    caches: list[CacheActivity]
+    refusals: dict[str, int]
+    disk_bytes: int
+    disk_free_bytes: int
+    disk_reserve_bytes: int
+    history: list[ActivityPoint] = []
