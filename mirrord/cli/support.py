@@ -21,8 +21,8 @@ from typing import Annotated, Any
 from .. import __version__, config, errors
 from ..config import Settings
 from ..doctor import examine
+from ..doctor.checks import run
 from ..doctor.disk import find_mount
-from ..doctor.programs import run
 from ..doctor.units import NAMES
 from ..host.files import full_disk_named
 from ..host.mounts import mounts_below

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import cost, disk, host, leftovers, state, units
+from . import disk, host, repairs, state, units
+from .checks import Result, Verdict
 from .repairs import config_file
-from .verdicts import Result, Verdict
 
 
 class Check(NamedTuple):
@@ -62,7 +62,7 @@ _CHECKS: dict[str, _Examination] = {
     "its mount options": disk.options,
     "its journal": disk.journal,
     "its abilities": disk.abilities,
-    "its speed": cost.checkouts,
+    "its speed": disk.speed,
     "its parts": state.one_file_system,
     "access control lists": state.access_lists,
     "set-id bits": state.set_id_bits,
@@ -70,7 +70,7 @@ _CHECKS: dict[str, _Examination] = {
     "inodes": disk.inodes,
     "catalog": state.catalog,
     "unfinished": state.unfinished,
-    "leftovers": leftovers.remaining,
+    "leftovers": repairs.remaining,
     "systemd": units.units,
     "drop-ins": units.drop_ins,
     "socket": state.socket_path,

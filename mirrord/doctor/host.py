@@ -26,7 +26,7 @@ from ..host.mounts import may_mount
 from ..host.namespaces import shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
-from .verdicts import Result, Verdict, entries, existing, judge
+from .checks import Result, Verdict, entries, existing, judge
 
 
 def _version(text: str, parts: int = 2) -> tuple[int, ...]:

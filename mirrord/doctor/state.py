@@ -25,8 +25,8 @@ from ..host.namespaces import find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
+from .checks import Result, entries, existing, judge
 from .units import find_unit, unit_uid
-from .verdicts import Result, entries, existing, judge
 
 # -- the state directory --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..config import Settings
-from .verdicts import Result, judge
+from .checks import Result, judge
 
 RUNNING = Path("/run/systemd/system")
 PLACES = [

@@ -10,7 +10,7 @@ import pytest
 from faults.disks import run, unmount
 
 from mirrord.config import CheckoutSettings, Settings
-from mirrord.doctor import cost, disk
+from mirrord.doctor import disk
 from mirrord.host.mounts import may_mount, mounts_below
 
 Mounted = Callable[..., Settings]
@@ -118,7 +118,7 @@ def test_little_space_is_held_against_the_bounds(tmp_path: Path) -> None:
 
 def test_a_checkouts_cost_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     """How much it is depends on what else runs."""
-    verdict, fact, _ = cost.checkouts(Settings(state_dir=tmp_path))
+    verdict, fact, _ = disk.speed(Settings(state_dir=tmp_path))
     assert verdict in {"ok", "warn"}
     assert "a directory" in fact
     assert "normal: up to 0.1" in fact
