@@ -25,6 +25,7 @@ GROUPS = {
     "operations": "Background work of the daemon.",
     "bundle": "A mirror as one file, and back.",
     "config": "The configuration file.",
+    "service": "This mirrord as a service of the host's systemd.",
 }
 
 
@@ -101,6 +102,8 @@ operations wait; operations:wait; 3456789; Wait until an operation ends.
 operations cancel; operations:cancel; 349; Cancel an operation.
 doctor; local:doctor; 7; Report what this host can and cannot do.
 support-bundle; support:support_bundle; 57; Write what a bug report needs into one file.
+service install; setup:install; 357; Set up units, users and directories, and start the daemon.
+service uninstall; setup:uninstall; 37; Stop the daemon and remove its units.
 reload; service:reload; 39; Have the daemon read its configuration again.
 events; service:events; 39; Print recent events; --follow prints new ones.
 config check; local:config_check; ; Check a configuration file.

@@ -34,7 +34,7 @@ _TIMEOUT_S = 20.0
 _MOST_BYTES = 8 << 20
 
 
-def run(program: str, *arguments: str) -> str:
+def run(program: str, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
     """What a program prints, at most 8 MiB; raises ResourceError where it fails or is missing."""
     path = shutil.which(program, path=search_path())
     if path is None:
@@ -44,7 +44,7 @@ def run(program: str, *arguments: str) -> str:
             [path, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             env={"PATH": search_path(), "LC_ALL": "C.UTF-8"},
             check=False,
         )

@@ -85,6 +85,8 @@ DESIGNED = [
     "bundle-import",
     "config-check",
     "config-show",
+    "service-install",
+    "service-uninstall",
     "exec",
     "reload",
     *(f"operations-{verb}" for verb in ("list", "show", "watch", "wait", "cancel")),

@@ -62,9 +62,10 @@ def test_each_file_of_the_package_is_in_one_of_the_wheels(wheels: dict[str, Path
     ours = {
         str(path.relative_to(PROJECT))
         for path in (PROJECT / "mirrord").rglob("*")
-        if path.suffix in {".py", ".pyi", ".typed"}
+        if path.is_file() and path.suffix != ".pyc"
     }
-    assert client | daemon == ours
+    data = {f"mirrord/share/systemd/{path.name}" for path in (PROJECT / "systemd").iterdir()}
+    assert client | daemon == ours | data | {"mirrord/share/config.toml"}
     assert not client & daemon
     assert wheels["mirrord_client"].stat().st_size < MOST_BYTES
 

@@ -39,10 +39,12 @@ ARGUMENTS = {
     "refs restore": ["a/b", "x"],
     "bundle create": ["a/b", "/tmp/bundle"],
     "bundle import": [__file__],
+    **{f"service {verb}": ["--dry-run"] for verb in ("install", "uninstall")},
     **{f"operations {verb}": ["id"] for verb in ("show", "watch", "wait", "cancel")},
 }
 
 
 NEEDS_NO_DAEMON = {
-    *("serve", "verify-seal", "doctor", "support-bundle", "config check", "config show")
+    *("serve", "verify-seal", "doctor", "support-bundle", "config check", "config show"),
+    *("service install", "service uninstall"),
 }
