@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from .doctor.programs import run
+from .doctor.checks import run
 from .doctor.units import NAMES, PLACES, RUNNING
 from .errors import AccessError, ConflictError, ResourceError
 from .host.mounts import mounts_below, umount
