@@ -23,7 +23,7 @@ from random import Random
 import pyarrow.parquet
 
 from mirrord.checkouts.files.manifest import blob_id
-from mirrord.checkouts.patches.base import BaseFiles
+from mirrord.checkouts.patches.fit import BaseFiles
 from mirrord.checkouts.patches.strategies import apply_patch
 from mirrord.errors import MirrordError
 from mirrord.git.objects.repository import open_objects

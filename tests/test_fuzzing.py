@@ -17,9 +17,8 @@ from daemons import Daemon, daemon
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirrord.checkouts.patches import repair
-from mirrord.checkouts.patches.names import NotPlainError
-from mirrord.checkouts.patches.parse import named_paths, parse
+from mirrord.checkouts.patches.parse import NotPlainError, named_paths, parse
+from mirrord.checkouts.patches.strategies import recount, to_lf, unwrap
 from mirrord.cli.main import run
 from mirrord.cli.predictions import read_predictions
 from mirrord.config import Settings, setting_keys
@@ -193,7 +192,7 @@ _PATCH_LINES = st.lists(
 @fuzzed
 @given(patch=_PATCH_LINES)
 def test_a_patch_is_parsed_or_left_to_git(patch: bytes) -> None:
-    for text in (patch, repair.recount(patch), repair.unwrap(patch), repair.to_lf(patch)):
+    for text in (patch, recount(patch), unwrap(patch), to_lf(patch)):
         for as_patch in (False, True):
             with suppress(NotPlainError):
                 parse(text, as_patch=as_patch)

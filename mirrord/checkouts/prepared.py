@@ -37,7 +37,7 @@ from .backend import ChangedPaths, CopyRule, Taken
 from .environments import EnvironmentStore
 from .leases import EnvironmentName, Lease, Leases, SavedLayer
 from .lifecycle import Lifecycle
-from .patches.record import write_repository
+from .patches.diff import write_repository
 from .patches.worktree import PatchJob
 from .snapshots.layers import Layers, NewLayer
 

@@ -22,7 +22,7 @@ from mountlab import mounted_below
 
 from mirrord.checkouts.patches import apply as patches
 from mirrord.checkouts.patches.apply import CheckoutFiles
-from mirrord.checkouts.patches.collect import collect
+from mirrord.checkouts.patches.diff import collect
 from mirrord.checkouts.patches.fit import File
 from mirrord.checkouts.patches.worktree import PatchJob, RawFile, open_worktree
 from mirrord.errors import (

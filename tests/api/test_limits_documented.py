@@ -9,7 +9,7 @@ import pytest
 from mirrord.api import connections, server
 from mirrord.api import request as bodies
 from mirrord.checkouts import backend
-from mirrord.checkouts.patches import collect, diff, worktree
+from mirrord.checkouts.patches import diff, worktree
 from mirrord.datasets import json_stream, mapping, readers
 from mirrord.git import turns
 from mirrord.git.objects import trees as bounds
@@ -69,7 +69,7 @@ BOUNDS = [
     ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
     (
         "a patch that is given",
-        [f"{diff.PATCH_LIMIT_BYTES // MIB} MiB", f"{collect.FILES_LIMIT:,} new files"],
+        [f"{diff.PATCH_LIMIT_BYTES // MIB} MiB", f"{diff.FILES_LIMIT:,} new files"],
     ),
     ("a patch that is given", [f"{worktree.BYTES_LIMIT // MIB} MiB changed"]),
     (

@@ -10,8 +10,7 @@ from random import Random
 
 from gitrepos import ENV, git
 
-from mirrord.checkouts.patches.base import Change
-from mirrord.checkouts.patches.fit import DIRECTORY, File
+from mirrord.checkouts.patches.fit import DIRECTORY, Change, File
 
 Files = dict[bytes, File]
 Listing = dict[bytes, tuple[int, str]]  # mode and blob of each path

@@ -16,7 +16,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, TypeVar
 
 from ...git.objects.trees import BaseTree
-from ..patches.base import Change
+from ..patches.fit import Change
 
 T = TypeVar("T")
 

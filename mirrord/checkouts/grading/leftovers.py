@@ -17,7 +17,7 @@ from ...host.credentials import ActingAs
 from ...host.files import opened
 from ...protocol import Steering
 from ..files.reader import TreeReader
-from ..patches.base import Change
+from ..patches.fit import Change
 from ..patches.worktree import Worktree
 from ..stores.store import CONFIG
 from .conditions import Look

@@ -26,8 +26,8 @@ from ...protocol import Steering
 from ..backend import ChangedPaths
 from ..files.manifest import blob_id
 from ..files.tree import conversions_for
-from ..patches.base import BaseFiles, Change
-from ..patches.collect import collect
+from ..patches.diff import collect
+from ..patches.fit import BaseFiles, Change
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, open_worktree
 from ..snapshots.content import LayerFile, write_layer

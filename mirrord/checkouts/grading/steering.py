@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ...errors import SteeringRefusedError
 from ...model import Policy, SteeringKind
 from ...protocol import Steering
-from ..patches.base import Change
+from ..patches.fit import Change
 from ..templates.layers import parents
 from .conditions import CONDITIONS, Look
 from .rules import Rule, RuleBook

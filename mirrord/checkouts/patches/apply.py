@@ -26,8 +26,7 @@ from ...model import (
 )
 from ..files.manifest import blob_id
 from ..files.writer import TreeWriter
-from .base import BaseFiles
-from .fit import DIRECTORY, UNTRACKED, File
+from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
 from .parse import EXECUTABLE, REGULAR, SUBMODULE, SYMLINK
 from .strategies import apply_patch, must_fit
 from .worktree import PatchJob, Worktree, open_worktree

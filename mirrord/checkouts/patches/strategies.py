@@ -1,6 +1,6 @@
 """Patches onto a tree: by a fixed order of strategies, all of a patch or nothing.
 
-Plain patches are read and spliced here; what is not plain goes to one `git apply`, which sees an
+Plain patches are read and fitted here; what is not plain goes to one `git apply`, which sees an
 index of the paths that the patch names and no object but theirs. A refusal is always git's word.
 Writes nothing but a scratch repository. Sync; runs in workers.
 """
@@ -32,12 +32,22 @@ from ...model import (
     FoundStrategy,
 )
 from ..files.manifest import blob_id
-from . import repair
-from .base import Change
-from .fit import DIRECTORY, UNTRACKED, File, Patched, Results, Splice, Tree, find_obstacle, fit
-from .names import NotPlainError
-from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, named_paths, parse
-from .splice import MisfitError, splice, splice_fuzzily
+from .fit import (
+    DIRECTORY,
+    UNTRACKED,
+    Change,
+    File,
+    MisfitError,
+    Patched,
+    Results,
+    Splice,
+    Tree,
+    find_obstacle,
+    fit,
+    splice,
+    splice_fuzzily,
+)
+from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, NotPlainError, named_paths, parse
 
 _TIMEOUT = timedelta(minutes=4)
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
@@ -125,8 +135,8 @@ class _Work:
         return any(base.read(path) != tree.read(path) for path in named_paths(patch))
 
     def _attempts(self, patch: bytes) -> Iterator[tuple[FoundStrategy, bytes, Splice]]:
-        counted, bare = repair.recount(patch), repair.unwrap(patch)
-        whole = repair.unwrap(repair.to_lf(patch))
+        counted, bare = recount(patch), unwrap(patch)
+        whole = unwrap(to_lf(patch))
         yield FoundStrategy.COUNTS, counted, splice
         yield FoundStrategy.PROSE, bare, splice
         yield FoundStrategy.CRLF, whole, splice
@@ -158,7 +168,7 @@ class _Work:
             )
         except NotPlainError:
             left = {}
-        text = repair.to_lf(patch) if repair.has_crlf_headers(patch) else patch
+        text = to_lf(patch) if has_crlf_headers(patch) else patch
         try:
             patches = parse(text, as_patch=True)
             tree = Patched(self.tree, left)
@@ -212,12 +222,12 @@ def _loaded(repository: ScratchRepository, entry: TreeEntry) -> bytes:
 
 
 def _splice_blanks(data: bytes, hunks: list[Hunk]) -> bytes:
-    return splice(data, hunks, repair.strip_blanks)
+    return splice(data, hunks, strip_blanks)
 
 
 def _splice_line_ends(data: bytes, hunks: list[Hunk]) -> bytes:
     if b"\r\n" in data:
-        hunks = [hunk.with_lines(repair.to_crlf) for hunk in hunks]
+        hunks = [hunk.with_lines(to_crlf) for hunk in hunks]
     return splice(data, hunks)
 
 
@@ -289,3 +299,136 @@ def _refusal(stderr: str) -> MirrordError:
         hint="nothing was changed; see `mirrord diff` for what the checkout has",
         reasons=reasons[:50],
     )
+
+
+# -- what people and models do to patches, undone --------------------------------------------------
+#
+# A line of a hunk begins with a blank, a sign or a backslash, or is empty; anything else ends it.
+# Nothing is made up: a line is kept as it is, or left out.
+
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
+_FILE = re.compile(rb"(?m)^(?:diff --git |--- )")
+_INDENTED = re.compile(rb"(?m)^([ \t]+)(?:diff --git |--- )")
+_EXTENDED = re.compile(
+    rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) "
+    rb"|(?:dis)?similarity index |index |--- |\+\+\+ "
+)
+_NEEDS_GIT = re.compile(rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) ")
+_BINARY = b"GIT binary patch"
+_SIGNATURE = re.compile(rb"\d+\.\d+")  # below `-- ` at the end of a mail
+_LF_ENDED = re.compile(rb"(?<!\r)\n")
+
+
+def recount(patch: bytes) -> bytes:
+    """Write each hunk's counts anew, from all lines that may be its."""
+    return _rewritten(patch, trusts_counts=False, keeps_prose=True)
+
+
+def unwrap(patch: bytes) -> bytes:
+    """Leave out what is no part of a patch, and its indentation; right counts are believed."""
+    if not _FILE.search(patch) and (indented := _INDENTED.search(patch)):
+        patch = re.sub(rb"(?m)^" + indented[1], b"", patch)
+    return _rewritten(patch, trusts_counts=True, keeps_prose=False)
+
+
+def to_lf(patch: bytes) -> bytes:
+    return patch.replace(b"\r\n", b"\n")
+
+
+def has_crlf_headers(patch: bytes) -> bool:
+    """Whether all of a patch has CRLF, and not only a file in it: as GNU patch tells it."""
+    return bool(re.search(rb"(?m)^(?:\+\+\+ |@@ -).*\r$", patch))
+
+
+def to_crlf(line: bytes) -> bytes:
+    return _LF_ENDED.sub(b"\r\n", line)
+
+
+def strip_blanks(line: bytes) -> bytes:
+    """A line without the blanks at its end; its newline, or none, stays."""
+    return line[:-1].rstrip(b" \t") + b"\n" if line.endswith(b"\n") else line.rstrip(b" \t")
+
+
+def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes:
+    lines = patch.removesuffix(b"\n").split(b"\n")
+    done: list[bytes] = []
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if header := _HUNK.match(line):
+            body = _body(lines, at + 1)
+            counted = _counted(body, header) if trusts_counts else None
+            done += _hunk(header, counted or _trimmed(body))
+            at += 1 + len(counted or body)
+        elif line.startswith(b"diff --git "):
+            end = at + 1
+            while end < len(lines) and _EXTENDED.match(lines[end]):
+                end += 1
+            done += lines[at:end] if keeps_prose else _needed(lines[at:end])
+            at = end
+        elif line == _BINARY:
+            end = at
+            while end < len(lines) and not lines[end].startswith(b"diff --git "):
+                end += 1
+            done += lines[at:end]
+            at = end
+        else:
+            if keeps_prose or _is_file(lines, at) or (at and _is_file(lines, at - 1)):
+                done.append(line)
+            at += 1
+    return b"\n".join([*done, b""])
+
+
+def _is_file(lines: list[bytes], at: int) -> bool:
+    """Whether a traditional header begins here."""
+    starts = (b"--- ", b"+++ ", b"@@ -")
+    return all(
+        line.startswith(start) for line, start in zip(lines[at : at + 3], starts, strict=False)
+    )
+
+
+def _needed(header: list[bytes]) -> list[bytes]:
+    """A git header without what only says that it is one: `--- /dev/null` says more."""
+    names = [line for line in header if line.startswith((b"--- ", b"+++ "))]
+    return [b"", *names] if names and not any(map(_NEEDS_GIT.match, header)) else header
+
+
+def _body(lines: list[bytes], at: int) -> list[bytes]:
+    """The lines from `at` on that may be of a hunk."""
+    end = at
+    while end < len(lines) and lines[end][:1] in (b" ", b"+", b"-", b"\\", b"", b"\r"):
+        is_signature = lines[end] == b"-- " and _SIGNATURE.match(b"".join(lines[end + 1 : end + 2]))
+        if is_signature or (lines[end].startswith(b"--- ") and _is_file(lines, end)):
+            break
+        end += 1
+    return lines[at:end]
+
+
+def _counted(body: list[bytes], header: re.Match[bytes]) -> list[bytes] | None:
+    """As many lines as the header says; None where it is wrong."""
+    old, new = (int(header[at]) if header[at] else 1 for at in (2, 4))
+    for at, line in enumerate(body):
+        if old <= 0 and new <= 0 and not line.startswith(b"\\"):
+            return body[:at] if old == new == 0 else None
+        old -= not line.startswith((b"+", b"\\"))
+        new -= not line.startswith((b"-", b"\\"))
+    return body if old == new == 0 else None
+
+
+def _trimmed(body: list[bytes]) -> list[bytes]:
+    """Without the empty lines at its end, which are as likely between two hunks."""
+    while body and body[-1] in (b"", b"\r"):
+        body = body[:-1]
+    return body
+
+
+def _hunk(header: re.Match[bytes], body: list[bytes]) -> list[bytes]:
+    """A hunk with the right counts; nothing where it changes nothing."""
+    signs = [line[:1] for line in body]
+    if b"+" not in signs and b"-" not in signs:
+        return []
+    old = sum(sign not in (b"+", b"\\") for sign in signs)
+    new = sum(sign not in (b"-", b"\\") for sign in signs)
+    numbers = int(header[1]), old, int(header[3]), new
+    body = [b" \r" if line == b"\r" else line for line in body]
+    return [b"@@ -%d,%d +%d,%d @@" % numbers + header[5], *body]

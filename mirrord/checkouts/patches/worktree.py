@@ -114,13 +114,6 @@ class Worktree:
         self.changed: Set[bytes] | None = None
         self.modes: dict[bytes, int] = {}
 
-    def read(self, path: bytes) -> tuple[int, bytes] | None:
-        """The mode and the blob that git would record; None where it would record nothing."""
-        before = self.base.find(path)
-        with self.owner:
-            raw = self.look(path)
-        return (raw.mode, self.clean(path, raw, before)) if raw else None
-
     def look(self, path: bytes, kind: int | None = None) -> RawFile | None:
         """The file at a path, of a `kind` where that was seen; None where git tracks nothing.
 

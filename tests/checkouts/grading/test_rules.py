@@ -20,7 +20,7 @@ from mirrord.checkouts.grading.conditions import (
 )
 from mirrord.checkouts.grading.rules import RULES, RuleBook, own_rule
 from mirrord.checkouts.grading.steering import Policies, Sifted, sift
-from mirrord.checkouts.patches.base import Change
+from mirrord.checkouts.patches.fit import Change
 from mirrord.errors import SteeringRefusedError
 from mirrord.git.objects.repository import Objects, open_objects
 from mirrord.git.objects.trees import BaseTree

@@ -14,10 +14,8 @@ from patchlab import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
 
 from mirrord.checkouts.files.manifest import blob_id
 from mirrord.checkouts.patches import fit
-from mirrord.checkouts.patches.fit import File
-from mirrord.checkouts.patches.names import NotPlainError
-from mirrord.checkouts.patches.parse import parse
-from mirrord.checkouts.patches.splice import MisfitError, splice, splice_fuzzily
+from mirrord.checkouts.patches.fit import File, MisfitError, splice, splice_fuzzily
+from mirrord.checkouts.patches.parse import NotPlainError, parse
 from mirrord.checkouts.patches.strategies import apply_patch
 from mirrord.errors import MirrordError
 from mirrord.model import ApplyStrategy, FoundStrategy
