@@ -9,6 +9,7 @@ BENCH_ARGS ?=
 PYTEST_ARGS ?=
 FAULTS_ARGS ?=
 SEED ?= 1
+MINUTES ?= 30
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
 DEBIAN_PACKAGES := git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap podman runc prometheus chromium chromium-driver fonts-dejavu-core
@@ -22,7 +23,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3" pyt
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
-.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest release release-check release-tools faults lint bench debian clean
+.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest release release-check release-tools faults lint bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -128,6 +129,9 @@ release-tools: .venv/release/ready
 
 bench: setup ## measure, side by side with git; REPO=path of a repository
 	$(BIN)/python benchmarks/bench.py $(foreach repo,$(REPO),--repo '$(repo)') $(if $(DOCS),--docs) $(BENCH_ARGS)
+
+screenshots: debian setup ## take the pictures in docs/web.md; MINUTES of work are in their plots
+	PYTHONPATH=tests/support $(BIN)/python tests/web/screenshots.py docs --minutes $(MINUTES)
 
 debian:
 	@if command -v dpkg-query >/dev/null && [ "$$(id -u)" = 0 ]; then \

@@ -112,6 +112,7 @@ from .model import History as History
 from .model import Policy as Policy
 from .model import Reach as Reach
 from .model import Readiness as Readiness
+from .model import ReportKind as ReportKind
 from .model import SteeringKind as SteeringKind
 from .model import Target as Target
 from .model import View as View
@@ -176,6 +177,7 @@ from .protocol import RehearsalStep as RehearsalStep
 from .protocol import Rehearsed as Rehearsed
 from .protocol import ReloadAnswer as ReloadAnswer
 from .protocol import Repair as Repair
+from .protocol import Report as Report
 from .protocol import ResetAnswer as ResetAnswer
 from .protocol import RestoreAnswer as RestoreAnswer
 from .protocol import RootLeak as RootLeak

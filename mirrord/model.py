@@ -214,6 +214,13 @@ class Readiness(StrEnum):
     UNTRIED = "untried"
 
 
+class ReportKind(StrEnum):
+    """Of what a report is: `mirrord rehearse`, or `mirrord grade --predictions`."""
+
+    REHEARSAL = "rehearsal"
+    GRADING = "grading"
+
+
 class Direction(StrEnum):
     """Which way a row's patch goes: `forward` fixes the bug, `reverse` introduces it."""
 

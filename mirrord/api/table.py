@@ -191,6 +191,8 @@ ENDPOINTS = (
     _get(f"{API}/audits", ADMIN, mirrors.list_audits),
     _post(f"{API}/audits", ADMIN, mirrors.start_audit, 202),
     _get(f"{API}/audits/{{id}}", ADMIN, mirrors.get_audit),
+    _get(f"{API}/reports", ADMIN, daemon.list_reports),
+    _post(f"{API}/reports", ADMIN, daemon.add_report, 201),
     _post(f"{API}/heals", ADMIN, mirrors.start_heal, 202),
     _post(f"{_MIRROR}/heal", ADMIN, mirrors.heal_with_bundle, 202, upload=_FILE),
 

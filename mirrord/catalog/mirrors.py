@@ -1,4 +1,4 @@
-"""Queries about mirrors, their pins and their audits. Sync, on one connection."""
+"""Queries about mirrors, their pins and audits, and about reports. Sync, on one connection."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from sqlalchemy import Connection, RowMapping, delete, exists, func, select, update
 
 from ..model import AuditLevel, CommitId, MirrorName
-from ..protocol import Audit, AuditPart
+from ..protocol import Audit, AuditPart, Report
 from .database import upsert
 from .schema import (
     JudgementRow,
@@ -21,6 +21,7 @@ from .schema import (
     mirrors,
     pins,
     recorded,
+    reports,
 )
 
 T = TypeVar("T")
@@ -231,3 +232,27 @@ def _judgement_row(row: RowMapping) -> JudgementRow:
         judged_at=row["judged_at"],
         part=AuditPart.from_json(row["document"]),
     )
+
+
+# -- reports, of which the newest are kept ---------------------------------------------------------
+
+
+def put_report(connection: Connection, report: Report) -> None:
+    row = {"id": report.id, "received_at": report.at, "document": report.to_json()}
+    upsert(connection, reports, [row])
+    newest = select(reports.c.id).order_by(reports.c.received_at.desc(), reports.c.id).limit(200)
+    kept = connection.execute(newest).scalars().all()
+    connection.execute(delete(reports).where(reports.c.id.not_in(kept)))
+
+
+def find_report(connection: Connection, identity: str) -> Report | None:
+    query = select(reports.c.document).where(reports.c.id == identity)
+    document = connection.execute(query).scalar()
+    return Report.from_json(document) if document else None
+
+
+def list_reports(connection: Connection, limit: int = 200) -> list[Report]:
+    """The newest first."""
+    query = select(reports.c.document).order_by(reports.c.received_at.desc(), reports.c.id)
+    documents = connection.execute(query.limit(limit)).scalars()
+    return [Report.from_json(document) for document in documents]

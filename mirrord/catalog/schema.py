@@ -26,7 +26,7 @@ from ..model import (
 )
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0005"  # the newest migration
+HEAD = "0006"  # the newest migration
 
 _TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
@@ -157,6 +157,15 @@ audits = sa.Table(
     sa.Column("finished_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
     sa.Index("audits_by_time", "finished_at"),
+)
+
+reports = sa.Table(
+    "reports",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("received_at", UtcTime, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
+    sa.Index("reports_by_time", "received_at"),
 )
 
 judgements = sa.Table(

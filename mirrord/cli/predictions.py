@@ -172,6 +172,8 @@ def grade_all(
         except KeyboardInterrupt:
             session.note(f"interrupted after {len(report.outcomes)} of {total} predictions")
             raise
+        finally:
+            session.report(report.report())
     session.answer(report.answer(), report.lines())
     if status := report.exit_status:
         raise SystemExit(status)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from ..model import utc_now
-from ..protocol import to_bytes, to_json
+from ..model import ReportKind, utc_now
+from ..protocol import FAULTS_MAX, AddReport, to_bytes, to_json
 from .outcomes import GradedPrediction, State
 from .output import count, table
 from .page import PAGES, create
@@ -78,6 +78,24 @@ class Report:
             "began_at": self._began_at,
             "ended_at": utc_now(),
         }
+
+    def report(self) -> AddReport:
+        """What the daemon's page shows of it."""
+        totals, mirrors = self.totals(), dict[str, Counter[str]]()
+        for each in self.outcomes:
+            if each.grade:
+                mirrors.setdefault(each.grade.mirror, Counter())[each.state] += 1
+        bad = {each.instance: str(each.state) for each in self.outcomes if each.error}
+        named = [(name, state) for name, state in bad.items() if name and len(name) <= 500]
+        return AddReport(
+            kind=ReportKind.GRADING,
+            dataset=totals["dataset"],
+            duration_s=(totals["ended_at"] - self._began_at).total_seconds(),
+            total=self._total,
+            results=totals["states"],
+            mirrors={name: dict(counts) for name, counts in mirrors.items()},
+            faults=dict(named[:FAULTS_MAX]),
+        )
 
     def answer(self) -> dict[str, Any]:
         """The answer with --json."""

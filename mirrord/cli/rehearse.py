@@ -66,6 +66,8 @@ def rehearse(
         except KeyboardInterrupt:
             session.note(f"interrupted after {len(results.rows)} of {results.total} instances")
             raise
+        finally:
+            session.report(results.report())
     session.answer(results.answer(), results.lines())
     if status := results.exit_status:
         raise SystemExit(status)

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from .. import __version__
 from ..client.rehearsing import Candidate
 from ..errors import UsageError, from_problem
-from ..model import Readiness, utc_now
-from ..protocol import Rehearsed, to_bytes, to_json
+from ..model import Readiness, ReportKind, utc_now
+from ..protocol import FAULTS_MAX, AddReport, Rehearsed, to_bytes, to_json
 from .output import count, table
 from .page import PAGES, create
 from .rehearse_page import render
@@ -105,6 +105,24 @@ class Results:
             "ended_at": utc_now(),
         }
 
+    def report(self) -> AddReport:
+        """What the daemon's page shows of it."""
+        mirrors: dict[str, dict[str, int]] = {}
+        for row in self.rows:
+            counts = mirrors.setdefault(row.repo or "-", {})
+            counts[row.status] = counts.get(row.status, 0) + 1
+        bad = [row for row in self.rows if row.status is not Readiness.READY]
+        datasets = {row.dataset for row in self.rows}
+        return AddReport(
+            kind=ReportKind.REHEARSAL,
+            dataset=datasets.pop() if len(datasets) == 1 else None,
+            duration_s=(utc_now() - self._began_at).total_seconds(),
+            total=self.total,
+            results=self.totals()["states"],
+            mirrors=mirrors,
+            faults={row.instance: _failed_step(row) for row in bad[:FAULTS_MAX]},
+        )
+
     def answer(self) -> dict[str, Any]:
         """The answer with --json."""
         rows = [{**row.to_json(), "ok": row.ok} for row in self.rows]
@@ -138,6 +156,11 @@ class Results:
         kept = f" ({self.kept:,} by an earlier run)" if self.kept else ""
         counts_text = "; ".join([*counted, f"{failed} failed"])
         yield f"{count(len(self.rows), 'instance')} rehearsed{kept}: {counts_text}"
+
+
+def _failed_step(row: Rehearsed) -> str:
+    outcomes = {"failed", "but"}
+    return next((step.name for step in row.steps if step.outcome in outcomes), str(row.status))
 
 
 def _unexpected(rows: list[Rehearsed]) -> Iterator[str]:

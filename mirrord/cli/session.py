@@ -17,7 +17,7 @@ from ..errors import MirrordError, UsageError
 from ..model import printable
 
 if TYPE_CHECKING:
-    from ..protocol import Message
+    from ..protocol import AddReport, Message
 
 T = TypeVar("T")
 
@@ -57,6 +57,15 @@ class Session:
         """Print something that is not the answer, to stderr."""
         if not self.json:
             print(text, file=sys.stderr)
+
+    def report(self, report: AddReport) -> None:
+        """Send a report for the daemon's page. One that is not taken fails nothing else."""
+        if not report.results:
+            return
+        try:
+            self.client.add_report(report)
+        except MirrordError as error:
+            self.note(f"this run is not on the page: {error.message}")
 
     def fail(self, error: MirrordError) -> None:
         """Print an error and its hint."""

@@ -1,10 +1,10 @@
 """What instances need to run, and whether they do: recipes, builds, rehearsals."""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from .. import model
-from .codec import Answer, Problem, Request, Word
+from .codec import Answer, Bounds, Problem, Repo, Request, Word
 
 
 class Recipe(Answer, Request):
@@ -160,3 +160,44 @@ class Rehearsed(Answer):
     def ok(self) -> bool:
         """Whether it can be checked out and graded."""
         return self.status in (model.Readiness.READY, model.Readiness.BUT)
+
+
+# -- reports on many instances, as the page shows them ---------------------------------------------
+
+FAULTS_MAX = 1000
+_Result = Annotated[str, Bounds(pattern="^[a-z@_, -]{1,40}$")]
+_Counts = dict[_Result, Annotated[int, Bounds(ge=0, lt=2**53)]]
+
+
+class AddReport(Request):
+    """What a rehearsal, or a grading of predictions, found: numbers, and names of instances.
+
+    `results` counts instances by result, `mirrors` does so for each repository. `faults` has, for
+    the first of those without a good result, the step that failed, or the result.
+    """
+
+    kind: model.ReportKind
+    dataset: Word | None = None
+    duration_s: Annotated[float, Bounds(ge=0, lt=2**53)] = 0.0
+    total: Annotated[int, Bounds(ge=0, lt=2**53)]
+    results: Annotated[_Counts, Bounds(max_length=50)] = {}
+    mirrors: Annotated[dict[Repo, _Counts], Bounds(max_length=10000)] = {}
+    faults: Annotated[dict[Word, _Result], Bounds(max_length=FAULTS_MAX)] = {}
+
+
+class Report(Answer):
+    """A report as it was received. It was interrupted where `total` is more than the results."""
+
+    id: str
+    at: datetime
+    kind: model.ReportKind
+    dataset: str | None = None
+    duration_s: float = 0.0
+    total: int
+    results: dict[str, int] = {}
+    mirrors: dict[str, dict[str, int]] = {}
+    faults: dict[str, str] = {}
+
+    @property
+    def done(self) -> int:
+        return sum(self.results.values())

@@ -48,6 +48,8 @@ ROUTES = (
     _route("/environments", views.show_environments, "Environments"),
     _route("/audits", views.show_audits, "Audits"),
     _route("/audits/(?P<identity>[^/]{1,100})", views.show_audit),
+    _route("/reports", views.show_reports, "Reports"),
+    _route("/reports/(?P<identity>[^/]{1,100})", views.show_report),
     _route("/activity", views.show_activity, "Activity"),
 )
 

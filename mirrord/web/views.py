@@ -35,8 +35,9 @@ _TONES = {
     **dict.fromkeys(map(str, Servable), "bad"),
     str(Servable.READY): "good",
     str(Servable.BUT): "warn",
-    "failed": "bad",
-    "building": "other",
+    **dict.fromkeys(("failed", "conflict", "refused", "invalid"), "bad"),
+    **dict.fromkeys(("untried", "unknown", "duplicate", "empty", "building"), "other"),
+    "prepared": "good",
 }
 
 
@@ -262,6 +263,36 @@ async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
         "groups": Slice.of(_grouped(audit.findings), values),
         # those that no dataset has any more may tell a commit
         "affected": sorted(ids.values())[:_LISTED],
+    }
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+async def show_reports(engine: Engine, values: Values) -> Facts:
+    found = await engine.catalog.list_reports()
+    names = {each.name for each in await engine.catalog.summarise_datasets()}
+    rows = [(each, each.dataset if each.dataset in names else "") for each in found]
+    return {"slice": Slice.of(rows, values), "tones": _TONES}
+
+
+async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
+    report = await engine.catalog.find_report(identity)
+    if report is None:
+        raise NotFoundError("cannot find the report")
+    ids = await engine.catalog.list_public_ids(report.faults)
+    known = ((_subject(engine, name, set()), counts) for name, counts in report.mirrors.items())
+    names = {each.name for each in await engine.catalog.summarise_datasets()}
+    return {
+        "report": report,
+        "dataset": report.dataset if report.dataset in names else "",
+        "mirrors": sorted((name, counts) for name, counts in known if name),
+        "steps": Counter(report.faults.values()).most_common(),
+        # those that no dataset has any more may tell a commit
+        "faults": Slice.of(
+            sorted((ids[each], step) for each, step in report.faults.items() if each in ids), values
+        ),
+        "tones": _TONES,
     }
 
 

@@ -32,8 +32,8 @@ from mirrord.api.table import ENDPOINTS
 from mirrord.cli.main import run
 from mirrord.cli.scrubbing import Scrubber
 from mirrord.errors import AccessError
-from mirrord.model import History, View
-from mirrord.protocol import Instance
+from mirrord.model import History, ReportKind, View
+from mirrord.protocol import AddReport, Instance
 
 pytestmark = pytest.mark.root
 
@@ -160,6 +160,15 @@ def _use(world: World, client: Client) -> World:
     with client.checkout(f"o/r@{world.named}", view=View.GRADER) as held:
         assert client.verify_receipt(held.receipt()).holds  # by a git of its own
     client.wait(client.start_audit())
+    faults = {task.id: "@patch" for task in world.tasks} | {
+        world.secrets.plant("forgotten"): "seal"
+    }
+    client.add_report(
+        AddReport(
+            kind=ReportKind.REHEARSAL, dataset=world.secrets.plant("dataset"), total=9,
+            results={"failed": 9}, mirrors={world.secrets.plant("mirror"): {"failed": 9}}, faults=faults,
+        )
+    )  # fmt: skip
     world.theirs = client.checkout(first.id, owner=AGENT).lease.to_json()
     asked = [
         ("POST", "checkouts", {"instance": task.id, "backend": backend})
@@ -247,6 +256,8 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("GET", "/v1/audits"): [("audits", None)],
         ("POST", "/v1/audits"): [("audits", {"level": "quick"})],
         ("GET", "/v1/audits/{id}"): [("audits/x", None)],
+        ("GET", "/v1/reports"): [("reports", None)],
+        ("POST", "/v1/reports"): [("reports", {"kind": "grading", "total": 1})],
         ("POST", "/v1/heals"): [("heals", {})],
         ("POST", "/v1/mirrors/{name}/heal"): [("mirrors/o__r/heal", {})],
         ("GET", "/v1/checkouts"): [("checkouts", None)],
@@ -324,7 +335,8 @@ def test_no_page_tells_a_secret(world: World) -> None:
     """Whoever reaches the port of the page is a stranger, an agent maybe."""
     pages = walk(world.port)
     names = {f"/datasets/{task.dataset}" for task in world.tasks} | {"/mirrors/o__r", "/checkouts"}
-    assert names <= set(pages) and any(path.startswith("/audits/") for path in pages)
+    assert names <= set(pages)
+    assert {"/audits/", "/reports/"} <= {path[: path.rfind("/") + 1] for path in pages}
     told = {path: world.secrets.found_in(text) for path, text in pages.items()}
     assert {path: names for path, names in told.items() if names} == {}
     for task in world.tasks:

@@ -186,6 +186,7 @@ class Desk:
 def desk(path: Path) -> Iterator[Desk]:
     made = Desk()
     routes: dict[tuple[str, str], Route] = {("POST", "/v1/grades"): made.grade}
+    routes["POST", "/v1/reports"] = lambda handler: handler.problem(507, "disk-full")
     routes |= {("DELETE", f"/v1/checkouts/{n:016}"): made.release for n in range(100)}
     with serving(path, routes):
         yield made
@@ -569,6 +570,11 @@ def test_predictions_are_graded_as_the_report_says(
     assert by_name["conflict"]["error"]["code"] == "patch-conflict"
     assert Page(files[1].read_text()).opened == []
     assert held(world) == []
+    with Client(world.daemon.socket) as client:
+        shown = client.list_reports()[0]  # on the page
+    assert (shown.kind, shown.total, shown.results) == ("grading", 9, last["totals"]["states"])
+    assert shown.mirrors == {"demo__project": {"prepared": 5, "empty": 1}}
+    assert sorted(shown.faults.values()) == ["conflict", "unknown"]
 
 
 @pytest.mark.slow

@@ -141,6 +141,15 @@ def test_each_row_says_what_is_wrong_with_it(world: World, tmp_path: Path) -> No
     assert "no such line" in text or "cannot apply the patch" in text
     with Client(world.daemon.socket) as client:
         assert client.list_checkouts() == []
+        shown = client.list_reports()[0]  # on the page
+    assert (shown.kind, shown.dataset, shown.total, shown.done) == ("rehearsal", "planted", 7, 7)
+    assert shown.results == totals["states"]
+    assert shown.mirrors["demo/absent"] == {"failed": 1}
+    names = ("test", "gold", "setup", "base", "elsewhere")
+    steps_shown = ("@test_patch", "@patch", "recorded", "checkout", "mirrored")
+    assert shown.faults == {
+        f"demo__project-{name}": step for name, step in zip(names, steps_shown, strict=True)
+    }
 
     status, out, _ = world.run("rehearse", *words)
     assert status == 8
@@ -252,7 +261,9 @@ def test_an_interrupted_run_releases_all_and_reports_what_it_did(
     assert run_away(world, words, signal.SIGINT, state) == 130
     with Client(world.daemon.socket) as client:
         assert client.list_checkouts() == []
+        shown = client.list_reports()[0]
     done = state.read_text().count("\n")
+    assert (shown.done, shown.total) == (done, 60)
     assert f"Interrupted: this covers {done} of 60 instances." in page.read_text()
 
 

@@ -14,8 +14,9 @@ from daemons import Daemon, daemon, parse_response
 from gitrepos import Upstream, git
 from waiting import until
 
-from mirrord import Client
+from mirrord import Client, ReportKind
 from mirrord.errors import UpstreamError
+from mirrord.protocol import AddReport
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -75,6 +76,13 @@ SCRIPT = "<script>document.title='taken'</script>"
 IMAGE = "<img src=x onerror=alert(1)>\u202e"
 
 
+REPORT = AddReport(
+    kind=ReportKind.REHEARSAL, dataset="rows", duration_s=90.0, total=5,
+    results={"ready": 2, "failed": 2}, mirrors={"o/r": {"ready": 2}, SCRIPT: {"failed": 2}},
+    faults={"o__r-lost": "checkout", f"o__r-{SCRIPT}": "@patch", "o__r-forgotten": "seal"},
+)  # fmt: skip
+
+
 class World(NamedTuple):
     daemon: Daemon
     port: int
@@ -103,6 +111,7 @@ def furnished(root: Path) -> Iterator[World]:
         client.wait(client.start_audit())
         (running.state_dir / "datasets" / f"{IMAGE}.jsonl").write_text("no row\n")
         until(lambda: any("cannot import" in text for text in client.health().reasons))
+        client.add_report(REPORT)
         held = client.checkout("o__r-7")
         yield World(running, port, base)
         held.release()

@@ -76,7 +76,7 @@ class _Outline(HTMLParser):
 def test_every_page_is_sound_and_has_what_it_is_about(world: World) -> None:
     pages = walk(world.port)
     assert {path.partition("?")[0].split("/")[1] for path in pages} == {
-        *("", "mirrors", "datasets", "checkouts", "environments", "audits", "activity"),
+        *("", "mirrors", "datasets", "checkouts", "environments", "audits", "reports", "activity"),
         *("style.css", "icon.svg"),
     }
     for path, text in pages.items():
@@ -92,6 +92,22 @@ def test_every_page_is_sound_and_has_what_it_is_about(world: World) -> None:
     assert world.base[:12] in pages["/datasets/rows"]
     assert "o__r-7" in pages["/checkouts"]
     assert "2 findings" in pages["/audits"]
+    assert {"Rehearsal of 5", "2 ready", "2 failed", "interrupted"} <= set(
+        re.findall(r"Rehearsal of 5|2 ready|2 failed|interrupted", pages["/reports"])
+    )
+
+
+def test_a_report_names_mirrors_and_instances_that_there_are(world: World) -> None:
+    """By their public ids; what only the report knows may tell a commit."""
+    [path] = re.findall(r'href="(/reports/[^"]+)"', page(world.port, "/reports"))
+    text = page(world.port, path)
+    assert re.findall(r'href="/mirrors/([^"]+)"', text) == ["o__r"]
+    assert re.findall(r"<tr><td>(o__[^<]*)</td><td>([^<]*)</td>", text)[-1] == (
+        "o__r-lost",
+        "checkout",
+    )
+    assert "covers 4 of 5" in text and "&lt;script&gt;" in text
+    assert "forgotten" not in text
 
 
 def test_hostile_names_stay_text(world: World) -> None:

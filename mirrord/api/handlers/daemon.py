@@ -1,8 +1,9 @@
-"""The daemon itself: health, status, configuration, metrics; operations and events.
+"""The daemon itself: health, status, configuration, metrics; reports, operations and events.
 
 An administrator sees all operations and events, everybody else their own.
 """
 
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -11,14 +12,17 @@ from datetime import timedelta
 from pydantic import Field
 from starlette.responses import Response
 
+from ...model import utc_now
 from ...protocol import (
     Activity,
+    AddReport,
     CollectGarbage,
     Configuration,
     Event,
     Garbage,
     Operation,
     ReloadAnswer,
+    Report,
     Status,
     Usage,
 )
@@ -77,6 +81,18 @@ async def get_activity(call: Call, query: ActivityQuery) -> Activity:
 async def get_metrics(call: Call) -> Response:
     accept = call.request.headers.get("accept", "")
     return text_response(*await metrics.answer(call.engine, accept))
+
+
+async def list_reports(call: Call) -> list[Report]:
+    """The newest 200, that one first."""
+    return await call.engine.catalog.list_reports()
+
+
+async def add_report(call: Call, body: AddReport) -> Report:
+    """For the page; the client sends it at the end of its work."""
+    report = Report(id=secrets.token_hex(8), at=utc_now(), **vars(body))
+    await call.engine.catalog.put_report(report)
+    return report
 
 
 async def list_operations(call: Call) -> list[Operation]:

@@ -299,6 +299,13 @@ class AsyncClient:
     async def get_audit(self, audit: str) -> protocol.Audit:
         return await self._one(protocol.Audit, "GET", f"audits/{_quoted(audit)}")
 
+    async def list_reports(self) -> list[protocol.Report]:
+        """Of rehearsals and gradings, the newest first."""
+        return await self._list(protocol.Report, "GET", "reports")
+
+    async def add_report(self, report: protocol.AddReport) -> protocol.Report:
+        return await self._one(protocol.Report, "POST", "reports", body=report)
+
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
         body = message(protocol.StartHeal, mirrors=list(mirrors))

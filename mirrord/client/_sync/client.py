@@ -298,6 +298,13 @@ class Client:
     def get_audit(self, audit: str) -> protocol.Audit:
         return self._one(protocol.Audit, "GET", f"audits/{_quoted(audit)}")
 
+    def list_reports(self) -> list[protocol.Report]:
+        """Of rehearsals and gradings, the newest first."""
+        return self._list(protocol.Report, "GET", "reports")
+
+    def add_report(self, report: protocol.AddReport) -> protocol.Report:
+        return self._one(protocol.Report, "POST", "reports", body=report)
+
     def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
         body = message(protocol.StartHeal, mirrors=list(mirrors))
