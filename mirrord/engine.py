@@ -42,7 +42,7 @@ from .host.trash import Trash, remove_trees
 from .jobs.events import Events
 from .jobs.operations import Operations
 from .jobs.watch import Watch, is_complete_name, signature_of
-from .mirrors.bundles.service import Bundles
+from .mirrors.bundles import Bundles
 from .mirrors.service import Mirrors
 from .model import Backend, CommitId, History, MirrorName, utc_now
 from .places import Layout

@@ -26,8 +26,8 @@ from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
 from .heal.service import Heals
 from .jobs.operations import Operations, Work
-from .mirrors.bundles.format import read_header
-from .mirrors.bundles.service import Bundles
+from .mirrors.bundle_file import read_header
+from .mirrors.bundles import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
 from .protocol import BuildEnvironments, Message, Operation, Progress, ProgressSink, StartAudit

@@ -32,7 +32,7 @@ from mirrord.errors import (
     InvalidRecipeError,
     UsageError,
 )
-from mirrord.mirrors.bundles.format import read_header
+from mirrord.mirrors.bundle_file import read_header
 
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(

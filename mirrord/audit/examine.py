@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ..git.command import BatchObject
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
+from ..mirrors.refs import packed_refs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS
-from ..mirrors.transaction import packed_refs
 from ..model import AuditLevel, CommitId, CommitState, FindingKind, Reach
 from . import connectivity
 from .connectivity import Damage, Fsck, Verdict

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import BatchObject
-from ..mirrors.fetch import INCOMING
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin
-from ..mirrors.refs import theirs
+from ..mirrors.refs import JOURNAL, theirs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
-from ..mirrors.transaction import JOURNAL
+from ..mirrors.sync import INCOMING
 from ..model import FindingKind
 from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph, read_objects, run_git
 from .object_files import BadFile, Defect, FileKind, no_directory, no_file

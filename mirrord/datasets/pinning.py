@@ -17,8 +17,8 @@ from ..catalog import EVERY, PinRow, roles_of
 from ..errors import MirrordError, StoppingError
 from ..host.files import sync_directory
 from ..mirrors.quarantine import SPOOL_PREFIX
+from ..mirrors.refs import write_durably
 from ..mirrors.service import Mirrors
-from ..mirrors.transaction import write_durably
 from ..model import CommitId, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log

@@ -21,8 +21,8 @@ from ..catalog import MirrorRow
 from ..errors import CorruptObjectError, MirrordError
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..host.files import full_disk_named
-from ..mirrors.bundles.format import BundleHeader, index_bundle, read_header
-from ..mirrors.bundles.merge import BundleRefs, sort_refs
+from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
+from ..mirrors.bundles import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED, within_room
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors

@@ -22,8 +22,8 @@ from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
 from ..mirrors.history import NOTHING_RECORDED, blobs_of
 from ..mirrors.quarantine import DAMAGED
+from ..mirrors.refs import packed_refs, write_durably
 from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
-from ..mirrors.transaction import packed_refs, write_durably
 from ..model import MirrorName, utc_now
 
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")

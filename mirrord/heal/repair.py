@@ -21,7 +21,7 @@ from ..audit.examine import borrow_from, is_readable_link, make_repository, make
 from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
 from ..errors import CorruptObjectError, DiskFullError, GitFailedError, MirrordError, StoppingError
-from ..mirrors.bundles.merge import must_be_history
+from ..mirrors.bundles import must_be_history
 from ..mirrors.history import BEGUN_ANEW, list_records, write_record
 from ..mirrors.refs import theirs
 from ..mirrors.repository import HISTORY, KEPT, Repository

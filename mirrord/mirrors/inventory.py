@@ -27,18 +27,50 @@ from ..host.files import host_error, sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events
-from ..model import MirrorName, shown, utc_now
+from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log
-from .fetch import unmark
 from .history import columns_of
-from .maintenance import remove_stale_files, repair_incomplete_packs
-from .pins import Pins, adopt_pins, stands_alone
+from .maintenance import (
+    iter_doubtful_files,
+    packs_and_indexes,
+    remove_stale_files,
+    repair_incomplete_packs,
+)
+from .pins import Pins, adopt_pins, read_pins, stands_alone
 from .quarantine import Quarantine
-from .repository import Repository
-from .survey import OwnedCommits, survey
-from .transaction import recover
+from .refs import JOURNAL, recover
+from .repository import Repository, read_refs_of
+from .sync import INCOMING, unmark
 from .upstream import default_url, parse_upstream
+
+# -- what a start has to know of every mirror ------------------------------------------------------
+
+OwnedCommits = set[tuple[str, CommitId]]
+"""Owner and commit of each pin of a mirror."""
+
+
+def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
+    """The pins of each mirror; None where a crash left something, or git has to look."""
+    found: list[OwnedCommits | None] = [None] * len(git_dirs)
+    for number, git_dir in enumerate(git_dirs):
+        with suppress(OSError):
+            found[number] = _survey(git_dir)
+    return found
+
+
+def _survey(git_dir: Path) -> OwnedCommits | None:
+    packs, indexes = packs_and_indexes(git_dir / "objects/pack")
+    is_unfinished = packs != indexes or (git_dir / JOURNAL).exists()
+    if is_unfinished or next(iter_doubtful_files(git_dir), None):
+        return None
+    refs = read_refs_of(git_dir)
+    if refs is None or any(ref.startswith(INCOMING) for ref in refs):
+        return None
+    return set(read_pins(refs))
+
+
+# -- the mirrors there are -------------------------------------------------------------------------
 
 _SURVEYED = 100  # mirrors of one call of a worker
 

@@ -18,9 +18,9 @@ from ..errors import GitFailedError, InvalidRequestError, MirrordError, Resource
 from ..git.command import object_info
 from ..model import CommitId, shown, utc_now
 from ..telemetry import log
-from .bisect import find_bad
+from .refs import commit, recover
 from .repository import PINS, Refs, Repository
-from .transaction import commit, recover
+from .upstream import find_bad
 
 ADOPTED = "found in the mirror"
 """The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""

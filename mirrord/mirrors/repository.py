@@ -1,10 +1,13 @@
-"""A bare repository of ours: its configuration, the namespace `refs/mirrord/`, questions to git.
+"""A bare repository of ours: its configuration, its refs as they are on disk, questions to git.
 
 Takes no lock and makes no decision.
 """
 
+import os
+import re
+import stat
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,8 @@ from anyio import to_thread
 
 from ..errors import DamagedMirrorError
 from ..git.command import Git, GitResult, lines_of, object_info
-from ..host.files import sync_file, sync_tree
+from ..host.files import opened, sync_file, sync_tree
 from ..model import MirrorName
-from .ref_files import read_head, read_refs
 
 OURS = "refs/mirrord/"
 HISTORY = "refs/mirrord/history"
@@ -197,3 +199,75 @@ def changed_settings(config: Path) -> str:
     changes += [f"{ascii(line[:100])[1:-1]} is not ours" for line in found - wanted]
     more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more or "its lines are in another order"
+
+
+# -- HEAD and refs read from their files, without a process ----------------------------------------
+#
+# Only what is plain is answered; anything else is for git to judge.
+
+_NAME = r"refs/[^\x00-\x20\x7f~^:?*\[\\]+"
+_HEAD = re.compile(rf"ref: ({_NAME})\n")
+_VALUE = re.compile(r"(?!0{40})([0-9a-f]{40})\n")
+_PACKED = re.compile(rf"([0-9a-f]{{40}}) ({_NAME})\n(?:\^[0-9a-f]{{40}}\n)?")
+_PACKED_HEADER = re.compile(r"(?:# pack-refs with:[^\n]*\n)?")
+# with the class above, what git check-ref-format refuses
+_NEVER_IN_NAMES = ("..", "@{", "//", "/.", ".\n", "/\n", ".lock\n", ".lock/")
+
+
+def read_head(git_dir: Path) -> str | None:
+    """The ref that HEAD names, which may not exist; None where git has to be asked."""
+    try:
+        found = _HEAD.fullmatch(_read(git_dir / "HEAD"))
+    except (OSError, ValueError):
+        return None
+    return found[1] if found else None
+
+
+def read_refs(git_dir: Path) -> dict[str, str] | None:
+    """Every ref, by its full name, sorted; None where git has to be asked."""
+    try:
+        # loose ones first: packing moves refs the other way
+        loose = dict(_loose_refs(git_dir / "refs", "refs"))
+        try:
+            text = _read(git_dir / "packed-refs")
+        except FileNotFoundError:
+            text = ""
+    except (OSError, ValueError):
+        return None
+    header = _PACKED_HEADER.match(text)
+    packed = {ref: oid for oid, ref in _PACKED.findall(text)}
+    # 42: an id, a blank or `^`, a newline
+    known = sum(map(len, packed)) + 42 * (len(packed) + text.count("\n^"))
+    names = text + "".join(f"{ref}\n" for ref in loose)
+    is_plain = header and header.end() + known == len(text)
+    if not is_plain or any(each in names for each in _NEVER_IN_NAMES):
+        return None
+    return dict(sorted((packed | loose).items()))
+
+
+def _loose_refs(directory: Path | str, above: str) -> Iterator[tuple[str, str]]:
+    with os.scandir(directory) as listing:
+        entries = list(listing)
+    for entry in entries:
+        ref = f"{above}/{entry.name}"
+        if entry.name.startswith(".") or entry.name.endswith(".lock"):
+            continue  # as git does
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _loose_refs(entry.path, ref)
+            elif value := _VALUE.fullmatch(_read(entry.path)):
+                yield ref, value[1]
+            else:
+                raise ValueError(ref)
+        except FileNotFoundError:  # packed or deleted meanwhile
+            continue
+
+
+def _read(path: Path | str) -> str:
+    """The content of a plain file. Raises ValueError for anything else: a pipe would block."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with opened(fd):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError(path)
+        content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
+    return content.decode("utf-8", "surrogateescape")

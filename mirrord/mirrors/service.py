@@ -22,14 +22,13 @@ from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
-from .fetch import Fetcher
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
 from .refs import is_followed
 from .repository import Repository
-from .sync import move_refs, sync
+from .sync import Fetcher, move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
 

@@ -30,7 +30,7 @@ from mirrord.errors import (
 from mirrord.git.command import Git, low_priority, run_git_sync
 from mirrord.git.errors import HttpAnswer, StderrReader, failure, masked_url, retry_after_seconds
 from mirrord.git.process import Remote
-from mirrord.mirrors.bisect import blames_objects
+from mirrord.mirrors.upstream import blames_objects
 from mirrord.protocol import Progress
 
 SHORT = timedelta(milliseconds=300)

@@ -16,7 +16,7 @@ from heallab import Furnished, House, flip, refs_of, truncate, write
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.mirrors.bundles.format import header_bytes
+from mirrord.mirrors.bundle_file import header_bytes
 from mirrord.mirrors.history import list_records
 from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState

@@ -19,7 +19,7 @@ from mirrord import Client
 from mirrord.errors import DiskFullError, InvalidBundleError
 from mirrord.git.command import Git
 from mirrord.host.processes import memory_limit_bytes
-from mirrord.mirrors.bundles.format import header_bytes, unbundle
+from mirrord.mirrors.bundle_file import header_bytes, unbundle
 from mirrord.mirrors.repository import Repository
 from mirrord.model import MirrorName
 

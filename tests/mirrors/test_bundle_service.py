@@ -25,7 +25,7 @@ from mirrord.errors import (
     NotFoundError,
     UsageError,
 )
-from mirrord.mirrors.bundles.format import header_bytes, read_header
+from mirrord.mirrors.bundle_file import header_bytes, read_header
 from mirrord.model import View
 from mirrord.protocol import Progress
 

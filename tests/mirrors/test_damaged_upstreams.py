@@ -18,10 +18,9 @@ from gitrepos import Upstream, git
 
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
-from mirrord.mirrors.fetch import INCOMING, Fetcher
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
-from mirrord.mirrors.sync import sync
+from mirrord.mirrors.sync import INCOMING, Fetcher, sync
 from mirrord.mirrors.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.mirrors.ref_files import read_head, read_refs
+from mirrord.mirrors.repository import read_head, read_refs
 
 
 @pytest.fixture

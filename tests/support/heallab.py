@@ -19,7 +19,7 @@ from mirrord.git.workers import Workers
 from mirrord.heal.service import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
-from mirrord.mirrors.bundles.service import Bundles
+from mirrord.mirrors.bundles import Bundles
 from mirrord.mirrors.repository import HISTORY, PINS
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import (

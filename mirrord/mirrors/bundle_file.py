@@ -14,17 +14,17 @@ from typing import Annotated, NamedTuple
 from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ... import errors
-from ...catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
-from ...git.command import lines_of
-from ...git.process import STRICT
-from ...host.files import full_disk_named
-from ...host.processes import memory_limit_bytes
-from ...model import MirrorName, parse_dataset_name, shown
-from ...protocol import Dataset, ProgressSink, RowFault
-from ..quarantine import STREAM_BIG_FILES
-from ..repository import Refs, Repository
-from ..upstream import public_url
+from .. import errors
+from ..catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
+from ..git.command import lines_of
+from ..git.process import STRICT
+from ..host.files import full_disk_named
+from ..host.processes import memory_limit_bytes
+from ..model import MirrorName, parse_dataset_name, shown
+from ..protocol import Dataset, ProgressSink, RowFault
+from .quarantine import STREAM_BIG_FILES
+from .repository import Refs, Repository
+from .upstream import public_url
 
 # -- header and pack ----------------------------------------------------------------------------
 

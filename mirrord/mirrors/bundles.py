@@ -4,32 +4,171 @@ Writing changes nothing: the records are made in quarantine, the rest is streame
 read is indexed in quarantine and every closure proven; only then the mirror changes: the catalog's
 rows first, then objects, then one transaction of refs. So a bad bundle changes nothing, and what a
 crash interrupts the same import finishes.
+
+The file is a git bundle (version 2): plain git lists, verifies, clones and fetches from it. In it
+`refs/mirrord/records/owner__name` is a commit whose tree holds what the catalog knows:
+`mirror.json`, and a file of rows for each dataset.
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import anyio
 from anyio import to_thread
 
-from ...catalog import MirrorRow, PinRow
-from ...errors import InvalidBundleError, MirrorNotFoundError
-from ...git.command import lines_of
-from ...git.packs import PackIndex
-from ...host.files import full_disk_named, sync_directory, sync_tree
-from ...model import CommitId, MirrorName, utc_now
-from ...protocol import BundleImported, ProgressSink
-from ..history import columns_of, find_record, list_records, read_record
-from ..maintenance import remove_stale_files, size_bytes
-from ..quarantine import accept_objects, within_room
-from ..refs import summarise, theirs
-from ..repository import HISTORY, KEPT, PINS, Refs, Repository
-from ..service import Mirrors
-from ..transaction import commit
-from . import format as file_format
-from .merge import RECORDS, BundleRefs, MergePlan, must_be_history, plan_merge, sort_refs
+from ..catalog import MirrorRow, PinRow
+from ..errors import InvalidBundleError, MirrordError, MirrorNotFoundError
+from ..git.command import lines_of
+from ..git.packs import PackIndex
+from ..host.files import full_disk_named, sync_directory, sync_tree
+from ..model import CommitId, MirrorName, utc_now
+from ..protocol import BundleImported, ProgressSink, RefChange
+from . import bundle_file, history
+from .maintenance import remove_stale_files, size_bytes
+from .pins import pin_ref, read_pins
+from .quarantine import accept_objects, within_room
+from .refs import Moves, commit, directories_of, drop_shadowed, is_followed, summarise, theirs
+from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
+from .service import Mirrors
+
+# -- what a bundle does to the refs of a mirror ----------------------------------------------------
+#
+# A ref of the bundle that the mirror lacks is made; one that is ahead of the mirror's moves it
+# forward; any other stays where it is, and the bundle's tip is kept. Pins are added. The longer ref
+# history is continued; one that had to begin anew is joined with the bundle's older one.
+
+RECORDS = "refs/mirrord/records/"
+
+
+class BundleRefs(NamedTuple):
+    """The refs of a bundle by kind, with the names that a mirror may have."""
+
+    theirs: Refs
+    kept: list[str]
+    pins: list[tuple[str, CommitId]]
+    history: str | None
+    records: str | None
+    mirror: str | None
+    head: str | None
+
+    @property
+    def tips(self) -> Refs:
+        """All of them, by a name."""
+        ours = {HISTORY: self.history, RECORDS: self.records}
+        return (
+            self.theirs
+            | {f"{KEPT}{oid}": oid for oid in self.kept}
+            | {pin_ref(owner, commit): str(commit) for owner, commit in self.pins}
+            | {ref: oid for ref, oid in ours.items() if oid}
+        )
+
+
+def sort_refs(refs: Refs) -> BundleRefs:
+    """Sort the refs of a bundle by kind; raises InvalidBundleError, InvalidNameError."""
+    followed = {ref: oid for ref, oid in refs.items() if is_followed(ref)}
+    drop_shadowed(followed)
+    named = [ref for ref in refs if ref.startswith(RECORDS)]
+    if len(named) > 1:
+        raise InvalidBundleError("cannot read the bundle: it holds the records of several mirrors")
+    mirror = named[0].removeprefix(RECORDS) if named else ""
+    # a bundle has only the commit of HEAD: the branch is one that is there too
+    tip = refs.get("HEAD")
+    at_head = [ref for ref, oid in refs.items() if ref.startswith("refs/heads/") and oid == tip]
+    usual = [ref for ref in ("refs/heads/main", "refs/heads/master") if ref in at_head]
+    return BundleRefs(
+        theirs=followed,
+        kept=sorted({oid for ref, oid in refs.items() if ref == f"{KEPT}{oid}"}),
+        pins=read_pins({ref: oid for ref, oid in refs.items() if ref.startswith(OURS)}),
+        history=refs.get(HISTORY),
+        records=refs[named[0]] if named else None,
+        mirror=str(MirrorName.parse(mirror)) if mirror else None,
+        head=next(iter([*usual, *sorted(at_head)]), None),
+    )
+
+
+@dataclass(slots=True)
+class MergePlan:
+    """`target` is where the refs that follow upstream will be."""
+
+    target: Refs
+    moves: Moves = field(default_factory=dict)
+    changes: list[RefChange] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+async def plan_merge(
+    repository: Repository, bundle: BundleRefs, pins: list[tuple[str, CommitId]], head: str | None
+) -> MergePlan:
+    """Plan the merge into a repository that has all objects; `pins` have their future owners."""
+    present = await repository.all_refs()
+    plan = MergePlan(theirs(present))
+    above = {directory for ref in plan.target for directory in directories_of(ref, 2)}
+    for ref, oid in bundle.theirs.items():
+        now = plan.target.get(ref)
+        if now == oid:
+            continue
+        is_shadowed = ref in above or not plan.target.keys().isdisjoint(directories_of(ref))
+        if ref.startswith("refs/tags/") if now else is_shadowed:
+            plan.kept.append(oid)
+        elif now and not await repository.is_ancestor(now, oid):
+            if not await repository.is_ancestor(oid, now):
+                plan.kept.append(oid)
+        else:
+            kind: Literal["forwarded", "created"] = "forwarded" if now else "created"
+            plan.changes.append(RefChange(ref=ref, kind=kind, old=now, new=oid))
+            plan.moves[ref] = (now, oid)
+            plan.target[ref] = oid
+            above.update(directories_of(ref, 2))
+    created = {f"{KEPT}{oid}": oid for oid in sorted({*bundle.kept, *plan.kept})}
+    created |= {pin_ref(owner, commit): commit for owner, commit in pins}
+    plan.moves |= {ref: (None, oid) for ref, oid in created.items() if ref not in present}
+    await _plan_history(repository, plan, present, bundle.history, head)
+    return plan
+
+
+async def _plan_history(
+    repository: Repository, plan: MergePlan, present: Refs, offered: str | None, head: str | None
+) -> None:
+    own = present.get(HISTORY)
+    parents = [own] if own else []
+    if offered and (own is None or await repository.is_ancestor(own, offered)):
+        parents = [offered]
+    elif offered and own:
+        first = (await history.list_records(repository, history.EVERY_RECORD, start=own))[-1]
+        newest = (await history.list_records(repository, limit=1, start=offered))[0]
+        if first.summary.startswith(history.BEGUN_ANEW) and newest.at <= first.at:
+            parents = [offered, own]
+    last = await history.read_last(repository, own)
+    named = [*present, *plan.moves]
+    kept = last.kept | {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
+    tip = parents[0] if len(parents) == 1 else None
+    if tip:
+        said = await history.read_record(repository, tip)
+        wanted = (plan.target, head if head in plan.target else None, kept)
+    if not tip or (said.followed, said.head, said.kept) != wanted:
+        tip = await history.write_record(
+            repository, plan.target, head, plan.changes,
+            kept=kept, parents=parents, why="import", last=last,
+        )  # fmt: skip
+    if tip != own:
+        plan.moves[HISTORY] = (own, tip)
+
+
+async def must_be_history(repository: Repository, offered: str) -> None:
+    """Refuse a ref history that could not be read later; raises InvalidBundleError."""
+    try:
+        await history.list_records(repository, start=offered)
+        await history.read_record(repository, offered)
+    except (MirrordError, ValueError) as error:
+        hint = "nothing was changed; make the bundle again"
+        fact = "its ref history is not one"
+        raise InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint) from error
+
+
+# -- out and in ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +205,8 @@ class Bundles:
         ours |= {HISTORY: present[HISTORY]} if HISTORY in present else {}
         prerequisites: set[str] = set()
         if since:  # the reader has all that the refs of that record reach, and the record
-            record = await find_record(repository, since)
-            refs = (await read_record(repository, record.id)).followed
+            record = await history.find_record(repository, since)
+            refs = (await history.read_record(repository, record.id)).followed
             prerequisites = {*await repository.commits_of(refs.values()), record.id}
         content = self._write(row, repository, theirs(present) | ours, frozenset(prerequisites))
         first = [await anext(content), await anext(content)]  # raises where an object is missing
@@ -97,13 +236,13 @@ class Bundles:
                     datasets.append(dataset)
                     rows[name] = directory / f"{name}.jsonl"
                     await self.mirrors.catalog.spool_rows(name, key, rows[name])
-            records = file_format.records_of(
+            records = bundle_file.records_of(
                 row, await self.mirrors.catalog.list_pins(key), datasets
             )
-            stored = await file_format.write_records(repository, objects, records, rows)
+            stored = await bundle_file.write_records(repository, objects, records, rows)
             head = refs.get(await repository.head() or "")
             refs = refs | {f"{RECORDS}{row.name}": stored} | ({"HEAD": head} if head else {})
-            header = file_format.header_bytes(prerequisites, refs)
+            header = bundle_file.header_bytes(prerequisites, refs)
             size = len(header)
             yield header
             # git counts before it writes, so a missing object is an error before the next piece; it
@@ -141,7 +280,7 @@ class Bundles:
         catalog, quarantine = self.mirrors.catalog, self.mirrors.quarantine
         with quarantine.holding(path):
             async with quarantine.directory("import") as directory:
-                bundle = sort_refs((await to_thread.run_sync(file_format.read_header, path)).refs)
+                bundle = sort_refs((await to_thread.run_sync(bundle_file.read_header, path)).refs)
                 text = mirror or bundle.mirror
                 if text is None:
                     raise InvalidBundleError(
@@ -158,8 +297,8 @@ class Bundles:
                     borrowed = self.mirrors.repository(name).objects
                     alternates.write_text(f"{borrowed}\n", encoding="utf-8")
                 sink = within_room(self.mirrors.room, progress, "import the bundle")
-                await file_format.unbundle(scratch, path, sink)
-                await file_format.verify_closures(scratch, bundle.tips)
+                await bundle_file.unbundle(scratch, path, sink)
+                await bundle_file.verify_closures(scratch, bundle.tips)
                 if bundle.history is not None:
                     await must_be_history(scratch, bundle.history)
                 result = await self._take(scratch, bundle, owner_uid)
@@ -175,10 +314,10 @@ class Bundles:
         The catalog goes first: rows without pins are reported, pins without rows would be dropped.
         """
         name = scratch.name
-        records = file_format.BundleRecords(mirror=str(name))
+        records = bundle_file.BundleRecords(mirror=str(name))
         if bundle.records:
-            records = await file_format.read_records(scratch, bundle.records)
-        spools = await file_format.spool_datasets(scratch, bundle.records, records)
+            records = await bundle_file.read_records(scratch, bundle.records)
+        spools = await bundle_file.spool_datasets(scratch, bundle.records, records)
         found = await self.mirrors.catalog.find_mirror(name.key)
         if found is None:
             await self.mirrors.add(str(name), records.url)
@@ -234,11 +373,11 @@ class Bundles:
 
     async def _record(self, name: MirrorName, *, is_new: bool) -> None:
         repository = self.mirrors.repository(name)
-        columns = await columns_of(repository, (await self.mirrors.get(str(name))).history)
+        columns = await history.columns_of(repository, (await self.mirrors.get(str(name))).history)
         columns["size_bytes"] = await to_thread.run_sync(size_bytes, repository.path)
         if is_new:
             head = await repository.head()
-            newest = await list_records(repository, limit=1)
+            newest = await history.list_records(repository, limit=1)
             is_born = head in await repository.all_refs()
             columns["default_branch"] = (
                 head.removeprefix("refs/heads/") if head and is_born else None
@@ -251,7 +390,7 @@ class Bundles:
 def _pin_rows(
     name: MirrorName,
     bundle: BundleRefs,
-    records: file_format.BundleRecords,
+    records: bundle_file.BundleRecords,
     restored: dict[str, int],
     owner_uid: int,
 ) -> tuple[list[PinRow], int]:
