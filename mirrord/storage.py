@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from .catalog import Catalog
-from .checkouts.files.weigh import weigh
+from .checkouts.files.reader import weigh
 from .checkouts.leases import Lease
 from .checkouts.service import Checkouts
 from .checkouts.snapshots.layers import layer_path

@@ -20,7 +20,7 @@ from ..git.workers import Workers
 from ..host.peers import Access
 from ..jobs.events import Events
 from ..model import Backend
-from .files.weigh import weigh
+from .files.reader import weigh
 from .leases import Leases
 from .prepared import PreparedLayers
 from .snapshots.layers import Layers

@@ -23,7 +23,7 @@ os.umask(0o022)  # a checkout's files are as git would make them; private files 
 # it loads on another processor meanwhile, and is ready when the sockets are
 FORK_SERVER.start(
     [
-        "mirrord.checkouts.templates.build",
+        "mirrord.checkouts.templates.layers",
         "mirrord.checkouts.overlay.changes",
         "mirrord.checkouts.overlay.copying",
         "mirrord.checkouts.patches.apply",

@@ -304,17 +304,14 @@ class Manifest:
         spare = path.with_name(f"{path.name}.spare")
         fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as file:
-            file.writelines(self._pieces())
+            file.writelines(self.pieces())
             file.truncate()
         try:
             exchange(spare, path)
         except OSError:  # there was none yet, or the file system cannot
             spare.rename(path)
 
-    def to_bytes(self) -> bytes:
-        return b"".join(self._pieces())
-
-    def _pieces(self) -> list[bytes | memoryview]:
+    def pieces(self) -> list[bytes | memoryview]:
         sections = [self.files.pieces(), Records(self.control).pieces()]
         header = {
             "commit": self.commit,

@@ -1,20 +1,22 @@
 """Reading a tree that belongs to somebody else, through directories that no link or mount leads to.
 
 Owns the descriptors on the way to the path that was looked at last, so that neighbours cost no
-second opening, and what a walk through such a tree may cost. Changes nothing. The caller acts as
-the owner.
+second opening, and what a walk through such a tree may cost; weighs what trees take on disk.
+Changes nothing. The caller acts as the owner.
 """
 
 import errno
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
-from ...errors import DiffTooLargeError
+from ...errors import DiffTooLargeError, MirrordError
 from ...host.credentials import ActingAs
 from ...host.files import (
     entries_in,
@@ -28,9 +30,14 @@ from ...host.files import (
     shown_path,
 )
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+from .manifest import blob_id
 
 _CHUNK_BYTES = 1 << 20
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def _refuse(_path: bytes, error: Exception) -> None:
+    raise error
 
 
 class TreeReader:
@@ -84,14 +91,14 @@ class TreeReader:
     def iter_below(
         self,
         path: bytes,
-        refused: Callable[[bytes, Exception], None],
+        refused: Callable[[bytes, Exception], None] = _refuse,
         enters: Callable[[bytes], bool] = lambda _path: True,
     ) -> Iterator[tuple[bytes, int]]:
         """Each path from `path` down with its kind (`entries_in`), a directory before what is in
         it, in the order of names.
 
-        A directory that the owner may not read, or that is too deep, goes to `refused`; one that
-        `enters` denies is not looked into.
+        A directory that the owner may not read, or that is too deep, goes to `refused`, which
+        raises by default; one that `enters` denies is not looked into.
         """
         found = self.find_stat(path)
         pending = [(path, stat.S_IFMT(found.st_mode))] if found else []
@@ -109,7 +116,7 @@ class TreeReader:
                     pending += [(here + b"/" + name, kind) for name, kind in reversed(inside)]
 
     def iter_stats_below(
-        self, path: bytes, refused: Callable[[bytes, Exception], None]
+        self, path: bytes, refused: Callable[[bytes, Exception], None] = _refuse
     ) -> Iterator[tuple[bytes, os.stat_result]]:
         """As `iter_below`, each path with its lstat."""
         for below, _ in self.iter_below(path, refused):
@@ -182,6 +189,12 @@ class TreeReader:
         self._here = above[:-1]
 
 
+def parents(path: bytes) -> list[bytes]:
+    """The directories above a path, top first, without the root."""
+    parts = path.split(b"/")[:-1]
+    return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
 def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
     """Open the directory `name`, at `path` in the tree; raises as `TreeReader.locate`."""
     try:
@@ -207,19 +220,14 @@ def open_top(root: Path) -> int:
 
 def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
     """Everything at and below a name in a directory of the daemon's own."""
-
-    def refused(path: bytes, error: Exception) -> None:
-        raise error
-
     with opened(open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
-        yield from (path for path, _ in reader.iter_below(name, refused))
+        yield from (path for path, _ in reader.iter_below(name))
 
 
 def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
     """git's blob id of a file's bytes or of a link's target; OSError where it is neither."""
     if stat.S_ISLNK(found.st_mode):
-        target = os.fsencode(os.readlink(name, dir_fd=directory))
-        return hashlib.sha1(b"blob %d\0" % len(target) + target).digest()
+        return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
     return read_id(open_regular(directory, name), found.st_size)
 
 
@@ -239,3 +247,81 @@ def read_id(fd: int, size: int) -> bytes:
             if left == 1:  # a read that got less than it asked for was at the end
                 break
         return digest.digest()
+
+
+# -- what trees take on disk, and what of that they share by hard links ----------------------------
+#
+# A client may change its tree meanwhile. What cannot be looked into, or is not reached in time, is
+# left out.
+
+Inode = tuple[int, int]
+
+
+class Weight(NamedTuple):
+    """`shared_bytes` are those of files that another thing of the group has, too; `is_whole` says
+    that all of it was seen.
+    """
+
+    size_bytes: int
+    shared_bytes: int
+    is_whole: bool
+
+
+class Weights(NamedTuple):
+    """Of each thing of a group, in order, and of all: there a file of several counts once."""
+
+    each: list[Weight]
+    total_bytes: int
+
+
+Things = Sequence[Sequence[Path]]
+"""Each has one place or more: files or trees. A missing one weighs nothing."""
+
+
+def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:
+    """Weigh groups of things, as far as that is done in time."""
+    deadline = time.monotonic() + limit_s
+    return {name: _weigh_group(things, deadline) for name, things in groups.items()}
+
+
+def _weigh_group(things: Things, deadline: float) -> Weights:
+    linked = Counter[Inode]()  # how many things have a file of many names
+    found = [_weigh_one(paths, deadline) for paths in things]
+    for _, links, _ in found:
+        linked.update(links.keys())
+    each, once = [], dict[Inode, int]()
+    for alone, links, is_whole in found:
+        shared = sum(size for inode, size in links.items() if linked[inode] > 1)
+        each.append(Weight(alone + sum(links.values()), shared, is_whole))
+        once |= links
+    return Weights(each, sum(alone for alone, _, _ in found) + sum(once.values()))
+
+
+def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool]:
+    """The bytes of files with one name; those of each file with more; whether all was seen."""
+    alone, links, is_whole = 0, dict[Inode, int](), True
+    for path in paths:
+        refused: list[bytes] = []
+        try:
+            for number, seen in enumerate(_iter_stats(path, refused)):
+                if number % 256 == 0 and time.monotonic() > deadline:
+                    return alone, links, False
+                if seen.st_nlink > 1 and not stat.S_ISDIR(seen.st_mode):
+                    links[seen.st_dev, seen.st_ino] = seen.st_blocks * 512
+                else:
+                    alone += seen.st_blocks * 512
+        except FileNotFoundError:
+            pass
+        except (MirrordError, OSError):  # something is mounted in it
+            is_whole = False
+        is_whole &= not refused
+    return alone, links, is_whole
+
+
+def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
+    """Of a file, or of all in a tree; directories that cannot be looked into are `refused`."""
+    with opened(open_directory(path.parent)) as above, TreeReader(above, ActingAs(None)) as reader:
+        name = os.fsencode(path.name)
+        yield from (
+            seen for _, seen in reader.iter_stats_below(name, lambda at, _: refused.append(at))
+        )

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -77,24 +78,25 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     who can set the clock.
     """
     every = manifest.owner_uid == 0 if rehash is None else rehash
-    found = Changes(began_ns=clock_ns())
-    with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
-        entries = manifest.files | manifest.control
-        paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
-        if paths:
-            with _Examination(fd, owner, manifest, entries, found, every=every) as examination:
-                examination.judge(paths)
-    found.looked_at = len(entries) - 1
-    return found
+    return _compare(root, manifest, None, every=every)
 
 
 def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes:
     """Look closer at some paths, whatever their stat says: what was just written is read back."""
-    found = Changes(began_ns=clock_ns(), looked_at=len(paths))
+    return _compare(root, manifest, paths, every=True)
+
+
+def _compare(
+    root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool
+) -> Changes:
+    found = Changes(began_ns=clock_ns())
     with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
         entries = manifest.files | manifest.control
+        found.looked_at = len(entries) - 1 if paths is None else len(paths)
+        if paths is None:
+            paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
         if paths:
-            with _Examination(fd, owner, manifest, entries, found, every=True) as examination:
+            with _Examination(fd, owner, manifest, entries, found, every=every) as examination:
                 examination.judge(paths)
     return found
 
@@ -189,10 +191,8 @@ class _Examination:
         entry = self._entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
-            try:
+            with suppress(OSError):
                 fd = enter(self._owner, directory, path, name)
-            except OSError:
-                fd = -1
         if fd < 0:
             self._found.modified.append(path)
             for child in self._children_of(path):

@@ -25,13 +25,13 @@ from ...model import ApplyStrategy, FoundStrategy
 from ...protocol import Steering
 from ..backend import ChangedPaths
 from ..files.manifest import blob_id
+from ..files.reader import parents
 from ..files.tree import conversions_for
 from ..patches.diff import collect
 from ..patches.fit import BaseFiles, Change
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, open_worktree
 from ..snapshots.content import LayerFile, write_layer
-from ..templates.layers import parents
 from .conditions import InstanceTests, Look, imports_of
 from .leftovers import find_leftovers
 from .rules import Rule, RuleBook

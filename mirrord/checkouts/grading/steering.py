@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from ...errors import SteeringRefusedError
 from ...model import Policy, SteeringKind
 from ...protocol import Steering
+from ..files.reader import parents
 from ..patches.fit import Change
-from ..templates.layers import parents
 from .conditions import CONDITIONS, Look
 from .rules import Rule, RuleBook
 

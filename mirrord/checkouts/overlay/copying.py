@@ -11,16 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
 
 from ...host.credentials import ActingAs
 from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
 from ..backend import CopyRule, Taken
-from ..files.reader import TreeReader
+from ..files.reader import TreeReader, parents
 from ..snapshots.content import is_whiteout
 from ..snapshots.copy import copy_layer
 from ..snapshots.pieces import HIDDEN, Piece, Pieces, Where, hidden_by
-from ..templates.layers import parents
 from .changes import look, open_tree, read_layer
 
 
@@ -157,12 +155,8 @@ class _Survey:
 
     def _add_whole(self, path: bytes, pieces: Pieces) -> None:
         """Add a directory as the mount shows it, and what the template has there and it has not."""
-
-        def refused(_path: bytes, error: Exception) -> NoReturn:
-            raise error
-
         directories: Pieces = {}
-        for below, seen in self._reader.iter_stats_below(path, refused):
+        for below, seen in self._reader.iter_stats_below(path):
             if stat.S_ISDIR(seen.st_mode):
                 directories[below] = Piece.of(Where.CLIENT, seen)
             else:

@@ -116,11 +116,8 @@ class CheckoutFiles:
         return self._known[path]
 
     def iter_below(self, path: bytes) -> Iterator[bytes]:
-        def refused(below: bytes, error: Exception) -> None:
-            raise error
-
         with self._worktree.owner:
-            for below, kind in self._worktree.reader.iter_below(path, refused):
+            for below, kind in self._worktree.reader.iter_below(path):
                 if kind != stat.S_IFDIR:
                     yield below
 

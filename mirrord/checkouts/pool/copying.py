@@ -2,18 +2,16 @@
 
 import stat
 from pathlib import Path
-from typing import NoReturn
 
 from ...errors import CheckoutBusyError
 from ...host.credentials import ActingAs
 from ...host.files import opened
 from ..backend import CopyRule, Taken
 from ..files.manifest import Manifest
-from ..files.reader import TreeReader, open_top
+from ..files.reader import TreeReader, open_top, parents
 from ..files.scan import is_control, scan
 from ..snapshots.copy import copy_layer
 from ..snapshots.pieces import HIDDEN, Piece, Pieces, Where, hidden_by
-from ..templates.layers import parents
 from .worktree import PoolPaths, has_top
 
 
@@ -75,8 +73,5 @@ def _add_known(
 
 
 def _add_whole(reader: TreeReader, path: bytes, pieces: Pieces) -> None:
-    def refused(_path: bytes, error: Exception) -> NoReturn:
-        raise error
-
-    for below, seen in reader.iter_stats_below(path, refused):
+    for below, seen in reader.iter_stats_below(path):
         pieces[below] = Piece.of(Where.CLIENT, seen)

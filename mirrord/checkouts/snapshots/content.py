@@ -31,9 +31,8 @@ from ..files.manifest import (
     blob_id,
     clock_ns,
 )
-from ..files.reader import TreeReader, file_id, open_top
+from ..files.reader import TreeReader, file_id, open_top, parents
 from ..files.writer import TreeWriter
-from ..templates.layers import parents
 
 LayerFile = tuple[bytes, int | None, bytes]
 """Path, git's mode (None where the path is removed), and the bytes as a work tree has them."""
@@ -210,12 +209,8 @@ def _pieces(layer: Path) -> Iterator[_Piece]:
 
 def iter_below(reader: TreeReader) -> Iterator[tuple[bytes, os.stat_result]]:
     """Every path of a layer, a directory before what is in it."""
-
-    def refused(path: bytes, error: Exception) -> None:
-        raise error
-
     for name in reader.names_in(b""):
-        yield from reader.iter_stats_below(name, refused)
+        yield from reader.iter_stats_below(name)
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

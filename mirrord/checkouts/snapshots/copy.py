@@ -35,9 +35,8 @@ from ...host.trash import remove_tree
 from ...model import utc_now
 from ..backend import CopyRule, Taken
 from ..files.manifest import clock_ns
-from ..files.reader import TreeReader
+from ..files.reader import TreeReader, parents
 from ..patches.worktree import denials_named
-from ..templates.layers import parents
 from .content import read_attributes
 from .pieces import Piece, Pieces, Where, select
 

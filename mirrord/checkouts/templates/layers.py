@@ -1,30 +1,39 @@
-"""The layers of overlay templates: their records, which ones a mirror has, and their proof.
+"""The layers of overlay templates: recorded, built and proven.
 
-A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta), with
-`layer.json`, `files` and `index` for overlayfs, and the private manifest. The daemon keeps the
-records in memory; workers build and prove the layers.
+A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta: what
+differs from another layer's tree), with `layer.json`, `files` and `index` for overlayfs, and the
+private manifest. A delta's `files` hold the changed files, and a whiteout (character device 0/0)
+for each name to hide. A layer is built under a temporary name, and proven by content before anybody
+gets it. Sync; runs in workers.
 """
 
-import heapq
 import json
 import os
 import stat
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 from ...errors import ProofFailedError
+from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
+from ...git.objects.trees import TreeChange, changes
 from ...host.credentials import ActingAs
-from ...host.files import open_directory, opened, shown_path
+from ...host.files import full_disk_named, open_directory, opened, shown_path
 from ...host.processes import boot_id
+from ..files import tree as worktree
 from ..files.index import index_bytes
 from ..files.manifest import Manifest, Records
-from ..files.reader import TreeReader, iter_files
+from ..files.reader import TreeReader, iter_files, parents
 from ..files.scan import hash_tree, prove_files, tree_id
+from ..files.tree import Blobs
+from ..files.writer import TreeWriter
+
+DEPTH_MAX = 16
+NEAR = 2
+RECORD = "layer.json"
+_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +76,6 @@ def blobs_path(trees: Path) -> Path:
     return trees.parent / "blobs"
 
 
-RECORD = "layer.json"
-
-
 def write_record(directory: Path, layer: Layer) -> None:
     """Write `layer.json`, with the boot in which the layer was proven.
 
@@ -91,82 +97,7 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     return (layer, proven) if layer.name == directory.name else None
 
 
-# -- the layers there are --------------------------------------------------------------------------
-
-NEAR = 2
-
-
-class LayerIndex(dict[str, Layer]):
-    """Layers by tree, with thousands of which no question looks at all. Touches no disk.
-
-    Change it by `add` and `remove` only. `size_bytes` is the sum of their own bytes.
-    """
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._above: defaultdict[str, set[str]] = defaultdict(set)
-        self._times: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-
-    def add(self, layer: Layer) -> None:
-        """Add a layer, in place of the former one of its tree."""
-        if layer.tree in self:
-            self.remove(layer.tree)
-        self[layer.tree] = layer
-        self.size_bytes += layer.size_bytes
-        insort(self._times[layer.depth], (layer.time, layer.tree))
-        if layer.base is not None:
-            self._above[layer.base].add(layer.tree)
-
-    def remove(self, tree: str) -> Layer:
-        """Remove a layer; those above it stay."""
-        layer = self.pop(tree)
-        self.size_bytes -= layer.size_bytes
-        times = self._times[layer.depth]
-        del times[bisect_left(times, (layer.time, tree))]
-        if layer.base is not None:
-            self._above[layer.base].discard(tree)
-            if not self._above[layer.base]:
-                del self._above[layer.base]
-        return layer
-
-    def above(self, tree: str) -> set[str]:
-        """A tree and all whose layers lie on it, however high."""
-        found, left = {tree}, [tree]
-        while left:
-            more = self._above.get(left.pop(), set()) - found
-            found |= more
-            left += more
-        return found
-
-    def carries(self, tree: str) -> bool:
-        """Whether another layer lies on this one."""
-        return tree in self._above
-
-    def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
-        """Whether a layer and all below it exist and are proven."""
-        try:
-            chain = chain_of(self[tree], self)
-        except KeyError:
-            return False
-        return all(layer.tree not in unproven for layer in chain)
-
-    def near(self, time: int, unproven: Container[str] = ()) -> list[Layer]:
-        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
-        those below it.
-        """
-        found: dict[str, Layer] = {}
-        for times in self._times.values():
-            at = bisect_left(times, (time, ""))
-            nearest = heapq.merge(
-                reversed(times[:at]), times[at:], key=lambda each: abs(each[0] - time)
-            )
-            whole = (tree for _, tree in nearest if self.is_whole(tree, unproven))
-            for tree in islice(whole, NEAR):
-                found |= {each.tree: each for each in chain_of(self[tree], self)}
-        return list(found.values())
-
-
-# -- a stack of layers as one tree -----------------------------------------------------------------
+# -- a stack of layers as one tree, and its proof --------------------------------------------------
 
 
 def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
@@ -202,12 +133,6 @@ def _laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Mani
             }
         )
     return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
-
-
-def parents(path: bytes) -> list[bytes]:
-    """The directories above a path, top first, without the root."""
-    parts = path.split(b"/")[:-1]
-    return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
@@ -263,3 +188,173 @@ def prove_files_of(
 
 def _unproven(subject: str, fact: str) -> ProofFailedError:
     return ProofFailedError(f"cannot prove {subject}: {fact}", hint="it will be built again")
+
+
+# -- building --------------------------------------------------------------------------------------
+
+
+def build_layer(
+    git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]
+) -> Layer:
+    """Build and prove the layer of a commit's tree in the directory `temporary`: on one of the
+    `known` layers that are still in `trees` when the difference is small, else whole.
+
+    Raises CommitUnservableError, TreeTooLargeError, CorruptObjectError, ProofFailedError,
+    DiskFullError.
+    """
+    with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
+        info = read_commit(objects, commit)
+        temporary.mkdir(mode=0o700)
+        there = [layer for layer in known if (trees / layer.name).is_dir()]
+        shared = Blobs(blobs_path(trees))
+        base = _choose_base(objects, info, there, shared)
+        below, removed = None, list[bytes]()
+        if base is None:
+            manifest = worktree.materialise(git_dir, info.commit, temporary / "files")
+        else:
+            below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
+            steps = list(changes(objects, base.tree, info.tree))
+            hidden, removed = _gone(steps)
+            manifest = _write_delta(
+                objects, info, temporary / "files", shared, below, steps, hidden
+            )
+        whole = prove_files_of(temporary, manifest, info.tree, below, removed)
+        manifest.save(temporary / "manifest")
+        own_bytes, shared_bytes = _weigh(temporary)
+        index, above = index_bytes(whole), temporary / "index"
+        (above / ".git").mkdir(parents=True)
+        (above / ".git" / "index").write_bytes(index)
+        for path, mode in ((above, 0o755), (above / ".git", 0o755), (above / ".git/index", 0o644)):
+            path.chmod(mode)
+        layer = Layer(
+            tree=info.tree,
+            base=base.tree if base else None,
+            commit=info.commit,
+            time=info.time,
+            depth=base.depth + 1 if base else 1,
+            size_bytes=own_bytes + len(index),
+            shared_bytes=shared_bytes if base else 0,
+            whole_bytes=base.whole_bytes if base else own_bytes,
+            removed=tuple(path.decode("latin-1") for path in removed),
+        )
+        write_record(temporary, layer)
+        return layer
+
+
+def _choose_base(
+    objects: Objects, info: CommitInfo, known: Sequence[Layer], shared: Blobs
+) -> Layer | None:
+    """The layer that costs least to build on, of the few nearest in time of each depth; None where
+    a whole tree is better.
+
+    A delta on a whole tree may be at most half of it, and a fifth less with each layer that it lies
+    on: there is room below for near trees, and wide steps start high. One more layer to look names
+    up in costs as much as 64 KiB.
+    """
+    best: tuple[int, Layer] | None = None
+    seen: Counter[int] = Counter()
+    for layer in sorted(known, key=lambda layer: abs(layer.time - info.time)):
+        if layer.depth >= DEPTH_MAX or seen[layer.depth] >= NEAR:
+            continue
+        seen[layer.depth] += 1
+        penalty = layer.depth * 64 * 1024
+        limit = int(layer.whole_bytes / (2 * 1.2 ** (layer.depth - 1)))
+        if best is not None:
+            limit = min(limit, best[0] - penalty - 1)
+        cost = _find_cost(objects, layer.tree, info.tree, limit, shared)
+        if cost is not None:
+            best = cost + penalty, layer
+    return best[1] if best else None
+
+
+def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) -> int | None:
+    """The disk space of the files of a delta that no layer has, and a block for each name; None
+    over `limit`.
+
+    A directory takes a block. Another link to a shared file takes none, but about the time in which
+    one is written; whiteouts are few.
+    """
+    total = 0
+    for entry in (step.new for step in changes(objects, old, new) if step.new):
+        total += _BLOCK_BYTES
+        is_file = not entry.is_tree and not entry.is_submodule
+        if is_file and not shared.has(entry.oid, executable=entry.is_executable):
+            total += objects.blob_size(entry.oid)
+        if total > limit:
+            return None
+    return total
+
+
+def _gone(steps: Sequence[TreeChange]) -> tuple[list[bytes], list[bytes]]:
+    """The paths that a delta hides by whiteouts, and the top-most paths that its tree lacks.
+
+    Only a name that vanishes from a directory of both trees needs a whiteout: below a file that
+    replaces a directory overlayfs looks no further.
+    """
+    kept, replaced = {b""}, []
+    for step in steps:
+        if step.old and step.new and step.old.is_tree:
+            if step.new.is_tree or step.new.is_submodule:
+                kept.add(step.path)
+            else:
+                replaced.append(step.path)
+    hidden = [s.path for s in steps if s.new is None and s.path.rpartition(b"/")[0] in kept]
+    return hidden, sorted({*hidden, *replaced})
+
+
+def _write_delta(
+    objects: Objects,
+    info: CommitInfo,
+    files: Path,
+    shared: Blobs,
+    below: Manifest,
+    steps: Sequence[TreeChange],
+    hidden: Sequence[bytes],
+) -> Manifest:
+    """Write changed files, directories and whiteouts into the new directory `files`."""
+    new = [step.new for step in steps if step.new]
+    kept = below.files.copy()
+    for path in {step.path for step in steps if step.old}:
+        del kept[path]
+    after = worktree.conversions_for(
+        objects, kept | {entry.path: worktree.unrecorded(entry) for entry in new}
+    )
+    if any(worktree.is_attributes(step.path) for step in steps):
+        new += worktree.reconverted(objects, below, after, kept)
+    entries = {b"": worktree.root_entry(info.tree)}
+    entries |= {e.path: worktree.unrecorded(e) for e in new if e.is_tree or e.is_submodule}
+    files.mkdir(mode=0o755)
+    with (
+        opened(open_directory(files)) as root,
+        TreeWriter(root, ActingAs(None), mtime_ns=worktree.mtime_for(info.time)) as writer,
+    ):
+
+        def make_directories(paths: Iterable[bytes]) -> None:
+            above = {each for path in paths for each in parents(path)}
+            for directory in sorted(above - writer.touched):
+                writer.make_directory(directory)
+
+        writer.make_directory(b"")
+        make_directories(
+            [*(entry.path for entry in new), *(path + b"/" for path in filter(None, entries))]
+        )
+        plain = [entry for entry in new if entry.path not in entries]
+        entries |= worktree.share_entries(objects, after, plain, writer, shared)
+        manifest = worktree.recorded(info, entries, writer)
+        make_directories(hidden)
+        for path in hidden:
+            writer.write_whiteout(path)
+    return manifest
+
+
+def _weigh(layer: Path) -> tuple[int, int]:
+    """A layer's own bytes on disk, and those of files that it is the first to share."""
+    own = shared = 0
+    for above, directories, names in os.walk(layer):
+        for name in (*directories, *names):
+            found = os.lstat(os.path.join(above, name))
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
+                own += found.st_blocks * 512
+            elif found.st_nlink == 2:  # ours, and that among the shared files
+                shared += found.st_blocks * 512
+    return own, shared

@@ -5,14 +5,17 @@ without a sound record. A layer is removed by renaming it out of use at once; it
 when no checkout holds them any more.
 """
 
+import heapq
 import os
 import secrets
 import time
-from collections import Counter
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import anyio.to_thread
@@ -25,10 +28,80 @@ from ...model import MirrorName
 from ...telemetry import log
 from ..files.manifest import Manifest
 from ..files.tree import Blobs
-from .layers import Layer, LayerIndex, blobs_path, chain_of, read_record, verify_layer
+from .layers import NEAR, Layer, blobs_path, chain_of, read_record, verify_layer
 
 _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)
+
+
+class LayerIndex(dict[str, Layer]):
+    """Layers by tree, with thousands of which no question looks at all. Touches no disk.
+
+    Change it by `add` and `remove` only. `size_bytes` is the sum of their own bytes.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._above: defaultdict[str, set[str]] = defaultdict(set)
+        self._times: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+
+    def add(self, layer: Layer) -> None:
+        """Add a layer, in place of the former one of its tree."""
+        if layer.tree in self:
+            self.remove(layer.tree)
+        self[layer.tree] = layer
+        self.size_bytes += layer.size_bytes
+        insort(self._times[layer.depth], (layer.time, layer.tree))
+        if layer.base is not None:
+            self._above[layer.base].add(layer.tree)
+
+    def remove(self, tree: str) -> Layer:
+        """Remove a layer; those above it stay."""
+        layer = self.pop(tree)
+        self.size_bytes -= layer.size_bytes
+        times = self._times[layer.depth]
+        del times[bisect_left(times, (layer.time, tree))]
+        if layer.base is not None:
+            self._above[layer.base].discard(tree)
+            if not self._above[layer.base]:
+                del self._above[layer.base]
+        return layer
+
+    def above(self, tree: str) -> set[str]:
+        """A tree and all whose layers lie on it, however high."""
+        found, left = {tree}, [tree]
+        while left:
+            more = self._above.get(left.pop(), set()) - found
+            found |= more
+            left += more
+        return found
+
+    def carries(self, tree: str) -> bool:
+        """Whether another layer lies on this one."""
+        return tree in self._above
+
+    def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
+        """Whether a layer and all below it exist and are proven."""
+        try:
+            chain = chain_of(self[tree], self)
+        except KeyError:
+            return False
+        return all(layer.tree not in unproven for layer in chain)
+
+    def near(self, time: int, unproven: Container[str] = ()) -> list[Layer]:
+        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
+        those below it.
+        """
+        found: dict[str, Layer] = {}
+        for times in self._times.values():
+            at = bisect_left(times, (time, ""))
+            nearest = heapq.merge(
+                reversed(times[:at]), times[at:], key=lambda each: abs(each[0] - time)
+            )
+            whole = (tree for _, tree in nearest if self.is_whole(tree, unproven))
+            for tree in islice(whole, NEAR):
+                found |= {each.tree: each for each in chain_of(self[tree], self)}
+        return list(found.values())
 
 
 @dataclass

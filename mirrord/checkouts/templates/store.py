@@ -30,9 +30,8 @@ from ...protocol import CacheActivity
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
 from ..stores.store import is_as_built, read_records
-from .build import build_layer
 from .eviction import Eviction, TemplateKey
-from .layers import RECORD, write_record
+from .layers import RECORD, build_layer, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 
 _BUILD_TIMEOUT = timedelta(minutes=10)

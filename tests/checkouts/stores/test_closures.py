@@ -13,19 +13,19 @@ import pytest
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.deferred import Deferred, answering
-from mirrord.checkouts.stores import chains as chains_module
+from mirrord.checkouts.stores import closures as closures_module
 from mirrord.checkouts.stores import packer as packing_module
-from mirrord.checkouts.stores.chains import (
+from mirrord.checkouts.stores.closures import (
     CHAIN_LIMIT,
     MARGINS,
     STRIDES,
+    Closures,
     PackLayer,
     choose_root,
     grid,
     plan,
     previous,
 )
-from mirrord.checkouts.stores.closures import Closures
 from mirrord.checkouts.stores.packer import PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
@@ -134,8 +134,8 @@ def test_the_root_is_the_oldest_recorded_commit_of_the_line(site: Site) -> None:
 
 def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many commits along one line: no chain is longer than the limit, and little is packed twice."""
-    monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
-    monkeypatch.setattr(chains_module, "CHAIN_LIMIT", 8)
+    monkeypatch.setattr(closures_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(closures_module, "CHAIN_LIMIT", 8)
     line = [CommitId(oid) for oid in site.upstream.history(40)]
     site.clone()
     site.recorded = line[:1]
@@ -425,7 +425,7 @@ def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a start of the daemon, which knows of no pack that it was read."""
-    monkeypatch.setattr(chains_module, "SHORT", 4)
+    monkeypatch.setattr(closures_module, "SHORT", 4)
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.recorded = line[:1]
@@ -466,9 +466,9 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer waits for a root and one wide step; what is between follows: a neighbour costs one small layer."""
-    monkeypatch.setattr(chains_module, "STRIDES", (16, 4))
-    monkeypatch.setattr(chains_module, "NARROW", 2)
-    monkeypatch.setattr(chains_module, "MARGINS", (16, 32))
+    monkeypatch.setattr(closures_module, "STRIDES", (16, 4))
+    monkeypatch.setattr(closures_module, "NARROW", 2)
+    monkeypatch.setattr(closures_module, "MARGINS", (16, 32))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.answers_at_once = True

@@ -17,8 +17,7 @@ from gitrepos import ENV, Upstream
 from mountlab import busy
 from templatelab import NAME, Mounted, Store, assert_equals_commit, run
 
-from mirrord.checkouts.templates.build import build_layer
-from mirrord.checkouts.templates.layers import read_record
+from mirrord.checkouts.templates.layers import build_layer, read_record
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.git.workers import Workers
 

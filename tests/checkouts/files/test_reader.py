@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.checkouts.files.weigh import weigh
+from mirrord.checkouts.files.reader import weigh
 
 
 def disk(*paths: Path) -> int:

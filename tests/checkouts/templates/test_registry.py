@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from mirrord.checkouts.templates.layers import NEAR, Layer, LayerIndex, chain_of
+from mirrord.checkouts.templates.layers import NEAR, Layer, chain_of
+from mirrord.checkouts.templates.registry import LayerIndex
 
 
 def grown(seed: int, count: int = 60) -> tuple[LayerIndex, dict[str, Layer]]:
