@@ -14,6 +14,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ import big_mirror
 import crowd
 import neighbours
 import scale
+import soak
 from audits import Audited
 from load import (
     kernel_alone,
@@ -496,6 +498,22 @@ def run_scale(area: Path, options: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def run_soak(area: Path, options: argparse.Namespace) -> tuple[dict[str, object], list[str]]:
+    """A mixed load in a daemon of its own; its result, and the promises that it broke."""
+    load = os.getloadavg()[0]
+    source = (options.repo or [_generated(area)])[0].absolute()
+    asked = soak.Options(options.seconds, options.rate, options.connections, options.restart)
+    results = soak.soak(area / "soak", source, asked)
+    how = " through a restart and a kill" if options.restart else ""
+    name = f"soak, {options.seconds:g} s{how}: {source.name}"
+    return {
+        "machine": {**_machine(area), "load": load},
+        "repository": {"name": name},
+        "cases": options.cases,
+        **soak.row_of(results),
+    }, results.broken
+
+
 def _generated(area: Path) -> Path:
     """5,000 files and 200 commits, when no repository is given."""
     work = area / "generated"
@@ -527,7 +545,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tasks", type=int, default=64, help="of the case crowd")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the case crowd")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of crowd and soak")
     parser.add_argument("--mirrors", type=int, default=2000, help="of the case scale")
     parser.add_argument(
         "--upstreams", type=Path, help="where the case scale keeps its repositories between runs"
@@ -536,7 +554,14 @@ def main() -> None:
         "--cases",
         nargs="*",
         default=[],
-        help=f"rollouts are {', '.join(ROLLOUTS)}; scale stands alone",
+        help=f"rollouts are {', '.join(ROLLOUTS)}; scale and soak stand alone",
+    )
+    parser.add_argument("--rate", type=float, default=5.0, help="of soak: checkouts a second")
+    parser.add_argument(
+        "--connections", type=int, default=1500, help="of soak: those that a bad client opens"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="of soak: stop and kill the daemon in its middle"
     )
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
     parser.add_argument(
@@ -548,9 +573,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.cases == ["rollouts"]:
         options.cases = list(ROLLOUTS)
+    broken: list[str] = []
     with _area(options.area, on_ext4=options.ext4) as area:
         if options.cases == ["scale"]:
             ran = [run_scale(area, options)]
+        elif options.cases == ["soak"]:
+            result, broken = run_soak(area, options)
+            ran = [result]
         else:
             sources = options.repo or [_generated(area)]
             ran = [run(source, area / f"{at}", options) for at, source in enumerate(sources)]
@@ -561,6 +590,7 @@ def main() -> None:
     print(f"\nwritten: {options.json}")
     if options.docs:
         write_docs(ran, Path("docs"))
+    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":

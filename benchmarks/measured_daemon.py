@@ -34,10 +34,18 @@ MIRROR = "bench__repo"
 
 
 class Daemon:
-    """With a mirror of `source`, or without any; `settings` are further lines of its configuration; syncs run every `sync`."""
+    """With a mirror of `source`, or without any; syncs run every `sync`.
+
+    `settings` are further lines of its configuration, `checkouts` those of that table.
+    """
 
     def __init__(
-        self, area: Path, source: Path | None = None, settings: str = "", sync: str = "0"
+        self,
+        area: Path,
+        source: Path | None = None,
+        settings: str = "",
+        sync: str = "0",
+        checkouts: str = "prewarm = false",
     ) -> None:
         self.area, self.state, self.socket = area, area / "state", area / "mirrord.sock"
         area.mkdir(parents=True)
@@ -47,7 +55,7 @@ class Daemon:
             f"state_dir = {quoted(str(self.state))}\nsocket = {quoted(str(self.socket))}\n"
             f'[sync]\ninterval = "{sync}"\n[audit]\ninterval = "0"\n[maintenance]\ninterval = "0"\n'
             f'[access]\nadmins = [{NOBODY}]\ngroup = "{MEMBERS}"\ncommits = "any"\n'
-            "[checkouts]\nprewarm = false\nmax = 4000\n[datasets]\nwatch = false\n"
+            f"[checkouts]\nmax = 4000\n{checkouts}\n[datasets]\nwatch = false\n"
             f'[log]\nlevel = "warning"\nformat = "json"\n{settings}'
             + (
                 f'[[mirror]]\nrepo = "{REPO}"\nurl = {quoted(f"file://{source}")}\n'
@@ -118,9 +126,9 @@ class Daemon:
 
     def memory(self) -> dict[str, float]:
         """MiB of the daemon and everything below it: resident, and proportional (pages shared are counted once)."""
-        family = _family(self.process.pid)
+        pids = family(self.process.pid)
         sums = {"Rss": 0, "Pss": 0}
-        for pid in family:
+        for pid in pids:
             try:
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             except OSError:
@@ -130,7 +138,7 @@ class Daemon:
                 if name in sums:
                     sums[name] += int(rest.split()[0])
         return {
-            "processes": len(family),
+            "processes": len(pids),
             "rss_mib": sums["Rss"] / 1024,
             "pss_mib": sums["Pss"] / 1024,
         }
@@ -148,7 +156,7 @@ class Daemon:
     def cpu_s(self) -> float:
         """Processor seconds of the daemon and everything below it so far, of ended workers too."""
         ticks = 0
-        for pid in _family(self.process.pid):
+        for pid in family(self.process.pid):
             try:
                 stat = Path(f"/proc/{pid}/stat").read_text()
             except FileNotFoundError:  # it ended meanwhile
@@ -197,10 +205,11 @@ async def _evict(state: Path) -> int:
         await workers.close()
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
     found = [pid]
     with suppress(OSError):  # it ended meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += _family(int(child))
+                found += family(int(child))
     return found

@@ -25,6 +25,13 @@ process for each processor. There the time for removing is inside the time of bo
 Many mirrors (`make bench BENCH_ARGS='--cases scale'`): a dataset of the shape of SWE-rebench over generated repositories, 20
 commits and 10 rows each, first a tenth of them and then all, each time in a daemon that begins with nothing. Ours is the command
 of the command line from its start to its end; a start ends when the daemon serves. "Times" is how a cost grows: 10 is linear.
+
+A soak (`make bench BENCH_ARGS='--ext4 --cases soak --seconds 600'`, with `--restart` through an orderly restart and a SIGKILL)
+is a busy day in small: three members and an administrator do every verb on both backends, `--rate` turns a second in all, beside
+slow clients, clients that hang up, garbage, crowds of connections, huge requests and answers that nobody reads, with syncs,
+force pushes, imports, audits and gcs below them. Before and after, the daemon comes to rest and is compared: memory,
+descriptors, threads, mounts, directories. A leak, an answer that [errors.md](errors.md) does not have, or a lost request
+ends it with status 1.
 """
 
 
