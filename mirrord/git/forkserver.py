@@ -63,21 +63,22 @@ def _reap(*_: object) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Take calls until the daemon closes the connection."""
+    """Take calls until the daemon closes the connection, or is gone in the middle of one."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     limit_memory()
     gc.enable()
     trimmed_at_bytes = 0
     stream = connection.makefile("rb")
-    while length := stream.read(8):
-        answer = _perform(stream.read(int.from_bytes(length)))
-        connection.sendall(len(answer).to_bytes(8))
-        connection.sendall(answer)
-        del answer
-        if resident_bytes() > trimmed_at_bytes + _TRIM_STEP_BYTES:
-            trim_memory()
-            trimmed_at_bytes = resident_bytes()
+    with suppress(ConnectionError):  # the kernel may be a moment late to end us with the server
+        while length := stream.read(8):
+            answer = _perform(stream.read(int.from_bytes(length)))
+            connection.sendall(len(answer).to_bytes(8))
+            connection.sendall(answer)
+            del answer
+            if resident_bytes() > trimmed_at_bytes + _TRIM_STEP_BYTES:
+                trim_memory()
+                trimmed_at_bytes = resident_bytes()
 
 
 def _perform(call: bytes) -> bytes:

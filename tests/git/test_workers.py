@@ -143,6 +143,24 @@ def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> N
     run(body)
 
 
+def test_a_worker_whose_daemon_is_gone_ends_without_a_word() -> None:
+    """As after a SIGKILL: its traceback would be the last lines of the daemon's log."""
+    script = """
+    import pickle, select, time
+    from mirrord.git.workers import ForkServer
+    server = ForkServer()
+    connection, pidfd = server.fork()
+    call = pickle.dumps((None, {}, time.sleep, (0.2,)))
+    connection.sendall(len(call).to_bytes(8) + call)
+    connection.close()
+    assert select.select([pidfd], [], [], 60)[0]
+    server.stop()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 async def _crashes(call: Awaitable[object]) -> None:
     with pytest.raises(WorkerCrashedError):
         await call
