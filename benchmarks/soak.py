@@ -96,12 +96,10 @@ class Soak:
             before = settled(self.daemon)
             self.tally = Tally()
             watch = Watch(self._sample)
-            began = time.monotonic()
             self._load(self.options.seconds, watch, restart=self.options.restart)
-            took = time.monotonic() - began
             self._rest(client)
             after = settled(self.daemon, before)
-        return self._results(before, after, watch, took)
+        return self._results(before, after, watch)
 
     def _sample(self) -> Sample:
         return Sample.of(self.daemon)
@@ -224,8 +222,9 @@ class Soak:
 
     # -- what came of it -------------------------------------------------------------------------------------------------
 
-    def _results(self, before: Sample, after: Sample, watch: Watch, took: float) -> Results:
+    def _results(self, before: Sample, after: Sample, watch: Watch) -> Results:
         results, taken = Results(), self.tally.taken
+        rate_h = 3600 / self.tally.elapsed_s
         results.latencies = [Latency.of(f"soak: {what}", taken[what]) for what in sorted(taken)]
         results.broken = [*self.tally.broken, *self._leaks(before, after, watch)]
         if self.asked and (self.asked.failed or self.asked.answered != self.asked.asked):
@@ -240,9 +239,7 @@ class Soak:
         longest = max(answers, key=lambda what: answers[what])
         most = watch.most()
         results.figures = [
-            Figure(
-                "checkouts, with forks and grades", checkouts / took * 3600, "an hour", "10,000"
-            ),
+            Figure("checkouts, with forks and grades", checkouts * rate_h, "an hour", "10,000"),
             Figure("warm checkout, p99 / p50", warm.p99_ms / warm.p50_ms, "times", "under 10"),
             Figure(f"longest answer but builds and syncs ({longest})", answers[longest], "s", "5"),
             Figure("answers to good clients", sum(map(len, taken.values())), ""),

@@ -112,8 +112,11 @@ def _judge(what: str, answered: bytes, tally: Tally) -> None:
         return
     try:
         problem = json.loads(body)
+        if problem.get("status") == "degraded":  # an answer of health, and no error
+            tally.refused[what, "degraded"] += 1
+            return
         tally.refuse(what, problem["code"], problem["detail"], status)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         tally.broken.append(f"{what}: {status} without a problem: {body[:100]!r}")
 
 

@@ -51,7 +51,7 @@ def be_clients(plan: Plan) -> Tally:
         become(plan.uid)
     elif plan.uid:
         os.setresuid(plan.uid, plan.uid, plan.uid)
-    tally = Tally()
+    tally, began = Tally(), time.monotonic()
     with Client(plan.socket, patience=_PATIENCE) as client:
         workers = [_Worker(plan, client, tally, number) for number in range(_THREADS)]
         threads = [threading.Thread(target=each.work) for each in workers]
@@ -59,6 +59,7 @@ def be_clients(plan: Plan) -> Tally:
             thread.start()
         for thread in threads:
             thread.join()
+    tally.elapsed_s = time.monotonic() - began
     return tally
 
 

@@ -39,6 +39,8 @@ class Tally:
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    """Of the clients that were at work longest, their start not included."""
 
     def ask(self, what: str, work: Callable[[], T]) -> T:
         """Do one request, timed. Raises its MirrordError, counted."""
@@ -67,3 +69,4 @@ class Tally:
         self.refused += other.refused
         self.examples = other.examples | self.examples
         self.broken += other.broken
+        self.elapsed_s = max(self.elapsed_s, other.elapsed_s)
