@@ -23,7 +23,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3" pyt
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/pool)
 
-.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest release release-check release-tools faults lint bench screenshots debian clean
+.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -71,6 +71,7 @@ check: setup lint ## style, types, layers and the quick tests: no root, no Debia
 
 test: debian setup lint ## run every test and check; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory pythons release-tools
+	@$(MAKE) --no-print-directory wheels || echo 'no wheels here: the tests of the package are skipped' >&2
 	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
 	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
 
@@ -113,6 +114,12 @@ lint: setup ## style, types, layers
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+deb: setup ## the Debian package of this tree in dist/
+	@$(BIN)/python packaging/deb.py dist
+
+wheels: setup ## download what requirements.lock names, for the package and its tests
+	@$(BIN)/python packaging/deb.py
 
 release: setup release-tools ## wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist

@@ -1,0 +1,201 @@
+"""Build a Debian package of this tree: `make deb`, or `packaging/deb.py DIRECTORY`.
+
+/usr/lib/mirrord is an environment with what requirements.lock names, by its hashes, and with our
+own two wheels, for the Python of this Debian. Units, manual pages and completions are made from
+the program in there. The same tree, lock and SOURCE_DATE_EPOCH give the same bytes, anywhere.
+"""
+
+import argparse
+import base64
+import compileall
+import csv
+import gzip
+import hashlib
+import os
+import py_compile
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from importlib.metadata import distributions
+from pathlib import Path
+
+from release import CLIENT, PROJECT, Refused, find_version, run
+
+DEBIAN = PROJECT / "packaging/debian"
+LOCK = PROJECT / "requirements.lock"
+WHEELS = PROJECT / ".venv/wheels"
+UV = PROJECT / ".venv/bin/uv"
+TARGET = Path("/usr/lib/mirrord")
+PYTHON = f"python3.{sys.version_info.minor}"
+SITE = f"lib/{PYTHON}/site-packages"
+PROGRAMS = ("mirrord", "git-remote-mirrord")
+SCRIPTS = ("postinst", "prerm", "postrm")
+REVISION = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("directory", type=Path, nargs="?", help="without it: only download")
+    chosen = parser.parse_args()
+    os.umask(0o022)
+    try:
+        fetch_wheels()
+        if chosen.directory:
+            print(build(chosen.directory))
+    except Refused as error:
+        sys.exit(f"no package: {error}")
+
+
+def build(directory: Path) -> Path:
+    """Build the package into a directory; returns its path."""
+    if sys.base_prefix != "/usr":
+        raise Refused(f"it is for the system's Python, and this is that of {sys.base_prefix}")
+    commit_time = ("git", "log", "-1", "--format=%ct")
+    at = int(os.environ.get("SOURCE_DATE_EPOCH") or run(*commit_time, cwd=PROJECT))
+    os.environ["SOURCE_DATE_EPOCH"] = str(at)
+    version = re.sub(r"(a|b|rc|\.dev)(\d+)$", r"~\1\2", find_version(PROJECT)) + f"-{REVISION}"
+    architecture = run("dpkg", "--print-architecture")
+    directory.mkdir(parents=True, exist_ok=True)
+    package = directory / f"mirrord_{version}_{architecture}.deb"
+    with tempfile.TemporaryDirectory(prefix="mirrord-deb-") as scratch:
+        stage = Path(scratch, "stage")
+        environment = stage / TARGET.relative_to("/")
+        make_environment(environment, Path(scratch, "wheels"))
+        put_files(stage, environment, version, at)
+        put_control(stage, version, architecture)
+        settle(stage, at)
+        compression = ("-Zzstd", "-z3", "--threads-max=1")
+        run("dpkg-deb", "--root-owner-group", *compression, "--build", str(stage), str(package))
+    return package
+
+
+def fetch_wheels() -> None:
+    """Download what the lock names, unless that was done."""
+    stamp, wanted = WHEELS / "lock", hashlib.sha256(LOCK.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    chosen = ("--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(LOCK))
+    run(sys.executable, "-m", "pip", "download", "--quiet", *chosen, "-d", str(WHEELS))
+    stamp.write_text(wanted)
+
+
+def make_environment(environment: Path, ours: Path) -> None:
+    """Install all wheels into an environment that works at TARGET."""
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin/python").symlink_to(f"/usr/bin/{PYTHON}")
+    config = "home = /usr/bin\ninclude-system-site-packages = false\n"
+    (environment / "pyvenv.cfg").write_text(config)
+    for project in (PROJECT / CLIENT, PROJECT):
+        hatch = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(ours))
+        run(*hatch, cwd=project)
+    uv = (str(UV), "--quiet", "--no-config", "--offline", "pip")
+    where = ("--python", str(environment / "bin/python"), "--link-mode", "copy", "--no-index")
+    run(*uv, "sync", *where, "--require-hashes", "--find-links", str(WHEELS), str(LOCK))
+    names = (f"mirrord=={find_version(PROJECT)}", f"mirrord-client=={find_version(PROJECT)}")
+    run(*uv, "install", *where, "--no-cache", "--no-deps", "--find-links", str(ours), *names)
+    (environment / ".lock").unlink()  # uv's
+    for record in sorted((environment / SITE).glob("*.dist-info/RECORD")):
+        settle_record(environment, record)
+    compileall.compile_dir(
+        environment / SITE, quiet=2, stripdir=str(environment), prependdir=str(TARGET),
+        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
+    )  # fmt: skip
+
+
+def settle_record(environment: Path, record: Path) -> None:
+    """Let scripts start the Python at TARGET, drop the time of the build, and say so in RECORD."""
+    record.with_name("uv_cache.json").unlink(missing_ok=True)
+    rows = list(csv.reader(record.read_text().splitlines()))
+    rows = [row for row in rows if not row[0].endswith("/uv_cache.json")]
+    for row in rows:
+        path = Path(os.path.normpath(record.parents[1] / row[0]))
+        if path.parent == environment / "bin" and path.read_bytes()[:2] == b"#!":
+            data = path.read_bytes().replace(os.fsencode(environment), os.fsencode(TARGET))
+            path.write_bytes(data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            row[1:] = [f"sha256={digest}", str(len(data))]
+    with record.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def put_files(stage: Path, environment: Path, version: str, at: int) -> None:
+    """Everything outside of the environment."""
+    for name in PROGRAMS:
+        link = stage / "usr/bin" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(f"../lib/mirrord/bin/{name}")
+    date = time.strftime("%Y-%m-%d", time.gmtime(at))
+    script = str(PROJECT / "packaging/generated.py")
+    run(str(environment / "bin/python"), "-I", "-B", script, str(stage / "usr"), str(TARGET), date)
+    config = stage / "etc/mirrord/config.toml"
+    config.parent.mkdir(parents=True)
+    shutil.copy(PROJECT / "config.toml", config)
+    documents = stage / "usr/share/doc/mirrord"
+    documents.mkdir(parents=True)
+    (documents / "copyright").write_text("".join(copyright_lines(environment)))
+    entry = f"mirrord ({version}) stable; urgency=medium\n\n  * See changelog.gz.\n\n"
+    entry += f" -- {maintainer()}  {formatdate(at)}\n"
+    for name, text in (
+        ("changelog.gz", (PROJECT / "CHANGELOG.md").read_bytes()),
+        ("changelog.Debian.gz", entry.encode()),
+    ):
+        (documents / name).write_bytes(gzip.compress(text, mtime=0))
+    overrides = stage / "usr/share/lintian/overrides/mirrord"
+    overrides.parent.mkdir(parents=True)
+    shutil.copy(DEBIAN / "lintian-overrides", overrides)
+
+
+def copyright_lines(environment: Path) -> Iterator[str]:
+    """Our licence, and where those of the packages inside are."""
+    yield (DEBIAN / "copyright").read_text()
+    found = {each.name: each for each in distributions(path=[str(environment / SITE)])}
+    for name, each in sorted(found.items()):
+        known = each.metadata
+        licence = known.get("License-Expression") or known.get("License") or "see its directory"
+        yield f" {name} {each.version}: {licence.strip().splitlines()[0]}\n"
+
+
+def maintainer() -> str:
+    return re.findall(r"(?m)^Maintainer: (.*)$", (DEBIAN / "control").read_text())[0]
+
+
+def put_control(stage: Path, version: str, architecture: str) -> None:
+    """DEBIAN/, from the files of packaging/debian."""
+    control = stage / "DEBIAN"
+    files = [path for path in sorted(stage.rglob("*")) if path.is_file() and not path.is_symlink()]
+    digests = ((hashlib.md5(path.read_bytes()).hexdigest(), path) for path in files)
+    sums = "".join(f"{digest}  {path.relative_to(stage)}\n" for digest, path in digests)
+    control.mkdir()
+    (control / "md5sums").write_text(sums)
+    for name in ("conffiles", *SCRIPTS):
+        shutil.copy(DEBIAN / name, control)
+    minor = sys.version_info.minor
+    values = {
+        "VERSION": version,
+        "ARCHITECTURE": architecture,
+        "SIZE": str(sum((path.stat().st_size + 1023) // 1024 for path in files)),
+        "PYTHON": f"python3 (>= 3.{minor}~), python3 (<< 3.{minor + 1}~)",
+    }
+    text = (DEBIAN / "control").read_text()
+    (control / "control").write_text(re.sub(r"@(\w+)@", lambda found: values[found[1]], text))
+
+
+def settle(stage: Path, at: int) -> None:
+    """One time for all, and modes that no umask has a say in."""
+    for path in (stage, *stage.rglob("*")):
+        if not path.is_symlink():
+            is_open = path.is_dir() or path.stat().st_mode & 0o100 or path.name in SCRIPTS
+            path.chmod(0o755 if is_open else 0o644)
+        os.utime(path, (at, at), follow_symlinks=False)
+    # upstream URLs may have passwords; the daemon reads it by CAP_DAC_READ_SEARCH
+    (stage / "etc/mirrord").chmod(0o750)
+    (stage / "etc/mirrord/config.toml").chmod(0o640)
+
+
+if __name__ == "__main__":
+    main()
