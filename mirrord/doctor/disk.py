@@ -283,7 +283,8 @@ class Part(NamedTuple):
     normal_ms: float
 
     def __str__(self) -> str:
-        return f"{self.name} {self.ms:.2g} ms (normal: up to {self.normal_ms:g})"
+        took = f"{self.ms:.0f}" if self.ms >= 10 else f"{self.ms:.2g}"
+        return f"{self.name} {took} ms (normal: up to {self.normal_ms:g})"
 
 
 def speed(settings: Settings) -> Result:

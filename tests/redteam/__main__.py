@@ -12,12 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import owners, strangers  # noqa: F401 - each registers its attacks
+from . import outside, owners, strangers  # noqa: F401 - each registers its attacks
 from .scene import ATTACKS, MEMBER, OWNER, SECRET, STRANGER, VICTIM, Scene
 
 __all__ = ["ATTACKS", "main"]
 
-_NAMES = {STRANGER: "stranger", MEMBER: "member", OWNER: "owner", 0: "container's root"}
+_NAMES = {STRANGER: "stranger", MEMBER: "member", OWNER: "owner", 0: "root"}
 
 
 def main() -> int:
@@ -62,10 +62,12 @@ def _scene(words: argparse.Namespace) -> Scene:
     secret = Path(scene.victim["path"], "secret")
     secret.write_text(SECRET)
     secret.chmod(0o644)
-    scene.own = scene.check_out(OWNER)
+    scene.own = scene.check_out(OWNER, commit=f"{scene.commit}~1")
+    scene.later = scene.commit
     scene.state = Path(scene.own["directory"]).parents[1]
     scene.config = words.config if words.config.exists() else Path()
     scene.trap = Path(tempfile.mkdtemp(prefix="redteam-trap-"))
+    scene.settings = json.loads(scene.ask("GET", "/v1/config")[1])["settings"]
     document = json.loads(scene.ask("GET", "/v1/openapi.json")[1])
     scene.routes = [
         (method.upper(), re.sub(r"\{(\w+)[^}]*\}", r"{\1}", path))

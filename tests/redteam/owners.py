@@ -396,3 +396,115 @@ def root_of_a_container_writes_its_checkout(at: Scene) -> str:
     must(sound.returncode == 0, f"another checkout is damaged: {sound.stderr[:200]!r}")
     _reset(at)
     return "nosuid, nodev; what it wrote is its own checkout's, and a reset undoes it"
+
+
+# -- what is kept, proven and applied --------------------------------------------------------------
+
+
+@attack(OWNER)
+def set_id_bits_are_kept_in_a_snapshot(at: Scene) -> str:
+    shell = at.tree / "shell"
+    shell.write_bytes(b"#!/bin/sh\n")
+    shell.chmod(0o6755)
+    base = f"/v1/checkouts/{at.own['id']}"
+    status, answer = at.ask("POST", f"{base}/snapshots", {"name": "set-id"})
+    must(status == 201, f"{status} {answer[:200]!r}")
+    status, answer = at.ask("POST", f"{base}/reset", {"to": "set-id"})
+    must(status == 200, f"{status} {answer[:200]!r}")
+    mode = stat.S_IMODE(shell.stat().st_mode)
+    at.ask("DELETE", f"{base}/snapshots/set-id")
+    must(mode == 0o755, f"{mode:o}")
+    return "0755"
+
+
+@attack(OWNER)
+def a_change_is_hidden_from_the_reset(at: Scene) -> str:
+    """The same size and times, in a file and in a pack; a new process keeps the file open."""
+    first = next(path for path in at.tree.iterdir() if path.is_file() and path.stat().st_size)
+    pack = next((at.tree / ".git/objects/pack").glob("*.pack"))
+    before = {path: path.read_bytes() for path in (first, pack)}
+    with first.open("rb+") as kept:
+        for path, content in before.items():
+            was = path.stat()
+            path.chmod(0o644)
+            path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+            os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        _reset(at)
+        kept.write(b"later")
+        kept.flush()
+        must({path: path.read_bytes() for path in before} == before, "it is still there")
+    return "content is as it was; what was kept open leads to the old tree"
+
+
+@attack(OWNER)
+def a_later_commit_is_looked_for(at: Scene) -> str:
+    """In every object of the store, by its name, and in the mirror."""
+    words = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false"]
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[bytes]:
+        command = [*words, *more]
+        return subprocess.run(command, cwd=at.tree, env=environment, capture_output=True)
+
+    listed = run("cat-file", "--batch-all-objects", "--batch-check=%(objectname)").stdout.split()
+    closure = run("rev-list", "--objects", "--no-object-names", "HEAD").stdout.split()
+    must(
+        listed and {*listed} == {*closure}, f"{len(listed)} objects, {len(closure)} of the closure"
+    )
+    got = [
+        run("cat-file", "-e", at.later),
+        run("fetch", f"{at.state}/mirrors/{at.mirror}", at.later),
+    ]
+    must(all(each.returncode for each in got), "it was found")
+    must(not (at.tree / ".git/objects/info/alternates").exists(), "there is an alternate")
+    return f"the store is the closure: {len(listed)} objects"
+
+
+@attack(OWNER)
+def a_patch_writes_outside(at: Scene) -> str:
+    names = ("../out", "/etc/out", ".git/hooks/x", ".GIT/config", "a/../../out", "git~1/config")
+    seen = set()
+    for name in ("inside", *names):
+        patch = (
+            f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n"
+            "@@ -0,0 +1 @@\n+x\n"
+        )
+        path = f"/v1/checkouts/{at.own['id']}/apply"
+        status, answer = at.ask("POST", path, raw=patch.encode())
+        if name == "inside":
+            must(status == 200, f"{name}: {status} {answer[:200]!r}")
+            continue
+        must(400 <= status < 500, f"{name}: {status} {answer[:200]!r}")
+        seen.add(f"{status} {json.loads(answer)['code']}")
+    must(not (at.tree / ".git/hooks/x").exists(), "a hook was written")
+    _reset(at)
+    return ", ".join(sorted(seen))
+
+
+@attack(0)
+def traps_are_laid_for_root(at: Scene) -> str:
+    """Modules, a configuration and a git configuration in the tree in which root runs mirrord."""
+    canary = Path("/tmp/redteam-trap-ran")
+    code = f"open({str(canary)!r}, 'w')\n"
+    for name in ("json", "socket", "mirrord", "sitecustomize", "usercustomize", "subprocess"):
+        (at.tree / f"{name}.py").write_text(code)
+    for name in ("config.toml", "mirrord.toml", "mirrord/config.toml"):
+        (at.tree / name).parent.mkdir(exist_ok=True)
+        (at.tree / name).write_text(f'socket = "{at.trap}/s"\n')
+    program = at.tree / "git"
+    program.write_text(f"#!/bin/sh\ntouch {canary}\n")
+    program.chmod(0o755)
+    environment = {
+        "PATH": "::.:/usr/sbin:/usr/bin:/sbin:/bin",
+        "HOME": "/root",
+        "XDG_CONFIG_HOME": ".",
+    }
+    seen = []
+    for words in (["status"], ["diff", "."], ["verify-seal", ".", "--base", at.own["commit"]]):
+        done = subprocess.run(
+            [at.mirrord, *words], cwd=at.tree, env=environment, capture_output=True, timeout=35
+        )
+        seen.append(done.returncode)
+        must(b"\x1b" not in done.stdout + done.stderr, f"{words}: escapes")
+    must(not canary.exists(), "it ran")
+    return f"statuses {seen}"

@@ -57,11 +57,13 @@ class Scene:
     mirrord: str
     commit: str
     mirror: str
+    later: str = ""
     state: Path = Path()
     config: Path = Path()
     victim: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     trap: Path = Path()
+    settings: dict[str, Any] = field(default_factory=dict)
     routes: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -146,7 +148,7 @@ class Scene:
             return True, work(self)
         except BreachError as breach:
             return False, str(breach)
-        except OSError as error:
+        except Exception as error:  # else this child would go on as its parent
             return False, f"the attack itself failed: {error!r}"
 
 

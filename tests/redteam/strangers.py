@@ -232,3 +232,38 @@ def leases_are_hoarded(at: Scene) -> str:
         return f"shortened to {made['expires_at']}"
     must(400 <= status < 500, f"{status} {answer[:200]!r}")
     return f"{status} {json.loads(answer)['code']}"
+
+
+@attack(MEMBER)
+def a_receipt_is_forged(at: Scene) -> str:
+    start = {"mirror": at.mirror, "commit": at.commit, "ttl": "1m"}
+    status, answer = at.ask("POST", "/v1/checkouts", start)
+    must(status == 201, f"{status} {answer[:200]!r}")
+    identity = json.loads(answer)["id"]
+    receipt = json.loads(at.ask("GET", f"/v1/checkouts/{identity}/receipt")[1])
+    at.ask("DELETE", f"/v1/checkouts/{identity}")
+    status, answer = at.ask("POST", "/v1/receipts/verify", {**receipt, "tree": "1" * 40})
+    must(status == 200 and not json.loads(answer)["holds"], f"{status} {answer[:300]!r}")
+    return "it does not hold"
+
+
+@attack(MEMBER)
+def bodies_fill_the_memory(at: Scene) -> str:
+    """Long ones, ones that say they are endless, and fifty that never come."""
+    seen = set()
+    with ExitStack() as held:
+        for _ in range(50):
+            connection = held.enter_context(socket.socket(socket.AF_UNIX))
+            connection.connect(str(at.socket))
+            head = b"POST /v1/checkouts HTTP/1.1\r\nhost: m\r\ncontent-length: 900000\r\n\r\n{"
+            connection.sendall(head)
+        for length in (2 * 1024**2, 10**15):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(20)
+                connection.connect(str(at.socket))
+                said = f"POST /v1/checkouts HTTP/1.1\r\nhost: m\r\ncontent-length: {length}\r\n\r\n"
+                connection.sendall(said.encode())
+                seen.add(connection.recv(4096).split()[1])
+        at.must_live()
+    must(seen == {b"413"}, f"{seen}")
+    return "413; fifty that wait keep nobody out"

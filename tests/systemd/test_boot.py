@@ -37,6 +37,9 @@ USERS = 'u alice 12345 "a member" /tmp\nm alice mirrord\nu mallory 12346 "a stra
 CONFIG = """
 [access]
 commits = "any"
+bytes_per_user = "64MiB"
+[web]
+listen = "127.0.0.1:8780"
 [upstream]
 url = "file:///srv/upstreams/{owner}__{name}"
 [sync]
