@@ -1,21 +1,40 @@
 """The verbs of checkouts: from `mirrord checkout` to `mirrord checkouts`."""
 
+from __future__ import annotations
+
 import base64
+import importlib
 import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
-from . import parameters
 from .output import short, table, when
-from .parameters import Argument, Option
-from .session import Session, read_file
+from .session import (
+    Argument,
+    BackendOption,
+    HistoryOption,
+    InstanceArgument,
+    Option,
+    OwnerOption,
+    Session,
+    Ttl,
+    ViewOption,
+    read_duration,
+    read_file,
+    read_jobs,
+    read_owner,
+    read_pid,
+)
 
-_ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
-Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
+if TYPE_CHECKING:
+    from ..protocol import Grade
+
+ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
+Id = Annotated[str, Argument(metavar="ID", help=ID_HELP)]
 _DATASET_HELP = "Whose instance, where datasets record the id differently."
 _LAYER_HELP = "Start with this prepared layer of the commit."
 Layer = Annotated[str | None, Option(metavar="NAME", help=_LAYER_HELP)]
@@ -33,13 +52,13 @@ _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
 def checkout(
     session: Session,
-    instance: parameters.InstanceArgument,
+    instance: InstanceArgument,
     dataset: Dataset = None,
-    history: parameters.HistoryOption = None,
-    view: parameters.ViewOption = View.AGENT,
-    backend: parameters.BackendOption = None,
-    ttl: parameters.Ttl = None,
-    owner: parameters.OwnerOption = None,
+    history: HistoryOption = None,
+    view: ViewOption = View.AGENT,
+    backend: BackendOption = None,
+    ttl: Ttl = None,
+    owner: OwnerOption = None,
     attachable: Annotated[
         bool, Option("--attach", help="For `mirrord attach`: it need not be visible from here.")
     ] = False,
@@ -57,8 +76,8 @@ def checkout(
         history=history,
         view=view,
         backend=backend,
-        ttl=parameters.read_duration(ttl, "--ttl"),
-        owner=parameters.read_owner(owner),
+        ttl=read_duration(ttl, "--ttl"),
+        owner=read_owner(owner),
         attach=attachable,
         layer=layer,
         environment=environment,
@@ -106,7 +125,7 @@ def fork(
     source: Annotated[
         str | None, Option("--from", metavar="NAME", help="This snapshot; default: as it is.")
     ] = None,
-    ttl: parameters.Ttl = None,
+    ttl: Ttl = None,
 ) -> None:
     """Prints the path. The fork has the same owner, history, view and backend, and starts with what
     the checkout changed. Of .git it takes commits, branches and the index, and neither
@@ -115,7 +134,7 @@ def fork(
     handle = session.client.fork_checkout(
         find_id(session, checkout_id),
         snapshot=source,
-        ttl=parameters.read_duration(ttl, "--ttl"),
+        ttl=read_duration(ttl, "--ttl"),
         auto_renew=False,
     )
     session.answer(handle.lease, [handle.lease.path])
@@ -276,7 +295,7 @@ def attach(
     Needs CAP_SYS_ADMIN in the namespace: `unshare --user --map-root-user --mount` gives one. With
     --pid, for root, PATH is as that process sees it.
     """
-    found, process = find_id(session, checkout_id), parameters.read_pid(pid)
+    found, process = find_id(session, checkout_id), read_pid(pid)
     client = session.client
     if environment is not None:
         client.attach_checkout(found, environment, target=Target.ENVIRONMENT, pid=process)
@@ -295,10 +314,10 @@ def release(
     session.answer(None, [])
 
 
-def renew(session: Session, checkout_id: Id, ttl: parameters.Ttl = None) -> None:
+def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
     """Prints the new deadline."""
     answer = session.client.renew_checkout(
-        find_id(session, checkout_id), parameters.read_duration(ttl, "--ttl")
+        find_id(session, checkout_id), read_duration(ttl, "--ttl")
     )
     session.answer(answer, [when(answer.expires_at)])
 
@@ -338,3 +357,97 @@ def find_id(session: Session, text: str) -> str:
     if not path.exists() and "/" not in text:
         message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")
+
+
+_TARGET_HELP = "A checkout's id or path; with --patch an instance, or NAME@COMMITISH."
+_POLICY_HELP = (
+    "report, drop or refuse what could steer the tests; KIND=… for one kind of rule; repeatable."
+)
+_PREDICTIONS_HELP = "Grade each prediction of a file as SWE-bench has it, tolerantly."
+_REPORT_HELP = "Write what became of the predictions, by suffix: .jsonl or .html; repeatable."
+
+
+def grade(
+    session: Session,
+    target: Annotated[str | None, Argument(metavar="[ID|INSTANCE]", help=_TARGET_HELP)] = None,
+    patch: Annotated[
+        str | None, Option(metavar="FILE", help="The change of an instance; - is standard input.")
+    ] = None,
+    predictions: Annotated[Path | None, Option(metavar="FILE", help=_PREDICTIONS_HELP)] = None,
+    strategy: Annotated[
+        ApplyStrategy, Option(help="How the patch may apply: as git does, or also with fuzz.")
+    ] = ApplyStrategy.EXACT,
+    policy: Annotated[list[str] | None, Option(metavar="POLICY", help=_POLICY_HELP)] = None,
+    dataset: Dataset = None,
+    history: HistoryOption = None,
+    backend: BackendOption = None,
+    ttl: Ttl = None,
+    owner: OwnerOption = None,
+    layer: Layer = None,
+    environment: Environment = None,
+    report: Annotated[list[Path] | None, Option(metavar="FILE", help=_REPORT_HELP)] = None,
+    concurrency: Annotated[str, Option(metavar="N", help="How many predictions at a time.")] = "8",
+    keep: Annotated[
+        bool, Option("--keep", help="Keep the predictions' grades; the report names them.")
+    ] = False,
+) -> None:
+    """The tree has the base commit, the agent's change by its content alone, and the tests.
+
+    What in the change could steer the tests is listed on stderr. Run the tests as another user
+    than the agent was: --owner. The status of --predictions is 0 when each has a grade, else that
+    of the first without one.
+    """
+    common: dict[str, Any] = {
+        "policy": ",".join(policy) if policy else None,
+        "backend": backend,
+        "ttl": read_duration(ttl, "--ttl"),
+        "owner": read_owner(owner),
+        "auto_renew": False,
+    }
+    if predictions is not None:
+        if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "leave out the ID, --patch, --layer, --environment and --strategy"
+            raise UsageError("cannot grade predictions and something else", hint=hint)
+        many = importlib.import_module(".predictions", __package__)  # loads asyncio, for this alone
+        many.grade_all(
+            session,
+            predictions,
+            dataset=dataset,
+            reports=report or [],
+            concurrency=read_jobs(concurrency, "--concurrency"),
+            keep=keep,
+            history=history,
+            **common,
+        )
+        return
+    if report or keep:
+        hint = "they are for --predictions"
+        raise UsageError("cannot take --report or --keep without predictions", hint=hint)
+    if target is None:
+        hint = "name a checkout, or an instance with --patch, or give --predictions"
+        raise UsageError("cannot tell what to grade", hint=hint)
+    if patch is None:
+        if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "leave out --dataset, --history, --layer, --environment and --strategy, or give"
+            hint += " --patch with an instance"
+            raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
+        handle = session.client.grade_checkout(find_id(session, target), **common)
+    else:
+        choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
+        choices |= {"layer": layer, "environment": environment}
+        handle = session.client.grade(target, read_file(patch), **choices, **common)
+    for line in _noticed(handle.report):
+        session.note(line)
+    session.answer(handle.report, [handle.report.path])
+
+
+def _noticed(grade: Grade) -> list[str]:
+    lines: list[str] = []
+    if grade.steering:
+        rows = [(each.action, each.rule, each.path, each.detail) for each in grade.steering]
+        lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows)
+    if not grade.changed:
+        lines.append("the change is empty")
+    if grade.tests is None:
+        lines.append("no tests: the checkout is of no instance, or that has no test patch")
+    return lines

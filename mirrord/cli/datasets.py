@@ -14,8 +14,7 @@ from ..errors import IntegrityError, UsageError
 from ..model import View
 from .operations import finish, started, watching
 from .output import count, facts, short, table
-from .parameters import Argument, NoWait, Option, ViewOption
-from .session import Session
+from .session import Argument, NoWait, Option, Session, ViewOption
 
 if TYPE_CHECKING:
     from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation

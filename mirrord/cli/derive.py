@@ -21,8 +21,7 @@ from ..protocol import Progress
 from .datasets import open_sources
 from .operations import watching
 from .output import cell, count, table
-from .parameters import Argument, Option
-from .session import Session
+from .session import Argument, Option, Session
 
 _SOURCE_HELP = "As for `dataset import`."
 _ONLY_HELP = "A column to derive; repeatable; default: all. Only `version` needs the daemon."

@@ -12,8 +12,7 @@ import mirrord
 from ..errors import IntegrityError, UsageError
 from .operations import finish, started
 from .output import count, facts, short, size, table
-from .parameters import Argument, NoWait, Option
-from .session import Session
+from .session import Argument, NoWait, Option, Session
 
 if TYPE_CHECKING:
     from ..protocol import Environment, Operation

@@ -28,10 +28,18 @@ from ..client.sandboxes.limits import Limits
 from ..host.processes import hide_argument
 from ..model import Bind, View, shown
 from ..units import parse_size
-from . import parameters
 from .checkouts import Environment, Layer, find_id, is_id
-from .parameters import Argument, Option
-from .session import Session
+from .session import (
+    Argument,
+    BackendOption,
+    HistoryOption,
+    Option,
+    OwnerOption,
+    Session,
+    ViewOption,
+    read_duration,
+    read_owner,
+)
 
 if TYPE_CHECKING:
     from .. import Checkout
@@ -56,10 +64,10 @@ def execute(
     ] = None,
     environment: Environment = None,
     layer: Layer = None,
-    history: parameters.HistoryOption = None,
-    view: parameters.ViewOption = View.AGENT,
-    backend: parameters.BackendOption = None,
-    owner: parameters.OwnerOption = None,
+    history: HistoryOption = None,
+    view: ViewOption = View.AGENT,
+    backend: BackendOption = None,
+    owner: OwnerOption = None,
     network: Annotated[
         bool, Option("--network", help="With the host's network, its localhost too.")
     ] = False,
@@ -98,13 +106,13 @@ def execute(
             hint = "name another file with --diff"
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
-    given |= {"layer": layer, "owner": parameters.read_owner(owner)}
+    given |= {"layer": layer, "owner": read_owner(owner)}
     run = _Run(
         command=command,
         network=network,
         shown=[Path(path).absolute() for path in show],
         variables=dict(map(_read_variable, variable)),
-        timeout=parameters.read_duration(timeout, "--timeout"),
+        timeout=read_duration(timeout, "--timeout"),
         limits=_read_limits(memory, processes),
         is_boxed=not keep_access,
     )

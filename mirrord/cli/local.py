@@ -20,8 +20,7 @@ from ..seal.scan import scan_root
 from ..seal.verify import verify_seal as verify
 from ..telemetry import masked
 from .output import count, size
-from .parameters import Argument, Option
-from .session import Session, print_line
+from .session import Argument, Option, Session, print_line
 
 if TYPE_CHECKING:
     from ..config import Settings

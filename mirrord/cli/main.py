@@ -21,8 +21,7 @@ import click
 
 from .. import __version__
 from ..errors import InternalError, MirrordError, UsageError
-from .parameters import Argument
-from .session import Session
+from .session import Argument, Session
 from .table import EXIT_STATUSES, GROUPS, VERBS, Verb, exit_lines
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -1,21 +1,22 @@
-"""`mirrord mirror …`, `refs …`, `bundle …`, `pin`, `unpin` and `pins`."""
+"""`mirrord mirror …`, `refs …`, `bundle …`, `pin`, `unpin`, `pins`, `audit` and `heal`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
+from ..model import AuditLevel, CommitRole
 from ..protocol import RefDiff
 from .operations import finish, finish_all, started, watching
-from .output import count, facts, problem_of, short, size, table
-from .parameters import Argument, MirrorArgument, NoWait, Option
-from .session import Session
+from .output import cell, count, facts, problem_of, short, size, table
+from .session import Argument, MirrorArgument, NoWait, Option, Session
 
 if TYPE_CHECKING:
-    from ..protocol import Mirror, Operation
+    from ..protocol import Audit, Mirror, Operation, Repair
 
 _REPOS_HELP = "owner/name; the upstream is the configured one."
 Repos = Annotated[list[str], Argument(metavar="REPO...", help=_REPOS_HELP)]
@@ -275,3 +276,116 @@ def _imported(operation: Operation) -> Iterator[str]:
         yield f"dataset {name}: {count(rows, 'instance')} added"
     for name in result["datasets_refused"]:
         yield f"dataset {name}: another dataset has this name; its pins are yours now"
+
+
+Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]
+
+
+def audit(
+    session: Session,
+    names: Names = None,
+    dataset: Annotated[str | None, Option(help="Only what this dataset records.")] = None,
+    level: Annotated[AuditLevel | None, Option(help="How deep; default: as configured.")] = None,
+    no_heal: Annotated[bool, Option("--no-heal", help="Do not repair.")] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints one line per finding, then a total; repairs go to stderr.
+
+    Status 8 when a finding is neither healed nor accepted by `audit.accept`.
+    """
+    heal = False if no_heal else None
+    operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
+    found = _finished(session, operation, no_wait)
+    if found:
+        for line in _repairs(found):
+            session.note(line)
+        session.answer(found, _findings(found))
+        _end(found)
+
+
+def _finished(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
+    if no_wait:
+        session.answer(operation, started(operation))
+        return None
+    ended = finish(session, operation)
+    return session.client.get_audit(str((ended.result or {})["id"]))
+
+
+def _end(found: Audit) -> None:
+    if found.open_count:
+        raise SystemExit(IntegrityError.exit_status)
+
+
+def _repairs(found: Audit) -> Iterator[str]:
+    for repair in found.repairs:
+        yield from map(cell, _repair(repair))
+
+
+def _findings(found: Audit) -> Iterator[str]:
+    for f in found.findings:
+        commit = f" {f.commit}" if f.commit else ""
+        instances = f" ({', '.join(f.instances)})" if f.instances else ""
+        only = f", {', '.join(f.roles)} only" if f.roles and CommitRole.BASE not in f.roles else ""
+        kind = f"{f.kind}{only}{', accepted' if f.accepted else ''}{instances}"
+        yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
+    states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
+    total = sum(found.counts.values())
+    unserved = f"; {count(len(found.affected), 'instance')} cannot be served"
+    affected = unserved if found.affected else ""
+    accepted = len(found.findings) - found.open_count
+    is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
+    is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
+    healed = f"; {found.healed} of them healed" if found.healed else ""
+    scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
+    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
+
+
+def _repair(repair: Repair) -> Iterator[str]:
+    """What a heal did to one mirror, and what it could not repair."""
+    for donor, number in repair.objects.items():
+        yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
+    for file in repair.files:
+        yield f"{repair.mirror} healed: moved corrupt file {file} to {repair.kept_in}"
+    if repair.history:
+        yield f"{repair.mirror} ref history: {repair.history}"
+    for donor, reason in repair.refusals.items():
+        yield f"{repair.mirror} {donor} gave nothing: {reason}"
+    for ref in repair.refs:
+        yield f"{repair.mirror} healed: restored lost ref {ref}"
+    if repair.unhealed_count:
+        listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
+        lacking = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
+        again = f"retried later, or now with `mirrord heal {repair.mirror} --bundle FILE`"
+        yield f"{repair.mirror} not healed: {lacking}; {again}"
+    if repair.error:
+        yield f"{repair.mirror} not healed: {repair.error}"
+
+
+def heal(
+    session: Session,
+    names: Names = None,
+    bundle: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Also take objects from this bundle, of any repository."),
+    ] = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints repairs and open findings, as `mirrord audit` does; status 8 as there.
+
+    Bundles in the directory bundles/ of the daemon's state are used without being named.
+    """
+    mirrors = names or []
+    if bundle and len(mirrors) != 1:
+        fact = f"{len(mirrors)} mirrors are named"
+        raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name the one it is for")
+    if bundle and not bundle.is_file():
+        raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
+    if bundle is None:
+        operation = session.client.start_heal(*names or ())
+    else:
+        with watching(session, f"sending {bundle.name}") as watch:
+            operation = session.client.heal_with_bundle(mirrors[0], bundle, progress=watch)
+    found = _finished(session, operation, no_wait)
+    if found:
+        session.answer(found, chain(_repairs(found), _findings(found)))
+        _end(found)

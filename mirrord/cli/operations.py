@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..errors import MirrordError, OperationNotFoundError
 from .output import cell, facts, table
-from .parameters import Argument, Option
-from .session import Session, plain, print_line
+from .session import Argument, Option, Session, plain, print_line
 
 if TYPE_CHECKING:
     from ..protocol import Operation, Progress

@@ -22,8 +22,7 @@ from ..datasets.json_stream import Element, iter_elements
 from ..model import Bind
 from ..protocol import Progress
 from .operations import watching
-from .outcomes import GradedPrediction, State
-from .predictions_report import Report
+from .predictions_report import GradedPrediction, Report, State
 from .session import Session
 
 _BOM = b"\xef\xbb\xbf"

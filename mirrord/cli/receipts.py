@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import IntegrityError, UsageError
 from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
-from .checkouts import find_id
-from .parameters import Argument, Option
-from .session import Session, print_line, read_file
+from .checkouts import ID_HELP, find_id
+from .session import Argument, Option, Session, print_line, read_file
 
 if TYPE_CHECKING:
     from .signatures import Judgement
 
-_ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
 _SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the private one."
 
 
 def receipt(
     session: Session,
-    checkout_id: Annotated[str | None, Argument(metavar="[ID]", help=_ID_HELP)] = None,
+    checkout_id: Annotated[str | None, Argument(metavar="[ID]", help=ID_HELP)] = None,
     sign: Annotated[Path | None, Option(metavar="KEYFILE", help=_SIGN_HELP)] = None,
     verify: Annotated[
         str | None, Option(metavar="FILE", help="Verify this receipt; - is standard input.")

@@ -8,8 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from .output import when
-from .parameters import Option
-from .session import Session, print_line
+from .session import Option, Session, print_line
 
 if TYPE_CHECKING:
     from ..protocol import Event

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import mirrord
 
 from ..errors import MirrordError, UsageError
-from ..model import printable
+from ..model import Backend, History, View, printable, shown
+from ..units import parse_duration
 
 if TYPE_CHECKING:
     from ..protocol import AddReport, Message
@@ -110,3 +113,75 @@ def read_file(path: str) -> bytes:
     except OSError as error:
         hint = "name a file that you may read, or - for standard input"
         raise UsageError(f"cannot read {path}: {error.strerror}", hint=hint) from error
+
+
+class Argument(NamedTuple):
+    """A positional parameter; `metavar` is its name in capitals by default."""
+
+    help: str
+    metavar: str | None = None
+
+
+class Option:
+    """`--name` by default, after the parameter."""
+
+    def __init__(self, *flags: str, help: str, metavar: str | None = None) -> None:  # noqa: A002
+        self.flags = flags
+        self.help = help
+        self.metavar = metavar
+
+
+MirrorArgument = Annotated[str, Argument(help="owner/name or owner__name, in any letter case.")]
+NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
+InstanceArgument = Annotated[
+    str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
+]
+HistoryOption = Annotated[
+    History | None, Option(help="How much of the past it shows; default: as configured.")
+]
+ViewOption = Annotated[View, Option(help="For an agent, or for the grader of one.")]
+BackendOption = Annotated[Backend | None, Option(help="How it is made; default: as configured.")]
+OwnerOption = Annotated[
+    str | None, Option(metavar="USER", help="The owner, by name or uid; default: you.")
+]
+_TTL_HELP = "How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured."
+Ttl = Annotated[str | None, Option(metavar="DURATION", help=_TTL_HELP)]
+
+
+def read_duration(text: str | None, option: str) -> timedelta | None:
+    """A duration such as 90s, 10m or 2h; None stays None, for the default."""
+    if text is None:
+        return None
+    hint = f"write for example {option} 2h"
+    try:
+        duration = parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read {option}: {error}", hint=hint) from error
+    if duration <= timedelta():
+        fact = "it must be greater than zero"
+        raise UsageError(f"cannot take {option} {text}: {fact}", hint=hint)
+    return duration
+
+
+def read_jobs(text: str, option: str) -> int:
+    """How many of something at a time, from 1 to 256."""
+    if not text.isdecimal() or not 0 < int(text) <= 256:
+        raise UsageError(f"cannot read {option} {text}", hint="give a number from 1 to 256")
+    return int(text)
+
+
+def read_pid(text: str | None) -> int | None:
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    raise UsageError(f"cannot read --pid {shown(text)}: it is not a number")
+
+
+def read_owner(text: str | None) -> int | None:
+    """The uid of a user, named or numbered."""
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError as error:
+        fact = "this host has no such user"
+        raise UsageError(f"cannot find user {shown(text)}: {fact}", hint="give the uid") from error

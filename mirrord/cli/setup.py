@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import installer
-from .parameters import Option
-from .session import Session, print_line
+from .session import Option, Session, print_line
 
 DryRun = Annotated[bool, Option(help="Print what it would do, and change nothing.")]
 

@@ -67,8 +67,8 @@ instance show; datasets:show_instance; 3459; Show one instance.
 pin; mirrors:pin; 34689; Keep a commit of a mirror alive.
 unpin; mirrors:unpin; 349; Remove one of your pins.
 pins; mirrors:pins; 349; List the pins of a mirror, or of all.
-audit; audits:audit; 34789; Prove that every recorded commit can be served.
-heal; audits:heal; 346789; Repair mirrors at object level.
+audit; mirrors:audit; 34789; Prove that every recorded commit can be served.
+heal; mirrors:heal; 346789; Repair mirrors at object level.
 checkout; checkouts:checkout; 346789; Lease a working tree; prints its path.
 reset; checkouts:reset; 345789; Reset a checkout, move it to another instance or to a snapshot.
 fork; checkouts:fork; 345789; Lease another tree with a checkout's content; prints its path.
@@ -79,7 +79,7 @@ layers; checkouts:layers; 34579; List or remove prepared layers.
 diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
 restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout.
-grade; grading:grade; 3456789; Lease a grader's tree with an agent's change and the tests.
+grade; checkouts:grade; 3456789; Lease a grader's tree with an agent's change and the tests.
 attach; checkouts:attach; 34579; Make a checkout visible in a mount namespace, at any path.
 release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Move the deadline of a checkout.
@@ -88,8 +88,8 @@ receipt; receipts:receipt; 345789; Print what a checkout is and how that was pro
 exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
 rehearse; rehearse:rehearse; 3456789; Try every instance: checkout, seal, patches and back, reset.
-du; storage:du; 379; Show what is on disk, shared, and only a cache.
-gc; storage:gc; 379; Drop what is only a cache and not in use.
+du; status:du; 379; Show what is on disk, shared, and only a cache.
+gc; status:gc; 379; Drop what is only a cache and not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
 refs diff; mirrors:refs_diff; 349; Show what changed between two records.
 refs restore; mirrors:refs_restore; 34579; Put a mirror's refs back to a record.

@@ -22,8 +22,7 @@ import mirrord
 from ..errors import MirrordError, NoDaemonError, ResourceError
 from .operations import amount
 from .output import ago, cell, count, seconds, size, table
-from .parameters import Option, read_duration
-from .session import Session, print_line
+from .session import Option, Session, print_line, read_duration
 
 if TYPE_CHECKING:
     from ..protocol import Activity, EndpointActivity, OwnerActivity

@@ -30,7 +30,7 @@ from weblab import ask, free_port, walk
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
 from mirrord.cli.main import run
-from mirrord.cli.scrubbing import Scrubber
+from mirrord.cli.support import Scrubber
 from mirrord.errors import AccessError
 from mirrord.model import History, ReportKind, View
 from mirrord.protocol import AddReport, Instance

@@ -24,9 +24,8 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.cli.outcomes import GradedPrediction, State
 from mirrord.cli.predictions import Fault, Prediction, grade_all, read_predictions
-from mirrord.cli.predictions_report import Report
+from mirrord.cli.predictions_report import GradedPrediction, Report, State
 from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind

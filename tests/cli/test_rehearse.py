@@ -22,8 +22,7 @@ from waiting import until
 
 from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
-from mirrord.cli.rehearse_page import render
-from mirrord.cli.rehearse_report import Results
+from mirrord.cli.rehearse import Results, render
 from mirrord.client.rehearsing import Candidate
 from mirrord.errors import UsageError
 
