@@ -30,9 +30,17 @@ from ..errors import (
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..telemetry import bind_request, new_request_id, usable_request_id
-from .connections import Connections
-from .problems import MethodNotAllowedError, invalid_request, problem_response
-from .request import JSON_LIMIT_BYTES, Body, Call, Query, read_body
+from .request import (
+    JSON_LIMIT_BYTES,
+    Body,
+    Call,
+    MethodNotAllowedError,
+    Query,
+    invalid_request,
+    problem_response,
+    read_body,
+)
+from .server import Connections
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}

@@ -1,15 +1,23 @@
 """Listening sockets and connections: uvicorn's HTTP protocol with peer credentials and our limits.
 
 Only uvicorn's protocol class is used: `uvicorn.Server` wakes up ten times a second and binds
-sockets itself. Bounded are the number of connections (`connections.py`), the size of a request's
-head, and the time for a head, for the next request, and for reading an answer.
+sockets itself. Bounded are the number of connections, the size of a request's head, and the time
+for a head, for the next request, and for reading an answer.
+
+Each user has a share of the connections, strangers a small one, administrators room of their own.
+At a bound, a user with fewer connections than another takes the place of an idle one of theirs, so
+that idle connections keep nobody out. Each connection is an open file: a low RLIMIT_NOFILE lowers
+the bounds, so that requests can still open files.
 """
+
+from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,9 +34,105 @@ from ..errors import (
     MirrordError,
     TooManyConnectionsError,
 )
-from ..host.peers import Peer, peer_of
-from ..telemetry import log
-from .problems import problem_body, problem_headers
+from ..host.peers import Peer, Role, peer_of
+from ..telemetry import Seldom, log
+from ..traffic import Traffic
+from .request import problem_body, problem_headers
+
+MAX_CONNECTIONS = 4096
+RESERVED_CONNECTIONS = 64
+"""Of all, for root, the daemon's user and administrators."""
+CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
+"""Of one user, with all subordinate uids."""
+ALL_STRANGERS_CONNECTIONS = 128
+
+_FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few requests
+
+
+class Connections:
+    """All connections of a daemon. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        role: Callable[[Peer], Role],
+        user_of: Callable[[int], int],
+        traffic: Traffic,
+    ) -> None:
+        self._role = role
+        self._traffic = traffic
+        traffic.connections = self.by_user
+        self._user_of = user_of
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        allowed = files - max(_FILES_LEFT, files // 4)
+        self._most = max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, allowed))
+        self._of: dict[int, dict[HttpConnection, None]] = {}  # the oldest first
+        self._strangers: set[int] = set()
+        self._users: dict[HttpConnection, int] = {}
+        self._refusals = Seldom()
+
+    @property
+    def warnings(self) -> list[str]:
+        if self._most == MAX_CONNECTIONS:
+            return []
+        fact = f"the limit on open files is low: at most {self._most} connections are taken"
+        return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
+
+    def by_user(self) -> dict[int, int]:
+        """How many are open."""
+        return {uid: len(connections) for uid, connections in self._of.items()}
+
+    def add(self, connection: HttpConnection) -> None:
+        """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
+        uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
+        if not self._has_room(uid, role):
+            self._traffic.refusals[TooManyConnectionsError.code] += 1
+            if count := self._refusals.count(uid):
+                log.warning(
+                    "connection.refused", uid=uid, count=count, connections=len(self._users)
+                )
+            raise TooManyConnectionsError(
+                f"cannot take another connection of uid {uid}: too many are open",
+                hint="use connections again, and close those that are idle",
+                retry_after=1,
+            )
+        self._of.setdefault(uid, {})[connection] = None
+        self._users[connection] = uid
+        (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
+
+    def remove(self, connection: HttpConnection) -> None:
+        """Stop counting a connection; again is fine."""
+        uid = self._users.pop(connection, None)
+        if uid is not None:
+            del self._of[uid][connection]
+            if not self._of[uid]:
+                del self._of[uid]
+                self._strangers.discard(uid)
+
+    def _has_room(self, uid: int, role: Role) -> bool:
+        own = len(self._of.get(uid, ()))
+        if role is Role.ADMIN:
+            return len(self._users) < self._most or self._shed(self._of, 0)
+        if own >= CONNECTIONS_OF[role]:
+            return False
+        if role is Role.STRANGER:
+            strangers = sum(len(self._of.get(each, ())) for each in self._strangers)
+            limit = min(ALL_STRANGERS_CONNECTIONS, self._most // 8)
+            if strangers >= limit and not self._shed(self._strangers, own + 1):
+                return False
+        return len(self._users) < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
+
+    def _shed(self, uids: Iterable[int], more_than: int) -> bool:
+        """Close the oldest idle connection of the user with most connections, over `more_than`."""
+        for uid in sorted(uids, key=lambda uid: len(self._of.get(uid, ())), reverse=True):
+            connections = self._of.get(uid, {})
+            if len(connections) <= more_than:
+                return False
+            if idle := next((each for each in connections if each.is_idle), None):
+                self.remove(idle)
+                idle.shed()
+                return True
+        return False
+
 
 HEAD_LIMIT_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 15.0
@@ -46,8 +150,8 @@ _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 class Counted(Protocol):
     """Who counts the connections of a server, and refuses one too many."""
 
-    def add(self, connection: "HttpConnection") -> None: ...
-    def remove(self, connection: "HttpConnection") -> None: ...
+    def add(self, connection: HttpConnection) -> None: ...
+    def remove(self, connection: HttpConnection) -> None: ...
 
 
 class Server:
@@ -58,7 +162,7 @@ class Server:
         application: ASGIApp,
         connections: Counted,
         *,
-        kind: "type[HttpConnection] | None" = None,
+        kind: type[HttpConnection] | None = None,
         keep_alive_s: int = KEEP_ALIVE_S,
     ) -> None:
         self._kind = kind or HttpConnection
@@ -95,7 +199,7 @@ class Server:
             await loop.create_server(self._connect, host, port, backlog=_BACKLOG)
         )
 
-    def _connect(self) -> "HttpConnection":
+    def _connect(self) -> HttpConnection:
         return self._kind(self, self._config, self._state)
 
     def stop_accepting(self) -> None:

@@ -24,8 +24,7 @@ from ..host.peers import Peer
 from ..model import shown
 from ..protocol import ForkCheckout, StartCheckout
 from ..telemetry import bind_request, new_request_id
-from .problems import invalid_request, problem_response
-from .request import JSON_LIMIT_BYTES, Body, read_body
+from .request import JSON_LIMIT_BYTES, Body, invalid_request, problem_response, read_body
 
 MEDIA_TYPES = tuple(f"application/vnd.docker.plugins.v1{minor}+json" for minor in ("", ".1", ".2"))
 PARTS = ("tree", "environment", "directory")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.api import connections, server
 from mirrord.api import request as bodies
+from mirrord.api import server
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import diff, worktree
 from mirrord.datasets import json_stream, mapping, readers
@@ -24,14 +24,14 @@ BOUNDS = [
     ("a mapping of columns", [f"{mapping.MAPPING_LIMIT_BYTES // 1024} KiB"]),
     (
         "connections of members",
-        [f"{connections.CONNECTIONS_OF[Role.MEMBER]:,}", f"{connections.MAX_CONNECTIONS:,}"],
+        [f"{server.CONNECTIONS_OF[Role.MEMBER]:,}", f"{server.MAX_CONNECTIONS:,}"],
     ),
-    ("connections of members", [f"{connections.RESERVED_CONNECTIONS} of them"]),
+    ("connections of members", [f"{server.RESERVED_CONNECTIONS} of them"]),
     (
         "connections of who owns",
-        [f"{connections.CONNECTIONS_OF[Role.OWNER]}; {connections.CONNECTIONS_OF[Role.STRANGER]}"],
+        [f"{server.CONNECTIONS_OF[Role.OWNER]}; {server.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
-    ("connections of who owns", [f"strangers: {connections.ALL_STRANGERS_CONNECTIONS}"]),
+    ("connections of who owns", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
     ("requests, unanswered", [f"{turns.WORKING} of them", f"{turns.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),

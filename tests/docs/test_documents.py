@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import mirrord.api.problems  # declares an error of its own
+import mirrord.api.request  # declares an error of its own
 from mirrord.datasets.fields import STANDARD
 from mirrord.datasets.formats import choose_format, format_infos
 from mirrord.datasets.mapping import parse_mapping
@@ -28,7 +28,7 @@ def rows_of(document: str, columns: int) -> list[list[str]]:
 
 
 def test_every_error_code_is_documented_with_its_statuses() -> None:
-    assert mirrord.api.problems.MethodNotAllowedError in set(iter_errors(MirrordError))
+    assert mirrord.api.request.MethodNotAllowedError in set(iter_errors(MirrordError))
     documented = {
         (cells[0].strip("`"), int(cells[1]), int(cells[2]))
         for cells in rows_of("errors.md", 5)

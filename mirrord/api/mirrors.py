@@ -11,9 +11,9 @@ from typing import Annotated
 from pydantic import Field
 from starlette.responses import Response
 
-from ...errors import CommitNotFoundError, CommitUnservableError, PinNotFoundError
-from ...model import AuditLevel, CommitId, MirrorName, parse_commit
-from ...protocol import (
+from ..errors import CommitNotFoundError, CommitUnservableError, PinNotFoundError
+from ..model import AuditLevel, CommitId, MirrorName, parse_commit
+from ..protocol import (
     AddMirror,
     AddPin,
     Audit,
@@ -28,7 +28,7 @@ from ...protocol import (
     StartHeal,
     SyncMirror,
 )
-from ..request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
+from .request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
 
 _RefRecord = Annotated[
     str,

@@ -3,12 +3,12 @@
 from pydantic import Field
 from starlette.responses import Response
 
-from ...checkouts.grading.prepare import ModelPatch
-from ...errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
-from ...host.files import opened
-from ...host.pidfds import Process, process_of
-from ...model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
-from ...protocol import (
+from ..checkouts.grading.prepare import ModelPatch
+from ..errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
+from ..host.files import opened
+from ..host.pidfds import Process, process_of
+from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
+from ..protocol import (
     ApplyAnswer,
     AttachCheckout,
     Attachment,
@@ -31,9 +31,9 @@ from ...protocol import (
     StartCheckout,
     StartGrade,
 )
-from ...protocol.codec import EnvironmentName, LayerName
-from ...telemetry import log
-from ..request import Call, Query, read_patch, stream_file, text_response
+from ..protocol.codec import EnvironmentName, LayerName
+from ..telemetry import log
+from .request import Call, Query, read_patch, stream_file, text_response
 
 _DIFF = "text/x-diff"
 

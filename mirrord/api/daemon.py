@@ -12,8 +12,8 @@ from datetime import timedelta
 from pydantic import Field
 from starlette.responses import Response
 
-from ...model import utc_now
-from ...protocol import (
+from ..model import utc_now
+from ..protocol import (
     Activity,
     AddReport,
     CollectGarbage,
@@ -26,9 +26,9 @@ from ...protocol import (
     Status,
     Usage,
 )
-from .. import metrics
-from ..request import Call, OwnedStream, Query, text_response
+from . import metrics
 from .mirrors import shown_mirror
+from .request import Call, OwnedStream, Query, text_response
 
 HEARTBEAT = timedelta(seconds=15)
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
