@@ -1,12 +1,18 @@
-"""What the daemon does now, as one picture: what `activity`, `mirrord top` and the page show.
+"""What the daemon does now, and whether it can serve: requests, health, and one picture of all.
 
-Everything is read from memory; the disk is looked at in a thread, with each sample.
+`activity`, `mirrord top` and the page show the picture, `health` and `status` whether it can serve,
+metrics the counts. Everything is read from memory; the disk is looked at with each sample. Belongs
+to the event loop's thread, so that counting a request takes no lock.
 """
 
 import os
+import time
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import anyio.to_thread
 
@@ -17,7 +23,7 @@ from .checkouts.templates.store import Templates
 from .config import Settings
 from .git.turns import HOUSEKEEPING, Gate
 from .git.workers import Workers
-from .health import HealthMonitor
+from .host.peers import Access
 from .host.room import Room
 from .host.trash import Trash
 from .jobs.operations import Operations
@@ -27,10 +33,178 @@ from .protocol import (
     ActivityPoint,
     CacheActivity,
     EndpointActivity,
+    Health,
     OwnerActivity,
     WorkerActivity,
+    to_bytes,
 )
-from .traffic import SNAPSHOT_S, Answered, Traffic, quantile, summed
+
+BUCKETS_S = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
+)
+SNAPSHOT_S = 5.0
+WINDOW_S = 60.0
+
+
+class Answered(NamedTuple):
+    """Answers by bucket of their time (one more for longer ones), and how many were 5xx."""
+
+    buckets: tuple[int, ...]
+    failed: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.buckets)
+
+
+class _Snapshot(NamedTuple):
+    at: float
+    answered: dict[str, Answered]
+
+
+class Traffic:
+    """`answers` counts by endpoint and status, `refusals` by error code what was refused for now.
+
+    `connections` answers the open ones by user; the server sets it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.connections: Callable[[], Mapping[int, int]] = dict
+        self.buckets: dict[str, list[int]] = {}
+        self.sums_s: dict[str, float] = {}
+        self._failed: Counter[str] = Counter()
+        keep = round(WINDOW_S / SNAPSHOT_S) + 1
+        self._snapshots = deque([_Snapshot(clock(), {})], maxlen=keep)
+
+    def observe(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count an answered request."""
+        buckets = self.buckets.get(endpoint)
+        if buckets is None:
+            buckets = self.buckets[endpoint] = [0] * (len(BUCKETS_S) + 1)
+            self.sums_s[endpoint] = 0.0
+        buckets[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sums_s[endpoint] += seconds
+        self.answers[endpoint, status] += 1
+        if status >= 500:
+            self._failed[endpoint] += 1
+
+    def snapshot(self) -> None:
+        """Remember the counts; call it every `SNAPSHOT_S`."""
+        self._snapshots.append(_Snapshot(self._clock(), self._now()))
+
+    def latest(self) -> tuple[float, dict[str, Answered]]:
+        """What each endpoint answered in the last minute, or as much as there was; its seconds."""
+        before, now = self._snapshots[0], self._now()
+        found = {}
+        for endpoint, answered in now.items():
+            past = before.answered.get(endpoint)
+            since = _difference(answered, past) if past else answered
+            if since.total:
+                found[endpoint] = since
+        return self._clock() - before.at, found
+
+    def _now(self) -> dict[str, Answered]:
+        return {
+            endpoint: Answered(tuple(buckets), self._failed[endpoint])
+            for endpoint, buckets in self.buckets.items()
+        }
+
+
+def summed(answered: Iterable[Answered]) -> Answered:
+    """All of them as one."""
+    known = list(answered)
+    columns = zip(*(each.buckets for each in known), strict=True)
+    buckets = tuple(map(sum, columns)) or (0,) * (len(BUCKETS_S) + 1)
+    return Answered(buckets, sum(each.failed for each in known))
+
+
+def quantile(buckets: Sequence[int], share: float) -> float | None:
+    """The time within which this share was answered, as Prometheus' histogram_quantile has it:
+    evenly spread within a bucket, and the last bound for what took longer.
+    """
+    rank, below = share * sum(buckets), 0
+    for number, count in enumerate(buckets[:-1]):
+        if count and below + count >= rank:
+            low = BUCKETS_S[number - 1] if number else 0.0
+            return low + (BUCKETS_S[number] - low) * (rank - below) / count
+        below += count
+    return BUCKETS_S[-1] if buckets[-1] else None
+
+
+def _difference(now: Answered, past: Answered) -> Answered:
+    buckets = tuple(a - b for a, b in zip(now.buckets, past.buckets, strict=True))
+    return Answered(buckets, now.failed - past.failed)
+
+
+class HealthReport(NamedTuple):
+    """`body` is the JSON of the answer, made once for all who ask within a second."""
+
+    health: Health
+    body: bytes
+    is_degraded: bool
+
+
+class HealthMonitor:
+    """Collects reasons; a part notes its own under a key."""
+
+    def __init__(
+        self, state_dir: Path, access: Access, room: Room, *, is_open: Callable[[], bool]
+    ) -> None:
+        self._state_dir = state_dir
+        self._room = room
+        self._is_open = is_open
+        self._notes: dict[str, str] = {}
+        self._warn: list[Callable[[], Sequence[str]]] = [lambda: access.warnings]
+        self._degrade: list[Callable[[], Sequence[str]]] = []
+        self._report: HealthReport | None = None
+        self._reported_at = 0.0
+
+    def note(self, key: str, reason: str) -> None:
+        """Degrade the daemon until its next start."""
+        self._notes[key] = reason
+        self._report = None
+
+    def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
+        """Add the warnings that `source` has at each report."""
+        self._warn.append(source)
+
+    def degrade_by(self, source: Callable[[], Sequence[str]]) -> None:
+        """Add the reasons to be degraded that `source` has at each report."""
+        self._degrade.append(source)
+
+    def report(self) -> HealthReport:
+        now = time.monotonic()
+        is_fresh = now - self._reported_at < 1
+        if self._report is None or not is_fresh or self._report.is_degraded:
+            self._report, self._reported_at = self._look(), now
+        return self._report
+
+    def _look(self) -> HealthReport:
+        reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
+        reasons += [*self._disk_reasons(), *self._notes.values()]
+        reasons += [text for source in self._degrade for text in source()]
+        warnings = [f"warning: {text}" for source in self._warn for text in source()]
+        status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
+        health = Health(status=status, reasons=reasons + warnings, version=__version__)
+        return HealthReport(health, to_bytes(health), bool(reasons))
+
+    def _disk_reasons(self) -> list[str]:
+        place = self._state_dir
+        try:
+            disk = os.statvfs(place)
+        except OSError as error:
+            return [f"cannot read the state directory {place}: {error.strerror}"]
+        reasons = []
+        if disk.f_flag & os.ST_RDONLY:
+            reasons.append(f"the file system of {place} is read-only")
+        if shortage := self._room.measure().shortage:
+            reasons.append(f"the disk of {place} is nearly full, new work is refused: {shortage}")
+        return reasons
+
 
 _OWNERS = 20
 _CALLS = 32

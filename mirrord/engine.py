@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from . import __version__, config, telemetry
-from .activity import ActivityMonitor
+from .activity import ActivityMonitor, HealthMonitor, Traffic
 from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.environments import EnvironmentStore
@@ -27,15 +27,13 @@ from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
 from .datasets.service import Datasets
-from .environments.building import Builds
-from .environments.preparing import Preparations
+from .environments.building import Builds, Preparations
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers, Gate
 from .git.workers import Workers
 from .heal.service import Heals
-from .health import HealthMonitor
 from .host.peers import Access
 from .host.room import Room
 from .host.trash import Trash, remove_trees
@@ -49,7 +47,6 @@ from .places import Layout
 from .protocol import Activity, Configuration, ReloadAnswer, Status
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
-from .traffic import Traffic
 from .work import BackgroundWork, Prewarm
 
 

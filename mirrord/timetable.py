@@ -17,6 +17,7 @@ import anyio.to_thread
 from apscheduler.schedulers.asyncio import AsyncIOScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
+from .activity import SNAPSHOT_S
 from .checkouts.service import Checkouts
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from .host.processes import trim_memory
@@ -25,7 +26,6 @@ from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, JobState, Operation, StartAudit
 from .storage import Storage
 from .telemetry import log
-from .traffic import SNAPSHOT_S
 from .units import Backoff
 from .work import BackgroundWork
 

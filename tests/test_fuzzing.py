@@ -24,7 +24,7 @@ from mirrord.cli.predictions import read_predictions
 from mirrord.config import Settings, setting_keys
 from mirrord.datasets.mapping import parse_mapping
 from mirrord.datasets.reading import read_dataset
-from mirrord.environments.sources import recipes_of_toml
+from mirrord.environments.recipes import recipes_of_toml
 from mirrord.errors import (
     InvalidBundleError,
     InvalidDatasetError,

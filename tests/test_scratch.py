@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.scratch import ScratchDirectory, sweep
+from mirrord.bubblewrap import ScratchDirectory, sweep_scratch
 
-_HOLD = "from mirrord.scratch import ScratchDirectory as S; print(S().path, flush=True); input()"
+_HOLD = "from mirrord.bubblewrap import ScratchDirectory as S; print(S().path, flush=True); input()"
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +47,21 @@ def _age(path: Path) -> None:
 
 def test_what_a_killed_client_left_goes_and_what_a_live_one_has_stays(temporary: Path) -> None:
     with client(temporary) as (process, path):
-        assert sweep() == []
+        assert sweep_scratch() == []
         process.kill()
         process.wait()
-        assert sweep(dry_run=True) == [str(path)]
+        assert sweep_scratch(dry_run=True) == [str(path)]
         assert path.exists()
-        assert sweep() == [str(path)]
+        assert sweep_scratch() == [str(path)]
     assert list(temporary.iterdir()) == []
 
 
 def test_a_new_one_stays_because_its_lock_may_come(temporary: Path) -> None:
     new = temporary / "mirrord-sandbox-new"
     new.mkdir()
-    assert sweep() == []
+    assert sweep_scratch() == []
     _age(new)
-    assert sweep() == [str(new)]
+    assert sweep_scratch() == [str(new)]
 
 
 def test_a_link_is_not_followed(temporary: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_link_is_not_followed(temporary: Path) -> None:
     (victim / "inner").mkdir(parents=True)
     _age(victim)
     (temporary / "mirrord-sandbox-link").symlink_to(victim)
-    assert sweep() == []
+    assert sweep_scratch() == []
     assert (victim / "inner").exists()
 
 
@@ -82,8 +82,8 @@ def test_another_users_stay_but_for_root(temporary: Path, monkeypatch: pytest.Mo
     _age(theirs)
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 65534)
-        assert sweep() == []
-    assert sweep() == [str(theirs)]
+        assert sweep_scratch() == []
+    assert sweep_scratch() == [str(theirs)]
 
 
 def test_one_that_is_removed_leaves_nothing(temporary: Path) -> None:

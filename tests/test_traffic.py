@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mirrord.traffic import BUCKETS_S, SNAPSHOT_S, WINDOW_S, Traffic, quantile, summed
+from mirrord.activity import BUCKETS_S, SNAPSHOT_S, WINDOW_S, Traffic, quantile, summed
 
 
 class Clock:

@@ -27,6 +27,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from ..activity import Traffic
 from ..errors import (
     CancelledError,
     InvalidRequestError,
@@ -36,7 +37,6 @@ from ..errors import (
 )
 from ..host.peers import Peer, Role, peer_of
 from ..telemetry import Seldom, log
-from ..traffic import Traffic
 from .request import problem_body, problem_headers
 
 MAX_CONNECTIONS = 4096

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .. import scratch
+from ..bubblewrap import sweep_scratch
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
@@ -193,8 +193,8 @@ def no_daemon(settings: Settings) -> Iterator[bool]:
 def find_leftovers(settings: Settings, *, alone: bool) -> list[Repair]:
     """Mounts first: what is mounted on cannot be removed. `alone`: inside of `no_daemon`."""
     sandboxes = [
-        Repair(f"remove {path}, left by a killed sandbox", partial(scratch.sweep))
-        for path in scratch.sweep(dry_run=True)
+        Repair(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
+        for path in sweep_scratch(dry_run=True)
     ]
     return [*_of_state(settings), *sandboxes] if alone else sandboxes
 

@@ -7,19 +7,26 @@ scripts; then, in the tree of an instance, `pre_install` and `install` run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import yaml
 
-from ..errors import InvalidRecipeError
+from ..catalog import InstanceRow
+from ..errors import InvalidRecipeError, RecipeNotFoundError
 from ..model import ENVIRONMENT_KEY, MirrorName, shown
-from ..protocol import Recipe, canonical
-from ..testlogs import find_parser
+from ..protocol import MalformedError, Recipe, canonical
+from ..testlogs import find_parser, parser_of_repo
 
 ReadFile = Callable[[str], str | None]
 """The text of a file of the tree, by its path; None where there is none."""
@@ -229,3 +236,207 @@ def pip_lines(specs: Iterable[str]) -> Iterator[str]:
             version = pinned[1].strip().removesuffix(".*").removesuffix("*").rstrip(".")
             rest = f"=={version}" if pinned[2] else f"=={version}.*"
         yield _RENAMED.get(name, f"{match[1]}{rest}")
+
+
+_SPECS = "MAP_REPO_VERSION_TO_SPECS_PY"
+_FILES = "MAP_REPO_TO_REQS_PATHS"
+_CONDA_FILES = "MAP_REPO_TO_ENV_YML_PATHS"
+_DEFAULT_SPEC = {
+    "pip_packages": ["pytest"],
+    "install": "python -m pip install -e .",
+    "test_cmd": "pytest -rA",
+}
+"""For rows that say which Python they run on, and nothing else."""
+
+_ASSIGNMENT = re.compile(r"\w+=\S*$")
+_APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
+    """The recipe of an instance: what its row says, over what `swebench` has for its version.
+
+    With `frozen` the index is that of the instance's date. Raises RecipeNotFoundError, and
+    InvalidRecipeError for what cannot be done here.
+    """
+    spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
+    own = row.install_config or {}
+    if own.keys() - {"log_parser"}:
+        spec = dict(own)
+    if row.python_version:
+        spec = {**(spec or _DEFAULT_SPEC), "python": row.python_version}
+    image = str(spec.get("base_image_name") or "")
+    if found := re.match(r"python[_:-]?(3\.\d+)", image):
+        spec.setdefault("python", found[1])
+    elif image:
+        raise InvalidRecipeError(
+            f"cannot use the recipe of {row.id}: it builds on {shown(image)}, not on Python",
+            hint="environments are made by uv, for projects in Python",
+        )
+    if not spec.get("python"):
+        raise RecipeNotFoundError(
+            f"cannot make a recipe for {row.id}: neither its row nor the swebench package says"
+            " what its environment is made of",
+            hint='`pip install "swebench<5"` beside mirrord, or import a recipe of your own:'
+            " `mirrord environment import FILE`",
+            instance=row.id,
+        )
+    spec.setdefault("log_parser", own.get("log_parser") or parser_of_repo(row.repo))
+    date = row.created_at.isoformat() if frozen and row.created_at else None
+    return replace(recipe_of_spec(key_of_row(row), spec), index_date=date)
+
+
+def key_of_row(row: InstanceRow) -> str:
+    """The key of an instance's environment, whether or not it has a recipe."""
+    return key_of(
+        instance=row.id, repo=row.repo, image=row.environment, version=row.version,
+        python=row.python_version,
+    )  # fmt: skip
+
+
+def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
+    """A recipe from an `install_config`, or a value of SWE-bench's mapping, which has the same
+    words.
+    """
+    requirements, packages = _packages_of(spec)
+    commands, variables = _variables_of(spec)
+    host: dict[str, None] = {}
+    pre_install = [left for each in _list(spec, "pre_install") if (left := _take_apt(each, host))]
+    if any(_ASSIGNMENT.match(each) for each in pre_install):  # for the commands after it
+        pre_install = ["\n".join(["set -e", *pre_install])]
+    install = [left for each in _list(spec, "install") if (left := _take_apt(each, host))]
+    test = " && ".join(_list(spec, "test_cmd"))
+    return checked(
+        Recipe(
+            key=key,
+            python=str(spec["python"]),
+            pre_install=pre_install,
+            requirements=requirements,
+            packages=packages,
+            install=install,
+            test_command="; ".join([*commands, test]) if test else "",
+            variables=variables,
+            log_parser=str(spec.get("log_parser") or "pytest"),
+            host_packages=list(host),
+        )
+    )
+
+
+def _packages_of(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The lines of `requirements`, and those of `packages`."""
+    named = _list(spec, "packages")
+    requirements: list[str] = []
+    if named == ["requirements.txt"]:
+        requirements = [f"-r {path}" for path in _list(spec, "reqs_path") or named]
+        named = []
+    elif named == ["environment.yml"]:
+        requirements = [f"-r {path}" for path in _list(spec, "env_yml_path") or named]
+        named = []
+    words = [word for text in named for word in shlex.split(text)]
+    return requirements, [*pip_lines(words), *_list(spec, "pip_packages")]
+
+
+def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Commands that stay before the test command, and the variables that others set."""
+    variables = {str(name): str(value) for name, value in (spec.get("env_vars") or {}).items()}
+    commands = []
+    for command in _list(spec, "eval_commands"):
+        match = re.fullmatch(r"\s*export\s+([A-Za-z_]\w*)=([^$`]*)", command)
+        if match:
+            variables[match[1]] = " ".join(shlex.split(match[2]))
+        else:
+            commands.append(command)
+    return commands, variables
+
+
+def _take_apt(command: str, found: dict[str, None]) -> str:
+    """A command without its calls of apt, which a sandbox cannot make; the packages that those
+    install are added to `found`.
+    """
+    parts = re.split(r"\s*(?:&&|;)\s*", command)
+    left = [part for part in parts if not _APT.match(part)]
+    for part in parts:
+        if _APT.match(part):
+            words = part.partition(" install ")[2].split()
+            found.update(dict.fromkeys(word for word in words if not word.startswith("-")))
+    return command if len(left) == len(parts) else " && ".join(filter(None, left))
+
+
+def _list(spec: Mapping[str, Any], name: str) -> list[str]:
+    value = spec.get(name)
+    if value is None or value == "":
+        return []
+    return [str(each) for each in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+# -- the swebench package --------------------------------------------------------------------------
+
+
+@functools.cache
+def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
+    """SWE-bench's mapping by repository in lower case and version; empty where the package is not
+    installed. Its fifth release has none any more.
+    """
+    found = importlib.util.find_spec("swebench")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        path = Path(place, "harness", "constants", "python.py")
+        if path.is_file():
+            return _read_specs(path)
+    return {}
+
+
+def _read_specs(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    spec = importlib.util.spec_from_file_location("_swebench_constants", path)
+    if spec is None or spec.loader is None:
+        return {}
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    files, conda_files = getattr(module, _FILES, {}), getattr(module, _CONDA_FILES, {})
+    mapping: dict[str, dict[str, dict[str, Any]]] = {}
+    for repo, versions in getattr(module, _SPECS, {}).items():
+        paths = {
+            "reqs_path": "|".join(files.get(repo, ())),
+            "env_yml_path": "|".join(conda_files.get(repo, ())),
+        }
+        mapping[repo.lower()] = {
+            str(version): {**paths, **each} for version, each in versions.items()
+        }
+    return mapping
+
+
+# -- TOML ------------------------------------------------------------------------------------------
+
+
+def recipes_of_toml(text: str, source: str) -> list[Recipe]:
+    """The recipes of a file: its tables `[[environment]]`, in order. Raises InvalidRecipeError."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _refusal(source, f"not TOML: {error}") from None
+    found = tables.pop("environment", None)
+    if tables or not isinstance(found, list) or not found:
+        other = f"; {shown(next(iter(tables)))} is no part of one" if tables else ""
+        raise _refusal(source, f"it has no [[environment]] tables alone{other}")
+    recipes = []
+    for number, table in enumerate(found, 1):
+        if "index_date" in table:
+            table["index_date"] = str(table["index_date"])
+        if unknown := sorted(table.keys() - Recipe.__annotations__.keys()):
+            raise _refusal(source, f"environment {number} has an unknown key {unknown[0]}")
+        try:
+            recipes.append(checked(Recipe.from_json(table)))
+        except MalformedError as error:
+            raise _refusal(source, f"environment {number}: {error}") from error
+    keys = [each.key for each in recipes]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise _refusal(source, f"{twice[0]} stands there twice")
+    return recipes
+
+
+def _refusal(source: str, fact: str) -> InvalidRecipeError:
+    return InvalidRecipeError(
+        f"cannot read recipes from {source}: {fact}",
+        hint="docs/environments.md has the grammar and an example",
+    )

@@ -34,10 +34,16 @@ from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
-from .building import Builds, Plan, failed, layer_name
-from .preparing import Preparations
-from .recipes import checked, digest_of, expanded, reads_tree
-from .sources import key_of_row, recipe_of, recipes_of_toml
+from .building import Builds, Plan, Preparations, failed, layer_name
+from .recipes import (
+    checked,
+    digest_of,
+    expanded,
+    key_of_row,
+    reads_tree,
+    recipe_of,
+    recipes_of_toml,
+)
 
 _READ_TIMEOUT = timedelta(minutes=1)
 _AT_ONCE = 2

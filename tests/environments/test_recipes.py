@@ -12,9 +12,15 @@ from rowlab import row
 
 from mirrord.catalog import InstanceRow
 from mirrord.datasets.formats import choose_format
-from mirrord.environments import sources
-from mirrord.environments.recipes import checked, digest_of, expanded, key_of
-from mirrord.environments.sources import recipe_of, recipes_of_toml
+from mirrord.environments import recipes
+from mirrord.environments.recipes import (
+    checked,
+    digest_of,
+    expanded,
+    key_of,
+    recipe_of,
+    recipes_of_toml,
+)
 from mirrord.errors import InvalidRecipeError, RecipeNotFoundError
 from mirrord.protocol import Recipe
 
@@ -52,9 +58,9 @@ def swebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "swebench" / "__init__.py").write_text("raise ImportError('no docker here')")
     (place / "python.py").write_text(MAPPING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    sources.swebench_specs.cache_clear()
+    recipes.swebench_specs.cache_clear()
     yield
-    sources.swebench_specs.cache_clear()
+    recipes.swebench_specs.cache_clear()
 
 
 def test_a_row_of_swe_rebench_has_its_recipe() -> None:

@@ -25,7 +25,7 @@ from ...model import (
     View,
     utc_now,
 )
-from ..answers import seconds_of
+from ..http import seconds_of
 from ..primitives_async import AsyncWorker, Pending, async_to_end
 
 if TYPE_CHECKING:

@@ -18,8 +18,20 @@ from typing import Self
 from ... import protocol
 from ...errors import ResourceError, StoppingError
 from .. import http
-from ..answers import Refusals, body_of, failure_of, is_error, problem_of, retry_pauses
-from ..http import BrokenError, Head, HttpRequest, LateError, RefusedError, Response
+from ..http import (
+    BrokenError,
+    Head,
+    HttpRequest,
+    LateError,
+    Refusals,
+    RefusedError,
+    Response,
+    body_of,
+    failure_of,
+    is_error,
+    problem_of,
+    retry_pauses,
+)
 from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
 from ..primitives_async import async_in_thread, async_to_end
-from ..sandboxes.archives import Capped, pack, unpack
-from ..sandboxes.calls import Call, Executed, Output
-from ..sandboxes.keeper import Keeper, box_of, choose_environment
+from ..sandboxes import Keeper, box_of, choose_environment
+from ..sandboxes.calls import Call, Capped, Executed, Output, pack, unpack
 
 if TYPE_CHECKING:
     from .checkout import AsyncCheckout

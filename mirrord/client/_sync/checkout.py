@@ -26,7 +26,7 @@ from ...model import (
     View,
     utc_now,
 )
-from ..answers import seconds_of
+from ..http import seconds_of
 from ..primitives_sync import Worker
 
 if TYPE_CHECKING:

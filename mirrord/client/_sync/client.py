@@ -27,7 +27,7 @@ from ...model import (
 )
 from ...places import socket_path
 from .. import mounts
-from ..answers import (
+from ..http import (
     EventReader,
     message,
     policy_text,

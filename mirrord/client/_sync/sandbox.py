@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
 from ..primitives_sync import in_thread
-from ..sandboxes.archives import Capped, pack, unpack
-from ..sandboxes.calls import Call, Executed, Output
-from ..sandboxes.keeper import Keeper, box_of, choose_environment
+from ..sandboxes import Keeper, box_of, choose_environment
+from ..sandboxes.calls import Call, Capped, Executed, Output, pack, unpack
 
 if TYPE_CHECKING:
     from .checkout import Checkout
