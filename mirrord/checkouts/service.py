@@ -46,7 +46,6 @@ from ..telemetry import log
 from .admission import Admission, must_mount
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
-from .forks import Forks
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
@@ -60,7 +59,7 @@ from .prepared import LayerRecord, PreparedLayers, shown_layer
 from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import ResolvedRequest, Resolver
-from .snapshots.layers import Layers, objects_path
+from .snapshots.layers import Forks, Layers, objects_path
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
@@ -114,7 +113,7 @@ class Checkouts:
         self._leases = Leases(state_dir)
         self._layers = Layers(state_dir, self._leases, trash)
         self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
-        self._forks = Forks(self._leases, self._layers, self._lifecycle)
+        self._forks = Forks(self._leases, self._layers, self._lifecycle.backend_of)
         self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
         self._prepared = PreparedLayers(
             leases=self._leases,

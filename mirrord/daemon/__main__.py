@@ -25,7 +25,6 @@ FORK_SERVER.start(
     [
         "mirrord.checkouts.templates.layers",
         "mirrord.checkouts.overlay.changes",
-        "mirrord.checkouts.overlay.copying",
         "mirrord.checkouts.patches.apply",
         "mirrord.checkouts.patches.diff",
         "mirrord.checkouts.grading.prepare",

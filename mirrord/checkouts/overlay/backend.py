@@ -47,8 +47,7 @@ from ..environments import EnvironmentStore
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path, objects_path
 from ..templates.store import Template, Templates, proven_at
-from .changes import changed_paths
-from .copying import copy_checkout
+from .changes import changed_paths, copy_checkout
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""List the changes of an overlay checkout, by reading its upper layer. Sync; runs in workers.
+"""The changes of an overlay checkout, listed or copied by reading its upper layer. In workers.
 
 A path that is not in the upper layer is unchanged. A directory there is either that of the layers
 below with changes in it, or another one: new, made again, or renamed to here. Only CAP_SYS_ADMIN
@@ -9,7 +9,8 @@ as much as was changed. Follows no link, enters no mount, and looks as the check
 import errno
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from ...errors import CheckoutBusyError
 from ...git.objects.repository import open_objects
 from ...git.objects.trees import BaseTree
 from ...host.credentials import ActingAs
-from ...host.files import names_in, open_beneath, open_directory, opened
-from ..files.reader import TreeReader
+from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
+from ..backend import CopyRule, Taken
+from ..files.reader import TreeReader, parents
 from ..files.scan import is_control
 from ..patches.worktree import denials_named
 from ..snapshots.content import is_whiteout, iter_below
+from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
 
 
 def changed_paths(
@@ -140,3 +143,186 @@ def _walk(
             else:
                 pending.append(path)
     return differing, replaced
+
+
+# -- copied for a fork or a snapshot ---------------------------------------------------------------
+#
+# What the client did not change of the checkout's own layer is taken from there. A directory that
+# is new, replaced or renamed to here is taken whole, as the mount shows it.
+
+
+def copy_checkout(
+    directory: Path,
+    tree: Path,
+    upper: Path,
+    layer: Path | None,
+    layers: Sequence[Path],
+    owner: tuple[int, int],
+    earlier: Path | None,
+    what: CopyRule,
+) -> Taken:
+    """Write into the new `directory` what a checkout has over its template's `layers`; `earlier`
+    and `what` are as for `copy_layer`.
+    """
+    with ExitStack() as stack:
+        tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
+        for top in tops:
+            stack.enter_context(opened(top))
+        own = read_layer(layer) if layer else {}
+        acting = ActingAs(owner)
+        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
+        survey = _Survey(tops[0], merged, written, own, tops[2:])
+
+        def look() -> Pieces:
+            with acting:
+                return survey.take()
+
+        return copy_layer(
+            directory, look, merged, acting, what, upper=written, own=layer, earlier=earlier
+        )
+
+
+_TO_LOOK = stat.S_IRUSR | stat.S_IXUSR
+
+
+class _Survey:
+    """Looks at a checkout; `own` has the stat of each path of the layer that it has.
+
+    What the layers below show does not change, and neither does what a directory of the upper
+    layer hides there: later looks remember it.
+    """
+
+    def __init__(
+        self,
+        merged: int,
+        reader: TreeReader,
+        written: TreeReader,
+        own: Mapping[bytes, os.stat_result],
+        below: Sequence[int],
+    ) -> None:
+        self._merged = merged
+        self._reader = reader
+        self._written = written
+        self._own = own
+        self._below = [(layer, set(names_in(layer))) for layer in below]
+        self._names: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for path in own:
+            self._names[path.rpartition(b"/")[0]].append(path)
+        self._known: dict[tuple[bytes, int], bool] = {}
+        self._listed: dict[bytes, tuple[tuple[int, int, int] | None, list[bytes]]] = {}
+
+    def take(self) -> Pieces:
+        pieces: Pieces = {}
+        pending: list[tuple[bytes, os.stat_result | None]] = [(b"", None)]
+        while pending:
+            above, itself = pending.pop()
+            try:
+                seen = self._look_into(above, itself)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            for path, found in seen.items():
+                if not stat.S_ISDIR(found.st_mode):
+                    self._add(Where.UPPER, path, found, pieces)
+                elif self._is_upper(path, found):
+                    pieces[path] = Piece.of(Where.UPPER, found)
+                    pending.append((path, found))
+                else:
+                    self._add_whole(path, pieces)
+            for path in self._names[above]:
+                if path not in seen:
+                    self._add_own(path, pieces)
+        return pieces
+
+    def _look_into(self, path: bytes, itself: os.stat_result | None) -> dict[bytes, os.stat_result]:
+        """What the upper layer has in a directory, whose own stat, but for the top's, is `itself`:
+        no name comes or goes without changing it.
+        """
+        inside = path + b"/" if path else b""
+        if itself is not None and itself.st_mode & _TO_LOOK != _TO_LOOK:
+            self._reader.locate(inside)  # lets its owner in, in the upper layer too
+        state = itself and (itself.st_ino, itself.st_mtime_ns, itself.st_ctime_ns)
+        before, names = self._listed.get(path, (None, []))
+        is_known = state is not None and state == before
+        found = self._written.stats_in(path, names if is_known else None)
+        if not is_known:
+            self._listed[path] = state, [name for name, _ in found]
+        return {inside + name: each for name, each in found}
+
+    def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
+        """Whether the upper layer has all that makes a directory other than those below: it is
+        theirs with changes in it, or nothing is there and it was not renamed from elsewhere.
+        """
+        key = path, found.st_ino
+        if (known := self._known.get(key)) is None:
+            shown, own = look(self._merged, path), self._own.get(path)
+            template = next((seen for _, seen in self._stack(path)), None)
+            expected = found.st_ino
+            if own is not None and stat.S_ISDIR(own.st_mode):
+                expected = own.st_ino
+            elif template is not None and stat.S_ISDIR(template.st_mode):
+                expected = template.st_ino if own is None else 0
+            known = self._known[key] = shown is not None and shown.st_ino == expected
+        return known
+
+    def _add(self, where: Where, path: bytes, found: os.stat_result, pieces: Pieces) -> None:
+        """Add what is no directory. What no layer takes still hides what the template has."""
+        if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+            pieces[path] = Piece.of(where, found)
+        elif any(self._stack(path)):
+            pieces[path] = hidden_by(found)
+        elif not is_whiteout(found):
+            pieces[path] = Piece.of(where, found)
+
+    def _add_own(self, path: bytes, pieces: Pieces) -> None:
+        """Add what the checkout's own layer has at and below a path that its client left alone."""
+        pending = [path]
+        while pending:
+            path = pending.pop()
+            found = self._own[path]
+            pieces[path] = HIDDEN if is_whiteout(found) else Piece.of(Where.OWN, found)
+            pending += self._names[path]
+
+    def _add_whole(self, path: bytes, pieces: Pieces) -> None:
+        """Add a directory as the mount shows it, and what the template has there and it has not."""
+        directories: Pieces = {}
+        for below, seen in self._reader.iter_stats_below(path):
+            if stat.S_ISDIR(seen.st_mode):
+                directories[below] = Piece.of(Where.CLIENT, seen)
+            else:
+                self._add(Where.CLIENT, below, seen, pieces)
+        pieces |= directories
+        known = {path}
+        for below in directories:
+            if below in known:
+                inside = {below + b"/" + name for name in self._template_names(below)}
+                known |= inside
+                pieces |= dict.fromkeys(inside - pieces.keys(), HIDDEN)
+
+    def _template_names(self, path: bytes) -> set[bytes]:
+        """The names that the template shows in a directory."""
+        names: set[bytes] = set()
+        hidden: set[bytes] = set()
+        for layer, found in self._stack(path):
+            if stat.S_ISDIR(found.st_mode):
+                with opened(open_beneath(layer, path)) as directory:
+                    for name in set(names_in(directory)) - names - hidden:
+                        seen = find_stat(directory, name)
+                        (hidden if seen and is_whiteout(seen) else names).add(name)
+        return names
+
+    def _stack(self, path: bytes) -> Iterator[tuple[int, os.stat_result]]:
+        """What the template has at a path, top layer first, as far down as it shows through."""
+        top = path.partition(b"/")[0]
+        for layer in (layer for layer, names in self._below if top in names):
+            found = look(layer, path)
+            if found is not None:
+                if is_whiteout(found):
+                    return
+                yield layer, found
+                if not stat.S_ISDIR(found.st_mode):
+                    return
+                continue
+            above = (look(layer, each) for each in reversed(parents(path)))
+            nearest = next(filter(None, above), None)
+            if nearest is not None and not stat.S_ISDIR(nearest.st_mode):
+                return

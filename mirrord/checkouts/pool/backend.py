@@ -24,12 +24,12 @@ from ...model import Backend, History, MirrorName, Target
 from ...protocol import Proof
 from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
+from ..files.dotgit import prune_worktrees, remove_worktree
 from ..leases import Directories, Lease, Leases, LeaseState, resetting
 from ..snapshots.layers import layer_path
 from ..stores.builder import StoreBuilder
-from . import dotgit, worktree
-from .copying import copy_checkout
-from .worktree import PoolPaths, base_manifest
+from . import worktree
+from .worktree import PoolPaths, base_manifest, copy_checkout
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all
@@ -58,9 +58,7 @@ class PoolBackend:
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
-        if pruned := await anyio.to_thread.run_sync(
-            dotgit.prune_worktrees, self._state / "mirrors"
-        ):
+        if pruned := await anyio.to_thread.run_sync(prune_worktrees, self._state / "mirrors"):
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
@@ -105,7 +103,7 @@ class PoolBackend:
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
-                dotgit.remove_worktree, self._mirrors_path(lease.mirror), lease.id
+                remove_worktree, self._mirrors_path(lease.mirror), lease.id
             )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
         if self._closed or is_mounted or lease is None or lease.state is not LeaseState.LIVE:

@@ -19,16 +19,25 @@ from ...host.files import full_disk_named, open_directory, opened
 from ...host.processes import Owner
 from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
-from ..backend import must_prove
-from ..files.index import PreviousIndex, index_bytes, spliced_index
+from ..backend import CopyRule, Taken, must_prove
+from ..files.dotgit import (
+    DotGit,
+    PreviousIndex,
+    has_index,
+    index_bytes,
+    link_worktree,
+    read_index,
+    read_store,
+    spliced_index,
+    write_store,
+)
 from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
-from ..files.reader import TreeReader, open_top
+from ..files.reader import TreeReader, open_top, parents
 from ..files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
 from ..files.tree import materialise, move, must_fit_from, repair
 from ..leases import Directories
 from ..snapshots.content import lay, with_layers
-from . import dotgit
-from .dotgit import DotGit
+from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
 
 _ROUNDS = 3
 
@@ -86,7 +95,7 @@ def make(
             with _timed(timings, "tree"):
                 manifest = _write_tree(paths, commit, tree, trash)
             with _timed(timings, "git"):
-                store = dotgit.read_store(paths.store) if paths.store else None
+                store = read_store(paths.store) if paths.store else None
                 manifest = _bring(paths, store, commit, manifest, Changes(), trash)
         manifest.save(paths.manifest)
         _lay(paths, manifest)
@@ -96,7 +105,7 @@ def make(
 def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     """Bring the tree to `commit`, whatever was done to it, and prove it."""
     with full_disk_named(f"checkout {paths.directory.name}"):
-        store = dotgit.read_store(paths.store) if paths.store else None
+        store = read_store(paths.store) if paths.store else None
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
@@ -184,13 +193,13 @@ def _bring(
             )
         if store is None:
             index = index_bytes(manifest)
-            manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
-        elif manifest is begun and dotgit.has_index(manifest, found):
-            manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
+            manifest = link_worktree(paths.directory, paths.mirror, manifest, index, trash)
+        elif manifest is begun and has_index(manifest, found):
+            manifest = write_store(paths.tree, manifest, found, store, None, trash)
         else:
-            previous = PreviousIndex.proven(begun, dotgit.read_index(paths.tree, begun))
+            previous = PreviousIndex.proven(begun, read_index(paths.tree, begun))
             index = spliced_index(previous, manifest) if previous else index_bytes(manifest)
-            manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
+            manifest = write_store(paths.tree, manifest, found, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry
         ]
@@ -290,3 +299,68 @@ def _timed(timings: dict[str, float], step: str) -> Iterator[None]:
         yield
     finally:
         timings[step] = round(time.perf_counter() - began, 6)
+
+
+# -- copied for a fork or a snapshot ---------------------------------------------------------------
+
+
+def copy_checkout(paths: PoolPaths, directory: Path, earlier: Path | None, what: CopyRule) -> Taken:
+    """Write into the new `directory` what a checkout has over its clean state; `earlier` and `what`
+    are as for `copy_layer`.
+
+    Of a linked one without its `.git`, which is a part of the mirror.
+    """
+    if not has_top(paths.tree, paths.owner):
+        raise CheckoutBusyError(
+            "cannot copy the checkout: its top directory was replaced", hint="reset the checkout"
+        )
+    manifest, acting = Manifest.load(paths.base_manifest), ActingAs(paths.owner)
+    is_linked = paths.store is None
+
+    def survey() -> Pieces:
+        found = scan(paths.tree, manifest)
+        pieces: Pieces = {}
+        with acting:
+            _add_known(reader, manifest, {*found.modified, *found.missing} - {b""}, pieces)
+            for path in found.extra:
+                _add_whole(reader, path, pieces)
+            for above in {above for path in pieces for above in parents(path)} - pieces.keys():
+                if (seen := reader.find_stat(above)) is not None:
+                    pieces[above] = Piece.of(Where.CLIENT, seen)
+        if is_linked:
+            return {path: piece for path, piece in pieces.items() if not is_control(path)}
+        return pieces
+
+    with opened(open_top(paths.tree)) as root, TreeReader(root, acting) as reader:
+        taken = copy_layer(directory, survey, reader, acting, what, earlier=earlier)
+    return taken._replace(git=taken.git and not is_linked)
+
+
+def _add_known(
+    reader: TreeReader, manifest: Manifest, differing: set[bytes], pieces: Pieces
+) -> None:
+    """Add what became of paths that the manifest has; all that is lost below one with it."""
+    entries = manifest.files | manifest.control
+    lost = set[bytes]()
+    for path in sorted(differing):
+        if path.rpartition(b"/")[0] in lost:
+            lost.add(path)
+            continue
+        seen = reader.find_stat(path)
+        if seen is None:
+            pieces[path] = HIDDEN
+        elif stat.S_IFMT(seen.st_mode) in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
+            pieces[path] = Piece.of(Where.CLIENT, seen)
+        else:
+            pieces[path] = hidden_by(seen)
+        if seen is None or not stat.S_ISDIR(seen.st_mode):
+            lost.add(path)
+            continue
+        for name in reader.names_in(path):
+            if path + b"/" + name not in entries:
+                _add_whole(reader, path + b"/" + name, pieces)
+
+
+def _add_whole(reader: TreeReader, path: bytes, pieces: Pieces) -> None:
+    for below, seen in reader.iter_stats_below(path):
+        pieces[below] = Piece.of(Where.CLIENT, seen)

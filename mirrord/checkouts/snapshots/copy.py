@@ -11,16 +11,19 @@ have one ctime, and look like one.)
 import errno
 import json
 import os
+import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...errors import CheckoutBusyError
+from ...errors import CheckoutBusyError, ForkTooLargeError
 from ...host.credentials import ActingAs
 from ...host.files import (
     CREATE,
@@ -36,14 +39,80 @@ from ...model import utc_now
 from ..backend import CopyRule, Taken
 from ..files.manifest import clock_ns
 from ..files.reader import TreeReader, parents
+from ..files.scan import is_control
 from ..patches.worktree import denials_named
-from .content import read_attributes
-from .pieces import Piece, Pieces, Where, select
+from .content import is_whiteout, read_attributes
 
 _ROUNDS = 5
 _BATCH = 64
 _LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
 _CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+FILES_LIMIT = 200_000
+BYTES_LIMIT = 4 * 1024**3
+# HEAD and its like (names of capitals), refs, their logs, and objects: nothing that configures git,
+# is run by it, or borrows objects. Packs being written and locks are nobody's yet.
+_OF_GIT = re.compile(
+    rb"\.git(?:/(?:[A-Z_]+|index|sharedindex\.[0-9a-f]{40}|packed-refs"
+    rb"|(?:refs|logs)(?:/.*(?<!\.lock))?"
+    rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
+    re.DOTALL,
+)
+# any repository, of whatever depth and spelling (git takes `.GIT` for its own on some systems)
+_IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
+
+
+class Where(Enum):
+    """Where a path of a new layer comes from; HIDDEN is a whiteout."""
+
+    CLIENT = "the checkout's tree"
+    UPPER = "the layer of an overlay that its client writes to"
+    OWN = "the layer that it has"
+    HIDDEN = "nowhere"
+
+
+class Piece(NamedTuple):
+    """One path that a layer has to have. Two are equal where nothing changed in between."""
+
+    where: Where
+    mode: int = 0
+    size: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    ino: int = 0
+
+    @classmethod
+    def of(cls, where: Where, found: os.stat_result) -> "Piece":
+        # to open a directory that its owner locked changes its ctime, and so does a link of a file
+        if stat.S_ISDIR(found.st_mode):
+            return cls(where, found.st_mode, 0, found.st_mtime_ns, 0, found.st_ino)
+        if where is Where.OWN:
+            return cls(where, found.st_mode, found.st_size, found.st_mtime_ns, 0, found.st_ino)
+        times = found.st_mtime_ns, found.st_ctime_ns
+        return cls(where, found.st_mode, found.st_size, *times, found.st_ino)
+
+    @property
+    def is_clients(self) -> bool:
+        return self.where in (Where.CLIENT, Where.UPPER)
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def permissions(self) -> int:
+        """Without set-id bits of files: on disk they would be of the daemon's."""
+        return stat.S_IMODE(self.mode) if self.is_directory else self.mode & 0o777
+
+
+HIDDEN = Piece(Where.HIDDEN)
+
+
+def hidden_by(found: os.stat_result) -> Piece:
+    """A path of the base that something hides which no layer has."""
+    return Piece(Where.HIDDEN, 0 if is_whiteout(found) else found.st_mode)
+
+
+Pieces = dict[bytes, Piece]
 
 
 def copy_layer(
@@ -86,7 +155,8 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
             copy.record(wanted, began_ns)
             return _taken(at, wanted, left_out, has_git, is_same=False)
         wanted, left_out, has_git = select(found, what)
-        if before is None and copy.is_same(wanted):
+        # what was not changed since its copy was not changed when this survey began either
+        if before is None and wanted == copy.recorded:
             return _taken(at, wanted, left_out, has_git, is_same=True)
         unlocked = copy.bring(copied, wanted)
         copied, before = wanted | unlocked, found | unlocked
@@ -174,7 +244,7 @@ class _Copy:
         self._earlier = os.fsencode(earlier or directory) + b"/"
         self._umask = os.umask(0o077)
         os.umask(self._umask)
-        self._recorded = _read_record(earlier) if earlier else None
+        self.recorded = _read_record(earlier) if earlier else None
         self._attributes: dict[bytes, Mapping[str, bytes]] = {}
 
     def bring(self, copied: Pieces, wanted: Pieces) -> Pieces:
@@ -195,15 +265,21 @@ class _Copy:
         touched = {above for path in new for above in parents(path)} | new.keys()
         for path in sorted(touched & wanted.keys(), reverse=True):
             if (piece := wanted[path]).is_directory:
-                self._finish_directory(path, piece)
+                target = self._directory + path
+                for name, value in self._attributes.get(path, {}).items():
+                    os.setxattr(target, name, value)
+                os.chmod(target, piece.permissions)
+                os.utime(target, ns=(piece.mtime_ns, piece.mtime_ns))
         return unlocked
 
     def _put_all(self, batch: Sequence[tuple[bytes, Piece]], unlocked: Pieces) -> None:
         read: dict[bytes, _Read | None] = {}
+        known = self.recorded or {}
         try:
             with self._owner:
                 for path, piece in batch:
-                    if piece.is_clients and not self._is_recorded(path, piece):
+                    is_shared = known.get(path) == piece and not piece.is_directory
+                    if piece.is_clients and not is_shared:
                         read[path] = self._read(path, piece, unlocked)
             for path, piece in batch:
                 if piece.where is Where.HIDDEN:
@@ -219,18 +295,6 @@ class _Copy:
             for each in filter(None, read.values()):
                 if each.file >= 0:
                     os.close(each.file)
-
-    def _is_recorded(self, path: bytes, piece: Piece) -> bool:
-        """Whether the earlier layer has it as it is."""
-        is_known = self._recorded is not None and self._recorded.get(path) == piece
-        return is_known and not piece.is_directory
-
-    def is_same(self, wanted: Pieces) -> bool:
-        """Whether the earlier layer has just this.
-
-        What was not changed since its copy was not changed when this survey began either.
-        """
-        return wanted == self._recorded
 
     def _share(self, path: bytes) -> bool:
         """Take a file from the earlier layer; False where that is gone, or has 65,000 names."""
@@ -322,10 +386,71 @@ class _Copy:
             with opened(os.open(source, FOR_READING)) as file:
                 self._write(path, piece, _Read(file=file, attributes=read_attributes(file)))
 
-    def _finish_directory(self, path: bytes, piece: Piece) -> None:
-        """Give a directory, once all in it is written, its attributes, mode and time."""
-        target = self._directory + path
-        for name, value in self._attributes.get(path, {}).items():
-            os.setxattr(target, name, value)
-        os.chmod(target, piece.permissions)
-        os.utime(target, ns=(piece.mtime_ns, piece.mtime_ns))
+
+# -- what a layer takes of a survey ----------------------------------------------------------------
+
+
+def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:
+    """What a layer takes of a survey; what it leaves out, by kind; and whether it has the client's
+    `.git`, whose HEAD and files must be plain files.
+    """
+    left_out: Counter[str] = Counter()
+    wanted: Pieces = {}
+    git: Pieces = {}
+    for path, piece in found.items():
+        kind = stat.S_IFMT(piece.mode)
+        if not what.git and _IN_GIT.search(path):
+            left_out["git_files"] += piece != HIDDEN and not piece.is_directory
+            continue
+        if is_control(path) and not what.of_environment:
+            if _OF_GIT.fullmatch(path):
+                git[path] = piece
+            elif not piece.is_directory and piece != HIDDEN:
+                left_out["git_files"] += 1
+            continue
+        if kind not in (0, stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
+            left_out[_SPECIAL.get(kind, "devices")] += 1
+        if piece.where is Where.HIDDEN:
+            wanted[path] = HIDDEN
+        elif kind in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
+            wanted[path] = piece
+    has_git = what.git and _is_plain(git)
+    if has_git:
+        # an object or pack that the client removed is kept: every store has it whole
+        objects = b".git/objects/"
+        wanted |= {
+            p: each for p, each in git.items() if each != HIDDEN or not p.startswith(objects)
+        }
+    else:
+        left_out["git_files"] += sum(p != HIDDEN and not p.is_directory for p in git.values())
+    _must_fit(wanted)
+    return dict(sorted(wanted.items())), {kind: n for kind, n in left_out.items() if n}, has_git
+
+
+_SPECIAL = {stat.S_IFIFO: "pipes", stat.S_IFSOCK: "sockets"}
+_DIRECTORIES = {b".git", b".git/refs", b".git/logs", b".git/objects", b".git/objects/pack"}
+
+
+def _is_plain(git: Pieces) -> bool:
+    """Whether a `.git` is still a directory of plain files, and a repository's."""
+
+    def is_plain(path: bytes, piece: Piece) -> bool:
+        if piece == HIDDEN:
+            return path not in _DIRECTORIES and path != b".git/HEAD"
+        if path in _DIRECTORIES or piece.is_directory:
+            may_nest = path.startswith((b".git/refs/", b".git/logs/"))
+            is_known = path in _DIRECTORIES or len(path) == len(b".git/objects/00")
+            return piece.is_directory and (may_nest or is_known)
+        return stat.S_ISREG(piece.mode)
+
+    return all(is_plain(path, piece) for path, piece in git.items())
+
+
+def _must_fit(pieces: Mapping[bytes, Piece]) -> None:
+    size = sum(piece.size for piece in pieces.values() if piece.is_clients)
+    if len(pieces) > FILES_LIMIT or size > BYTES_LIMIT:
+        raise ForkTooLargeError(
+            f"cannot copy the checkout: it has {len(pieces)} changed paths with {size >> 20} MiB;"
+            f" {FILES_LIMIT} and {BYTES_LIMIT >> 20} MiB are the most",
+            hint="remove what can be made again",
+        )

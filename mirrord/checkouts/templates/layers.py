@@ -23,7 +23,7 @@ from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened, shown_path
 from ...host.processes import boot_id
 from ..files import tree as worktree
-from ..files.index import index_bytes
+from ..files.dotgit import index_bytes
 from ..files.manifest import Manifest, Records
 from ..files.reader import TreeReader, iter_files, parents
 from ..files.scan import hash_tree, prove_files, tree_id

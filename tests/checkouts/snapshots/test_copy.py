@@ -14,9 +14,8 @@ from mirrord import errors
 from mirrord.checkouts.backend import CopyRule, Taken
 from mirrord.checkouts.files.manifest import clock_ns
 from mirrord.checkouts.files.reader import TreeReader
-from mirrord.checkouts.snapshots import copy, pieces
-from mirrord.checkouts.snapshots.copy import copy_layer
-from mirrord.checkouts.snapshots.pieces import Piece, Pieces, Where
+from mirrord.checkouts.snapshots import copy
+from mirrord.checkouts.snapshots.copy import Piece, Pieces, Where, copy_layer
 from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened
 
@@ -170,11 +169,11 @@ def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) ->
 
 def test_a_copy_is_bounded(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In paths and bytes; a sparse file counts as long as it is."""
-    monkeypatch.setattr(pieces, "FILES_LIMIT", 4)
+    monkeypatch.setattr(copy, "FILES_LIMIT", 4)
     with pytest.raises(errors.ForkTooLargeError, match="5 changed paths"):
         copied(tmp_path)
-    monkeypatch.setattr(pieces, "FILES_LIMIT", 5)
-    monkeypatch.setattr(pieces, "BYTES_LIMIT", 1 << 20)
+    monkeypatch.setattr(copy, "FILES_LIMIT", 5)
+    monkeypatch.setattr(copy, "BYTES_LIMIT", 1 << 20)
     os.truncate(tree / "a", 1 << 30)
     with pytest.raises(errors.ForkTooLargeError, match="1024 MiB"):
         copied(tmp_path)

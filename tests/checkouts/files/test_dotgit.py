@@ -11,7 +11,7 @@ import pytest
 from gitrepos import ENV, Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.checkouts.files.index import PreviousIndex, index_bytes, spliced_index
+from mirrord.checkouts.files.dotgit import PreviousIndex, index_bytes, spliced_index
 from mirrord.checkouts.files.manifest import Manifest
 from mirrord.checkouts.files.scan import Changes
 from mirrord.checkouts.files.tree import materialise, move, repair
