@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import protocol
-from ..checkouts.deferred import answering
 from ..engine import Engine
 from ..errors import (
     AccessError,
@@ -29,6 +28,7 @@ from ..errors import (
 )
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
+from ..jobs.operations import answering
 from ..telemetry import bind_request, new_request_id, usable_request_id
 from .request import (
     JSON_LIMIT_BYTES,

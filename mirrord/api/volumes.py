@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..checkouts.deferred import answering
 from ..checkouts.leases import Lease, Volume
 from ..checkouts.volumes import Existing, ForkOf, Source, path_of
 from ..engine import Engine
 from ..errors import AccessError, InvalidRequestError, NotFoundError
 from ..git.turns import Askers
 from ..host.peers import Peer
+from ..jobs.operations import answering
 from ..model import shown
 from ..protocol import ForkCheckout, StartCheckout
 from ..telemetry import bind_request, new_request_id

@@ -1,24 +1,36 @@
-"""Decide which checkouts a peer may have: whose, with what view, how long, how many, on which
-backend, and under which names of commits.
+"""Who gets which checkout, who may work on one, and what is answered of it.
+
+Decides whose it is, with what view, how long, how many, on which backend, and under which names of
+commits. A checkout answers to its owner, to the uid that took it, and to administrators; for others
+it does not exist. The work itself is in `service.py`.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 
-from .. import errors
+from .. import errors, protocol
 from ..config import Settings
+from ..errors import CheckoutBusyError, StoppingError
 from ..host.namespaces import Visible, shares_mounts, visible_to
-from ..host.peers import Access, Peer, Role
+from ..host.peers import Access, Owners, Peer, Role
+from ..host.pidfds import Process
 from ..host.processes import Owner, may_give_files_away
-from ..model import Backend, History, View
+from ..host.trash import Trash
+from ..jobs.events import Events
+from ..model import Backend, Bind, History, View
 from ..units import format_duration
-from .leases import Lease, Leases
-from .resolve import Naming
+from .leases import Lease, Leases, LeaseState, SavedState, not_found
+from .lifecycle import Expiry, Lifecycle
+from .quotas import Quotas
+from .resolve import Naming, ResolvedRequest
 
 
 class Admission:
@@ -67,15 +79,26 @@ class Admission:
                 hint="ask for sealed or squashed",
             )
 
-    def must_be_apart(self, graded: Lease, owner: Owner) -> None:
+    def must_be_gradable(self, graded: Lease, owner: Owner) -> None:
         """Refuse a grade for the uid that the agent had: what it left running reaches both trees.
+        Refuse that of a checkout whose owner saved its layer: that is no change of theirs, and
+        could be anything.
 
-        Root and the daemon's own user may grade what they ran themselves.
+        Root and the daemon's own user may grade what they ran themselves, administrators what they
+        saved.
         """
-        if owner[0] == graded.owner_uid and owner[0] not in (0, os.geteuid()):
+        agent, saved = graded.owner_uid, graded.saved
+        if owner[0] == agent and agent not in (0, os.geteuid()):
             raise errors.AccessError(
                 f"cannot grade checkout {graded.id} for uid {owner[0]}: the agent had this uid",
                 hint="name another with --owner, or grade as root",
+            )
+        if saved is not None and saved.saved_by == agent and not self._access.is_admin(agent):
+            raise errors.AccessError(
+                f"cannot grade checkout {graded.id}: its owner, uid {agent}, saved its layer"
+                f" {saved.name}",
+                hint="let an administrator save it, or the one who takes the checkouts; or grade"
+                " the patch of `mirrord diff` without it",
             )
 
     def naming(self, peer: Peer) -> Naming:
@@ -180,4 +203,159 @@ def must_mount(backends: list[Backend]) -> list[Backend]:
         "cannot show an environment: the backend pool mounts nothing",
         hint="ask for the backend overlay, which needs a host that `mirrord doctor` finds fit,"
         " or for no environment",
+    )
+
+
+# -- leases, for those who may have them -----------------------------------------------------------
+
+_SHOWN = (
+    *("id", "commit", "tree", "instance", "history", "view", "backend"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
+)
+
+
+class Admitted(NamedTuple):
+    """A checkout that its asker may have."""
+
+    owner: Owner
+    taken_by: int
+    backends: list[Backend]
+    ttl: timedelta
+    history: History
+    view: View
+    process: Process | None
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Leasing:
+    """The leases of a daemon. Belongs to one event loop."""
+
+    admission: Admission
+    owners: Owners
+    leases: Leases
+    lifecycle: Lifecycle
+    quotas: Quotas
+    events: Events
+    trash: Trash
+    clock: Callable[[], datetime]
+    default_history: Callable[[], History]
+    is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
+
+    async def admit(
+        self, request: protocol.StartCheckout, peer: Peer, process: Process | None
+    ) -> Admitted:
+        """Judge whether the peer may have such a checkout; nothing was looked up before."""
+        self.must_be_open()
+        history = request.history or self.default_history()
+        ttl = self.admission.ttl(request.ttl, peer)
+        owner = await self.owners.find(request.owner, peer)
+        self.admission.check(peer, owner, request.view, history)
+        await self.quotas.ensure("make a checkout", peer.uid, owner[0])
+        asked, visible = request.backend, Visible.MOUNTS
+        if request.attach:
+            asked = asked or Backend.OVERLAY
+        else:
+            visible = await self.admission.visible_to(peer)
+        backends = self.admission.choose_backends(asked, history, visible)
+        if request.environment is not None:
+            backends = must_mount(backends)
+        return Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
+
+    async def begin(
+        self, admitted: Admitted, found: ResolvedRequest, **more: Any
+    ) -> tuple[Lease, dict[str, float]]:
+        """Hand out a checkout of a commit."""
+        now = self.clock()
+        draft = partial(
+            Lease,
+            **found._asdict(),
+            history=admitted.history,
+            view=admitted.view,
+            owner_uid=admitted.owner[0],
+            owner_gid=admitted.owner[1],
+            taken_by=admitted.taken_by,
+            created_at=now,
+            expires_at=now + admitted.ttl,
+            bound_to=admitted.process,
+            **more,
+        )
+        with self.admission.counted(admitted.taken_by, admitted.owner[0]):
+            return await self.hand_out(draft, admitted.backends, admitted.process)
+
+    async def hand_out(
+        self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
+    ) -> tuple[Lease, dict[str, float]]:
+        """Make a checkout, which ends with `process`, if one is given."""
+        lease, timings = await self.lifecycle.make(draft, backends)
+        if process is not None:
+            self.expiry.bind(lease, process)
+        return lease, timings
+
+    @asynccontextmanager
+    async def held(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
+        """The peer's lease, with its lock; it may end while we wait for that."""
+        self.must_be_open()
+        checkout_id = self.get(checkout, peer).id
+        async with self.lifecycle.locked(checkout_id):
+            lease = self.leases.find(checkout_id)
+            if lease is None:
+                raise not_found(checkout)
+            yield lease
+
+    def get(self, checkout: str, peer: Peer) -> Lease:
+        lease = self.leases.get(checkout)
+        if not self.admission.may_see(lease, peer):
+            raise not_found(checkout)
+        return lease
+
+    def must_be_open(self) -> None:
+        if self.is_closing:
+            message = "cannot work on checkouts: the daemon is stopping"
+            raise StoppingError(message, hint="try again in a moment")
+
+    def publish(self, name: str, lease: Lease, **fields: Any) -> None:
+        for plain in ("commit", "instance", "owner_uid", "taken_by"):
+            fields[plain] = getattr(lease, plain)
+        for enum in ("mirror", "backend", "history"):
+            fields[enum] = str(getattr(lease, enum))
+        self.events.publish(name, checkout=lease.id, **fields)
+
+
+def must_be_whole(lease: Lease) -> None:
+    """The tree is its commit's, or its owner's work on it."""
+    if lease.state is LeaseState.RESETTING:
+        raise CheckoutBusyError(
+            f"cannot work on checkout {lease.id}: its last reset failed half-way",
+            hint="reset it again, or release it",
+        )
+
+
+def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
+    return {name: getattr(lease, name) for name in _SHOWN} | {
+        "path": f"{lease.directory}/tree",
+        "directory": str(lease.directory),
+        "mirror": str(lease.mirror),
+        "layer": lease.saved.name if lease.saved else None,
+        "environment": str(lease.environment) if lease.environment else None,
+        "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
+        "volumes": [volume.name for volume in lease.volumes],
+        "timings": timings,
+    }
+
+
+def copied(snapshot: SavedState) -> protocol.Copied:
+    names = ("taken_at", "files", "size_bytes", "left_out", "git")
+    return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
+
+
+def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
+    return protocol.Snapshot(
+        name=snapshot.name,
+        checkout=lease.id,
+        commit=snapshot.commit,
+        instance=snapshot.instance,
+        copied=copied(snapshot),
     )

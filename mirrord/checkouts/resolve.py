@@ -1,4 +1,5 @@
-"""Resolve a request for a checkout: to a mirror, a full commit, its tree, and the instance.
+"""Resolve a request for a checkout: to a mirror, a full commit, its tree, and the instance; to a
+prepared layer and an environment, which are kept until a lease holds them.
 
 A full commit's tree never changes and is remembered: a warm checkout of an instance asks neither
 git nor the catalog. A refused name is refused in the same words whether or not it exists.
@@ -6,18 +7,22 @@ git nor the catalog. A refused name is refused in the same words whether or not 
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from .. import errors
 from ..catalog import InstanceRow
 from ..datasets.service import Datasets
+from ..host.peers import Peer
 from ..mirrors.service import Mirrors
 from ..model import CommitId, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
-from .leases import Lease
+from .environments import EnvironmentStore
+from .leases import EnvironmentName, Lease, SavedLayer
+from .prepared import PreparedLayers
 
 _REMEMBERED = 100_000
 
@@ -45,15 +50,29 @@ class ResolvedRequest(NamedTuple):
     dataset: str | None = None
 
 
-class Resolver:
-    """Looks names up in the catalog and the mirrors; `learn` is told of each commit it finds."""
+class Outfit(NamedTuple):
+    """What a checkout has beside its commit; members of a lease."""
 
-    def __init__(
-        self, datasets: Datasets, mirrors: Mirrors, learn: Callable[[MirrorName, Resolved], None]
-    ) -> None:
-        self._datasets = datasets
-        self._mirrors = mirrors
-        self._learn = learn
+    saved: SavedLayer | None = None
+    environment: EnvironmentName | None = None
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Resolver:
+    """Looks names up in the catalog, the mirrors and what was prepared. Belongs to the event loop.
+
+    `learn` is told of each commit that it finds; `environment_of` names what an instance's code
+    runs in.
+    """
+
+    datasets: Datasets
+    mirrors: Mirrors
+    learn: Callable[[MirrorName, Resolved], None]
+    prepared: PreparedLayers
+    environments: EnvironmentStore
+    environment_of: Callable[[InstanceRow], str | None]
+
+    def __post_init__(self) -> None:
         self._trees: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._public: set[tuple[str, str]] = set()
 
@@ -71,7 +90,7 @@ class Resolver:
         if request.instance is None:
             name, commitish = str(request.mirror), str(request.commit)
         else:
-            row = await self._datasets.find_instance(request.instance, request.dataset)
+            row = await self.datasets.find_instance(request.instance, request.dataset)
             if row is not None:
                 found = await self._resolve_base(row)
                 return found._replace(instance=row.public_id, dataset=row.dataset)
@@ -84,7 +103,7 @@ class Resolver:
                     f"cannot find instance {shown(request.instance)}: {fact}",
                     hint="see `mirrord dataset list`, or write NAME@COMMIT",
                 )
-        return await self._resolve_name(self._mirrors.get_name(name), commitish, naming)
+        return await self._resolve_name(self.mirrors.get_name(name), commitish, naming)
 
     async def _resolve_base(self, row: InstanceRow) -> ResolvedRequest:
         cause: errors.MirrordError | None = None
@@ -112,7 +131,7 @@ class Resolver:
         """
         limit = None
         if view is View.AGENT:
-            limit = await self._datasets.find_history_limit(found.mirror, found.commit)
+            limit = await self.datasets.find_history_limit(found.mirror, found.commit)
         if limit is None or (asked or default).is_within(limit):
             return asked or default
         if asked is None:
@@ -127,12 +146,12 @@ class Resolver:
         """The row of an instance that was found."""
         if found.instance is None:
             return None
-        return await self._datasets.find_instance(found.instance, found.dataset)
+        return await self.datasets.find_instance(found.instance, found.dataset)
 
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """The base commit of an instance; None where none is known, or several are."""
         with suppress(errors.InstanceAmbiguousError):
-            row = await self._datasets.find_instance(instance, dataset)
+            row = await self.datasets.find_instance(instance, dataset)
             return row.base_commit if row else None
         return None
 
@@ -155,7 +174,7 @@ class Resolver:
         if request.instance is None:
             found = ResolvedRequest(lease.mirror, lease.commit, lease.tree)
             if lease.instance:
-                row = await self._datasets.find_instance(lease.instance, lease.dataset)
+                row = await self.datasets.find_instance(lease.instance, lease.dataset)
                 if row is not None:
                     found = found._replace(instance=row.public_id, dataset=row.dataset)
             return found
@@ -176,7 +195,7 @@ class Resolver:
             return await self._resolve_commit(name, commitish)
         digits = commitish.lower()
         if re.fullmatch(r"[0-9a-f]{4,40}", digits):
-            base = await self._datasets.find_base_commit(name, digits)
+            base = await self.datasets.find_base_commit(name, digits)
             if base is not None:
                 return await self._resolve_commit(name, base)
         if naming is not Naming.PUBLIC:
@@ -188,7 +207,7 @@ class Resolver:
             )
         if (name.key, digits) in self._public:  # stays so when upstream moves on
             return await self._resolve_commit(name, digits)
-        found = await self._mirrors.resolve_public(name, commitish)
+        found = await self.mirrors.resolve_public(name, commitish)
         if len(self._public) < _REMEMBERED:
             self._public.add((name.key, found.commit))
         return self._remember(name, found)
@@ -197,14 +216,58 @@ class Resolver:
         tree = self._trees.get((name.key, commitish))
         if tree is not None:
             return ResolvedRequest(name, CommitId(commitish), tree)
-        return self._remember(name, await self._mirrors.resolve(name, commitish))
+        return self._remember(name, await self.mirrors.resolve(name, commitish))
 
     def _remember(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
-        self._learn(name, found)
+        self.learn(name, found)
         self._trees[name.key, found.commit] = found.tree
         while len(self._trees) > _REMEMBERED:
             self._trees.popitem(last=False)
         return ResolvedRequest(name, found.commit, found.tree)
+
+    # -- a prepared layer, and an environment ------------------------------------------------------
+
+    @asynccontextmanager
+    async def chosen(
+        self,
+        request: StartCheckout | ResetCheckout,
+        found: ResolvedRequest,
+        history: History,
+        peer: Peer,
+        lease: Lease | None = None,
+    ) -> AsyncIterator[Outfit]:
+        """What a request asks for. A `lease` keeps what it has: the environment unless another is
+        named, the layer unless one is named, or the commit or the environment is another one.
+        """
+        environment, saved = (lease.environment, lease.saved) if lease else (None, None)
+        if request.environment is not None:
+            environment = await self._find_environment(request.environment, found)
+        is_same = lease and (lease.commit, lease.environment) == (found.commit, environment)
+        if request.layer or not is_same:
+            place = found.mirror.key, found.commit, history
+            saved = self.prepared.choose(request.layer, place, peer.uid, environment)
+        with ExitStack() as stack:
+            if environment is not None:
+                self.environments.hold(environment.digest)
+                stack.callback(self.environments.drop, environment.digest)
+            stack.enter_context(self.prepared.held(saved))
+            yield Outfit(saved, environment)
+
+    async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
+        if name == "auto":
+            row = await self.find_row(found)
+            asked = self.environment_of(row) if row else None
+            if asked is None:
+                fact = "it is of no instance"
+                if row is not None:
+                    fact = f"no recipe of instance {row.public_id} is known"
+                raise errors.EnvironmentNotFoundError(
+                    f"cannot find the environment of the checkout: {fact}",
+                    hint="name one by its key; see `mirrord environment list`",
+                )
+            name = asked
+        ready = self.environments.get(name)
+        return EnvironmentName(ready.key, ready.digest)
 
 
 def _must_name_an_instance(request: StartCheckout | ResetCheckout) -> None:

@@ -43,22 +43,29 @@ from ..model import (
     utc_now,
 )
 from ..telemetry import log
-from .admission import Admission, must_mount
+from .admission import (
+    Admission,
+    Admitted,
+    Leasing,
+    copied,
+    members,
+    must_be_whole,
+    must_mount,
+    shown_snapshot,
+)
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
 from .grading.prepare import AgentTree, ModelPatch, Prepared
 from .grading.service import Grading, lease_facts
 from .grading.steering import Policies
 from .leases import Directories, Lease, Leases, LeaseState, Volume
-from .leasing import Admitted, Leasing, copied, members, must_be_whole, shown_snapshot
 from .lifecycle import Lifecycle
-from .outfit import Outfit, Outfits
 from .patches.service import DiffAnswer, Patches
 from .pool.backend import PoolBackend
 from .prepared import LayerRecord, PreparedLayers, shown_layer
 from .quotas import Quotas
 from .receipts import Receipts, report
-from .resolve import ResolvedRequest, Resolver
+from .resolve import Outfit, ResolvedRequest, Resolver
 from .snapshots.layers import Forks, Layers, objects_path
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
@@ -98,7 +105,6 @@ class Checkouts:
         self._trash = trash
         self._clock = clock
         self._mirrors = mirrors
-        self._resolver = Resolver(datasets, mirrors, stores.commits.learn)
         self._stores = stores
         self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
 
@@ -123,8 +129,13 @@ class Checkouts:
             workers=workers,
             is_admin=access.is_admin,
         )
-        self._outfits = Outfits(
-            self._prepared, environments, self._resolver, access, environment_of
+        self._resolver = Resolver(
+            datasets=datasets,
+            mirrors=mirrors,
+            learn=stores.commits.learn,
+            prepared=self._prepared,
+            environments=environments,
+            environment_of=environment_of,
         )
         self.quotas = Quotas(
             settings, access, self._leases, self._layers, self._prepared, workers, events
@@ -213,7 +224,7 @@ class Checkouts:
             found, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
-        async with self._outfits.chosen(request, found, history, peer) as outfit:
+        async with self._resolver.chosen(request, found, history, peer) as outfit:
             resolved_s = round(time.perf_counter() - began, 6)
             lease, timings = await self._leasing.begin(
                 admitted, found, volumes=volumes, **outfit._asdict()
@@ -238,8 +249,7 @@ class Checkouts:
                 choices = {name: getattr(request, name) for name in _OF_GRADE}
                 start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
                 admitted = await self._leasing.admit(start, peer, process)
-                self._admission.must_be_apart(parent, admitted.owner)
-                self._outfits.must_be_trusted(parent)
+                self._admission.must_be_gradable(parent, admitted.owner)
                 found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
                 changed = self._lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self._patches.job(parent), changed)
@@ -268,7 +278,7 @@ class Checkouts:
         found = await self._resolver.resolve_start(request, self._admission.naming(peer))
         history = admitted.history
         with self._layers.making() as layer:
-            async with self._outfits.chosen(request, found, history, peer) as outfit:
+            async with self._resolver.chosen(request, found, history, peer) as outfit:
                 prepared = await self._grading.prepare(
                     layer.path, found, outfit.saved, source, policies
                 )
@@ -555,7 +565,7 @@ class Checkouts:
                 await self._resolver.choose_history(found, lease.view, asked, asked)
             base = found._asdict() | {"mirror": lease.mirror, "layer": None}
             base["environment_layer"] = None
-            chosen = self._outfits.chosen(request, found, lease.history, peer, lease)
+            chosen = self._resolver.chosen(request, found, lease.history, peer, lease)
             async with chosen as outfit:
                 if outfit.environment is not None:
                     must_mount([lease.backend])
@@ -625,5 +635,3 @@ class Checkouts:
     def _shown(self, record: LayerRecord) -> protocol.PreparedLayer:
         shared, holders = self._prepared.is_shared(record), self._prepared.holders(record)
         return shown_layer(record, shared=shared, checkouts=holders)
-
-    # -- one lease at a time -----------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Volumes: checkouts that docker and podman know by name, and mount into containers.
 
 All that there is to know of a volume stands in its lease, written with it, so a crash leaves both
-or neither. While somebody has a volume mounted, its lease is renewed (`leasing.Expiry`); after the
+or neither. While somebody has a volume mounted, its lease is renewed (`lifecycle.py`); after the
 last unmount it lives as long as the volume's ttl says, and the volume ends with it.
 """
 
@@ -16,8 +16,8 @@ from ..errors import CheckoutBusyError, ConflictError, InvalidRequestError, NotF
 from ..host.peers import Peer
 from ..host.processes import boot_id
 from ..model import shown
+from .admission import Leasing
 from .leases import Lease, Volume
-from .leasing import Leasing
 
 
 class Existing(NamedTuple):

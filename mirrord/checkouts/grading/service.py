@@ -17,8 +17,7 @@ from ...mirrors.service import Mirrors
 from ...model import LayerId, Policy, SteeringKind, shown
 from ..backend import DIFF_TIMEOUT
 from ..leases import Graded, SavedLayer, SavedState
-from ..outfit import Outfit
-from ..resolve import ResolvedRequest
+from ..resolve import Outfit, ResolvedRequest
 from ..snapshots.layers import objects_path
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import own_rule

@@ -27,9 +27,9 @@ from ...git.turns import Coalescer
 from ...git.workers import Workers
 from ...host.room import UNBOUNDED, Room
 from ...host.trash import Trash, new_trash
+from ...jobs.operations import Deferred
 from ...model import CommitId, History, MirrorName, Resolved
 from ...telemetry import log
-from ..deferred import Deferred
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph

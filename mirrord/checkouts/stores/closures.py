@@ -34,9 +34,9 @@ from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import Trash
+from ...jobs.operations import Deferred
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ...telemetry import log
-from ..deferred import Deferred
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 

@@ -12,7 +12,6 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.deferred import Deferred, answering
 from mirrord.checkouts.stores import closures as closures_module
 from mirrord.checkouts.stores import packer as packing_module
 from mirrord.checkouts.stores.closures import (
@@ -35,6 +34,7 @@ from mirrord.git.packs import PackIndex
 from mirrord.git.process import Process
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
+from mirrord.jobs.operations import Deferred, answering
 from mirrord.model import CommitId, MirrorName
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import asyncio
 import anyio
 import pytest
 
-from mirrord.checkouts.deferred import Deferred, answering
+from mirrord.jobs.operations import Deferred, answering
 
 
 class Work:
