@@ -200,7 +200,7 @@ async def apply_patch(call: Call, query: ApplyQuery) -> ApplyAnswer:
 async def grade_checkout(call: Call, body: StartGrade) -> Grade:
     """A grader's checkout of what the owner of a checkout changed, with the instance's tests."""
     process = _bound_process(call, body.bind)
-    grade = await call.engine.checkouts.grade(call.path["id"], body, call.peer, process)
+    grade = await call.engine.checkouts.grading.grade(call.path["id"], body, call.peer, process)
     await _release_if_lost(call, grade)
     return grade
 
@@ -228,7 +228,7 @@ async def grade_patch(call: Call, query: GradeQuery) -> Grade:
     start, process = StartCheckout(view=View.GRADER, **choices), _bound_process(call, query.bind)
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
-        grade = await call.engine.checkouts.grade_patch(
+        grade = await call.engine.checkouts.grading.grade_patch(
             start, source, query.policy, call.peer, process
         )
     await _release_if_lost(call, grade)

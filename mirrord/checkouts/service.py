@@ -33,19 +33,15 @@ from ..mirrors.service import Mirrors
 from ..model import (
     ApplyStrategy,
     Backend,
-    CheckoutId,
     CommitRole,
     DiffFormat,
     Direction,
     History,
-    LayerId,
-    View,
     utc_now,
 )
 from ..telemetry import log
 from .admission import (
     Admission,
-    Admitted,
     Leasing,
     copied,
     members,
@@ -55,9 +51,7 @@ from .admission import (
 )
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
-from .grading.prepare import AgentTree, ModelPatch, Prepared
-from .grading.service import Grading, lease_facts
-from .grading.steering import Policies
+from .grading.service import Grading
 from .leases import Directories, Lease, Leases, LeaseState, Volume
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
@@ -65,15 +59,12 @@ from .pool.backend import PoolBackend
 from .prepared import LayerRecord, PreparedLayers, shown_layer
 from .quotas import Quotas
 from .receipts import Receipts, report
-from .resolve import Outfit, ResolvedRequest, Resolver
+from .resolve import Resolver
 from .snapshots.layers import Forks, Layers, objects_path
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
 from .volumes import Volumes
-
-_RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
-_OF_GRADE = ("backend", "ttl", "owner", "bind")
 
 
 class Checkouts:
@@ -114,7 +105,6 @@ class Checkouts:
         self._patches = Patches(
             workers=workers, mirrors=mirrors, instances=datasets, objects_of=objects_of
         )
-        self._grading = Grading(settings, state_dir, workers, mirrors, datasets)
         backends = [overlay, pool] if overlay else [pool]
         self._leases = Leases(state_dir)
         self._layers = Layers(state_dir, self._leases, trash)
@@ -150,6 +140,17 @@ class Checkouts:
             trash=trash,
             clock=clock,
             default_history=lambda: settings().checkouts.history,
+        )
+        self.grading = Grading(
+            settings=settings,
+            state_dir=state_dir,
+            workers=workers,
+            mirrors=mirrors,
+            datasets=datasets,
+            layers=self._layers,
+            leasing=self._leasing,
+            resolver=self._resolver,
+            patches=self._patches,
         )
         self.volumes = Volumes(self._leasing, self.checkout, self.fork)
 
@@ -232,88 +233,6 @@ class Checkouts:
         timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
         self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**members(lease, timings))
-
-    async def grade(
-        self,
-        checkout: str,
-        request: protocol.StartGrade,
-        peer: Peer,
-        process: Process | None = None,
-    ) -> protocol.Grade:
-        """Hand out a grader's checkout with what a checkout's owner changed, and the tests."""
-        began = time.perf_counter()
-        policies = self._grading.policies(request.policy)
-        with self._layers.making() as layer:
-            async with self._leasing.held(checkout, peer) as parent:
-                must_be_whole(parent)
-                choices = {name: getattr(request, name) for name in _OF_GRADE}
-                start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
-                admitted = await self._leasing.admit(start, peer, process)
-                self._admission.must_be_gradable(parent, admitted.owner)
-                found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
-                changed = self._lifecycle.backend_of(parent).changed_paths(parent)
-                source = AgentTree(self._patches.job(parent), changed)
-                outfit = Outfit(parent.saved, parent.environment)
-                if parent.environment is not None:
-                    admitted = admitted._replace(backends=must_mount(admitted.backends))
-                prepared = await self._grading.prepare(
-                    layer.path, found, parent.saved, source, policies
-                )
-            return await self._graded(
-                began, admitted, found, layer.id, prepared, policies, outfit, parent.id
-            )
-
-    async def grade_patch(
-        self,
-        request: protocol.StartCheckout,
-        source: ModelPatch,
-        policy: str | None,
-        peer: Peer,
-        process: Process | None = None,
-    ) -> protocol.Grade:
-        """Hand out a grader's checkout with a patch for what the request names, and the tests."""
-        began = time.perf_counter()
-        policies = self._grading.policies(policy)
-        admitted = await self._leasing.admit(request, peer, process)
-        found = await self._resolver.resolve_start(request, self._admission.naming(peer))
-        history = admitted.history
-        with self._layers.making() as layer:
-            async with self._resolver.chosen(request, found, history, peer) as outfit:
-                prepared = await self._grading.prepare(
-                    layer.path, found, outfit.saved, source, policies
-                )
-                return await self._graded(
-                    began, admitted, found, layer.id, prepared, policies, outfit
-                )
-
-    async def _graded(
-        self,
-        began: float,
-        admitted: Admitted,
-        found: ResolvedRequest,
-        layer: LayerId,
-        prepared: Prepared,
-        policies: Policies,
-        outfit: Outfit,
-        parent: CheckoutId | None = None,
-    ) -> protocol.Grade:
-        """A checkout on the layer of a grade."""
-        prepared_s = round(time.perf_counter() - began, 6)
-        facts = lease_facts(prepared, layer, found, outfit, policies, self._clock())
-        lease, timings = await self._leasing.begin(admitted, found, parent=parent, **facts)
-        timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
-        # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
-        counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
-        counts["steering"] = len(prepared.steering)
-        self._leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
-        return protocol.Grade(
-            **members(lease, timings),
-            strategy=prepared.strategy,
-            changed=prepared.changed,
-            dropped=prepared.dropped,
-            steering=prepared.steering,
-            tests=prepared.tests,
-        )
 
     async def fork(
         self,

@@ -18,8 +18,7 @@ from mirrord.checkouts.grading.conditions import (
     differing_part,
     is_test,
 )
-from mirrord.checkouts.grading.rules import RULES, RuleBook, own_rule
-from mirrord.checkouts.grading.steering import Policies, Sifted, sift
+from mirrord.checkouts.grading.rules import RULES, Policies, RuleBook, Sifted, own_rule, sift
 from mirrord.checkouts.patches.fit import Change
 from mirrord.errors import SteeringRefusedError
 from mirrord.git.objects.repository import Objects, open_objects
