@@ -33,7 +33,7 @@ from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers, Gate
 from .git.workers import Workers
-from .heal.service import Heals
+from .heal.repair import Heals
 from .host.peers import Access
 from .host.room import Room
 from .host.trash import Trash, remove_trees

@@ -24,7 +24,7 @@ from .datasets.service import Datasets
 from .environments.service import Environments
 from .errors import DiskFullError, MirrordError
 from .git.command import low_priority
-from .heal.service import Heals
+from .heal.repair import Heals
 from .jobs.operations import Operations, Work
 from .mirrors.bundle_file import read_header
 from .mirrors.bundles import Bundles

@@ -22,7 +22,7 @@ from mirrord.checkouts.patches.strategies import recount, to_lf, unwrap
 from mirrord.cli.main import run
 from mirrord.cli.predictions import read_predictions
 from mirrord.config import Settings, setting_keys
-from mirrord.datasets.mapping import parse_mapping
+from mirrord.datasets.fields import parse_mapping
 from mirrord.datasets.reading import read_dataset
 from mirrord.environments.recipes import recipes_of_toml
 from mirrord.errors import (

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from ..checkouts.grading.prepare import ModelPatch
 from ..errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ..host.files import opened
-from ..host.pidfds import Process, process_of
+from ..host.peers import Process, process_of
 from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
 from ..protocol import (
     ApplyAnswer,

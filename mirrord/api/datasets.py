@@ -16,8 +16,8 @@ import anyio.to_thread
 from pydantic import Field
 from starlette.responses import Response
 
+from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
-from ..datasets.mapping import MAPPING_LIMIT_BYTES, parse_mapping
 from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
 from ..model import View, parse_dataset_name
 from ..protocol import (

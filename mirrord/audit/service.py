@@ -43,8 +43,7 @@ from ..protocol import (
 )
 from ..telemetry import log
 from .connectivity import Verdict
-from .examine import Examined, Reached, examine
-from .findings import AuditRun, Judged, is_sound, part_of, unjudged
+from .examine import AuditRun, Examined, Judged, Reached, examine, is_sound, part_of, unjudged
 from .object_files import Defect, no_directory
 
 Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]

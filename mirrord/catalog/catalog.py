@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from ..errors import DiskFullError
 from ..git.workers import Workers
 from ..protocol import DatasetChange, RowsChange
-from . import datasets, exchange, mirrors, spool
+from . import datasets, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .schema import DatasetHead
 
@@ -146,11 +146,11 @@ class Catalog:
 
     async def export_dataset(self, name: str, file: Path) -> None:
         """Write the rows of a dataset as canonical lines into a new file."""
-        await self._run_long(exchange.export_dataset, self._place, name, file)
+        await self._run_long(spool.export_dataset, self._place, name, file)
 
     async def compare_dataset(self, name: str, rows: Path) -> RowsChange:
         """What becomes of a dataset's rows, if it has any, if spooled ones take their place."""
-        return await self._run_long(exchange.compare_dataset, self._place, name, rows)
+        return await self._run_long(spool.compare_dataset, self._place, name, rows)
 
     @property
     def _place(self) -> str:

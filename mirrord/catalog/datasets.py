@@ -305,6 +305,13 @@ def _read_instances(
         yield _instance_row(row, row[repository], tuple(commits[row["id"]]))
 
 
+SAME_COLUMNS = (
+    *("id", "revision", "environment", "python_version", "version", "created_at"),
+    "install_config",
+)
+"""What a row of `instances` and an InstanceRow have in the same form."""
+
+
 def _instance_row(
     row: RowMapping, repository: str, commits: tuple[tuple[CommitId, CommitRole], ...]
 ) -> InstanceRow:
@@ -312,7 +319,6 @@ def _instance_row(
         None if row[name] is None else bytes(row[name]).decode() for name in ("patch", "test_patch")
     )
     return InstanceRow(
-        id=row["id"],
         dataset=row["dataset"],
         mirror=MirrorName.parse(repository),
         base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
@@ -322,14 +328,9 @@ def _instance_row(
         test_patch=test_patch,
         fail_to_pass=tuple(row["fail_to_pass"]),
         pass_to_pass=tuple(row["pass_to_pass"]),
-        revision=row["revision"],
-        environment=row["environment"],
-        python_version=row["python_version"],
-        version=row["version"],
-        created_at=row["created_at"],
         history=History(row["history"]) if row["history"] else None,
         rules=tuple(row["rules"] or ()),
-        install_config=row["install_config"],
+        **{name: row[name] for name in SAME_COLUMNS},
     )
 
 

@@ -8,16 +8,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy import Connection, delete, insert, select, update
 
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
-from ..protocol import DatasetChange
+from ..protocol import DatasetChange, InstanceChange, RowsChange
 from .database import Database
-from .datasets import iter_instances
+from .datasets import SAME_COLUMNS, find_instances, iter_instances
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
@@ -170,9 +170,7 @@ def replace_dataset(
     change, unchanged = DatasetChange(), 0
     with _writing(place) as connection:
         dataset_id = _put_head(connection, head)
-        digests = select(instances.c.id, instances.c.digest)
-        mine = digests.where(instances.c.dataset_id == dataset_id)
-        old = {identity: bytes(digest) for identity, digest in connection.execute(mine)}
+        old = _digests(connection, head.name)
         for batch in iter_batches(spool, found):
             fresh = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
             unchanged += len(batch) - len(fresh)
@@ -227,6 +225,14 @@ def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spool
         yield batch
 
 
+def _digests(connection: Connection, name: str) -> dict[str, bytes]:
+    query = select(instances.c.id, instances.c.digest).join(
+        datasets, datasets.c.id == instances.c.dataset_id
+    )
+    rows = connection.execute(query.where(datasets.c.name == name))
+    return {identity: bytes(digest) for identity, digest in rows}
+
+
 def _delete_instances(connection: Connection, dataset_id: int, ids: list[str]) -> None:
     for batch in in_batches(ids):
         mine = (instances.c.dataset_id == dataset_id, instances.c.id.in_(batch))
@@ -236,27 +242,17 @@ def _delete_instances(connection: Connection, dataset_id: int, ids: list[str]) -
 def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spooled]) -> None:
     if not rows:
         return
+    same = [*SAME_COLUMNS, "direction", "fail_to_pass", "pass_to_pass", "history", "rules"]
     values = [
         {
             "dataset_id": dataset_id,
-            "id": row.id,
             "mirror_name": str(row.mirror),
             "base_commit": row.base_commit or "",
-            "direction": row.direction,
             "patch": None if row.patch is None else row.patch.encode(),
             "test_patch": None if row.test_patch is None else row.test_patch.encode(),
-            "fail_to_pass": row.fail_to_pass,
-            "pass_to_pass": row.pass_to_pass,
             "digest": digest,
             "public_id": None if row.public_id == row.id else row.public_id,
-            "revision": row.revision,
-            "environment": row.environment,
-            "python_version": row.python_version,
-            "version": row.version,
-            "created_at": row.created_at,
-            "history": row.history,
-            "rules": row.rules,
-            "install_config": row.install_config,
+            **{name: getattr(row, name) for name in same},
         }
         for digest, row in rows
     ]
@@ -275,3 +271,91 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
     ]
     if commits:
         connection.execute(insert(recorded), commits)
+
+
+# -- whole datasets: written as canonical lines, compared row by row -------------------------------
+#
+# An export has a JSON object (RFC 8785) for each instance, in the order of ids, with the columns of
+# SWE-bench's family and all recorded commits: the same bytes for the same rows, whatever file they
+# were read from. Importing it again gives an equal dataset.
+
+_COMPARED = [
+    each.name for each in fields(InstanceRow) if each.name not in ("id", "dataset", "rules")
+]
+
+
+def exported(row: InstanceRow) -> bytes:
+    """One line of an export."""
+    setup = (commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT)
+    value = {
+        "instance_id": row.id,
+        "repo": row.repo,
+        "base_commit": row.base_commit,
+        "revision": row.revision,
+        "environment_setup_commit": next(setup, None),
+        "commits": [{"commit": commit, "role": role} for commit, role in sorted(row.commits)],
+        "direction": row.direction,
+        "patch": row.patch,
+        "test_patch": row.test_patch,
+        "FAIL_TO_PASS": row.fail_to_pass,
+        "PASS_TO_PASS": row.pass_to_pass,
+        "image_name": row.environment,
+        "python_version": row.python_version,
+        "version": row.version,
+        "created_at": row.created_at.isoformat() if row.created_at else None,
+        "history": row.history,
+        "install_config": row.install_config,
+    }
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def export_dataset(place: str, name: str, file: Path) -> None:
+    """Write the rows of a dataset into a new file."""
+    with (
+        closing(Database(place)) as database,
+        database.read() as connection,
+        file.open("xb") as lines,
+    ):
+        lines.writelines(map(exported, iter_instances(connection, name)))
+
+
+def compare_dataset(place: str, name: str, spool: Path) -> RowsChange:
+    """What becomes of a dataset's rows if these spooled ones take their place."""
+    change, unchanged = RowsChange(), 0
+    with closing(Database(place)) as database, database.read() as connection:
+        left = _digests(connection, name)
+        for batch in iter_batches(spool):
+            fresh = {row.id: row for digest, row in batch if left.get(row.id) != digest}
+            unchanged += len(batch) - len(fresh)
+            known = {row.id: row for row in find_instances(connection, name, list(fresh))}
+            for identity, row in fresh.items():
+                if identity not in known:
+                    change.added.append(identity)
+                elif differing := list(_differing(known[identity], row)):
+                    found = InstanceChange(id=identity, fields=differing)
+                    if "base_commit" in differing:
+                        old = known[identity].base_commit
+                        found = replace(found, base_before=old, base_after=row.base_commit)
+                    change.changed.append(found)
+                else:
+                    unchanged += 1
+            for _, row in batch:
+                left.pop(row.id, None)
+    change.removed.extend(sorted(left))
+    return replace(change, unchanged_count=unchanged)
+
+
+def _differing(old: InstanceRow, new: InstanceRow) -> Iterator[str]:
+    """The fields of a row that differ. A branch that was found is the branch that will be."""
+    is_found_later = old.revision == new.revision and None in (old.base_commit, new.base_commit)
+    for name in _COMPARED:
+        before, after = getattr(old, name), getattr(new, name)
+        if name == "mirror":
+            before, after = before.key, after.key
+        elif name in ("base_commit", "commits") and is_found_later:
+            continue
+        elif name == "commits":
+            before, after = set(before), set(after)
+        if before != after:
+            yield name

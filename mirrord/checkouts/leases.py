@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
-from ..host.pidfds import Process
+from ..host.peers import Process
 from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown

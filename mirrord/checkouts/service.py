@@ -24,9 +24,8 @@ from ..errors import (
 )
 from ..git.command import Git
 from ..git.workers import Workers
-from ..host.namespaces import Visible
-from ..host.peers import Access, Owners, Peer
-from ..host.pidfds import Process
+from ..host.mounts import Visible
+from ..host.peers import Access, Owners, Peer, Process
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors

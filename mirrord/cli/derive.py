@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..client.primitives_sync import write
-from ..derive.pulls import SplitRule
-from ..derive.rows import Column, Derived, Deriver, Row
-from ..derive.versions import Version, find_version
+from ..derive import Column, Derived, Deriver, Row, SplitRule, Version, find_version
 from ..errors import MirrordError, NoDaemonError, UsageError
 from ..git.objects.repository import describe
 from ..host.files import FOR_READING, open_beneath, open_directory, opened

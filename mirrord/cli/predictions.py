@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .. import errors
 from ..client._async import AsyncClient, AsyncGrade
-from ..datasets.json_stream import Element, iter_elements
+from ..datasets.readers import Element, iter_elements
 from ..model import Bind
 from ..protocol import Progress
 from .operations import watching

@@ -22,8 +22,7 @@ from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..git.workers import Workers
 from ..host.mounting import LocalMounter, choose_mounter
-from ..host.mounts import may_mount
-from ..host.namespaces import shares_mounts
+from ..host.mounts import may_mount, shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
 from .checks import Result, Verdict, entries, existing, judge

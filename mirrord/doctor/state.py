@@ -20,8 +20,7 @@ from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
 from ..host.files import admit, opened
 from ..host.mounting import choose_mounter
-from ..host.mounts import HARMLESS
-from ..host.namespaces import find_left_behind
+from ..host.mounts import HARMLESS, find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout

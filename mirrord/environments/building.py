@@ -28,8 +28,7 @@ from ..config import Settings
 from ..errors import EnvironmentFailedError
 from ..git.workers import Workers
 from ..host.files import full_disk_named
-from ..host.peers import Peer
-from ..host.pidfds import own_process
+from ..host.peers import Peer, own_process
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName

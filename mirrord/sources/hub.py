@@ -9,7 +9,7 @@ import fnmatch
 import glob
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -18,7 +18,6 @@ from urllib.parse import parse_qsl, urlencode
 
 import yaml
 
-from ..datasets.readers import Origin, RawRow
 from ..errors import (
     InvalidDatasetError,
     ResourceError,
@@ -29,7 +28,7 @@ from ..errors import (
 )
 from ..model import shown
 from . import folders
-from .opening import Source, open_file
+from .opening import Source, open_file, with_origins
 
 _FORM = "hf://owner/name[@revision][?split=test&config=…]"
 _NAME = re.compile(r"(?:datasets/)?([\w.-]+/[\w.-]+)(?:@(.+))?")
@@ -91,17 +90,9 @@ def open_dataset(word: str) -> Source:
         return Source(str(resolved), name.dataset, None, rows)
     hub.download([glob.escape(file) for file in files], folder.name)
     if len(files) == 1:
-        opened = open_file(folder / files[0], str(resolved))
-        return opened._replace(name=name.dataset)
-    return Source(str(resolved), name.dataset, None, partial(_iter_files, folder, files))
-
-
-def _iter_files(folder: Path, files: list[str]) -> Iterator[RawRow]:
-    line = 0
-    for file in files:
-        for row in open_file(folder / file, file).rows():
-            line += 1
-            yield row._replace(line=line, origin=row.origin or Origin(file, row.line))
+        return open_file(folder / files[0], str(resolved))._replace(name=name.dataset)
+    opened = [open_file(folder / file, file) for file in files]
+    return Source(str(resolved), name.dataset, None, partial(with_origins, opened))
 
 
 # -- the library ----------------------------------------------------------------------------------

@@ -4,19 +4,22 @@ One plain row file is sent to the daemon as it is. Everything else becomes a str
 that say where each row is from; it holds one row, or one batch of Arrow. The daemon sees no path.
 """
 
+import csv
+import io
 import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from ..datasets.readers import Origin, RawRow, iter_rows, row_line
-from ..errors import ResourceError, UsageError
-from . import tables
+from ..datasets.readers import ELEMENT_LIMIT_BYTES, Origin, RawRow, iter_rows, row_line, unpacked
+from ..errors import InvalidDatasetError, ResourceError, UsageError
+from ..model import shown
 
 _LABEL_LENGTH = 255
 _PIECE_BYTES = 256 * 1024
@@ -59,10 +62,10 @@ def open_sources(words: Sequence[str]) -> Source:
     labels = ", ".join(source.label for source in opened)
     if len(labels) > _LABEL_LENGTH:
         labels = f"{opened[0].label[:200]} and {len(opened) - 1} more"
-    return Source(labels, None, None, lambda: _with_origins(opened))
+    return Source(labels, None, None, partial(with_origins, opened))
 
 
-def _with_origins(sources: Sequence[Source]) -> Iterator[RawRow]:
+def with_origins(sources: Sequence[Source]) -> Iterator[RawRow]:
     """All rows, each with a line of its own in the stream, and the place it is from."""
     line = 0
     for source in sources:
@@ -91,13 +94,9 @@ def _open(word: str) -> Source:
 
 def open_file(path: Path, label: str) -> Source:
     """One file of rows: plain where the daemon's readers read it, else a table."""
-    if table := tables.find_reader(path):
+    if table := _find_reader(path):
         return Source(label, path.name.split(".")[0], None, partial(table, path, path.name))
-    return Source(label, None, path, _plain_rows(path, path.name))
-
-
-def _plain_rows(path: Path, name: str) -> Callable[[], Iterator[RawRow]]:
-    return partial(iter_rows, path, name)
+    return Source(label, None, path, partial(iter_rows, path, path.name))
 
 
 def _standard_input() -> Source:
@@ -114,4 +113,89 @@ def _standard_input() -> Source:
         hint = "TMPDIR names the directory in which it is kept"
         raise ResourceError(f"cannot keep standard input: {error.strerror}", hint=hint) from error
     path = Path(f"/proc/self/fd/{descriptor}")
-    return Source("standard input", None, path, _plain_rows(path, "standard input"))
+    return Source("standard input", None, path, partial(iter_rows, path, "standard input"))
+
+
+# -- tables: rows of CSV and Arrow files, one batch at a time --------------------------------------
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_PACKED = {".gz", ".zst"}
+_ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # feather v2 is an Arrow file
+
+
+def _find_reader(path: Path) -> Callable[[Path, str], Iterator[RawRow]] | None:
+    """What reads this file: CSV by its name, Arrow by its first bytes; None for all others."""
+    if _delimiter(path):
+        return iter_csv
+    with path.open("rb") as file:
+        head = file.read(6)
+    return iter_arrow if head.startswith((_ARROW_FILE, _ARROW_STREAM)) else None
+
+
+def _delimiter(path: Path) -> str | None:
+    stem = path.with_suffix("") if path.suffix.lower() in _PACKED else path
+    return _DELIMITERS.get(stem.suffix.lower())
+
+
+def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
+    """Rows by the names in the first line; each value is text."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    csv.field_size_limit(ELEMENT_LIMIT_BYTES)
+    text = io.TextIOWrapper(
+        io.BufferedReader(unpacked(path, head)), "utf-8-sig", "surrogateescape", newline=""
+    )
+    with text:
+        reader = csv.reader(text, delimiter=_delimiter(path) or ",")
+        columns = next(reader, None)
+        if not columns:
+            raise InvalidDatasetError(
+                f"cannot import dataset {shown(source)}: it is empty", hint="nothing was changed"
+            )
+        rows = iter(reader)
+        while True:
+            line = reader.line_num + 1
+            try:
+                values = next(rows)
+            except StopIteration:
+                return
+            except (csv.Error, zlib.error, EOFError, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                yield RawRow(line, fault=f"it is no CSV from here on: {error}")
+                return
+            if not values:
+                continue
+            if len(values) != len(columns):
+                fault = f"it has {len(values)} values for {len(columns)} columns"
+                yield RawRow(line, fault=fault)
+                continue
+            yield RawRow(line, dict(zip(columns, values, strict=True)))
+
+
+def iter_arrow(path: Path, source: str) -> Iterator[RawRow]:
+    """Rows of an Arrow file or stream; `datasets` caches its tables as streams."""
+    arrow = import_module("pyarrow")
+    line = 0
+    try:
+        with arrow.memory_map(str(path)) as file:
+            for batch in _batches(arrow.ipc, file, path):
+                for number in range(batch.num_rows):
+                    line += 1
+                    yield RawRow(line, batch.slice(number, 1).to_pylist()[0])
+    except MemoryError:  # Arrow's is an ArrowException too
+        raise
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        fact = str(error).partition("\n")[0][:200]
+        yield RawRow(line + 1, fault=f"the file is damaged from here on: {fact}")
+
+
+def _batches(ipc: Any, file: Any, path: Path) -> Iterator[Any]:
+    with path.open("rb") as opened:
+        is_file = opened.read(6) == _ARROW_FILE
+    if not is_file:
+        yield from ipc.open_stream(file)
+        return
+    reader = ipc.open_file(file)
+    for number in range(reader.num_record_batches):
+        yield reader.get_batch(number)

@@ -33,9 +33,8 @@ from mirrord.errors import (
     OwnerDeniedError,
     TreeRefusedError,
 )
-from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_beneath, opened
-from mirrord.host.processes import die_with_parent, dies_with_parent
+from mirrord.host.processes import ActingAs, die_with_parent, dies_with_parent
 from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
 from mirrord.protocol import Checkout, ResetCheckout, StartCheckout

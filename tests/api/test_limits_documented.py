@@ -10,7 +10,7 @@ from mirrord.api import request as bodies
 from mirrord.api import server
 from mirrord.checkouts import backend
 from mirrord.checkouts.patches import diff, worktree
-from mirrord.datasets import json_stream, mapping, readers
+from mirrord.datasets import fields, readers
 from mirrord.git import turns
 from mirrord.git.objects import trees as bounds
 from mirrord.git.workers import Workers
@@ -21,7 +21,7 @@ from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 MIB, GIB = 1024**2, 1024**3
 
 BOUNDS = [
-    ("a mapping of columns", [f"{mapping.MAPPING_LIMIT_BYTES // 1024} KiB"]),
+    ("a mapping of columns", [f"{fields.MAPPING_LIMIT_BYTES // 1024} KiB"]),
     (
         "connections of members",
         [f"{server.CONNECTIONS_OF[Role.MEMBER]:,}", f"{server.MAX_CONNECTIONS:,}"],
@@ -80,10 +80,10 @@ BOUNDS = [
         "what a dataset file",
         [
             f"{readers.UNPACKED_LIMIT_BYTES // GIB} GiB",
-            f"{json_stream.ELEMENT_LIMIT_BYTES // MIB} MiB",
+            f"{readers.ELEMENT_LIMIT_BYTES // MIB} MiB",
         ],
     ),
-    ("what a dataset file", [f"{json_stream.DEPTH_LIMIT:,} deep"]),
+    ("what a dataset file", [f"{readers.DEPTH_LIMIT:,} deep"]),
 ]
 
 

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from gitrepos import Upstream, git
 from heallab import House, refs_of
 
-from mirrord.audit.findings import Judged
+from mirrord.audit.examine import Judged
 from mirrord.audit.service import Audits, Repairer, Scrubber
 from mirrord.datasets.service import Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName

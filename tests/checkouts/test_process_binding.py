@@ -22,8 +22,7 @@ from gitrepos import Upstream
 from waiting import until
 
 from mirrord import Client
-from mirrord.host.peers import peer_of
-from mirrord.host.pidfds import open_by_number, process_of
+from mirrord.host.peers import open_by_number, peer_of, process_of
 
 pytestmark = pytest.mark.slow
 

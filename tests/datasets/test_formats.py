@@ -12,9 +12,8 @@ import pytest
 from pyarrow import parquet
 from rowlab import BASE, DATA, SETUP, Case, reasons, row
 
-from mirrord.datasets.fields import STANDARD
+from mirrord.datasets.fields import STANDARD, parse_mapping
 from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos
-from mirrord.datasets.mapping import parse_mapping
 from mirrord.errors import InvalidDatasetError, InvalidMappingError
 from mirrord.model import MirrorName
 

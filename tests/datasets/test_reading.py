@@ -20,9 +20,9 @@ from pyarrow import parquet
 from rowlab import BASE, SETUP, Case, lines, reasons, row
 
 from mirrord import protocol
-from mirrord.datasets import json_stream, reading
+from mirrord.datasets import readers, reading
 from mirrord.datasets.fields import Fields, RowError
-from mirrord.datasets.json_stream import iter_elements
+from mirrord.datasets.readers import iter_elements
 from mirrord.datasets.reading import read_dataset
 from mirrord.errors import DiskFullError, InvalidDatasetError
 from mirrord.model import MirrorName
@@ -309,7 +309,7 @@ def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
 def test_an_element_longer_than_the_limit_ends_the_array(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_stream, "ELEMENT_LIMIT_BYTES", 1_000_000)
+    monkeypatch.setattr(readers, "ELEMENT_LIMIT_BYTES", 1_000_000)
     result = case.read(json.dumps([row(1), row(2, patch="x" * 4_000_000), row(3)]).encode())
     assert case.ids == ["psf__requests-1"]
     assert "longer than" in reasons(result)[2]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import mirrord.api.request  # declares an error of its own
-from mirrord.datasets.fields import STANDARD
+from mirrord.datasets.fields import STANDARD, parse_mapping
 from mirrord.datasets.formats import choose_format, format_infos
-from mirrord.datasets.mapping import parse_mapping
 from mirrord.errors import MirrordError, iter_errors
 
 PROJECT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from mirrord.catalog import Catalog, DatasetHead, InstanceRow, spooled
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
-from mirrord.heal.service import Heals
+from mirrord.heal.repair import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.bundles import Bundles

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ...errors import DiffTooLargeError, MirrordError
-from ...host.credentials import ActingAs
 from ...host.files import (
     entries_in,
     find_stat,
@@ -29,6 +28,7 @@ from ...host.files import (
     opened,
     shown_path,
 )
+from ...host.processes import ActingAs
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .manifest import blob_id
 

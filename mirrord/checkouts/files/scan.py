@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Self
 
 from ...errors import ProofFailedError
-from ...host.credentials import ActingAs
 from ...host.files import (
     is_locked,
     mounted_on,
@@ -31,6 +30,7 @@ from ...host.files import (
     opened,
     shown_path,
 )
+from ...host.processes import ActingAs
 from .manifest import DIRECTORY, Entry, Manifest, Records, clock_ns, stat_tuple
 from .reader import TreeReader, content_id, enter, open_top, read_id
 

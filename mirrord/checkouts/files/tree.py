@@ -18,8 +18,8 @@ from ...errors import CommitUnservableError
 from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ...git.objects.text import Conversions
 from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
-from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, opened
+from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory, try_to_remove
 from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, Records, blob_id, clock_ns
 from .reader import content_id, open_top

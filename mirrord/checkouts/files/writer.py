@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Self
 
 from ...errors import CheckoutBusyError
-from ...host.credentials import ActingAs
 from ...host.files import (
     CREATE,
     copy_bytes,
@@ -27,6 +26,7 @@ from ...host.files import (
     unlock,
     write_all,
 )
+from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory, remove
 from .reader import TreeReader, enter
 

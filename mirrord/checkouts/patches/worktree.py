@@ -19,8 +19,8 @@ from ...git.objects.repository import Objects, open_objects
 from ...git.objects.text import Conversion, find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry
 from ...git.patterns import Attributes
-from ...host.credentials import ActingAs
 from ...host.files import mounted_on, open_directory, opened, shown_path
+from ...host.processes import ActingAs
 from ..files.reader import TreeReader
 
 BYTES_LIMIT = 512 * 1024**2

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
-from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened
-from ...host.processes import Owner
+from ...host.processes import ActingAs, Owner
 from ...host.trash import TrashDirectory, remove_tree
 from ...protocol import Proof
 from ..backend import CopyRule, Taken, must_prove

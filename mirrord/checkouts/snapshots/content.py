@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host.credentials import ActingAs
 from ...host.files import (
     CREATE,
     full_disk_named,
@@ -20,6 +19,7 @@ from ...host.files import (
     opened,
     write_all,
 )
+from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory
 from ..files.manifest import (
     DIRECTORY,

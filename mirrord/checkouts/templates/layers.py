@@ -19,9 +19,8 @@ from pathlib import Path
 from ...errors import ProofFailedError
 from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ...git.objects.trees import TreeChange, changes
-from ...host.credentials import ActingAs
 from ...host.files import full_disk_named, open_directory, opened, shown_path
-from ...host.processes import boot_id
+from ...host.processes import ActingAs, boot_id
 from ..files import tree as worktree
 from ..files.dotgit import index_bytes
 from ..files.manifest import Manifest, Records

@@ -23,8 +23,8 @@ from mirrord.errors import (
     CommitUnservableError,
     ProofFailedError,
 )
-from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened
+from mirrord.host.processes import ActingAs
 from mirrord.host.trash import remove
 
 Make = Callable[[str], Upstream]

@@ -22,7 +22,7 @@ from waiting import until
 
 from mirrord.config import Settings
 from mirrord.doctor.state import binds
-from mirrord.host.namespaces import find_left_behind
+from mirrord.host.mounts import find_left_behind
 
 OWNER, OTHER, NOBODY = 12345, 23456, 65534
 BACKENDS = ("overlay", "pool")
