@@ -19,9 +19,8 @@ import anyio.to_thread
 from .. import errors, protocol
 from ..config import Settings
 from ..errors import CheckoutBusyError, StoppingError
-from ..host.namespaces import Visible, shares_mounts, visible_to
-from ..host.peers import Access, Owners, Peer, Role
-from ..host.pidfds import Process
+from ..host.mounts import Visible, shares_mounts, visible_to
+from ..host.peers import Access, Owners, Peer, Process, Role
 from ..host.processes import Owner, may_give_files_away
 from ..host.trash import Trash
 from ..jobs.events import Events

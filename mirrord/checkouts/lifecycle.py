@@ -19,7 +19,7 @@ from ..errors import (
     MirrordError,
     ProofFailedError,
 )
-from ..host.pidfds import Process, ProcessWatch, process_gone
+from ..host.peers import Process, ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, CheckoutId, new_checkout_id

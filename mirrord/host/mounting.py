@@ -6,8 +6,11 @@ over `leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound ove
 see the mounts of a service with a private mount namespace. Calls are short and block.
 """
 
+import ctypes
+import errno
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,8 +24,7 @@ from ..errors import BackendUnavailableError, ResourceError, from_problem
 from ..model import Target
 from . import mounts
 from .files import opened
-from .namespaces import make_userns, shares_mounts
-from .processes import Owner
+from .processes import Owner, die_with_parent
 
 PROBE_LAYER = ".probe"
 BOUND = ("checkouts", "leases")
@@ -30,11 +32,13 @@ BOUND = ("checkouts", "leases")
 IDMAPS = "idmaps"
 """Has the templates as other owners see them, before Linux 6.15. Empty on newer ones."""
 MESSAGE_MAX_BYTES = 64 * 1024
+_CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
 
 
 TREE, ENVIRONMENT = TARGETS = tuple(Target)
 """What is mounted in a checkout's directory."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class OverlayOrder(NamedTuple):
@@ -53,6 +57,46 @@ class OverlayOrder(NamedTuple):
     @property
     def target(self) -> Target:
         return ENVIRONMENT if self.upper.startswith(ENVIRONMENT) else TREE
+
+
+def make_userns(stored: Owner, seen: Owner) -> int:
+    """A descriptor of a user namespace in which files of `stored` are seen as those of `seen`.
+
+    A child enters it, because only a process of one thread may, and is killed as soon as the
+    descriptor holds the namespace.
+    """
+    parent = os.getpid()
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    child = os.fork()
+    if child == 0:  # never returns into its parent's code
+        try:
+            die_with_parent(parent)
+            failed = _libc.unshare(_CLONE_NEWUSER)
+            os.write(writer, bytes([ctypes.get_errno() if failed else 0]))
+            if not failed:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with opened(reader):
+            answer = os.read(reader, 1)
+        if answer != b"\0":
+            number = answer[0] if answer else errno.EIO
+            raise OSError(number, os.strerror(number))
+        for kind, inside, outside in (("uid", stored[0], seen[0]), ("gid", stored[1], seen[1])):
+            Path(f"/proc/{child}/{kind}_map").write_text(f"{inside} {outside} 1\n", "ascii")
+        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"cannot make a user namespace: {error.strerror}",
+            hint="see user.max_user_namespaces; without one, only the daemon's own user gets"
+            " overlay checkouts",
+            errno=error.errno or errno.EIO,
+        ) from error
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @dataclass(slots=True)
@@ -323,7 +367,7 @@ def choose_mounter(state_dir: Path, service: Path) -> Mounter:
     """
     may_mount = mounts.may_mount()
     # where this process may not look at pid 1, its clients are in the same sandbox
-    if may_mount and shares_mounts(1):
+    if may_mount and mounts.shares_mounts(1):
         return LocalMounter(state_dir)
     if service.exists():
         return RemoteMounter(service)

@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host.credentials import ActingAs
 from ...host.files import opened
+from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory
 from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, Records, blob_id
 from .reader import TreeReader, file_id, open_top

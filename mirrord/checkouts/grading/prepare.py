@@ -29,8 +29,8 @@ from ...errors import (
 from ...git.objects.repository import Objects, open_objects
 from ...git.objects.text import Conversions
 from ...git.objects.trees import BaseTree
-from ...host.credentials import ActingAs
 from ...host.files import entries_in, open_beneath, open_directory, opened
+from ...host.processes import ActingAs
 from ...model import ApplyStrategy, FoundStrategy
 from ...protocol import Steering
 from ..backend import ChangedPaths

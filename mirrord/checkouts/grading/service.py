@@ -15,8 +15,7 @@ from ...config import Settings
 from ...datasets.service import Datasets
 from ...errors import InstanceNotFoundError, InvalidRequestError
 from ...git.workers import Workers
-from ...host.peers import Peer
-from ...host.pidfds import Process
+from ...host.peers import Peer, Process
 from ...mirrors.service import Mirrors
 from ...model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
 from ..admission import Admitted, Leasing, members, must_be_whole, must_mount

@@ -17,8 +17,8 @@ from pathlib import Path
 from ...errors import CheckoutBusyError
 from ...git.objects.repository import open_objects
 from ...git.objects.trees import BaseTree
-from ...host.credentials import ActingAs
 from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
+from ...host.processes import ActingAs
 from ..backend import CopyRule, Taken
 from ..files.reader import TreeReader, parents
 from ..files.scan import is_control

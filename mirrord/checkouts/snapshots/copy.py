@@ -24,7 +24,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...errors import CheckoutBusyError, ForkTooLargeError
-from ...host.credentials import ActingAs
 from ...host.files import (
     CREATE,
     FOR_READING,
@@ -34,6 +33,7 @@ from ...host.files import (
     opened,
     write_all,
 )
+from ...host.processes import ActingAs
 from ...host.trash import remove_tree
 from ...model import utc_now
 from ..backend import CopyRule, Taken

@@ -16,8 +16,8 @@ from mirrord.checkouts.files.manifest import clock_ns
 from mirrord.checkouts.files.reader import TreeReader
 from mirrord.checkouts.snapshots import copy
 from mirrord.checkouts.snapshots.copy import Piece, Pieces, Where, copy_layer
-from mirrord.host.credentials import ActingAs
 from mirrord.host.files import open_directory, opened
+from mirrord.host.processes import ActingAs
 
 Change = Callable[[Path], object]
 
