@@ -27,8 +27,7 @@ from ..errors import UsageError
 from ..host.files import FOR_READING
 from ..model import shown
 from ..protocol import RootLeak
-from .future import TRIVIAL_BYTES
-from .repository import walk
+from .repository import TRIVIAL_BYTES, walk
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16

@@ -19,9 +19,13 @@ from typing import NamedTuple
 from ..errors import CorruptObjectError, GitFailedError, PathNotFoundError
 from ..git.command import run_git_sync
 from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole, reverse_index
+from ..git.process import UNTRUSTING
 from ..model import shown
 from ..protocol import SealLeak
 
+TIMEOUT = timedelta(hours=1)
+TRIVIAL_BYTES = 64
+"""Shorter files say nothing: a coding line, one import, a line feed."""
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
@@ -196,7 +200,6 @@ def walk(
 
 # -- object stores ---------------------------------------------------------------------------------
 
-TIMEOUT = timedelta(hours=1)
 _LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
 _PACKED = re.compile(r"pack/pack-[0-9a-f]{40}\.(pack|idx|rev|keep)")
 _GRAPH = re.compile(r"info/commit-graph|info/commit-graphs/graph-[0-9a-f]{40}\.graph")
@@ -306,3 +309,21 @@ def _read_packed(
             contents.packs.append(path)
         except (CorruptObjectError, OSError) as error:
             contents.leak("damaged", f"{path.name} cannot be read: {error}")
+
+
+def read_closure(git_dir: Path, tip: str, scratch: Path) -> tuple[set[bytes], bool]:
+    """Every object that `tip` leads to, and whether none is missing. `scratch` is a directory."""
+    listing, complete = scratch / "closure", False
+    walk = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+    for options in ((), ("--missing=allow-any",)):
+        try:
+            run_git_sync(
+                *walk, *options, tip,
+                git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=f"walk {tip}",
+            )  # fmt: skip
+        except (CorruptObjectError, GitFailedError):
+            continue
+        complete = not options
+        break
+    with listing.open("rb") as file:
+        return {bytes.fromhex(line[:40].decode()) for line in file}, complete

@@ -5,24 +5,229 @@ the base commit does not lead to; each repository as `verify` judges one; and wh
 Not found: content that differs by a byte, be it compiled, minified or with other line ends.
 """
 
+import json
+import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from ..errors import MirrordError
-from ..git.command import run_git_sync
-from ..model import parse_commit
+from ..errors import CommitNotFoundError, MirrordError
+from ..git.command import lines_of, run_git_sync
+from ..model import CommitId, parse_commit, shown
 from ..places import ENVIRONMENT, TESTBED
 from ..protocol import RootLeak, RootReport
+from ..telemetry import masked
 from .contents import Contents, read_archive, read_directory
-from .future import Future, Place
 from .images import RootFilesystem, take_out, views_of
-from .installs import Lead, find_leads, is_foreign, own_names, resolve
-from .repository import repository_at
+from .repository import TIMEOUT, TRIVIAL_BYTES, borrow, locate, read_closure, repository_at
 from .verify import judge
+
+# -- what a mirror has and a base commit does not lead to ------------------------------------------
+#
+# Kept refs and objects that no ref reaches count. The mirror is trusted; git looks into its store
+# through a directory of ours, so that a partial clone fetches nothing.
+
+_WALK = ("rev-list", "--objects", "--missing=allow-any")
+
+
+class Place(NamedTuple):
+    """The first commit with an object, and its path there; None where no ref leads to it."""
+
+    commit: str | None = None
+    name: str | None = None
+
+
+class Future:
+    """The objects of the bare repository `mirror` outside the closure of `base`.
+
+    `scratch` is an empty directory. Raises CommitNotFoundError where the mirror lacks the base.
+    """
+
+    def __init__(self, mirror: Path, base: CommitId, scratch: Path) -> None:
+        self.mirror, self.base = mirror, base
+        self._scratch = borrow(scratch, locate(mirror))
+        kind, _ = self._look_up([base]).get(bytes.fromhex(base), ("missing", 0))
+        if kind != "commit":
+            raise CommitNotFoundError(
+                f"cannot compare with {base}: {mirror} has no such commit",
+                hint="sync that mirror, or name another one",
+            )
+
+    @cached_property
+    def closure(self) -> set[bytes]:
+        """The raw ids of everything that the base commit leads to."""
+        return read_closure(self.mirror, self.base, self._scratch)[0]
+
+    @cached_property
+    def past(self) -> set[bytes]:
+        """The commits among them."""
+        listed = run_git_sync("rev-list", self.base, git_dir=self.mirror, doing="list the past")
+        return {bytes.fromhex(line) for line in listed.lines}
+
+    @cached_property
+    def names(self) -> set[str]:
+        """The paths of the base commit and of the mirror's HEAD."""
+        listings = (
+            run_git_sync(
+                "ls-tree", "-r", "-z", "--name-only", tip, git_dir=self.mirror, ok=(0, 128)
+            )
+            for tip in (self.base, "HEAD")
+        )
+        return {path for each in listings for path in os.fsdecode(each.stdout).split("\0")}
+
+    def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
+        """The type of each of `ids` that is one of the objects. Trivial blobs never are."""
+        found = {
+            oid: kind
+            for oid, (kind, size) in self._look_up(oid.hex() for oid in ids).items()
+            if kind != "blob" or size >= TRIVIAL_BYTES
+        }
+        return {oid: kind for oid, kind in found.items() if oid not in self.closure}
+
+    def _look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
+        """Type and size of those objects that the mirror has."""
+        listed = run_git_sync(
+            "cat-file", "--buffer", "--batch-check=%(objectname) %(objecttype) %(objectsize)",
+            git_dir=self._scratch, stdin=lines_of(names), timeout=TIMEOUT, doing="look up objects",
+        )  # fmt: skip
+        rows = (line.split() for line in listed.lines)
+        return {bytes.fromhex(row[0]): (row[1], int(row[2])) for row in rows if len(row) == 3}
+
+    def places(self, ids: Collection[bytes]) -> dict[bytes, Place]:
+        """Where each of `ids` comes up first, from the oldest commit on."""
+        wanted, commit = {oid.hex().encode() for oid in ids}, None
+        found = dict[bytes, Place]()
+        listing = self._scratch / "listing"
+        # --in-commit-order: an object follows the first commit that has it; commits have no name
+        order = ("--in-commit-order", "--reverse", "--all", "--not", self.base)
+        run_git_sync(
+            *_WALK, *order,
+            git_dir=self.mirror, stdout_path=listing, timeout=TIMEOUT, doing="walk the mirror",
+        )  # fmt: skip
+        with listing.open("rb") as lines:
+            for line in lines:
+                oid = line[:40]
+                if line[40:] == b"\n":
+                    commit = oid.decode()
+                elif oid in wanted:
+                    name = line[41:-1].decode("utf-8", "surrogateescape")
+                    found.setdefault(bytes.fromhex(oid.decode()), Place(commit, name))
+        return found
+
+
+# -- what installers leave in a root: files that lead elsewhere ------------------------------------
+#
+# They are read as text; nothing of them runs.
+
+_LITERAL = re.compile(r"""["'](/[^"'\n]+)["']""")
+_PATH_LINE = re.compile(r"(?!import[ \t]|#)\s*\S.*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_EDITABLE = "packages are imported from"
+
+
+class Lead(NamedTuple):
+    """A file points to a path, or says what was installed: `commit` of `project`, or of another."""
+
+    kind: str
+    fact: str
+    target: str | None = None
+    commit: str | None = None
+    is_own: bool = False
+
+
+def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
+    """Where a file of a known name leads. `project` is the name of the mirrored repository."""
+    name, content = path.rpartition("/")[2], text.decode("utf-8", "surrogateescape")
+    if name == ".git":
+        target = content.removeprefix("gitdir:").strip()
+        yield Lead("repository", "its repository is at", target)
+    elif name == "direct_url.json":
+        yield from _direct_url(content, project)
+    elif name.endswith(".py"):
+        yield from (Lead("editable", _EDITABLE, target) for target in _LITERAL.findall(content))
+    else:  # .pth, and .egg-link, whose second line leads from the first to setup.py
+        lines = content.splitlines()[: 1 if name.endswith(".egg-link") else None]
+        paths = (line.strip() for line in lines if _PATH_LINE.match(line))
+        yield from (Lead("editable", _EDITABLE, target) for target in paths)
+
+
+def _direct_url(content: str, project: str) -> Iterator[Lead]:
+    """PEP 610: what pip and uv write of an installation that did not come from an index."""
+    try:
+        found = json.loads(content)
+        url, facts = urlsplit(str(found["url"])), {**found.get("vcs_info", {})}
+        is_editable = found.get("dir_info", {}).get("editable") is True
+        is_archive = "archive_info" in found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        yield Lead("direct-url", "it cannot be read", is_own=True)
+        return
+    if is_editable:
+        yield Lead("editable", _EDITABLE, unquote(url.path))
+    elif facts or (is_archive and url.scheme != "file"):
+        names = {part.removesuffix(".git").lower() for part in url.path.split("/")}
+        commit = str(facts.get("commit_id", ""))
+        fact = f"installed from {shown(masked(found['url']), 200)}"
+        fact += f" at {commit}" if (known := _COMMIT.fullmatch(commit)) else ""
+        yield Lead("direct-url", fact, None, commit if known else None, project.lower() in names)
+
+
+def resolve(path: str, target: str, seen_at: str) -> str | None:
+    """Where the file at `path` leads, from the top of the root; None where that is outside.
+
+    The root is seen at `seen_at`, too.
+    """
+    if target.startswith("/"):
+        inside = f"{target}/".startswith(f"{seen_at.rstrip('/')}/")
+        found = os.path.relpath(target, seen_at) if inside else os.path.normpath(target)
+        return found.lstrip("/").removeprefix(".")
+    found = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return None if found.startswith("..") else found.removeprefix(".")
+
+
+# -- whose file it is ------------------------------------------------------------------------------
+#
+# Branches hold copies of other projects: vendored packages, built documentation, environments that
+# somebody committed. 467 of 10,400 files of a plain one are in some pull request of psf/requests.
+
+_INSTALLED = re.compile(r"(?:^|.*/)(?:site-packages|dist-packages|node_modules)/")
+_COPIED = re.compile(rf"{_INSTALLED.pattern}|(?:^|.*/)(?:bin|Scripts)/[Aa]ctivate")
+_SHARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "setup", "conftest"}
+_MODULE = re.compile(r"(?:(?:src|lib|python)/)?([^/]+)\.py")
+
+
+def own_names(project: str, paths: Collection[str]) -> set[str]:
+    """What code of the project is imported by, or what its directories are called.
+
+    That is the project's name, packages that are in no package, modules at the top.
+    """
+    packages = {
+        path.removesuffix("/__init__.py") for path in paths if path.endswith("/__init__.py")
+    }
+    outer = {path for path in packages if path.rpartition("/")[0] not in packages}
+    names = {path.rpartition("/")[2] for path in outer if not _SHARED & {*path.split("/")}}
+    names |= {found[1] for path in paths if (found := _MODULE.fullmatch(path))}
+    return {project.lower(), project.lower().replace("-", "_"), *names} - _SHARED
+
+
+def is_foreign(path: str, place: str, own: Collection[str]) -> bool:
+    """Whether a file is another project's, of which the mirror has a copy at `place`.
+
+    That is, no name on its way is the project's; and the mirror's is in an environment too, or is
+    called the same as this one, which was installed or is in a wheel or an sdist.
+    """
+    *_, installed = _INSTALLED.split(path.rpartition("!")[2])
+    if any(part.removesuffix(".py") in own for part in installed.split("/")):
+        return False
+    is_alike = installed.rpartition("/")[2] == place.rpartition("/")[2]
+    return bool(_COPIED.match(place)) or (installed != path and is_alike)
+
+
+# -- the scan --------------------------------------------------------------------------------------
 
 _LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
 _TELLING = {"damaged", "unreadable"}
@@ -72,7 +277,7 @@ class _Sighting(NamedTuple):
     view: RootFilesystem
     number: int
     path: str
-    shown: str
+    label: str
 
 
 class _Scan:
@@ -95,17 +300,17 @@ class _Scan:
         foreign = set[str]()
         for oid in outside:
             commit, name = place = places.get(oid, Place())
-            for kind, view, number, path, shown in seen[oid]:
-                if _is_licence(shown, place):
+            for kind, view, number, path, label in seen[oid]:
+                if _is_licence(label, place):
                     continue
-                if name and is_foreign(shown, name, own):
-                    foreign.add(shown)
+                if name and is_foreign(label, name, own):
+                    foreign.add(label)
                     continue
                 where = f"{name} of {commit}" if commit else "an object that no ref leads to"
                 hidden = not view.shows(number, path)
                 detail = f"has the content of {where}"
                 yield RootLeak(
-                    kind=kind, path=shown, detail=detail, commit=commit, name=name, hidden=hidden
+                    kind=kind, path=label, detail=detail, commit=commit, name=name, hidden=hidden
                 )
         if foreign:
             fact = f"{len(foreign):,} files of other projects, such as this, are in the mirror too"
@@ -124,8 +329,8 @@ class _Scan:
                         yield named, _Sighting("object", view, number, path, path)
                 for archive, member, oid in tree.inside:
                     path = archive.partition("!")[0]
-                    shown = f"{archive}!{member}"
-                    yield oid, _Sighting("future-file", view, number, path, shown)
+                    label = f"{archive}!{member}"
+                    yield oid, _Sighting("future-file", view, number, path, label)
 
     def leads(self) -> Iterator[RootLeak]:
         """Installations and `.git` files that lead to what was not judged."""
@@ -169,15 +374,15 @@ class _Scan:
     def repositories(self) -> Iterator[RootLeak]:
         """What leaks of each repository, but of those of other projects."""
         for number, (view, stores) in enumerate(zip(self._views, self.stores, strict=True)):
-            shown = [at for at, is_seen in stores.items() if is_seen]
-            for at in stores.keys() - shown:
+            visible = [at for at, is_seen in stores.items() if is_seen]
+            for at in stores.keys() - visible:
                 fact = "a repository, which a later layer removes"
                 yield RootLeak(kind="repository", path=at, detail=fact, hidden=True)
             top = self._root
-            if not top.is_dir() and shown:
+            if not top.is_dir() and visible:
                 top = self._scratch / f"image{number}"
-                yield from take_out(self._root, view, shown, top)
-            for at in shown:
+                yield from take_out(self._root, view, visible, top)
+            for at in visible:
                 yield from self._judge(top, at)
 
     def _judge(self, top: Path, at: str) -> Iterator[RootLeak]:

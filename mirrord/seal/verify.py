@@ -17,9 +17,16 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import read_objects_sync, run_git_sync
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
-from .future import read_closure
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
-from .repository import ForeignRepository, borrow, locate, read_bytes, read_contents, walk
+from .repository import (
+    ForeignRepository,
+    borrow,
+    locate,
+    read_bytes,
+    read_closure,
+    read_contents,
+    walk,
+)
 
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}

@@ -737,7 +737,7 @@ def test_it_loads_little() -> None:
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
     ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
-    rooms = ("files", "mounter", "mounting", "mounts", "namespaces", "processes", "systemd")
+    rooms = ("files", "mounter", "mounting", "mounts", "processes", "systemd")
     assert ours == {
         "mirrord.errors",
         "mirrord.model",
