@@ -74,7 +74,6 @@ def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
 
 
 def parents_in(commit: bytes) -> tuple[str, ...]:
-    """The parents that the bytes of a commit name."""
     return tuple(oid.decode() for oid in _PARENT.findall(commit.partition(b"\n\n")[0]))
 
 

@@ -265,7 +265,6 @@ def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> It
 
 
 def is_readable_link(path: Path) -> bool:
-    """Whether a symbolic link leads to a file or directory."""
     return path.is_symlink() and (path.is_file() or path.is_dir())
 
 
@@ -413,7 +412,6 @@ def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
 
 
 def is_sound(judged: Judged) -> bool:
-    """Whether there is nothing to heal."""
     return all(finding.accepted for finding in findings_of(judged))
 
 

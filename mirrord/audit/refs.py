@@ -43,7 +43,6 @@ class RefFiles:
 
     @property
     def newest_record(self) -> Collection[str]:
-        """The blobs of the newest record of the ref history."""
         return blobs_of(self.refs[HISTORY]) if HISTORY in self.refs else ()
 
     def report(self, path: str, kind: FileKind, reason: str) -> None:

@@ -99,7 +99,6 @@ def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
 
 
 def count_rows(connection: Connection) -> tuple[int, int]:
-    """How many datasets there are, and instances."""
     found = [connection.execute(select(func.count()).select_from(t)) for t in (datasets, instances)]
     return found[0].scalar_one(), found[1].scalar_one()
 
@@ -274,7 +273,6 @@ def iter_instances(
 
 
 def find_instances(connection: Connection, dataset: str, ids: list[str]) -> Iterator[InstanceRow]:
-    """Those of the instances that a dataset has, in any order."""
     for batch in in_batches(ids):
         query = _select_instances().where(datasets.c.name == dataset, instances.c.id.in_(batch))
         yield from _read_instances(connection, connection.execute(query).mappings().all())

@@ -45,7 +45,6 @@ def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
 
 
 def put_mirror(connection: Connection, row: MirrorRow) -> None:
-    """Insert a mirror, or replace the one of that name."""
     upsert(connection, mirrors, [asdict(row) | {"key": row.name.key, "name": str(row.name)}])
 
 
@@ -142,7 +141,6 @@ def list_pin_keys(connection: Connection) -> dict[str, set[tuple[str, CommitId]]
 
 
 def count_pins(connection: Connection) -> dict[str, int]:
-    """How many commits are pinned, by mirror key."""
     count = func.count(pins.c.commit_id.distinct())
     query = select(pins.c.mirror_key, count).group_by(pins.c.mirror_key)
     return {row.mirror_key: row[1] for row in connection.execute(query)}

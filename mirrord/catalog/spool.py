@@ -285,7 +285,6 @@ _COMPARED = [
 
 
 def exported(row: InstanceRow) -> bytes:
-    """One line of an export."""
     setup = (commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT)
     value = {
         "instance_id": row.id,
@@ -311,7 +310,6 @@ def exported(row: InstanceRow) -> bytes:
 
 
 def export_dataset(place: str, name: str, file: Path) -> None:
-    """Write the rows of a dataset into a new file."""
     with (
         closing(Database(place)) as database,
         database.read() as connection,

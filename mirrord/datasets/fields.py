@@ -61,7 +61,6 @@ class Columns:
         return Columns({**self.sources, **given}, {**self.defaults, **(defaults or {})})
 
     def names(self) -> set[str]:
-        """The columns that are read."""
         texts = [text for sources in self.sources.values() for text in sources]
         templates = [text for text in (*texts, *self.defaults.values()) if "{" in text]
         paths = {text for text in texts if "{" not in text}
@@ -106,7 +105,6 @@ def parse_json(text: str) -> Any:
 
 
 def full_commits(text: str) -> list[str]:
-    """All full commit ids in a text, each once."""
     return list(dict.fromkeys(_FULL.findall(text.lower())))
 
 

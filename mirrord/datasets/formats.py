@@ -275,10 +275,6 @@ def _has(*names: str) -> Callable[[RawFields], bool]:
     return lambda row: all(name in row for name in names)
 
 
-def _has_any(*names: str) -> Callable[[RawFields], bool]:
-    return lambda row: any(name in row for name in names)
-
-
 def _is_folder(kind: str) -> Callable[[RawFields], bool]:
     return lambda row: row.get("task_folder") == kind
 
@@ -361,7 +357,7 @@ FORMATS = (
     DatasetFormat(
         "swe-rebench", "SWE-rebench, SWE-rebench V2, SWE-bench-extra",
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
-        _has_any("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL"),
+        lambda row: not row.keys().isdisjoint(("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL")),
     ),
     DatasetFormat(  # lists of tests are strings holding JSON; lists in SWE-agent's copies
         "swe-bench", "SWE-bench, Lite, Verified", "environment_setup_commit",

@@ -113,7 +113,6 @@ class Child:
         return self._process.returncode if self._gone.is_set() else None
 
     async def wait(self) -> int:
-        """Wait for its end; answer its status."""
         await self._gone.wait()
         return self._process.returncode
 

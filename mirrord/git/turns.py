@@ -106,7 +106,6 @@ class Turns:
         return Counter(next(iter(turn.askers.uids), None) for turn in self._waiting)
 
     def admit(self) -> None:
-        """Begin the turns that may begin."""
         while len(self._running) < self._most and (chosen := self._choose()):
             turn, uid = chosen
             turn.uid = uid
@@ -352,7 +351,6 @@ class Gate:
         return TooManyRequestsError(message, hint=hint, reason=reason, retry_after=retry_after)
 
     async def _begun(self, uid: int, user: _User) -> None:
-        """Wait until the user's request may begin."""
         if not user.requests:
             self._single[uid] = self._clock()
         turn = asyncio.get_running_loop().create_future()

@@ -212,7 +212,6 @@ class Workers:
 
     @property
     def count(self) -> int:
-        """How many processes there are."""
         return len(self._busy) + len(self._free)
 
     def calls(self) -> list[WorkerCall]:

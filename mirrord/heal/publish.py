@@ -22,7 +22,7 @@ from ..errors import ConflictError
 from ..host.files import full_disk_named, sync_directory
 from ..mirrors.history import NOTHING_RECORDED, blobs_of
 from ..mirrors.quarantine import DAMAGED
-from ..mirrors.refs import packed_refs, write_durably
+from ..mirrors.refs import directories_of, packed_refs, write_durably
 from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..model import MirrorName, utc_now
 
@@ -81,9 +81,9 @@ def plan_refs(
         lost = {ref: lost[ref] for ref in gone if f"{KEPT}{lost[ref]}" not in found.refs}
     plan.restore |= lost
     # refs that are a directory of a restored one, or below it
-    above = {directory for ref in plan.restore for directory in _directories(ref)}
+    above = {directory for ref in plan.restore for directory in directories_of(ref, 2)}
     restored = plan.restore.keys()
-    below = {ref for ref in found.refs if not restored.isdisjoint(_directories(ref))}
+    below = {ref for ref in found.refs if not restored.isdisjoint(directories_of(ref, 2))}
     in_the_way = below | (above & found.refs.keys())
     plan.drop = (plan.drop | (in_the_way - recorded.keys())) - plan.restore.keys()
 
@@ -103,11 +103,6 @@ def plan_refs(
     wanted = [*known_heads, default, "refs/heads/main", "refs/heads/master", *branches]
     plan.head = next((ref for ref in wanted if ref in refs), found.head)
     return plan
-
-
-def _directories(ref: str) -> list[str]:
-    parts = ref.split("/")
-    return ["/".join(parts[:n]) for n in range(2, len(parts))]
 
 
 def _history(

@@ -71,7 +71,6 @@ class MirrorRepair:
         self.transfer = Transfer(self.donors.mirrors.git, self.workers, self.stand_in, self.work)
 
     async def perform(self) -> Repair:
-        """Heal what can be healed."""
         self._tell("look for damage")
         found = await self.workers.run(read_ref_files, self.git_dir, timeout=TIMEOUT)
         bad_files = await self._find_bad_files()

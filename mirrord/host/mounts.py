@@ -156,7 +156,6 @@ def umount(target: str) -> None:
 
 
 def umount_unused(target: str) -> None:
-    """Unmount `target` unless it is in use or mounted in."""
     _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW)
 
 

@@ -107,7 +107,6 @@ def hide_argument(text: str) -> None:
 
 
 def resident_bytes() -> int:
-    """How much memory this process holds now."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -120,7 +119,6 @@ def trim_memory() -> None:
 
 @cache
 def boot_id() -> str:
-    """The id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 

@@ -59,7 +59,6 @@ def blobs_of(record: str) -> tuple[str, str]:
 
 
 def parse_record(refs: BatchObject, moved: BatchObject) -> RecordedRefs:
-    """Read the blobs of a record."""
     base, _ = parse_lines(refs.data)
     return RecordedRefs(*parse_lines(moved.data, base), refs.oid, base)
 

@@ -234,7 +234,6 @@ class Inventory:
                 raise
 
     def is_busy(self, name: MirrorName) -> bool:
-        """Whether the lock of a mirror is held."""
         return name.key in self._locks and self._locks[name.key].locked()
 
     async def clean_up(self) -> bool:

@@ -47,7 +47,6 @@ def pin_ref(owner: str, commit_id: str) -> str:
 
 
 def is_pin(ref: str) -> bool:
-    """Whether a ref has the name of a pin."""
     return ref.startswith(PINS) and bool(_PIN.fullmatch(ref.removeprefix(PINS)))
 
 

@@ -267,7 +267,6 @@ class Mirrors(Inventory):
         return {row.commit: row.reason for row in rows if pin_ref(owner, row.commit) in refs}
 
     async def unpin(self, name: MirrorName, commits: Collection[CommitId], *, owner: str) -> None:
-        """Remove pins of an owner."""
         check_owner(owner)
         row = await self.get(str(name))
         async with self.lock(row.name):

@@ -75,7 +75,6 @@ class _Folder(NamedTuple):
         return self.text(name) if self.has(name) else None
 
     def find_patch(self, directory: str) -> str | None:
-        """The one patch in a directory."""
         if not (self.path / directory).is_dir():
             return None
         found = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
@@ -205,13 +204,14 @@ def _read_harbor(folder: _Folder) -> dict[str, Any]:
     tables = [metadata, *(each for each in metadata.values() if isinstance(each, dict))]
     dockerfile = folder.find("environment/Dockerfile") or ""
     image = _table(config, "environment").get("docker_image") or _first(_FROM, dockerfile)
+    solver = folder.find("solution/solve.sh") or ""  # writes and applies a patch
     found = {
         "instance_id": metadata.get("instance_id") or folder.path.name,
         "repo": _named(tables, _REPO_KEYS) or _first(_CLONE, dockerfile),
         "base_commit": _named(tables, _BASE_KEYS) or _first(_CHECKOUT, dockerfile),
         "version": metadata.get("version"),
         "image_name": image,
-        "patch": folder.find_patch("solution") or _solved(folder.find("solution/solve.sh") or ""),
+        "patch": folder.find_patch("solution") or _first(_HERE_DOCUMENT, solver),
         "test_patch": folder.find_patch("tests"),
         "problem_statement": None if folder.has("steps") else folder.text("instruction.md"),
     }
@@ -230,10 +230,4 @@ def _named(tables: list[dict[str, Any]], keys: tuple[str, ...]) -> str | None:
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
     found = pattern.search(text)
-    return found[1] if found else None
-
-
-def _solved(script: str) -> str | None:
-    """The patch that a script of Harbor's adapters writes and applies."""
-    found = _HERE_DOCUMENT.search(script)
-    return found[2] if found else None
+    return found[pattern.groups] if found else None

@@ -206,14 +206,12 @@ def _listed_splits(config: Mapping[str, Any], known: list[str]) -> dict[str, lis
             return {}
     splits: dict[str, list[str]] = {}
     for split, paths in listed:
-        patterns = [str(path).removeprefix("./") for path in _as_list(paths)]
+        patterns = [
+            str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
+        ]
         found = [file for file in known if any(fnmatch.fnmatchcase(file, p) for p in patterns)]
         splits.setdefault(split, []).extend(found)
     return {split: files for split, files in splits.items() if files}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _splits_by_words(config: Mapping[str, Any], known: list[str]) -> dict[str, list[str]]:

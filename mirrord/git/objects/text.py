@@ -276,7 +276,6 @@ def _utf8_part(text: bytes) -> bytes:
 
 
 def count_lines(old: bytes, new: bytes) -> tuple[int, int]:
-    """How many lines are added and removed."""
     if not old or not new:
         return _lines(new), _lines(old)
     _, added, removed = pygit2.Patch.create_from(old, new, flag=_FLAGS).line_stats
