@@ -142,6 +142,7 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
 _BACKLOG = 2048
+_ACCEPTED_AT_ONCE = 16  # in one turn of the loop: a crowd delays no answer
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 # A loop reads up to 256 KiB at once, the end of the last body included.
 _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
@@ -186,11 +187,12 @@ class Server:
 
     async def listen(self, listener: socket.socket) -> None:
         """Accept connections from a bound Unix socket."""
+        loop = asyncio.get_running_loop()
+        # asyncio accepts up to `backlog` connections in one turn of the loop
         self._listeners.append(
-            await asyncio.get_running_loop().create_unix_server(
-                self._connect, sock=listener, backlog=_BACKLOG
-            )
+            await loop.create_unix_server(self._connect, sock=listener, backlog=_ACCEPTED_AT_ONCE)
         )
+        listener.listen(_BACKLOG)
 
     async def listen_at(self, host: str, port: int) -> None:
         """Accept connections at all addresses of a host. Raises OSError."""
