@@ -61,6 +61,7 @@ _CHECKS: dict[str, _Examination] = {
     "its file system": disk.file_system,
     "its mount options": disk.options,
     "its journal": disk.journal,
+    "its quotas": disk.quotas,
     "its abilities": disk.abilities,
     "its speed": disk.speed,
     "its parts": state.one_file_system,

@@ -121,6 +121,17 @@ def journal(settings: Settings) -> Result:
     return "warn", fact, remedy
 
 
+def quotas(settings: Settings) -> Result:
+    """What bounds the disk of one user; project quotas do not: an owner may change the project."""
+    if "usrquota" in find_mount(settings.state_dir).options:  # so ext4 and xfs write it
+        return "ok", "the kernel enforces those of users", ""
+    if settings.access.bytes_per_user:
+        fact = "none of the kernel's: users are weighed every minute ([access] bytes_per_user)"
+        return "ok", fact, ""
+    remedy = "set [access] bytes_per_user, or mount it with usrquota (ext4) or uquota (xfs)"
+    return "warn", "nothing bounds what one user writes", remedy
+
+
 def space(settings: Settings) -> Result:
     bounds = settings.checkouts
     found = measure(existing(settings.state_dir), bounds.disk_reserve)

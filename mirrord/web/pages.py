@@ -17,8 +17,8 @@ from .. import __version__
 from ..engine import Engine
 from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
 from ..model import utc_now
-from . import public, views
-from .formats import counted, duration, seconds, size
+from . import shown, views
+from .shown import duration
 
 Facts = dict[str, Any]
 _RENEWALS_S = {"5", "10", "60"}
@@ -74,7 +74,8 @@ class Pages:
             auto_reload=False,
         )
         self._environment.filters.update(
-            size=size, duration=duration, seconds=seconds, counted=counted, owner=public.owner,
+            size=shown.size, duration=duration, seconds=shown.seconds, counted=shown.counted,
+            owner=shown.owner,
             path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
         )  # fmt: skip
         for name in self._environment.list_templates():

@@ -13,9 +13,9 @@ from ..engine import Engine
 from ..errors import MirrordError, NotFoundError
 from ..model import CommitState, View, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation
-from . import public
+from . import shown
 from .charts import Chart, Point, chart
-from .formats import counted, seconds, size
+from .shown import counted, seconds, size
 
 Facts = dict[str, Any]
 Values = Mapping[str, str]
@@ -140,11 +140,11 @@ def _lost(judged: Mapping[str, LastAudit]) -> set[str]:
 async def show_mirrors(engine: Engine, values: Values) -> Facts:
     lines = await _mirror_lines(engine)
     find = values.get("find", "").lower().replace("/", "__")
-    shown = [line for line in lines if find in line.row.name.key]
+    chosen = [line for line in lines if find in line.row.name.key]
     problems = sum(line.rank < 3 for line in lines)
     if values.get("show") == "problems":
-        shown = [line for line in shown if line.rank < 3]
-    return {"slice": Slice.of(shown, values), "total": len(lines), "problems": problems}
+        chosen = [line for line in chosen if line.rank < 3]
+    return {"slice": Slice.of(chosen, values), "total": len(lines), "problems": problems}
 
 
 async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
@@ -155,7 +155,7 @@ async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
     line = _mirror_line(row, pins, judged)
     return {
         "line": line,
-        "upstream": public.upstream(row.url),
+        "upstream": shown.upstream(row.url),
         "datasets": _readiness(each for each in counts if each[1].lower() == row.name.key),
         "findings_": _grouped(line.judged.findings) if line.judged else [],
         "checkouts": sum(each.mirror.key == row.name.key for each in engine.checkouts.leases),
@@ -323,7 +323,7 @@ def _is_grader(lease: Lease) -> bool:
 async def show_environments(engine: Engine, values: Values) -> Facts:
     found = engine.environments.list()
     found.sort(key=lambda each: (each.state == "ready", each.key))
-    rows = [(public.environment(each.name), each) for each in found]
+    rows = [(shown.environment(each.name), each) for each in found]
     states = Counter(each.state for each in found)
     total = sum(each.size_bytes - each.shared_bytes for each in found)
     return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": _TONES}

@@ -46,8 +46,9 @@ from mirrord.model import (
     Direction,
     History,
     MirrorName,
+    ReportKind,
 )
-from mirrord.protocol import Audit, RowFault
+from mirrord.protocol import Audit, Report, RowFault
 
 pytestmark = pytest.mark.slow
 
@@ -558,6 +559,21 @@ def test_the_newest_audits_are_kept(using: Any) -> None:
         assert await catalog.find_audit("audit0") is None
         assert [a.id for a in await catalog.list_audits(limit=2)] == ["audit204", "audit203"]
         assert len(await catalog.list_audits(limit=1000)) == 200
+
+    using(work)
+
+
+def test_the_newest_reports_are_kept(using: Any) -> None:
+    async def work(catalog: Catalog) -> None:
+        for number in range(203):
+            at = NOW + timedelta(minutes=number)
+            kind = ReportKind.GRADING
+            report = Report(id=f"{number}", at=at, kind=kind, total=1, faults={"i": "conflict"})
+            await catalog.put_report(report)
+        assert await catalog.find_report("202") == report
+        assert await catalog.find_report("2") is None
+        assert [each.id for each in await catalog.list_reports(limit=2)] == ["202", "201"]
+        assert len(await catalog.list_reports(limit=1000)) == 200
 
     using(work)
 

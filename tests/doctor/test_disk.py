@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults.disks import run, unmount
 
-from mirrord.config import CheckoutSettings, Settings
+from mirrord.config import AccessSettings, CheckoutSettings, Settings
 from mirrord.doctor import disk
 from mirrord.host.mounts import may_mount, mounts_below
 
@@ -105,6 +105,25 @@ def test_what_no_trial_shows_is_known_by_name(
     monkeypatch.setattr("mirrord.doctor.disk.find_mount", lambda _: found)
     verdict, fact, _ = disk.file_system(Settings(state_dir=tmp_path))
     assert (verdict, words in fact) == ("warn", True)
+
+
+@pytest.mark.parametrize(
+    ("options", "bound", "verdict", "words"),
+    [
+        ({"rw", "usrquota"}, 0, "ok", "the kernel enforces"),
+        ({"rw", "prjquota"}, 1 << 30, "ok", "weighed every minute"),
+        ({"rw", "noquota"}, 0, "warn", "nothing bounds"),
+    ],
+)
+def test_what_bounds_the_disk_of_a_user_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: set[str], bound: int, verdict: str, words: str,
+) -> None:  # fmt: skip
+    found = disk.find_mount(tmp_path)._replace(options=frozenset(options))
+    monkeypatch.setattr("mirrord.doctor.disk.find_mount", lambda _: found)
+    access = AccessSettings(bytes_per_user=bound)
+    answer = disk.quotas(Settings(state_dir=tmp_path, access=access))
+    assert (answer[0], words in answer[1]) == (verdict, True)
 
 
 def test_little_space_is_held_against_the_bounds(tmp_path: Path) -> None:
