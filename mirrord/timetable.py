@@ -8,6 +8,7 @@ daemon restarted every hour still syncs every six. A failure is kept for `status
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -69,6 +70,8 @@ class Schedule:
         self._soon = soon
         self._planned: dict[str, _Planned] = {}
         self._reconciling = asyncio.Lock()
+        # a timer keeps the context that it is made in: of no request, or all jobs would run as it
+        self._context = copy_context()
         self._scheduler = AsyncIOScheduler(
             timezone="UTC",
             job_defaults={"misfire_grace_time": None, "coalesce": True, "max_instances": 1},
@@ -76,7 +79,7 @@ class Schedule:
 
     async def open(self) -> None:
         await self.reconcile()
-        self._scheduler.start()
+        self._context.run(self._scheduler.start)
 
     async def close(self) -> None:
         """Start nothing more. Running work belongs to the operations."""
@@ -87,7 +90,7 @@ class Schedule:
         async with self._reconciling:
             table = {job.name: job for job in await self._jobs() if job.interval}
             for name in self._planned.keys() - table.keys():
-                self._scheduler.remove_job(name)
+                self._context.run(self._scheduler.remove_job, name)
                 del self._planned[name]
             for name, job in table.items():
                 known = self._planned.get(name)
@@ -98,7 +101,8 @@ class Schedule:
                     planned.last_at, planned.last_error = known.last_at, known.last_error
                 self._planned[name] = planned
                 jitter = min(job.jitter, job.interval / 2).total_seconds()
-                self._scheduler.add_job(
+                self._context.run(
+                    self._scheduler.add_job,
                     self._run,
                     IntervalTrigger(seconds=job.interval.total_seconds(), jitter=jitter or None),
                     args=[name],
@@ -128,7 +132,7 @@ class Schedule:
             planned.backoff.reset()
             if planned.job.jitter and self._next_at(name):
                 place = self._place(replace(planned.job, since=planned.last_at))
-                self._scheduler.modify_job(name, next_run_time=place)
+                self._move(name, place)
         except MirrordError as error:
             planned.last_error = error.message
             # No earlier than upstream asks for, and no later than the next turn.
@@ -136,10 +140,13 @@ class Schedule:
             retry_at = utc_now() + max(planned.backoff.next(), asked)
             next_at = self._next_at(name)
             if planned.job.retry and next_at and retry_at < next_at:
-                self._scheduler.modify_job(name, next_run_time=retry_at)
+                self._move(name, retry_at)
         except Exception:
             planned.last_error = "an unexpected error; the daemon's log has the details"
             log.exception("job.crashed", job=name)
+
+    def _move(self, name: str, at: datetime) -> None:
+        self._context.run(self._scheduler.modify_job, name, next_run_time=at)
 
     def _next_at(self, name: str) -> datetime | None:
         found = self._scheduler.get_job(name)

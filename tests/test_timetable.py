@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import anyio
 import pytest
+import structlog
 
 from mirrord.errors import ResourceError, UpstreamNotFoundError, UpstreamThrottledError
+from mirrord.git.turns import Askers
 from mirrord.model import utc_now
+from mirrord.telemetry import bind_request
 from mirrord.timetable import Job, Schedule
 
 pytestmark = pytest.mark.anyio
@@ -56,6 +62,31 @@ async def test_a_job_runs_each_interval() -> None:
     (state,) = schedule.states()
     assert state.last_at is not None
     assert state.next_at is not None
+    await schedule.close()
+
+
+async def test_a_job_runs_for_nobody() -> None:
+    """A reload or a new mirror plans jobs again; they do not run as that request from then on."""
+    seen: list[tuple[list[int], dict[str, Any]]] = []
+
+    async def look() -> None:
+        seen.append((Askers.present().uids, structlog.contextvars.get_contextvars()))
+        if len(seen) < 3:
+            raise ResourceError("cannot look: it is planned again after a failure")
+
+    schedule, table = await opened()
+
+    async def request() -> None:
+        Askers(1000).bind()
+        bind_request("of-the-request")
+        table.append(replace(every(timedelta(seconds=0.02), look), retry=timedelta(seconds=0.01)))
+        await schedule.reconcile()
+
+    await asyncio.create_task(request())
+    with anyio.fail_after(20):
+        while len(seen) < 5:
+            await anyio.sleep(0.01)
+    assert seen == [([], {})] * len(seen)
     await schedule.close()
 
 
