@@ -10,13 +10,14 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import anyio.to_thread
 
-from . import __version__
+from . import __version__, protocol
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
@@ -28,16 +29,6 @@ from .host.room import Room
 from .host.trash import Trash
 from .jobs.operations import Operations
 from .model import utc_now
-from .protocol import (
-    Activity,
-    ActivityPoint,
-    CacheActivity,
-    EndpointActivity,
-    Health,
-    OwnerActivity,
-    WorkerActivity,
-    to_bytes,
-)
 
 BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -143,7 +134,7 @@ def _difference(now: Answered, past: Answered) -> Answered:
 class HealthReport(NamedTuple):
     """`body` is the JSON of the answer, made once for all who ask within a second."""
 
-    health: Health
+    health: protocol.Health
     body: bytes
     is_degraded: bool
 
@@ -189,8 +180,8 @@ class HealthMonitor:
         reasons += [text for source in self._degrade for text in source()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
         status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
-        health = Health(status=status, reasons=reasons + warnings, version=__version__)
-        return HealthReport(health, to_bytes(health), bool(reasons))
+        health = protocol.Health(status=status, reasons=reasons + warnings, version=__version__)
+        return HealthReport(health, protocol.to_bytes(health), bool(reasons))
 
     def _disk_reasons(self) -> list[str]:
         place = self._state_dir
@@ -213,106 +204,98 @@ _POINTS = 24 * 60
 _SAMPLES = round(60 / SNAPSHOT_S)  # of a point
 
 
+@dataclass(kw_only=True, eq=False)
 class ActivityMonitor:
     """Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        started_at: datetime,
-        room: Room,
-        traffic: Traffic,
-        health: HealthMonitor,
-        operations: Operations,
-        gate: Gate,
-        workers: Workers,
-        checkouts: Checkouts,
-        trash: Trash,
-        templates: Templates,
-        stores: StoreBuilder,
-    ) -> None:
-        self._settings = settings
-        self._started_at = started_at
-        self._room = room
-        self._traffic = traffic
-        self._health = health
-        self._operations = operations
-        self._gate = gate
-        self._workers = workers
-        self._checkouts = checkouts
-        self._trash = trash
-        self._templates = templates
-        self._stores = stores
-        self._space = room.measure()
-        self._samples = 0
-        self._history: deque[ActivityPoint] = deque(maxlen=_POINTS)
+    settings: Callable[[], Settings]
+    started_at: datetime
+    room: Room
+    traffic: Traffic
+    health: HealthMonitor
+    operations: Operations
+    gate: Gate
+    workers: Workers
+    checkouts: Checkouts
+    trash: Trash
+    templates: Templates
+    stores: StoreBuilder
+    _samples: int = 0
+    _history: deque[protocol.ActivityPoint] = field(default_factory=lambda: deque(maxlen=_POINTS))
+
+    def __post_init__(self) -> None:
+        self._space = self.room.measure()
 
     async def sample(self) -> None:
         """Look at the disk, and remember the counts; every twelfth time as a point of the day."""
-        self._space = await anyio.to_thread.run_sync(self._room.measure)
-        self._traffic.snapshot()
+        self._space = await anyio.to_thread.run_sync(self.room.measure)
+        self.traffic.snapshot()
         self._samples += 1
         if self._samples % _SAMPLES == 0:
-            seconds, answered = self._traffic.latest()
+            seconds, answered = self.traffic.latest()
             all_of_them = _endpoint("all", summed(answered.values()), seconds)
             self._history.append(
-                ActivityPoint(
+                protocol.ActivityPoint(
                     at=utc_now(), per_second=all_of_them.per_second, p50_s=all_of_them.p50_s,
-                    p99_s=all_of_them.p99_s, checkouts=self._checkouts.count,
+                    p99_s=all_of_them.p99_s, checkouts=self.checkouts.count,
                     disk_free_bytes=self._space.free_bytes,
                 )
             )  # fmt: skip
 
-    def report(self, uid: int | None = None, *, history: bool = False) -> Activity:
+    def report(self, uid: int | None = None, *, history: bool = False) -> protocol.Activity:
         """The picture as an administrator sees it, or with `uid` as that user does."""
-        seconds, answered = self._traffic.latest()
+        seconds, answered = self.traffic.latest()
         endpoints = [_endpoint(name, each, seconds) for name, each in answered.items()]
         endpoints.sort(key=lambda each: (-each.requests, each.endpoint))
-        health = self._health.report().health
-        connections, calls = self._traffic.connections(), self._workers.calls()
-        return Activity(
-            at=utc_now(), version=__version__, pid=os.getpid(), started_at=self._started_at,
+        health = self.health.report().health
+        connections, calls = self.traffic.connections(), self.workers.calls()
+        stores = protocol.CacheActivity(
+            name="stores", hits=self.stores.hits, misses=self.stores.misses
+        )
+        return protocol.Activity(
+            at=utc_now(), version=__version__, pid=os.getpid(), started_at=self.started_at,
             status=health.status, reasons=health.reasons,
             window_s=round(seconds, 3),
             requests=_endpoint("all", summed(answered.values()), seconds),
             endpoints=endpoints,
             connections=sum(connections.values()),
-            checkouts=self._checkouts.count,
-            checkouts_max=self._settings().checkouts.max,
+            checkouts=self.checkouts.count,
+            checkouts_max=self.settings().checkouts.max,
             owners=self._owners(connections, uid),
-            workers=self._workers.count, workers_busy=len(calls),
+            workers=self.workers.count, workers_busy=len(calls),
             calls=[
-                WorkerActivity(function=each.function, uid=_shown(each.uid), since=each.since)
+                protocol.WorkerActivity(
+                    function=each.function, since=each.since,
+                    uid=None if each.uid == HOUSEKEEPING else each.uid,
+                )
                 for each in calls
                 if uid in {None, each.uid}
             ][:_CALLS],
-            operations_running=self._operations.running_count,
-            operations_queued=self._operations.queued_count,
-            operations=self._operations.running(owner_uid=uid)[:_OPERATIONS],
+            operations_running=self.operations.running_count,
+            operations_queued=self.operations.queued_count,
+            operations=self.operations.running(owner_uid=uid)[:_OPERATIONS],
             queues={
-                "operations": self._operations.queued_count,
-                "removals": self._trash.count,
-                "requests": self._gate.waiting,
-                "workers": self._workers.waiting().total(),
+                "operations": self.operations.queued_count,
+                "removals": self.trash.count,
+                "requests": self.gate.waiting,
+                "workers": self.workers.waiting().total(),
             },
-            caches=[self._templates.activity(), self._stores_activity()],
-            refusals=dict(self._traffic.refusals.most_common()),
+            caches=[self.templates.activity(), stores],
+            refusals=dict(self.traffic.refusals.most_common()),
             disk_bytes=self._space.size_bytes, disk_free_bytes=self._space.free_bytes,
             disk_reserve_bytes=self._space.reserve_bytes,
             history=list(self._history) if history else [],
         )  # fmt: skip
 
-    def _stores_activity(self) -> CacheActivity:
-        return CacheActivity(name="stores", hits=self._stores.hits, misses=self._stores.misses)
-
-    def _owners(self, connections: Mapping[int, int], only: int | None) -> list[OwnerActivity]:
+    def _owners(
+        self, connections: Mapping[int, int], only: int | None
+    ) -> list[protocol.OwnerActivity]:
         """By checkouts, then connections; what is over the bound is one row without a uid."""
-        checkouts = self._checkouts.by_owner()
-        running = Counter(each.uid for each in self._workers.calls())
-        waiting = self._workers.waiting()
-        columns: list[Mapping[int, int]] = [checkouts, connections, self._gate.unanswered()]
-        columns.append(self._checkouts.quotas.used)
+        checkouts = self.checkouts.by_owner()
+        running = Counter(each.uid for each in self.workers.calls())
+        waiting = self.workers.waiting()
+        columns: list[Mapping[int, int]] = [checkouts, connections, self.gate.unanswered()]
+        columns.append(self.checkouts.quotas.used)
         columns += [{uid: n for uid, n in each.items() if uid is not None and uid != HOUSEKEEPING}
                     for each in (running, waiting)]  # fmt: skip
         uids = {uid for column in columns for uid, count in column.items() if count}
@@ -326,18 +309,14 @@ class ActivityMonitor:
         return shown
 
 
-def _owner(uid: int | None, counts: list[int]) -> OwnerActivity:
+def _owner(uid: int | None, counts: list[int]) -> protocol.OwnerActivity:
     names = ("checkouts", "connections", "requests", "disk_bytes", "running", "waiting")
-    return OwnerActivity(uid=uid, **dict(zip(names, counts, strict=True)))
+    return protocol.OwnerActivity(uid=uid, **dict(zip(names, counts, strict=True)))
 
 
-def _endpoint(name: str, answered: Answered, seconds: float) -> EndpointActivity:
-    return EndpointActivity(
+def _endpoint(name: str, answered: Answered, seconds: float) -> protocol.EndpointActivity:
+    return protocol.EndpointActivity(
         endpoint=name, requests=answered.total, failed=answered.failed,
         per_second=round(answered.total / max(seconds, 1e-3), 3),
         p50_s=quantile(answered.buckets, 0.5), p99_s=quantile(answered.buckets, 0.99),
     )  # fmt: skip
-
-
-def _shown(uid: int | None) -> int | None:
-    return None if uid == HOUSEKEEPING else uid

@@ -17,15 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .. import protocol
+from .. import errors, protocol
 from ..engine import Engine
-from ..errors import (
-    AccessError,
-    CorruptCatalogError,
-    InvalidRequestError,
-    MirrordError,
-    NotFoundError,
-)
 from ..git.turns import Askers
 from ..host.peers import Peer, Role
 from ..jobs.operations import answering
@@ -79,7 +72,7 @@ class Routes:
                     methods, quoted = candidates, found.groupdict()
                     break
             else:
-                raise NotFoundError("cannot answer the request: no such path", hint=_HINT)
+                raise errors.NotFoundError("cannot answer the request: no such path", hint=_HINT)
         if method not in methods:
             allowed = ", ".join(sorted(methods))
             raise MethodNotAllowedError(
@@ -90,7 +83,9 @@ class Routes:
         try:
             words = {name: unquote_to_bytes(value).decode() for name, value in quoted.items()}
         except UnicodeDecodeError as error:  # nothing has such a name, and SQLite takes none
-            raise NotFoundError("cannot answer the request: no such path", hint=_HINT) from error
+            raise errors.NotFoundError(
+                "cannot answer the request: no such path", hint=_HINT
+            ) from error
         return methods[method], words
 
 
@@ -125,10 +120,10 @@ class Application:
                     name = endpoint.name
                     response = await self._respond(endpoint, request, parameters, body)
                 except Exception as error:  # noqa: BLE001  # problem_response logs what is a bug
-                    if isinstance(error, CorruptCatalogError):
+                    if isinstance(error, errors.CorruptCatalogError):
                         engine.health.note("catalog", error.message)
                     response = problem_response(error)
-                    if response.status_code in _REFUSALS and isinstance(error, MirrordError):
+                    if response.status_code in _REFUSALS and isinstance(error, errors.MirrordError):
                         engine.traffic.refusals[error.code] += 1
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
@@ -151,7 +146,7 @@ class Application:
             role = self._role(peer)
         if role < endpoint.access:
             group = self._engine.settings().access.group
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot {endpoint.name.replace('_', ' ')}: not allowed for this user",
                 hint="only root, the daemon's user and [access] admins of the configuration may"
                 if endpoint.access is Role.ADMIN
@@ -171,7 +166,7 @@ class Application:
         if request.scope["query_string"] or endpoint.query is not Query:
             items = request.query_params.multi_items()
             if len(dict(items)) < len(items):
-                raise InvalidRequestError(
+                raise errors.InvalidRequestError(
                     "cannot read the query of the request: a name is given twice"
                 )
             try:

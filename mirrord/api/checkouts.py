@@ -3,34 +3,12 @@
 from pydantic import Field
 from starlette.responses import Response
 
+from .. import protocol
 from ..checkouts.grading.prepare import ModelPatch
 from ..errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
 from ..host.files import opened
 from ..host.peers import Process, process_of
 from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
-from ..protocol import (
-    ApplyAnswer,
-    AttachCheckout,
-    Attachment,
-    Checkout,
-    Fork,
-    ForkCheckout,
-    Grade,
-    MakeSnapshot,
-    PreparedLayer,
-    Receipt,
-    ReceiptReport,
-    RenewCheckout,
-    ResetAnswer,
-    ResetCheckout,
-    RestoreAnswer,
-    RestorePaths,
-    SaveLayer,
-    SealReport,
-    Snapshot,
-    StartCheckout,
-    StartGrade,
-)
 from ..protocol.codec import EnvironmentName, LayerName
 from ..telemetry import log
 from .request import Call, Query, read_patch, stream_file, text_response
@@ -38,14 +16,14 @@ from .request import Call, Query, read_patch, stream_file, text_response
 _DIFF = "text/x-diff"
 
 
-async def start_checkout(call: Call, body: StartCheckout) -> Checkout:
+async def start_checkout(call: Call, body: protocol.StartCheckout) -> protocol.Checkout:
     process = _bound_process(call, body.bind)
     checkout = await call.engine.checkouts.checkout(body, call.peer, process)
     await _release_if_lost(call, checkout)
     return checkout
 
 
-async def fork_checkout(call: Call, body: ForkCheckout) -> Fork:
+async def fork_checkout(call: Call, body: protocol.ForkCheckout) -> protocol.Fork:
     process = _bound_process(call, body.bind)
     fork = await call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
     await _release_if_lost(call, fork)
@@ -58,7 +36,7 @@ def _bound_process(call: Call, bind: Bind) -> Process | None:
     return process_of(call.connection.transport.get_extra_info("socket"), call.peer)
 
 
-async def _release_if_lost(call: Call, checkout: Checkout) -> None:
+async def _release_if_lost(call: Call, checkout: protocol.Checkout) -> None:
     """Release what was made for a client that has hung up."""
     if call.connection.is_lost:
         try:
@@ -68,11 +46,11 @@ async def _release_if_lost(call: Call, checkout: Checkout) -> None:
             pass
 
 
-async def make_snapshot(call: Call, body: MakeSnapshot) -> Snapshot:
+async def make_snapshot(call: Call, body: protocol.MakeSnapshot) -> protocol.Snapshot:
     return await call.engine.checkouts.snapshot(call.path["id"], body, call.peer)
 
 
-async def list_snapshots(call: Call) -> list[Snapshot]:
+async def list_snapshots(call: Call) -> list[protocol.Snapshot]:
     return await call.engine.checkouts.list_snapshots(call.path["id"], call.peer)
 
 
@@ -80,7 +58,7 @@ async def remove_snapshot(call: Call) -> None:
     await call.engine.checkouts.remove_snapshot(call.path["id"], call.path["name"], call.peer)
 
 
-async def save_layer(call: Call, body: SaveLayer) -> PreparedLayer:
+async def save_layer(call: Call, body: protocol.SaveLayer) -> protocol.PreparedLayer:
     """Keep what was changed, for other checkouts of its commit."""
     return await call.engine.checkouts.save(call.path["id"], body, call.peer)
 
@@ -89,7 +67,7 @@ class LayersQuery(Query):
     mirror: str | None = Field(None, min_length=1, max_length=400)
 
 
-async def list_layers(call: Call, query: LayersQuery) -> list[PreparedLayer]:
+async def list_layers(call: Call, query: LayersQuery) -> list[protocol.PreparedLayer]:
     """The prepared layers that the caller may use; for an administrator all."""
     return await call.engine.checkouts.list_layers(query.mirror, call.peer)
 
@@ -98,11 +76,11 @@ async def remove_layer(call: Call) -> None:
     await call.engine.checkouts.remove_layer(call.path["id"], call.peer)
 
 
-async def list_checkouts(call: Call) -> list[Checkout]:
+async def list_checkouts(call: Call) -> list[protocol.Checkout]:
     return await call.engine.checkouts.list(call.peer)
 
 
-async def get_checkout(call: Call) -> Checkout:
+async def get_checkout(call: Call) -> protocol.Checkout:
     return await call.engine.checkouts.get(call.path["id"], call.peer)
 
 
@@ -110,15 +88,15 @@ async def release_checkout(call: Call) -> None:
     await call.engine.checkouts.release(call.path["id"], call.peer)
 
 
-async def reset_checkout(call: Call, body: ResetCheckout) -> ResetAnswer:
+async def reset_checkout(call: Call, body: protocol.ResetCheckout) -> protocol.ResetAnswer:
     return await call.engine.checkouts.reset(call.path["id"], body, call.peer)
 
 
-async def renew_checkout(call: Call, body: RenewCheckout) -> Checkout:
+async def renew_checkout(call: Call, body: protocol.RenewCheckout) -> protocol.Checkout:
     return await call.engine.checkouts.renew(call.path["id"], body, call.peer)
 
 
-async def attach_checkout(call: Call, body: AttachCheckout) -> Attachment:
+async def attach_checkout(call: Call, body: protocol.AttachCheckout) -> protocol.Attachment:
     """A mount of the checkout, for `move_mount` in the peer's own mount namespace.
 
     Its descriptor comes with an interim response before the answer, by SCM_RIGHTS.
@@ -153,7 +131,7 @@ async def diff_checkout(call: Call, query: DiffQuery) -> Response:
         content.unlink()
 
 
-async def get_seal(call: Call) -> SealReport:
+async def get_seal(call: Call) -> protocol.SealReport:
     return await call.engine.checkouts.seal(call.path["id"], call.peer)
 
 
@@ -163,7 +141,7 @@ async def get_receipt(call: Call) -> Response:
     return text_response(receipt.canonical(), "application/json")
 
 
-async def verify_receipt(call: Call, body: Receipt) -> ReceiptReport:
+async def verify_receipt(call: Call, body: protocol.Receipt) -> protocol.ReceiptReport:
     """Compare a receipt with the mirror that it names. Its signature is not looked at."""
     return await call.engine.checkouts.verify_receipt(body, call.peer)
 
@@ -174,7 +152,7 @@ class ApplyQuery(Query):
     named: str | None = Field(None, pattern="^@(patch|test_patch)$")
 
 
-async def apply_patch(call: Call, query: ApplyQuery) -> ApplyAnswer:
+async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
     """Apply the patch in the body, or a named one. Access is checked before the body is read."""
     identity = call.path["id"]
     call.engine.checkouts.must_be_usable(identity, call.peer)
@@ -197,7 +175,7 @@ async def apply_patch(call: Call, query: ApplyQuery) -> ApplyAnswer:
         )
 
 
-async def grade_checkout(call: Call, body: StartGrade) -> Grade:
+async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grade:
     """A grader's checkout of what the owner of a checkout changed, with the instance's tests."""
     process = _bound_process(call, body.bind)
     grade = await call.engine.checkouts.grading.grade(call.path["id"], body, call.peer, process)
@@ -219,13 +197,16 @@ class GradeQuery(Query):
     environment: EnvironmentName | None = None
 
 
-async def grade_patch(call: Call, query: GradeQuery) -> Grade:
+async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
     """A grader's checkout with the patch in the body, at an instance's base commit, and its tests.
 
     `instance` may be NAME@COMMITISH, which has no tests.
     """
     choices = query.model_dump(exclude={"strategy", "policy"})
-    start, process = StartCheckout(view=View.GRADER, **choices), _bound_process(call, query.bind)
+    start, process = (
+        protocol.StartCheckout(view=View.GRADER, **choices),
+        _bound_process(call, query.bind),
+    )
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
         grade = await call.engine.checkouts.grading.grade_patch(
@@ -235,5 +216,5 @@ async def grade_patch(call: Call, query: GradeQuery) -> Grade:
     return grade
 
 
-async def restore_paths(call: Call, body: RestorePaths) -> RestoreAnswer:
+async def restore_paths(call: Call, body: protocol.RestorePaths) -> protocol.RestoreAnswer:
     return await call.engine.checkouts.restore(call.path["id"], call.peer, body)

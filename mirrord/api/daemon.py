@@ -12,20 +12,8 @@ from datetime import timedelta
 from pydantic import Field
 from starlette.responses import Response
 
+from .. import protocol
 from ..model import utc_now
-from ..protocol import (
-    Activity,
-    AddReport,
-    CollectGarbage,
-    Configuration,
-    Event,
-    Garbage,
-    Operation,
-    ReloadAnswer,
-    Report,
-    Status,
-    Usage,
-)
 from . import metrics
 from .mirrors import shown_mirror
 from .request import Call, OwnedStream, Query, text_response
@@ -40,7 +28,7 @@ async def health(call: Call) -> Response:
     return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
 
 
-async def get_status(call: Call) -> Status:
+async def get_status(call: Call) -> protocol.Status:
     """Members see no commit ids: no error texts of mirrors and jobs."""
     status = await call.engine.status()
     if call.is_admin:
@@ -50,11 +38,11 @@ async def get_status(call: Call) -> Status:
     return replace(status, mirrors=mirrors, jobs=jobs)
 
 
-async def get_configuration(call: Call) -> Configuration:
+async def get_configuration(call: Call) -> protocol.Configuration:
     return call.engine.configuration()
 
 
-async def reload_configuration(call: Call) -> ReloadAnswer:
+async def reload_configuration(call: Call) -> protocol.ReloadAnswer:
     return await call.engine.reload()
 
 
@@ -62,11 +50,11 @@ class UsageQuery(Query):
     verbose: bool = Field(False, description="with a row for each thing")
 
 
-async def get_usage(call: Call, query: UsageQuery) -> Usage:
+async def get_usage(call: Call, query: UsageQuery) -> protocol.Usage:
     return await call.engine.storage.usage(call.peer, is_admin=call.is_admin, verbose=query.verbose)
 
 
-async def collect_garbage(call: Call, body: CollectGarbage) -> Garbage:
+async def collect_garbage(call: Call, body: protocol.CollectGarbage) -> protocol.Garbage:
     return await call.engine.storage.collect(dry_run=body.dry_run)
 
 
@@ -74,7 +62,7 @@ class ActivityQuery(Query):
     history: bool = Field(False, description="with a point for each minute of the last day")
 
 
-async def get_activity(call: Call, query: ActivityQuery) -> Activity:
+async def get_activity(call: Call, query: ActivityQuery) -> protocol.Activity:
     return call.engine.activity(call.own_uid, history=query.history)
 
 
@@ -83,27 +71,27 @@ async def get_metrics(call: Call) -> Response:
     return text_response(*await metrics.answer(call.engine, accept))
 
 
-async def list_reports(call: Call) -> list[Report]:
+async def list_reports(call: Call) -> list[protocol.Report]:
     """The newest 200, that one first."""
     return await call.engine.catalog.list_reports()
 
 
-async def add_report(call: Call, body: AddReport) -> Report:
+async def add_report(call: Call, body: protocol.AddReport) -> protocol.Report:
     """For the page; the client sends it at the end of its work."""
-    report = Report(id=secrets.token_hex(8), at=utc_now(), **vars(body))
+    report = protocol.Report(id=secrets.token_hex(8), at=utc_now(), **vars(body))
     await call.engine.catalog.put_report(report)
     return report
 
 
-async def list_operations(call: Call) -> list[Operation]:
+async def list_operations(call: Call) -> list[protocol.Operation]:
     return call.engine.operations.list(owner_uid=call.own_uid)
 
 
-async def get_operation(call: Call) -> Operation:
+async def get_operation(call: Call) -> protocol.Operation:
     return call.engine.operations.get(call.path["id"], owner_uid=call.own_uid)
 
 
-async def cancel_operation(call: Call) -> Operation:
+async def cancel_operation(call: Call) -> protocol.Operation:
     return await call.engine.operations.cancel(call.path["id"], owner_uid=call.own_uid)
 
 
@@ -143,6 +131,6 @@ async def stream_events(call: Call, query: EventsQuery) -> Response:
     return OwnedStream(follow(), _STREAM, owned)
 
 
-def _is_shown(event: Event, uid: int | None) -> bool:
+def _is_shown(event: protocol.Event, uid: int | None) -> bool:
     users = (None, event.fields.get("owner_uid"), event.fields.get("taken_by"))
     return uid in users or event.name == "events.dropped"

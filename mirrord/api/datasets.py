@@ -16,21 +16,11 @@ import anyio.to_thread
 from pydantic import Field
 from starlette.responses import Response
 
+from .. import protocol
 from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
 from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
 from ..model import View, parse_dataset_name
-from ..protocol import (
-    BuildEnvironments,
-    Dataset,
-    DatasetDiff,
-    Environment,
-    FormatInfo,
-    Instance,
-    InstanceName,
-    Operation,
-    Recipe,
-)
 from .request import (
     DATASET_LIMIT_BYTES,
     JSON_LIMIT_BYTES,
@@ -70,19 +60,19 @@ class InstanceQuery(Query):
     dataset: str | None = None
 
 
-async def list_datasets(call: Call) -> list[Dataset]:
+async def list_datasets(call: Call) -> list[protocol.Dataset]:
     return [_shown(call, dataset) for dataset in await call.engine.datasets.list()]
 
 
-async def get_dataset(call: Call) -> Dataset:
+async def get_dataset(call: Call) -> protocol.Dataset:
     return _shown(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
 
 
-def _shown(call: Call, dataset: Dataset) -> Dataset:
+def _shown(call: Call, dataset: protocol.Dataset) -> protocol.Dataset:
     return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
 
 
-async def import_dataset(call: Call, query: ImportQuery) -> Operation:
+async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
     """The file is received whole before the answer; the operation reads it and fetches commits."""
     name = parse_dataset_name(query.name) if query.name else None
     if query.format and query.mapping is not None:
@@ -104,7 +94,7 @@ async def import_dataset(call: Call, query: ImportQuery) -> Operation:
     )  # fmt: skip
 
 
-async def diff_datasets(call: Call, query: ComparisonQuery) -> DatasetDiff:
+async def diff_datasets(call: Call, query: ComparisonQuery) -> protocol.DatasetDiff:
     a, b = parse_dataset_name(call.path["name"]), parse_dataset_name(query.to)
     return await call.engine.datasets.compare(a, b)
 
@@ -119,21 +109,21 @@ async def remove_dataset(call: Call) -> None:
     await call.engine.datasets.remove(parse_dataset_name(call.path["name"]))
 
 
-async def list_formats(call: Call) -> list[FormatInfo]:
+async def list_formats(call: Call) -> list[protocol.FormatInfo]:
     return format_infos()
 
 
-async def list_instances(call: Call, query: InstancesQuery) -> list[InstanceName]:
+async def list_instances(call: Call, query: InstancesQuery) -> list[protocol.InstanceName]:
     """For administrators: an id can reveal the answer (SWE-bench Pro's hold the gold commit)."""
     text = query.dataset
     dataset = parse_dataset_name(text) if text else None
     return [
-        InstanceName(id=identity)
+        protocol.InstanceName(id=identity)
         for identity in await call.engine.datasets.list_instance_ids(dataset)
     ]
 
 
-async def get_instance(call: Call, query: InstanceQuery) -> Instance:
+async def get_instance(call: Call, query: InstanceQuery) -> protocol.Instance:
     is_grader = query.view is View.GRADER
     if is_grader and not call.is_admin:
         raise AccessError(
@@ -158,15 +148,15 @@ class LogQuery(Query):
     follow: bool = Field(False, description="until the build has ended")
 
 
-async def list_environments(call: Call) -> list[Environment]:
+async def list_environments(call: Call) -> list[protocol.Environment]:
     return [_shown_environment(call, each) for each in call.engine.environments.list()]
 
 
-async def get_environment(call: Call) -> Environment:
+async def get_environment(call: Call) -> protocol.Environment:
     return _shown_environment(call, call.engine.environments.get(call.path["key"]))
 
 
-def _shown_environment(call: Call, environment: Environment) -> Environment:
+def _shown_environment(call: Call, environment: protocol.Environment) -> protocol.Environment:
     """Members see no commit but base commits, and no finding: one can name what a fix has."""
     if call.is_admin:
         return environment
@@ -174,7 +164,7 @@ def _shown_environment(call: Call, environment: Environment) -> Environment:
     return replace(environment, commit=None, findings=[], prepared=prepared)
 
 
-async def build_environments(call: Call, body: BuildEnvironments) -> Operation:
+async def build_environments(call: Call, body: protocol.BuildEnvironments) -> protocol.Operation:
     if not body.names and not body.dataset:
         raise InvalidRequestError(
             "cannot build environments: neither `names` nor `dataset` is given",
@@ -183,7 +173,7 @@ async def build_environments(call: Call, body: BuildEnvironments) -> Operation:
     return await call.engine.work.build_environments(body, owner_uid=call.peer.uid)
 
 
-async def import_recipes(call: Call, query: RecipesQuery) -> list[Recipe]:
+async def import_recipes(call: Call, query: RecipesQuery) -> list[protocol.Recipe]:
     """Keep the recipes of a TOML file, before those of rows with the same key."""
     content = await read_body(call.request, JSON_LIMIT_BYTES)
     try:

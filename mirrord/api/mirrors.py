@@ -11,23 +11,9 @@ from typing import Annotated
 from pydantic import Field
 from starlette.responses import Response
 
+from .. import protocol
 from ..errors import CommitNotFoundError, CommitUnservableError, PinNotFoundError
 from ..model import AuditLevel, CommitId, MirrorName, parse_commit
-from ..protocol import (
-    AddMirror,
-    AddPin,
-    Audit,
-    Mirror,
-    Operation,
-    Pin,
-    RefDiff,
-    RefRecord,
-    Repo,
-    RestoreRefs,
-    StartAudit,
-    StartHeal,
-    SyncMirror,
-)
 from .request import BUNDLE_LIMIT_BYTES, Call, OwnedStream, Query, spool_body
 
 _RefRecord = Annotated[
@@ -50,7 +36,7 @@ class BundleQuery(Query):
 
 
 class MirrorQuery(Query):
-    mirror: Repo | None = None
+    mirror: protocol.Repo | None = None
 
 
 class UnpinQuery(Query):
@@ -63,19 +49,19 @@ class AuditsQuery(Query):
     limit: int = Field(100, ge=1, le=1000)
 
 
-async def list_mirrors(call: Call) -> list[Mirror]:
+async def list_mirrors(call: Call) -> list[protocol.Mirror]:
     return [shown_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
 
 
-async def add_mirror(call: Call, body: AddMirror) -> Operation:
+async def add_mirror(call: Call, body: protocol.AddMirror) -> protocol.Operation:
     return await call.engine.work.add_mirror(body.repo, body.url, owner_uid=call.peer.uid)
 
 
-async def get_mirror(call: Call) -> Mirror:
+async def get_mirror(call: Call) -> protocol.Mirror:
     return shown_mirror(call, await call.engine.mirrors.describe(await _named(call)))
 
 
-def shown_mirror(call: Call, mirror: Mirror) -> Mirror:
+def shown_mirror(call: Call, mirror: protocol.Mirror) -> protocol.Mirror:
     return mirror if call.is_admin else replace(mirror, error=None, ref_faults=[])
 
 
@@ -87,21 +73,21 @@ async def remove_mirror(call: Call) -> None:
     await call.engine.work.remove_mirror(await _named(call))
 
 
-async def sync_mirror(call: Call, body: SyncMirror) -> Operation:
+async def sync_mirror(call: Call, body: protocol.SyncMirror) -> protocol.Operation:
     return call.engine.work.sync(
         await _named(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid
     )
 
 
-async def log_refs(call: Call) -> list[RefRecord]:
+async def log_refs(call: Call) -> list[protocol.RefRecord]:
     return await call.engine.mirrors.refs_log(await _named(call))
 
 
-async def diff_refs(call: Call, query: RefsDiffQuery) -> RefDiff:
+async def diff_refs(call: Call, query: RefsDiffQuery) -> protocol.RefDiff:
     return await call.engine.mirrors.refs_diff(await _named(call), query.a, query.b)
 
 
-async def restore_refs(call: Call, body: RestoreRefs) -> Operation:
+async def restore_refs(call: Call, body: protocol.RestoreRefs) -> protocol.Operation:
     name = await _named(call)
     return call.engine.work.restore_refs(name, body.at, owner_uid=call.peer.uid)
 
@@ -123,7 +109,7 @@ async def create_bundle(call: Call, query: BundleQuery) -> Response:
     return OwnedStream(bundle.content, headers, owned)
 
 
-async def import_bundle(call: Call, query: MirrorQuery) -> Operation:
+async def import_bundle(call: Call, query: MirrorQuery) -> protocol.Operation:
     """The file is received whole before the answer; the operation checks and imports it."""
     await call.engine.room.ensure("import the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
@@ -133,12 +119,12 @@ async def import_bundle(call: Call, query: MirrorQuery) -> Operation:
 # -- pins -----------------------------------------------------------------------------------------
 
 
-async def list_pins(call: Call, query: MirrorQuery) -> list[Pin]:
+async def list_pins(call: Call, query: MirrorQuery) -> list[protocol.Pin]:
     mirrors, text = call.engine.mirrors, query.mirror
     return await mirrors.list_pins((await mirrors.get(text)).name if text else None)
 
 
-async def add_pin(call: Call, body: AddPin) -> Pin:
+async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin:
     commit, mirrors = parse_commit(body.commit), call.engine.mirrors
     name = (await mirrors.get(body.mirror)).name
     if missing := await mirrors.ensure_commits(name, [commit]):
@@ -172,7 +158,7 @@ async def remove_pin(call: Call, query: UnpinQuery) -> None:
     await call.engine.mirrors.unpin(name, [commit], owner=owner)
 
 
-async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -> Pin:
+async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -> protocol.Pin:
     for pin in await call.engine.mirrors.list_pins(name):
         if pin.commit == commit and pin.owner == owner:
             return pin
@@ -185,25 +171,25 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
 # -- audits and heals -----------------------------------------------------------------------------
 
 
-async def start_audit(call: Call, body: StartAudit) -> Operation:
+async def start_audit(call: Call, body: protocol.StartAudit) -> protocol.Operation:
     return await call.engine.work.audit(body, owner_uid=call.peer.uid)
 
 
-async def list_audits(call: Call, query: AuditsQuery) -> list[Audit]:
+async def list_audits(call: Call, query: AuditsQuery) -> list[protocol.Audit]:
     return await call.engine.audits.list(query.limit)
 
 
-async def get_audit(call: Call) -> Audit:
+async def get_audit(call: Call) -> protocol.Audit:
     return await call.engine.audits.get(call.path["id"])
 
 
-async def start_heal(call: Call, body: StartHeal) -> Operation:
+async def start_heal(call: Call, body: protocol.StartHeal) -> protocol.Operation:
     """An audit of all content that repairs what it finds, and audits the repairs."""
-    request = StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
+    request = protocol.StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
     return await call.engine.work.audit(request, kind="heal", owner_uid=call.peer.uid)
 
 
-async def heal_with_bundle(call: Call) -> Operation:
+async def heal_with_bundle(call: Call) -> protocol.Operation:
     """Heal one mirror, with the bundle in the body as one more donor; the bundle is not kept."""
     await call.engine.room.ensure("take the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)

@@ -29,15 +29,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from .. import errors
 from ..engine import Engine
-from ..errors import (
-    BodyTooLargeError,
-    InternalError,
-    InvalidRequestError,
-    LimitReachedError,
-    MirrordError,
-    TooManyFilesError,
-)
 from ..host.files import full_disk_named, host_error, write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
@@ -146,7 +139,7 @@ class Body:
         if self._held[self.user] + size > USER_BODIES_BYTES or (
             not self.is_admin and self._held.total() + size > ALL_BODIES_BYTES
         ):
-            raise LimitReachedError(
+            raise errors.LimitReachedError(
                 "cannot take the request's body: too many bytes of unanswered requests are held",
                 hint="send fewer large requests at a time",
                 retry_after=1,
@@ -177,7 +170,7 @@ class Body:
 async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
     """The body. Raises BodyTooLargeError before a piece that exceeds the limit."""
     too_large = partial(
-        BodyTooLargeError,
+        errors.BodyTooLargeError,
         f"cannot read the request's body: it is larger than {limit_bytes} bytes",
         hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB, a bundle 256 GiB",
         limit_bytes=limit_bytes,
@@ -191,11 +184,11 @@ async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[byte
             async with asyncio.timeout(SILENCE_LIMIT_S):
                 message = await request.receive()
         except TimeoutError as error:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s"
             ) from error
         if message["type"] == "http.disconnect":
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 "cannot read the request's body: the client hung up in the middle"
             )
         more = message.get("more_body", False)
@@ -269,16 +262,16 @@ _seldom = Seldom()
 MEDIA_TYPE = "application/problem+json"
 
 
-class MethodNotAllowedError(InvalidRequestError):
+class MethodNotAllowedError(errors.InvalidRequestError):
     code, title, http_status = "method-not-allowed", "Method not allowed", 405
 
 
-def problem_body(error: MirrordError) -> bytes:
+def problem_body(error: errors.MirrordError) -> bytes:
     """Secrets in URLs are masked, whichever code wrote the message."""
     return masked(json.dumps(error.problem(), default=str)).encode()
 
 
-def problem_headers(error: MirrordError) -> dict[str, str]:
+def problem_headers(error: errors.MirrordError) -> dict[str, str]:
     headers = {"content-type": MEDIA_TYPE}
     if isinstance(error, MethodNotAllowedError):
         headers["allow"] = error.facts["allow"]
@@ -289,22 +282,24 @@ def problem_headers(error: MirrordError) -> dict[str, str]:
 
 def problem_response(error: Exception) -> Response:
     """The answer to any exception. An unexpected one is logged, here only, and not shown."""
-    found = error if isinstance(error, MirrordError) else host_error(error, "answer the request")
-    if isinstance(found, TooManyFilesError):
+    found = (
+        error if isinstance(error, errors.MirrordError) else host_error(error, "answer the request")
+    )
+    if isinstance(found, errors.TooManyFilesError):
         if count := _seldom.count("files"):
             log.error("files.exhausted", detail=found.message, count=count)
     elif found is not None and found is not error:
         log.error("disk.failed", detail=found.message)
-    elif found is None or found.exit_status == InternalError.exit_status:
+    elif found is None or found.exit_status == errors.InternalError.exit_status:
         log.error("request.crashed", detail=found.message if found else None, exc_info=error)
-    problem = found or InternalError(
+    problem = found or errors.InternalError(
         "cannot answer the request: an unexpected error",
         hint="this is a bug; the daemon's log has the details",
     )
     return Response(problem_body(problem), problem.http_status, problem_headers(problem))
 
 
-def invalid_request(part: str, error: ValidationError) -> InvalidRequestError:
+def invalid_request(part: str, error: ValidationError) -> errors.InvalidRequestError:
     """All faults that pydantic found in the query or the body."""
     faults: list[dict[str, Any]] = [
         {
@@ -317,7 +312,7 @@ def invalid_request(part: str, error: ValidationError) -> InvalidRequestError:
         f"{fault['key']}: {fault['message']}" if fault["key"] else fault["message"]
         for fault in faults
     )
-    return InvalidRequestError(
+    return errors.InvalidRequestError(
         f"cannot read the {part} of the request: {listing}",
         hint="see GET /v1/openapi.json for what it takes",
         faults=faults,

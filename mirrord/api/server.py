@@ -27,14 +27,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from .. import errors
 from ..activity import Traffic
-from ..errors import (
-    CancelledError,
-    InvalidRequestError,
-    LimitReachedError,
-    MirrordError,
-    TooManyConnectionsError,
-)
 from ..host.peers import Peer, Role, peer_of
 from ..telemetry import Seldom, log
 from .request import problem_body, problem_headers
@@ -85,12 +79,12 @@ class Connections:
         """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
         if not self._has_room(uid, role):
-            self._traffic.refusals[TooManyConnectionsError.code] += 1
+            self._traffic.refusals[errors.TooManyConnectionsError.code] += 1
             if count := self._refusals.count(uid):
                 log.warning(
                     "connection.refused", uid=uid, count=count, connections=len(self._users)
                 )
-            raise TooManyConnectionsError(
+            raise errors.TooManyConnectionsError(
                 f"cannot take another connection of uid {uid}: too many are open",
                 hint="use connections again, and close those that are idle",
                 retry_after=1,
@@ -257,7 +251,7 @@ class HttpConnection(HttpToolsProtocol):
             log.debug("connection.lost", reason=str(error))
             transport.abort()
             return
-        except TooManyConnectionsError as error:
+        except errors.TooManyConnectionsError as error:
             self._refuse(error)
             return
         self._is_counted = True
@@ -305,7 +299,7 @@ class HttpConnection(HttpToolsProtocol):
             if not self.is_lost or task.uncancel():  # the server is stopping
                 raise
             log.info("request.abandoned", uid=self.peer.uid)
-            raise CancelledError("cannot answer the request: the client hung up") from error
+            raise errors.CancelledError("cannot answer the request: the client hung up") from error
         finally:
             self._working = None
 
@@ -322,7 +316,7 @@ class HttpConnection(HttpToolsProtocol):
             with socket.socket(fileno=os.dup(plain.fileno())) as same:
                 socket.send_fds(same, [_INTERIM], [descriptor])
         except OSError as error:  # ETOOMANYREFS: more are on their way than files may be open
-            raise LimitReachedError(
+            raise errors.LimitReachedError(
                 f"cannot send a descriptor to the client: {error.strerror}",
                 hint="read the answers to earlier requests",
                 retry_after=1,
@@ -380,21 +374,23 @@ class HttpConnection(HttpToolsProtocol):
             else "it is not HTTP/1.1"
         )
         self._refuse(
-            InvalidRequestError(f"cannot read the request: {fact}", hint="see GET /v1/openapi.json")
+            errors.InvalidRequestError(
+                f"cannot read the request: {fact}", hint="see GET /v1/openapi.json"
+            )
         )
 
     def _give_up_on_head(self) -> None:
         self._head_timer = None
         if self._in_head:
             self._refuse(
-                InvalidRequestError(
+                errors.InvalidRequestError(
                     f"cannot read the request: its head took longer than {HEAD_TIMEOUT_S:g} s"
                 )
             )
         else:
             self.transport.close()
 
-    def _refuse(self, error: MirrordError) -> None:
+    def _refuse(self, error: errors.MirrordError) -> None:
         """Answer outside a request, and hang up a little later: a client may still be writing."""
         body = problem_body(error)
         lines = {**problem_headers(error), "content-length": str(len(body)), "connection": "close"}

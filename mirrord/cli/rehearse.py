@@ -16,19 +16,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from .. import __version__
+from .. import __version__, protocol
 from ..client.rehearsing import Candidate
 from ..errors import UsageError, from_problem
 from ..model import Readiness, ReportKind, utc_now
-from ..protocol import (
-    FAULTS_MAX,
-    AddReport,
-    Progress,
-    Rehearsed,
-    UnexpectedTest,
-    to_bytes,
-    to_json,
-)
 from . import page
 from .operations import watching
 from .output import count, table, when
@@ -69,10 +60,10 @@ def rehearse(
     tests["logs"] = _logs_of(logs, [*(report or ()), *([resume] if resume else [])])
     with closing(Results(report or (), resume)) as results, watching(session, "rehearse") as watch:
 
-        def note(row: Rehearsed) -> None:
+        def note(row: protocol.Rehearsed) -> None:
             results.add(row)
             done, total = len(results.rows), results.total
-            watch(Progress(done=done, total=total, unit="instances", note=row.instance))
+            watch(protocol.Progress(done=done, total=total, unit="instances", note=row.instance))
 
         try:
             asyncio.run(
@@ -101,7 +92,7 @@ async def _rehearse_all(
     dataset: str | None,
     jobs: int,
     results: Results,
-    note: Callable[[Rehearsed], None],
+    note: Callable[[protocol.Rehearsed], None],
     tests: dict[str, Any],
 ) -> None:
     clients = importlib.import_module("mirrord.client._async")
@@ -131,13 +122,13 @@ class Results:
     """The results of one run, with those of earlier runs that still hold; `close` writes pages."""
 
     def __init__(self, pages: Iterable[Path], resume: Path | None) -> None:
-        self.rows: list[Rehearsed] = []
+        self.rows: list[protocol.Rehearsed] = []
         self.kept = self.total = 0
         self._began_at = utc_now()
         with ExitStack() as opened:  # now: better than after hours of work
             self._pages = [opened.enter_context(create(path, PAGES)) for path in pages]
             self._lines: BinaryIO | None = None
-            self._earlier: dict[_Key, Rehearsed] = {}
+            self._earlier: dict[_Key, protocol.Rehearsed] = {}
             if resume:
                 self._lines, self._earlier = _open_lines(resume)
                 opened.enter_context(self._lines)
@@ -157,10 +148,10 @@ class Results:
         self.kept = len(self.rows)
         return left
 
-    def add(self, row: Rehearsed) -> None:
+    def add(self, row: protocol.Rehearsed) -> None:
         self.rows.append(row)
         if self._lines:
-            self._lines.write(to_bytes(row.to_json()) + b"\n")
+            self._lines.write(protocol.to_bytes(row.to_json()) + b"\n")
             self._lines.flush()
 
     def close(self) -> None:
@@ -207,7 +198,7 @@ class Results:
             "ended_at": utc_now(),
         }
 
-    def report(self) -> AddReport:
+    def report(self) -> protocol.AddReport:
         """What the daemon's page shows of it."""
         mirrors: dict[str, dict[str, int]] = {}
         for row in self.rows:
@@ -215,20 +206,20 @@ class Results:
             counts[row.status] = counts.get(row.status, 0) + 1
         bad = [row for row in self.rows if row.status is not Readiness.READY]
         datasets = {row.dataset for row in self.rows}
-        return AddReport(
+        return protocol.AddReport(
             kind=ReportKind.REHEARSAL,
             dataset=datasets.pop() if len(datasets) == 1 else None,
             duration_s=(utc_now() - self._began_at).total_seconds(),
             total=self.total,
             results=self.totals()["states"],
             mirrors=mirrors,
-            faults={row.instance: _failed_step(row) for row in bad[:FAULTS_MAX]},
+            faults={row.instance: _failed_step(row) for row in bad[: protocol.FAULTS_MAX]},
         )
 
     def answer(self) -> dict[str, Any]:
         """The answer with --json."""
         rows = [{**row.to_json(), "ok": row.ok} for row in self.rows]
-        return {"instances": rows, "totals": to_json(self.totals())}
+        return {"instances": rows, "totals": protocol.to_json(self.totals())}
 
     def lines(self) -> Iterator[str]:
         """The answer for people: counts by repository, then each instance that is not ready."""
@@ -260,12 +251,12 @@ class Results:
         yield f"{count(len(self.rows), 'instance')} rehearsed{kept}: {counts_text}"
 
 
-def _failed_step(row: Rehearsed) -> str:
+def _failed_step(row: protocol.Rehearsed) -> str:
     outcomes = {"failed", "but"}
     return next((step.name for step in row.steps if step.outcome in outcomes), str(row.status))
 
 
-def _unexpected(rows: list[Rehearsed]) -> Iterator[str]:
+def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
     """The tests that came out otherwise than their rows say, with the last lines about them."""
     for row in rows:
         for each in row.unexpected:
@@ -275,11 +266,11 @@ def _unexpected(rows: list[Rehearsed]) -> Iterator[str]:
         yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)
 
 
-def _status_of(row: Rehearsed) -> int:
+def _status_of(row: protocol.Rehearsed) -> int:
     return from_problem(row.error.to_json()).exit_status if row.error else 1
 
 
-def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, Rehearsed]]:
+def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
     """The file to write on to, and the last result of each instance in it."""
     hint = "name a file that --resume wrote, or a new one"
     try:
@@ -287,7 +278,7 @@ def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, Rehearsed]]:
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        found = [Rehearsed.from_json(json.loads(line)) for line in whole.splitlines()]
+        found = [protocol.Rehearsed.from_json(json.loads(line)) for line in whole.splitlines()]
         file.truncate(len(whole))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
@@ -308,12 +299,12 @@ _TONES = {Readiness.READY: "good", Readiness.BUT: "good", Readiness.FAILED: "bad
 _NOTHING = {"@test_patch": "a test patch", "@patch": "a gold patch"}
 
 
-def render(totals: Mapping[str, Any], rows: Sequence[Rehearsed]) -> str:
+def render(totals: Mapping[str, Any], rows: Sequence[protocol.Rehearsed]) -> str:
     """The page of a report; `rows` are sorted by dataset and repository."""
     return "".join(_sections(totals, rows))
 
 
-def _sections(totals: Mapping[str, Any], rows: Sequence[Rehearsed]) -> Iterator[str]:
+def _sections(totals: Mapping[str, Any], rows: Sequence[protocol.Rehearsed]) -> Iterator[str]:
     yield page.head(f"Rehearsal of {count(totals['total'], 'instance')}")
     kept = f", {totals['kept']:,} by an earlier run" if totals["kept"] else ""
     yield f"<p>{escape(when(totals['ended_at']))}, mirrord {escape(totals['mirrord'])}{kept}</p>\n"
@@ -338,7 +329,7 @@ def _sections(totals: Mapping[str, Any], rows: Sequence[Rehearsed]) -> Iterator[
 
 
 def _dataset(
-    dataset: str | None, rows: Sequence[Rehearsed], groups: Sequence[Mapping[str, Any]]
+    dataset: str | None, rows: Sequence[protocol.Rehearsed], groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
     yield f"<h2>{escape(f'Dataset {dataset}' if dataset else 'No dataset')}</h2>\n"
     mine = [group for group in groups if group["dataset"] == (dataset or "-")]
@@ -370,24 +361,24 @@ def _result(state: Readiness) -> str:
     return f'<td><b class="{_TONES.get(state, "other")}">{state}</b></td>'
 
 
-def _name(row: Rehearsed) -> str:
+def _name(row: protocol.Rehearsed) -> str:
     return f"<td>{escape(row.instance)}</td>"
 
 
-def _why(row: Rehearsed) -> str:
+def _why(row: protocol.Rehearsed) -> str:
     hint = row.error.hint if row.error else None
     more = f"<br>{escape(hint)}" if hint else ""
     tests = "".join(map(_test, row.unexpected))
     return f"<td>{escape(row.reason)}{more}{tests}{_logs(row)}</td>"
 
 
-def _test(test: UnexpectedTest) -> str:
+def _test(test: protocol.UnexpectedTest) -> str:
     if not test.lines:
         return f"<br>{escape(test.told)}"
     lines = "<br>".join(f"<code>{escape(line)}</code>" for line in test.lines)
     return f"<details><summary>{escape(test.told)}</summary>{lines}</details>"
 
 
-def _logs(row: Rehearsed) -> str:
+def _logs(row: protocol.Rehearsed) -> str:
     named = ", ".join(f"<code>{escape(path)}</code>" for path in row.logs)
     return f"<br>logs: {named}" if named else ""

@@ -14,14 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import (
-    AccessError,
-    MirrordError,
-    NotFoundError,
-    PathNotFoundError,
-    ResourceError,
-    UsageError,
-)
+from .. import errors
 
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SYS_MOVE_MOUNT, _SYS_OPENAT2 = 429, 437  # the same on every architecture
@@ -157,18 +150,18 @@ _NEEDS = {
 }
 
 
-def _refused(path: Path, pid: int | None, number: int) -> MirrordError:
+def _refused(path: Path, pid: int | None, number: int) -> errors.MirrordError:
     """What an errno means."""
     where = f"{path}" if pid is None else f"{path} of process {pid}"
     fact = f"cannot attach a checkout at {where}: {os.strerror(number)}"
     match number:
         case errno.EPERM | errno.EACCES:
-            return AccessError(fact, hint=_NEEDS[pid is not None])
+            return errors.AccessError(fact, hint=_NEEDS[pid is not None])
         case errno.ENOENT:
-            return PathNotFoundError(fact, hint="make the directory first")
+            return errors.PathNotFoundError(fact, hint="make the directory first")
         case errno.ENOTDIR | errno.ELOOP:
-            return UsageError(fact, hint="name a directory, through no symbolic link")
+            return errors.UsageError(fact, hint="name a directory, through no symbolic link")
         case errno.ESRCH:
-            return NotFoundError(fact, hint="name the process by its number outside")
+            return errors.NotFoundError(fact, hint="name the process by its number outside")
         case _:
-            return ResourceError(fact, hint="the kernel's log may say more", errno=number)
+            return errors.ResourceError(fact, hint="the kernel's log may say more", errno=number)

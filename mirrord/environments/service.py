@@ -16,16 +16,10 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from .. import protocol
+from .. import errors, protocol
 from ..catalog import InstanceRow
 from ..checkouts.environments import EnvironmentRecord, EnvironmentStore, not_found
 from ..datasets.service import Datasets
-from ..errors import (
-    EnvironmentFailedError,
-    EnvironmentNotFoundError,
-    InvalidRecipeError,
-    RecipeNotFoundError,
-)
 from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
 from ..git.turns import Coalescer, SharedWork
@@ -118,7 +112,7 @@ class Environments:
                     continue
                 try:
                     plan = await self._plan_of(row, request.frozen)
-                except (RecipeNotFoundError, InvalidRecipeError) as error:
+                except (errors.RecipeNotFoundError, errors.InvalidRecipeError) as error:
                     refused.append(protocol.FailedBuild(key=identity, detail=error.message))
                 else:
                     _merge(plans, plan if request.prewarm else plan._replace(bases=()))
@@ -141,7 +135,7 @@ class Environments:
             mirror = MirrorName.parse(facts["mirror"]) if facts["mirror"] else None
             recipe = Recipe.from_json(facts["recipe"])
             return Plan(recipe, record.digest, mirror, facts["commit"], ())
-        raise EnvironmentNotFoundError(
+        raise errors.EnvironmentNotFoundError(
             not_found(name).message,
             hint="name an instance, or import a recipe: `mirrord environment import FILE`",
         )
@@ -152,7 +146,7 @@ class Environments:
     ) -> Plan:  # fmt: skip
         if reads_tree(recipe):
             if mirror is None or commit is None:
-                raise EnvironmentNotFoundError(
+                raise errors.EnvironmentNotFoundError(
                     f"cannot build environment {recipe.key}: its recipe reads files of a tree",
                     hint="name an instance that has this environment",
                 )
@@ -192,7 +186,7 @@ class Environments:
                     if self.preparations.is_needed(plan, base):
                         await self._prepare(plan, base, again)
                         report.prepared.append(base)
-            except EnvironmentFailedError as error:
+            except errors.EnvironmentFailedError as error:
                 key, detail = plan.recipe.key, error.message
                 report.failed.append(protocol.FailedBuild(key=key, detail=detail))
             step(plan.name, left)

@@ -11,20 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from weakref import WeakValueDictionary
 
-from ... import protocol
+from ... import model, protocol
 from ...errors import CheckoutNotFoundError, MirrordError
-from ...model import (
-    ApplyStrategy,
-    Backend,
-    Bind,
-    DiffFormat,
-    FoundStrategy,
-    History,
-    Policy,
-    Target,
-    View,
-    utc_now,
-)
 from ..http import seconds_of
 from ..primitives_async import AsyncWorker, Pending, async_to_end
 
@@ -91,15 +79,15 @@ class AsyncCheckout:
         return self.lease.instance
 
     @property
-    def history(self) -> History:
+    def history(self) -> model.History:
         return self.lease.history
 
     @property
-    def view(self) -> View:
+    def view(self) -> model.View:
         return self.lease.view
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> model.Backend:
         return self.lease.backend
 
     @property
@@ -171,7 +159,7 @@ class AsyncCheckout:
         """
         return await self._client.save_layer(self.id, name)
 
-    async def diff(self, *, format: DiffFormat = DiffFormat.PATCH) -> bytes:  # noqa: A002
+    async def diff(self, *, format: model.DiffFormat = model.DiffFormat.PATCH) -> bytes:  # noqa: A002
         """The changes since the base commit and the prepared layer, as a patch that git accepts.
 
         Or as `git diff` prints them with `--stat` or `--name-status`.
@@ -183,8 +171,8 @@ class AsyncCheckout:
         patch: bytes | str,
         *,
         reverse: bool = False,
-        strategy: ApplyStrategy = ApplyStrategy.EXACT,
-    ) -> FoundStrategy:
+        strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
+    ) -> model.FoundStrategy:
         """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view.
 
         Returns what made it fit: with `strategy="tolerant"` that may be another than `exact`.
@@ -204,11 +192,11 @@ class AsyncCheckout:
     def grade(
         self,
         *,
-        policy: Policy | str | Mapping[str, str] | None = None,
-        backend: Backend | None = None,
+        policy: model.Policy | str | Mapping[str, str] | None = None,
+        backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
-        bind: Bind = Bind.LEASE,
+        bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a grader's tree with what was changed here, and the instance's tests."""
@@ -237,7 +225,7 @@ class AsyncCheckout:
         that process, at the paths that it sees.
         """
         if environment is not None:
-            target = Target.ENVIRONMENT
+            target = model.Target.ENVIRONMENT
             await self._client.attach_checkout(self.id, environment, target=target, pid=pid)
         await self._client.attach_checkout(self.id, path, pid=pid)
 
@@ -291,7 +279,7 @@ class AsyncGrade(AsyncCheckout):
         return self.report.dropped
 
     @property
-    def strategy(self) -> FoundStrategy | None:
+    def strategy(self) -> model.FoundStrategy | None:
         """How the patch applied; None for the grade of a checkout."""
         return self.report.strategy
 
@@ -369,11 +357,11 @@ class AsyncRenewal:
                 return  # released meanwhile
             message = "cannot renew checkout %s, which expires at %s: %s"
             log.warning(message, identity, checkout.expires_at, error)
-            if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= utc_now():
+            if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= model.utc_now():
                 self.drop(identity)
             self.move(identity, checkout.expires_at)
 
 
 def _next_turn(expires_at: datetime) -> float:
-    left = (expires_at - utc_now()).total_seconds()
+    left = (expires_at - model.utc_now()).total_seconds()
     return time.monotonic() + max(left / 3, _LEAST_SECONDS)

@@ -18,20 +18,6 @@ from typing import Self
 from ... import protocol
 from ...errors import ResourceError, StoppingError
 from .. import http
-from ..http import (
-    BrokenError,
-    Head,
-    HttpRequest,
-    LateError,
-    Refusals,
-    RefusedError,
-    Response,
-    body_of,
-    failure_of,
-    is_error,
-    problem_of,
-    retry_pauses,
-)
 from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
 _CONNECT_SECONDS = 10.0
@@ -78,22 +64,22 @@ class AsyncConnection:
         accepted: tuple[int, ...] = (),
         descriptors: list[int] | None = None,
         **query: object,
-    ) -> Response:
+    ) -> http.Response:
         """Send, and read the whole answer; raises its error unless its status is accepted.
 
         Descriptors that come with the answer are added to `descriptors`, also before an error.
         """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = HttpRequest(method, http.target(path, query), headers)
-        sent = content if body is None else body_of(body)
-        pauses = retry_pauses(self._patience_seconds)
-        refusals = Refusals(self._retries, self._timeout)
+        request = http.HttpRequest(method, http.target(path, query), headers)
+        sent = content if body is None else http.body_of(body)
+        pauses = http.retry_pauses(self._patience_seconds)
+        refusals = http.Refusals(self._retries, self._timeout)
         while True:
             try:
                 response = await self._exchange(request, sent, descriptors)
-                if is_error(response, accepted):
-                    raise problem_of(response)
+                if http.is_error(response, accepted):
+                    raise http.problem_of(response)
                 return response
             except StoppingError:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
@@ -103,23 +89,23 @@ class AsyncConnection:
                 if again_s is None or isinstance(content, AsyncIterator):
                     raise
                 seconds = again_s
-            except BrokenError as error:
-                is_safe = method == "GET" or isinstance(error, RefusedError)
-                may_retry = self._reached and is_safe and not isinstance(error, LateError)
+            except http.BrokenError as error:
+                is_safe = method == "GET" or isinstance(error, http.RefusedError)
+                may_retry = self._reached and is_safe and not isinstance(error, http.LateError)
                 if not may_retry or (seconds := next(pauses, None)) is None:
-                    raise failure_of(error, request, self.socket) from error
+                    raise http.failure_of(error, request, self.socket) from error
             await async_pause(seconds)
 
     @contextlib.asynccontextmanager
     async def stream(
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
-    ) -> AsyncGenerator[tuple[Head, AsyncGenerator[bytes]]]:
+    ) -> AsyncGenerator[tuple[http.Head, AsyncGenerator[bytes]]]:
         """The head of an answer, and its body as it comes, however slowly.
 
         It is sent again only where the daemon had too much to do.
         """
-        request = HttpRequest("GET", http.target(path, query), headers or {})
-        refusals = Refusals(self._retries, self._timeout)
+        request = http.HttpRequest("GET", http.target(path, query), headers or {})
+        refusals = http.Refusals(self._retries, self._timeout)
         channel = None
         try:
             while True:
@@ -129,24 +115,24 @@ class AsyncConnection:
                 self._reached = True
                 if head.status < 400:
                     break
-                error = problem_of(await channel.read_rest(head))
+                error = http.problem_of(await channel.read_rest(head))
                 if (seconds := refusals.pause_s(error)) is None:
                     raise error
                 channel.close()
                 await async_pause(seconds)
             yield head, channel.iter_body(head)
-        except BrokenError as error:
-            raise failure_of(error, request, self.socket) from error
+        except http.BrokenError as error:
+            raise http.failure_of(error, request, self.socket) from error
         finally:
             if channel is not None:
                 channel.close()
 
     async def _exchange(
         self,
-        request: HttpRequest,
+        request: http.HttpRequest,
         body: bytes | AsyncIterator[bytes] | None,
         descriptors: list[int] | None,
-    ) -> Response:
+    ) -> http.Response:
         channel = await self._take()
         channel.descriptors = descriptors
         try:
@@ -171,7 +157,7 @@ class AsyncConnection:
                 channel.close()
         return await AsyncChannel.open(self.socket)
 
-    def _give_back(self, channel: "AsyncChannel", head: Head) -> None:
+    def _give_back(self, channel: "AsyncChannel", head: http.Head) -> None:
         if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)
@@ -214,7 +200,7 @@ class AsyncChannel:
         except BaseException as error:
             connected.close()
             if isinstance(error, OSError):
-                raise RefusedError from error
+                raise http.RefusedError from error
             raise
 
     def close(self) -> None:
@@ -224,13 +210,16 @@ class AsyncChannel:
         """Whether the daemon closed it while it was idle; it sends nothing else then."""
         return self._is_readable()
 
-    def is_reusable(self, head: Head) -> bool:
+    def is_reusable(self, head: http.Head) -> bool:
         return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
 
     # -- the request
 
     async def send(
-        self, request: HttpRequest, body: bytes | AsyncIterator[bytes] | None, timeout: float | None
+        self,
+        request: http.HttpRequest,
+        body: bytes | AsyncIterator[bytes] | None,
+        timeout: float | None,
     ) -> None:
         """Send a request; ends early, without error, when the daemon answers or hangs up first.
 
@@ -260,7 +249,7 @@ class AsyncChannel:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise RefusedError from error
+            raise http.RefusedError from error
         return memoryview(data)[sent:]
 
     async def _went_out(self, data: bytes | memoryview) -> bool:
@@ -269,7 +258,7 @@ class AsyncChannel:
         except (BrokenPipeError, ConnectionResetError):
             return False  # its reason may have arrived before
         except TimeoutError as error:
-            raise LateError from error
+            raise http.LateError from error
         return True
 
     def _is_readable(self) -> bool:
@@ -279,21 +268,21 @@ class AsyncChannel:
 
     # -- the answer
 
-    async def read_head(self, request: HttpRequest) -> Head:
+    async def read_head(self, request: http.HttpRequest) -> http.Head:
         while True:
             head = http.read_head(request, await self._until(b"\r\n\r\n"))
             if head.status >= 200:  # 1xx announce the real one
                 return head
 
-    async def read_rest(self, head: Head) -> Response:
+    async def read_rest(self, head: http.Head) -> http.Response:
         if head.length is not None:
             while len(self._buffer) < head.length:
                 await self._fill()
             self._is_read_whole = True
-            return Response(head, self._taken(head.length))
-        return Response(head, b"".join([piece async for piece in self.iter_body(head)]))
+            return http.Response(head, self._taken(head.length))
+        return http.Response(head, b"".join([piece async for piece in self.iter_body(head)]))
 
-    async def iter_body(self, head: Head) -> AsyncGenerator[bytes]:
+    async def iter_body(self, head: http.Head) -> AsyncGenerator[bytes]:
         if head.is_chunked:
             while size := http.chunk_size(await self._until(b"\r\n")):
                 async for piece in self._iter_exactly(size):
@@ -305,7 +294,7 @@ class AsyncChannel:
             async for piece in self._iter_exactly(head.length):
                 yield piece
         else:
-            with contextlib.suppress(BrokenError):
+            with contextlib.suppress(http.BrokenError):
                 while True:
                     yield await self._some(_READ_BYTES)
         self._is_read_whole = True
@@ -345,9 +334,9 @@ class AsyncChannel:
                 piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
                 self.descriptors += found
         except (ConnectionResetError, BrokenPipeError) as error:
-            raise BrokenError from error
+            raise http.BrokenError from error
         except TimeoutError as error:
-            raise LateError from error
+            raise http.LateError from error
         if not piece:
-            raise BrokenError
+            raise http.BrokenError
         self._buffer += piece

@@ -13,29 +13,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-from ... import errors, protocol
-from ...model import (
-    ApplyStrategy,
-    AuditLevel,
-    Backend,
-    Bind,
-    DiffFormat,
-    History,
-    Policy,
-    Target,
-    View,
-)
+from ... import errors, model, protocol
 from ...places import socket_path
-from .. import mounts
-from ..http import (
-    EventReader,
-    message,
-    policy_text,
-    read_list,
-    read_one,
-    retry_pauses,
-    seconds_of,
-)
+from .. import http, mounts
 from ..primitives_sync import chunks, pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
@@ -84,13 +64,13 @@ class Client:
         self._connection.close()
 
     def _one(self, kind: type[A], method: str, path: str, **request: Any) -> A:
-        return read_one(self._connection.request(method, path, **request), kind)
+        return http.read_one(self._connection.request(method, path, **request), kind)
 
     def _start(self, method: str, path: str, **request: Any) -> protocol.Operation:
         return self._one(protocol.Operation, method, path, **request)
 
     def _list(self, kind: type[A], method: str, path: str, **request: Any) -> list[A]:
-        return read_list(self._connection.request(method, path, **request), kind)
+        return http.read_list(self._connection.request(method, path, **request), kind)
 
     # -- the daemon
 
@@ -119,7 +99,7 @@ class Client:
 
     def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
         """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
-        body = message(protocol.CollectGarbage, dry_run=dry_run)
+        body = http.message(protocol.CollectGarbage, dry_run=dry_run)
         return self._one(protocol.Garbage, "POST", "gc", body=body)
 
     def metrics(self) -> str:
@@ -136,12 +116,12 @@ class Client:
 
     def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
-        body = message(protocol.AddMirror, repo=repo, url=url)
+        body = http.message(protocol.AddMirror, repo=repo, url=url)
         return self._start("POST", "mirrors", body=body)
 
     def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
-        body = message(protocol.SyncMirror, accept_loss=accept_loss)
+        body = http.message(protocol.SyncMirror, accept_loss=accept_loss)
         return self._start("POST", f"mirrors/{_mirror(name)}/sync", body=body)
 
     def remove_mirror(self, name: str) -> None:
@@ -158,7 +138,7 @@ class Client:
 
     def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
-        body = message(protocol.RestoreRefs, at=at)
+        body = http.message(protocol.RestoreRefs, at=at)
         return self._start("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body)
 
     # -- bundles
@@ -207,7 +187,7 @@ class Client:
 
     def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
         """Keep a commit alive under your own name; its closure is verified first."""
-        body = message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
+        body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
         return self._one(protocol.Pin, "POST", "pins", body=body)
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
@@ -271,7 +251,7 @@ class Client:
         return self._list(protocol.InstanceName, "GET", "instances", dataset=dataset)
 
     def get_instance(
-        self, instance: str, *, view: View = View.AGENT, dataset: str | None = None
+        self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
         """One instance; its patches only in the grader view, with the right to see them."""
         path = f"instances/{_quoted(instance)}"
@@ -283,11 +263,11 @@ class Client:
         self,
         *mirrors: str,
         dataset: str | None = None,
-        level: AuditLevel | None = None,
+        level: model.AuditLevel | None = None,
         heal: bool | None = None,
     ) -> protocol.Operation:
         """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
-        body = message(
+        body = http.message(
             protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
         )
         return self._start("POST", "audits", body=body)
@@ -307,7 +287,7 @@ class Client:
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
-        body = message(protocol.StartHeal, mirrors=list(mirrors))
+        body = http.message(protocol.StartHeal, mirrors=list(mirrors))
         return self._start("POST", "heals", body=body)
 
     def heal_with_bundle(
@@ -341,7 +321,7 @@ class Client:
         `frozen` packages are of the instance's date.
         """
         given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        body = message(protocol.BuildEnvironments, **given, frozen=frozen)
+        body = http.message(protocol.BuildEnvironments, **given, frozen=frozen)
         return self._start("POST", "environments", body=body)
 
     def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
@@ -371,12 +351,12 @@ class Client:
         mirror: str | None = None,
         commit: str | None = None,
         dataset: str | None = None,
-        history: History | None = None,
-        view: View = View.AGENT,
-        backend: Backend | None = None,
+        history: model.History | None = None,
+        view: model.View = model.View.AGENT,
+        backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
-        bind: Bind = Bind.LEASE,
+        bind: model.Bind = model.Bind.LEASE,
         attach: bool = False,
         layer: str | None = None,
         environment: str | None = None,
@@ -391,7 +371,7 @@ class Client:
         `Checkout.attach`, even where this mount namespace does not show checkouts. `layer` is
         a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
         """
-        body = message(
+        body = http.message(
             protocol.StartCheckout,
             instance=instance,
             mirror=mirror,
@@ -400,7 +380,7 @@ class Client:
             history=history,
             view=view,
             backend=backend,
-            ttl=seconds_of(ttl),
+            ttl=http.seconds_of(ttl),
             owner=owner,
             bind=bind,
             attach=attach,
@@ -425,7 +405,7 @@ class Client:
         *,
         snapshot: str | None = None,
         ttl: timedelta | float | str | None = None,
-        bind: Bind = Bind.LEASE,
+        bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Checkout:
         """Lease another tree with the content of a checkout as it is, or as a snapshot has it.
@@ -433,7 +413,7 @@ class Client:
         Its `lease` says what was copied. The rest is as for `checkout`.
         """
         kind = protocol.ForkCheckout
-        body = message(kind, snapshot=snapshot, ttl=seconds_of(ttl), bind=bind)
+        body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
         return self._fork(checkout, body, auto_renew)
 
     def _fork(self, checkout: str, body: protocol.ForkCheckout, auto_renew: bool) -> Checkout:
@@ -443,7 +423,7 @@ class Client:
 
     def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
         """Keep the content of a checkout under a name, by default a new one."""
-        body = message(protocol.MakeSnapshot, name=name)
+        body = http.message(protocol.MakeSnapshot, name=name)
         path = f"{_checkout(checkout)}/snapshots"
         return self._one(protocol.Snapshot, "POST", path, body=body)
 
@@ -456,7 +436,7 @@ class Client:
 
     def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
         """Keep what was changed in a checkout, for others of its commit."""
-        body = message(protocol.SaveLayer, name=name)
+        body = http.message(protocol.SaveLayer, name=name)
         path = f"{_checkout(checkout)}/layers"
         return self._one(protocol.PreparedLayer, "POST", path, body=body)
 
@@ -492,14 +472,14 @@ class Client:
     ) -> protocol.ResetAnswer:
         """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
         choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
-        body = message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
+        body = http.message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
         path = f"{_checkout(checkout)}/reset"
         return self._one(protocol.ResetAnswer, "POST", path, body=body)
 
     def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
-        body = message(protocol.RenewCheckout, ttl=seconds_of(ttl))
+        body = http.message(protocol.RenewCheckout, ttl=http.seconds_of(ttl))
         path = f"{_checkout(checkout)}/renew"
         lease = self._one(protocol.Checkout, "POST", path, body=body)
         self._renewal.move(lease.id, lease.expires_at)
@@ -509,7 +489,7 @@ class Client:
         self,
         checkout: str,
         *,
-        format: DiffFormat = DiffFormat.PATCH,  # noqa: A002
+        format: model.DiffFormat = model.DiffFormat.PATCH,  # noqa: A002
     ) -> bytes:
         path = f"{_checkout(checkout)}/diff"
         return (self._connection.request("GET", path, format=format)).body
@@ -520,7 +500,7 @@ class Client:
         patch: bytes | str,
         *,
         reverse: bool = False,
-        strategy: ApplyStrategy = ApplyStrategy.EXACT,
+        strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
     ) -> protocol.ApplyAnswer:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
@@ -531,7 +511,7 @@ class Client:
         return self._one(protocol.ApplyAnswer, "POST", path, **body, **query)
 
     def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
-        body = message(protocol.RestorePaths, commit=commit, paths=list(paths))
+        body = http.message(protocol.RestorePaths, commit=commit, paths=list(paths))
         path = f"{_checkout(checkout)}/restore"
         return (self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
 
@@ -554,13 +534,13 @@ class Client:
         patch: bytes | str,
         *,
         dataset: str | None = None,
-        strategy: ApplyStrategy | str = ApplyStrategy.EXACT,
-        policy: Policy | str | Mapping[str, str] | None = None,
-        history: History | None = None,
-        backend: Backend | None = None,
+        strategy: model.ApplyStrategy | str = model.ApplyStrategy.EXACT,
+        policy: model.Policy | str | Mapping[str, str] | None = None,
+        history: model.History | None = None,
+        backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
-        bind: Bind = Bind.LEASE,
+        bind: model.Bind = model.Bind.LEASE,
         layer: str | None = None,
         environment: str | None = None,
         auto_renew: bool = True,
@@ -574,10 +554,10 @@ class Client:
             "instance": instance,
             "dataset": dataset,
             "strategy": str(strategy),
-            "policy": policy_text(policy),
+            "policy": http.policy_text(policy),
             "history": history,
             "backend": backend,
-            "ttl": seconds_of(ttl),
+            "ttl": http.seconds_of(ttl),
             "owner": owner,
             "bind": str(bind),
             "layer": layer,
@@ -585,25 +565,25 @@ class Client:
         }
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         request = {"content": content, **query}
-        return self._grade("grades", seconds_of(ttl), auto_renew, request)
+        return self._grade("grades", http.seconds_of(ttl), auto_renew, request)
 
     def grade_checkout(
         self,
         checkout: str,
         *,
-        policy: Policy | str | Mapping[str, str] | None = None,
-        backend: Backend | None = None,
+        policy: model.Policy | str | Mapping[str, str] | None = None,
+        backend: model.Backend | None = None,
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
-        bind: Bind = Bind.LEASE,
+        bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a grader's tree with what a checkout's owner changed, and the instance's tests."""
-        body = message(
+        body = http.message(
             protocol.StartGrade,
-            policy=policy_text(policy),
+            policy=http.policy_text(policy),
             backend=backend,
-            ttl=seconds_of(ttl),
+            ttl=http.seconds_of(ttl),
             owner=owner,
             bind=bind,
         )
@@ -623,7 +603,7 @@ class Client:
         checkout: str,
         path: Path | str,
         *,
-        target: Target = Target.TREE,
+        target: model.Target = model.Target.TREE,
         pid: int | None = None,
     ) -> None:
         """Make a checkout's tree, or its environment, visible at a directory of this mount
@@ -632,7 +612,7 @@ class Client:
         There it follows resets, and goes with the namespace; what was attached at the place before
         is replaced. With `pid`, for root, in the mount namespace of that process.
         """
-        body = message(protocol.AttachCheckout, target=target)
+        body = http.message(protocol.AttachCheckout, target=target)
         while True:
             descriptors: list[int] = []
             try:
@@ -698,7 +678,7 @@ class Client:
         known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
-        pauses = retry_pauses(_POLL_SECONDS)
+        pauses = http.retry_pauses(_POLL_SECONDS)
         while True:
             try:
                 found = self.get_operation(identity)
@@ -724,8 +704,8 @@ class Client:
         if found.error is not None:
             raise errors.from_problem(found.error.to_json())
         if found.state == "cancelled":
-            message = f"cannot finish {found.kind} of {found.subject}: it was cancelled"
-            raise errors.CancelledError(message, operation=found.id)
+            fact = f"cannot finish {found.kind} of {found.subject}: it was cancelled"
+            raise errors.CancelledError(fact, operation=found.id)
         return found
 
     def events(
@@ -737,12 +717,12 @@ class Client:
         the daemon remembers, and ends.
         """
         last = after
-        pauses = retry_pauses(self._patience.total_seconds())
+        pauses = http.retry_pauses(self._patience.total_seconds())
         while True:
             try:
                 with closing(self._stream_events(last, follow)) as stream:
                     for event in stream:
-                        pauses = retry_pauses(self._patience.total_seconds())
+                        pauses = http.retry_pauses(self._patience.total_seconds())
                         last = f"{event.boot}:{event.id}"
                         yield event
                 if not follow:
@@ -751,14 +731,14 @@ class Client:
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:
-                message = f"cannot follow events: the daemon at {self.socket} went away"
-                raise errors.NoDaemonError(message, hint="see its log")
+                fact = f"cannot follow events: the daemon at {self.socket} went away"
+                raise errors.NoDaemonError(fact, hint="see its log")
             pause(seconds)
 
     def _stream_events(
         self, last: str | None, follow: bool
     ) -> Generator[protocol.Event, None, None]:
-        reader = EventReader()
+        reader = http.EventReader()
         headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
         with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
             for piece in body:

@@ -19,20 +19,6 @@ from typing import Self
 from ... import protocol
 from ...errors import ResourceError, StoppingError
 from .. import http
-from ..http import (
-    BrokenError,
-    Head,
-    HttpRequest,
-    LateError,
-    Refusals,
-    RefusedError,
-    Response,
-    body_of,
-    failure_of,
-    is_error,
-    problem_of,
-    retry_pauses,
-)
 from ..primitives_sync import pause, readable, receive, send
 
 _CONNECT_SECONDS = 10.0
@@ -79,22 +65,22 @@ class Connection:
         accepted: tuple[int, ...] = (),
         descriptors: list[int] | None = None,
         **query: object,
-    ) -> Response:
+    ) -> http.Response:
         """Send, and read the whole answer; raises its error unless its status is accepted.
 
         Descriptors that come with the answer are added to `descriptors`, also before an error.
         """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
-        request = HttpRequest(method, http.target(path, query), headers)
-        sent = content if body is None else body_of(body)
-        pauses = retry_pauses(self._patience_seconds)
-        refusals = Refusals(self._retries, self._timeout)
+        request = http.HttpRequest(method, http.target(path, query), headers)
+        sent = content if body is None else http.body_of(body)
+        pauses = http.retry_pauses(self._patience_seconds)
+        refusals = http.Refusals(self._retries, self._timeout)
         while True:
             try:
                 response = self._exchange(request, sent, descriptors)
-                if is_error(response, accepted):
-                    raise problem_of(response)
+                if http.is_error(response, accepted):
+                    raise http.problem_of(response)
                 return response
             except StoppingError:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
@@ -104,23 +90,23 @@ class Connection:
                 if again_s is None or isinstance(content, Iterator):
                     raise
                 seconds = again_s
-            except BrokenError as error:
-                is_safe = method == "GET" or isinstance(error, RefusedError)
-                may_retry = self._reached and is_safe and not isinstance(error, LateError)
+            except http.BrokenError as error:
+                is_safe = method == "GET" or isinstance(error, http.RefusedError)
+                may_retry = self._reached and is_safe and not isinstance(error, http.LateError)
                 if not may_retry or (seconds := next(pauses, None)) is None:
-                    raise failure_of(error, request, self.socket) from error
+                    raise http.failure_of(error, request, self.socket) from error
             pause(seconds)
 
     @contextlib.contextmanager
     def stream(
         self, path: str, *, headers: dict[str, str] | None = None, **query: object
-    ) -> Generator[tuple[Head, Generator[bytes, None, None]], None, None]:
+    ) -> Generator[tuple[http.Head, Generator[bytes, None, None]], None, None]:
         """The head of an answer, and its body as it comes, however slowly.
 
         It is sent again only where the daemon had too much to do.
         """
-        request = HttpRequest("GET", http.target(path, query), headers or {})
-        refusals = Refusals(self._retries, self._timeout)
+        request = http.HttpRequest("GET", http.target(path, query), headers or {})
+        refusals = http.Refusals(self._retries, self._timeout)
         channel = None
         try:
             while True:
@@ -130,24 +116,24 @@ class Connection:
                 self._reached = True
                 if head.status < 400:
                     break
-                error = problem_of(channel.read_rest(head))
+                error = http.problem_of(channel.read_rest(head))
                 if (seconds := refusals.pause_s(error)) is None:
                     raise error
                 channel.close()
                 pause(seconds)
             yield head, channel.iter_body(head)
-        except BrokenError as error:
-            raise failure_of(error, request, self.socket) from error
+        except http.BrokenError as error:
+            raise http.failure_of(error, request, self.socket) from error
         finally:
             if channel is not None:
                 channel.close()
 
     def _exchange(
         self,
-        request: HttpRequest,
+        request: http.HttpRequest,
         body: bytes | Iterator[bytes] | None,
         descriptors: list[int] | None,
-    ) -> Response:
+    ) -> http.Response:
         channel = self._take()
         channel.descriptors = descriptors
         try:
@@ -172,7 +158,7 @@ class Connection:
                 channel.close()
         return Channel.open(self.socket)
 
-    def _give_back(self, channel: "Channel", head: Head) -> None:
+    def _give_back(self, channel: "Channel", head: http.Head) -> None:
         if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)
@@ -215,7 +201,7 @@ class Channel:
         except BaseException as error:
             connected.close()
             if isinstance(error, OSError):
-                raise RefusedError from error
+                raise http.RefusedError from error
             raise
 
     def close(self) -> None:
@@ -225,13 +211,16 @@ class Channel:
         """Whether the daemon closed it while it was idle; it sends nothing else then."""
         return self._is_readable()
 
-    def is_reusable(self, head: Head) -> bool:
+    def is_reusable(self, head: http.Head) -> bool:
         return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
 
     # -- the request
 
     def send(
-        self, request: HttpRequest, body: bytes | Iterator[bytes] | None, timeout: float | None
+        self,
+        request: http.HttpRequest,
+        body: bytes | Iterator[bytes] | None,
+        timeout: float | None,
     ) -> None:
         """Send a request; ends early, without error, when the daemon answers or hangs up first.
 
@@ -261,7 +250,7 @@ class Channel:
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise RefusedError from error
+            raise http.RefusedError from error
         return memoryview(data)[sent:]
 
     def _went_out(self, data: bytes | memoryview) -> bool:
@@ -270,7 +259,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             return False  # its reason may have arrived before
         except TimeoutError as error:
-            raise LateError from error
+            raise http.LateError from error
         return True
 
     def _is_readable(self) -> bool:
@@ -280,21 +269,21 @@ class Channel:
 
     # -- the answer
 
-    def read_head(self, request: HttpRequest) -> Head:
+    def read_head(self, request: http.HttpRequest) -> http.Head:
         while True:
             head = http.read_head(request, self._until(b"\r\n\r\n"))
             if head.status >= 200:  # 1xx announce the real one
                 return head
 
-    def read_rest(self, head: Head) -> Response:
+    def read_rest(self, head: http.Head) -> http.Response:
         if head.length is not None:
             while len(self._buffer) < head.length:
                 self._fill()
             self._is_read_whole = True
-            return Response(head, self._taken(head.length))
-        return Response(head, b"".join(self.iter_body(head)))
+            return http.Response(head, self._taken(head.length))
+        return http.Response(head, b"".join(self.iter_body(head)))
 
-    def iter_body(self, head: Head) -> Generator[bytes, None, None]:
+    def iter_body(self, head: http.Head) -> Generator[bytes, None, None]:
         if head.is_chunked:
             while size := http.chunk_size(self._until(b"\r\n")):
                 for piece in self._iter_exactly(size):
@@ -306,7 +295,7 @@ class Channel:
             for piece in self._iter_exactly(head.length):
                 yield piece
         else:
-            with contextlib.suppress(BrokenError):
+            with contextlib.suppress(http.BrokenError):
                 while True:
                     yield self._some(_READ_BYTES)
         self._is_read_whole = True
@@ -346,9 +335,9 @@ class Channel:
                 piece, found, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 1, flags)
                 self.descriptors += found
         except (ConnectionResetError, BrokenPipeError) as error:
-            raise BrokenError from error
+            raise http.BrokenError from error
         except TimeoutError as error:
-            raise LateError from error
+            raise http.LateError from error
         if not piece:
-            raise BrokenError
+            raise http.BrokenError
         self._buffer += piece

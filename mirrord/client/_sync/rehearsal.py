@@ -21,18 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, History, View, utc_now
 from ...testlogs import find_parser
-from ..rehearsing import (
-    FATAL,
-    PATCHES,
-    PHASES,
-    Candidate,
-    Phase,
-    Record,
-    command_of,
-    judge_tests,
-    log_path,
-    must_equal,
-)
+from .. import rehearsing
 
 if TYPE_CHECKING:
     from .checkout import Checkout
@@ -59,7 +48,7 @@ class Rehearsal:
         self._mirrors: dict[str, protocol.Mirror] = {}
         self._audit: protocol.Operation | None = None
         self._problems: dict[tuple[str, str], str] | None = None
-        self.candidates: list[Candidate] = []
+        self.candidates: list[rehearsing.Candidate] = []
 
     def prepare(self, instances: Sequence[str], dataset: str | None) -> None:
         """Read the rows, and begin the audit of their mirrors."""
@@ -79,18 +68,18 @@ class Rehearsal:
             level = AuditLevel.QUICK if self._were_walked(names) else AuditLevel.CLOSURE
             self._audit = client.start_audit(*names, level=level, heal=False)
 
-    def _look(self, instance: str, dataset: str | None, version: str) -> Candidate:
+    def _look(self, instance: str, dataset: str | None, version: str) -> rehearsing.Candidate:
         try:
             row = self._client.get_instance(instance, view=View.GRADER, dataset=dataset)
-        except FATAL:
+        except rehearsing.FATAL:
             raise
         except errors.MirrordError as error:
-            return Candidate(instance, dataset, error=error)
+            return rehearsing.Candidate(instance, dataset, error=error)
         mirror = self._mirrors.get(row.mirror.lower())
         synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
         facts = [row.to_json(), synced, version, *(["run"] if self._run else [])]
-        has = dict(zip(PATCHES, (row.test_patch, row.patch), strict=True))
-        return Candidate(
+        has = dict(zip(rehearsing.PATCHES, (row.test_patch, row.patch), strict=True))
+        return rehearsing.Candidate(
             instance=row.id,
             dataset=row.dataset,
             mirror=row.mirror,
@@ -136,13 +125,13 @@ class Rehearsal:
 
     # -- one instance ------------------------------------------------------------------------------
 
-    def rehearse(self, candidate: Candidate) -> protocol.Rehearsed:
+    def rehearse(self, candidate: rehearsing.Candidate) -> protocol.Rehearsed:
         """Try an instance. What fails is in the answer; raises where no instance can be tried."""
         began = time.perf_counter()
-        record = Record()
+        record = rehearsing.Record()
         try:
             self._try(candidate, record)
-        except FATAL:
+        except rehearsing.FATAL:
             raise
         except errors.MirrordError as error:
             record.error = record.error or error
@@ -162,7 +151,7 @@ class Rehearsal:
             duration_s=round(time.perf_counter() - began, 6),
         )
 
-    def _try(self, candidate: Candidate, record: Record) -> None:
+    def _try(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
         if candidate.error:
             record.is_known = False
             raise candidate.error
@@ -183,7 +172,7 @@ class Rehearsal:
         if self._run and record.error is None:
             self._run_tests(candidate, record)
 
-    def _check_out(self, candidate: Candidate, **more: Any) -> Checkout:
+    def _check_out(self, candidate: rehearsing.Candidate, **more: Any) -> Checkout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
         choices |= more
         choices |= {"auto_renew": False, "history": candidate.history}  # as agents have it
@@ -193,7 +182,9 @@ class Rehearsal:
             self._bind = Bind.LEASE
             return self._client.checkout(candidate.instance, **choices)
 
-    def _try_tree(self, checkout: Checkout, candidate: Candidate, record: Record) -> None:
+    def _try_tree(
+        self, checkout: Checkout, candidate: rehearsing.Candidate, record: rehearsing.Record
+    ) -> None:
         """Each check is made although others have failed, as far as it does not need them.
 
         One diff proves two things: it is empty only where the tree was its commit's to begin with,
@@ -205,7 +196,7 @@ class Rehearsal:
                 leaks = "; ".join(f"{leak.kind}: {leak.detail}" for leak in report.leaks[:3])
                 raise errors.ProofFailedError(f"cannot prove the seal: {leaks}")
         applied = []
-        for named in PATCHES:
+        for named in rehearsing.PATCHES:
             if named not in candidate.patches:
                 record.add(named, "nothing", "the row has none: nothing to apply")
                 continue
@@ -213,7 +204,7 @@ class Rehearsal:
                 checkout.apply(named)
                 applied.append(named)
         with record.step("tree"):
-            must_equal("its commit", checkout.commit, candidate.base_commit)
+            rehearsing.must_equal("its commit", checkout.commit, candidate.base_commit)
             for named in reversed(applied):
                 checkout.apply(named, reverse=True)
             _must_be_clean(checkout, applied)
@@ -221,11 +212,11 @@ class Rehearsal:
             for named in applied[:1]:
                 checkout.apply(named)
             proof = checkout.reset()
-            must_equal("the tree after the reset", proof.tree, checkout.tree)
+            rehearsing.must_equal("the tree after the reset", proof.tree, checkout.tree)
             if checkout.history is not History.SQUASHED:
-                must_equal("HEAD after the reset", proof.head, checkout.commit)
+                rehearsing.must_equal("HEAD after the reset", proof.head, checkout.commit)
 
-    def _judge_commits(self, candidate: Candidate, record: Record) -> None:
+    def _judge_commits(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
         """The checkout has proven the base commit; here the audit speaks of all by their role."""
         problems = self._find_problems()
         key = candidate.mirror.lower()
@@ -238,7 +229,7 @@ class Rehearsal:
 
     # -- its tests ---------------------------------------------------------------------------------
 
-    def _run_tests(self, candidate: Candidate, record: Record) -> None:
+    def _run_tests(self, candidate: rehearsing.Candidate, record: rehearsing.Record) -> None:
         """Run the tests with the test patch alone, then with the gold patch too."""
         identity, dataset = candidate.instance, candidate.dataset
         row = self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
@@ -246,8 +237,8 @@ class Rehearsal:
             record.environment, recipe = self._build(candidate)
         more = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
         with self._check_out(candidate, **more) as checkout:
-            for phase in PHASES:
-                if missing := set(phase.patches) - {*candidate.patches, PATCHES[0]}:
+            for phase in rehearsing.PHASES:
+                if missing := set(phase.patches) - {*candidate.patches, rehearsing.PATCHES[0]}:
                     record.add(phase.step, "nothing", f"the row has no {missing.pop()}")
                     continue
                 with record.step(phase.step):
@@ -257,7 +248,7 @@ class Rehearsal:
                             checkout.apply(named)
                     self._run_phase(phase, checkout, row, recipe, record)
 
-    def _build(self, candidate: Candidate) -> tuple[str, protocol.Recipe]:
+    def _build(self, candidate: rehearsing.Candidate) -> tuple[str, protocol.Recipe]:
         """The environment of an instance, built where it is not, and its recipe."""
         identity, dataset = candidate.instance, candidate.dataset
         ended = self._client.wait(self._client.build_environments(identity, dataset=dataset))
@@ -271,21 +262,21 @@ class Rehearsal:
 
     def _run_phase(
         self,
-        phase: Phase,
+        phase: rehearsing.Phase,
         checkout: Checkout,
         row: protocol.Instance,
         recipe: protocol.Recipe,
-        record: Record,
+        record: rehearsing.Record,
     ) -> None:
         """Run the tests and keep their log. Raises ProofFailedError where a test is unexpected."""
         module = importlib.import_module(".sandbox", __package__)  # the other verbs need none
         box: Sandbox = module.Sandbox(checkout, variables=recipe.variables)
         with box as sandbox:
             seconds = self._test_timeout.total_seconds()
-            ended = sandbox.exec(command_of(recipe, row), timeout=seconds)
+            ended = sandbox.exec(rehearsing.command_of(recipe, row), timeout=seconds)
         log = ended.stdout.decode(errors="replace")
         if self._logs:
-            path = log_path(self._logs, row.id, phase.step)
+            path = rehearsing.log_path(self._logs, row.id, phase.step)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(ended.stdout)
             record.logs.append(str(path))
@@ -296,7 +287,7 @@ class Rehearsal:
             )
         parser = find_parser(recipe.log_parser)
         assert parser is not None  # the daemon has checked it
-        unexpected, said = judge_tests(phase, row, parser, log)
+        unexpected, said = rehearsing.judge_tests(phase, row, parser, log)
         record.unexpected += unexpected
         if said:
             raise errors.ProofFailedError(f"cannot confirm the row: {said}")
