@@ -169,7 +169,6 @@ _PARSERS: dict[str, Parser] = {
     **dict.fromkeys(("astropy", "scikit", "sphinx"), _pytest_whole),
 }
 _REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
-PARSERS = tuple(_PARSERS)
 
 
 def find_parser(name: str) -> Parser | None:

@@ -1,17 +1,16 @@
 """The verbs of checkouts: from `mirrord checkout` to `mirrord checkouts`."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
+from ..protocol import Grade
 from .output import short, table, when
 from .session import (
     Argument,
@@ -29,9 +28,6 @@ from .session import (
     read_owner,
     read_pid,
 )
-
-if TYPE_CHECKING:
-    from ..protocol import Grade
 
 ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
 Id = Annotated[str, Argument(metavar="ID", help=ID_HELP)]

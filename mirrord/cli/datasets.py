@@ -12,12 +12,12 @@ import mirrord
 
 from ..errors import IntegrityError, UsageError
 from ..model import View
+from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation
 from .operations import finish, started, watching
 from .output import count, facts, short, table
 from .session import Argument, NoWait, Option, Session, ViewOption
 
 if TYPE_CHECKING:
-    from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation
     from ..sources.opening import Source
 
 Name = Annotated[str, Argument(help="The dataset's name.")]

@@ -1,21 +1,17 @@
 """`mirrord environment …`"""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import mirrord
 
 from ..errors import IntegrityError, UsageError
+from ..protocol import Environment, Operation
 from .operations import finish, started
 from .output import count, facts, short, size, table
 from .session import Argument, NoWait, Option, Session
-
-if TYPE_CHECKING:
-    from ..protocol import Environment, Operation
 
 _NAME_HELP = "KEY, or KEY@DIGEST, of which the first digits will do."
 Name = Annotated[str, Argument(metavar="KEY", help=_NAME_HELP)]

@@ -1,7 +1,5 @@
 """Verbs that run in this process, without a daemon: `config …`, `doctor`, `verify-seal`."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -9,22 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from .. import config, errors, places
+from ..config import Settings
 from ..doctor import Check, examine
 from ..doctor.repairs import Repaired, repair
 from ..model import History, MirrorName, parse_commit, printable
 from ..places import Layout
+from ..protocol import RootReport, SealReport
 from ..seal.scan import scan_root
 from ..seal.verify import verify_seal as verify
 from ..telemetry import masked
 from .output import count, size
 from .session import Argument, Option, Session, print_line
-
-if TYPE_CHECKING:
-    from ..config import Settings
-    from ..protocol import RootReport, SealReport
 
 _ARRAYS_OF_TABLES = ("mirror", "rule")  # in TOML none is written where there is none
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
@@ -163,18 +159,14 @@ def verify_seal(
     if not judged.exists():
         raise errors.PathNotFoundError(f"cannot verify {judged}: no such path")
     if root and mirror:
-        _verify_root(session, root.absolute(), base_commit, _mirror_path(session, mirror))
+        found = scan_root(root.absolute(), _mirror_path(session, mirror), base_commit)
+        session.answer(found, _scanned(found))
+        if not found.sealed:
+            raise SystemExit(errors.IntegrityError.exit_status)
         return
     known_by = _mirror_of(judged.resolve()) if mirror is None else _mirror_path(session, mirror)
     report = verify(judged.absolute(), base_commit, known_by)
     session.answer(report, _judged(report))
-    if not report.sealed:
-        raise SystemExit(errors.IntegrityError.exit_status)
-
-
-def _verify_root(session: Session, root: Path, base: str, mirror: Path) -> None:
-    report = scan_root(root, mirror, base)
-    session.answer(report, _scanned(report))
     if not report.sealed:
         raise SystemExit(errors.IntegrityError.exit_status)
 

@@ -1,22 +1,17 @@
 """`mirrord mirror …`, `refs …`, `bundle …`, `pin`, `unpin`, `pins`, `audit` and `heal`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..model import AuditLevel, CommitRole
-from ..protocol import RefDiff
+from ..protocol import Audit, Mirror, Operation, RefDiff, Repair
 from .operations import finish, finish_all, started, watching
 from .output import cell, count, facts, problem_of, short, size, table
 from .session import Argument, MirrorArgument, NoWait, Option, Session
-
-if TYPE_CHECKING:
-    from ..protocol import Audit, Mirror, Operation, Repair
 
 _REPOS_HELP = "owner/name; the upstream is the configured one."
 Repos = Annotated[list[str], Argument(metavar="REPO...", help=_REPOS_HELP)]

@@ -1,20 +1,16 @@
 """Waiting for operations of the daemon, with a bar on a terminal, and `mirrord operations …`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ..errors import MirrordError, OperationNotFoundError
+from ..protocol import Operation, Progress
 from .output import cell, facts, table
 from .session import Argument, Option, Session, plain, print_line
-
-if TYPE_CHECKING:
-    from ..protocol import Operation, Progress
 
 _ID_HELP = "An operation's id, as `mirrord operations list` shows it."
 Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]

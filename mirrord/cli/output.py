@@ -1,16 +1,11 @@
 """Values for people: tables, times, sizes. No column is wrapped or cut: a pipe gets whole lines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 from ..model import printable
-
-if TYPE_CHECKING:
-    from ..protocol import Mirror
+from ..protocol import Mirror
 
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

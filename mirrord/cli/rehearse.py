@@ -10,11 +10,11 @@ import asyncio
 import importlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from .. import __version__, protocol
 from ..client.rehearsing import Candidate
@@ -25,9 +25,6 @@ from .operations import watching
 from .output import count, table, when
 from .page import PAGES, create, escape
 from .session import Argument, Option, Session, read_duration, read_jobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _REPORT_HELP = "Write what is ready, and why the rest is not, as a page (.html); repeatable."
 _RUN_HELP = "Run the tests of each, in its environment, without and with the gold patch."
@@ -166,8 +163,9 @@ class Results:
         """8 where an instance failed, else the least of those that could not be tried."""
         if any(row.status is Readiness.FAILED for row in self.rows):
             return 8
-        untried = (row for row in self.rows if row.status is Readiness.UNTRIED)
-        return min((_status_of(row) for row in untried), default=0)
+        untried = (row.error for row in self.rows if row.status is Readiness.UNTRIED)
+        statuses = (from_problem(e.to_json()).exit_status if e else 1 for e in untried)
+        return min(statuses, default=0)
 
     def totals(self) -> dict[str, Any]:
         """Counts of instances, in all and by dataset and repository."""
@@ -266,10 +264,6 @@ def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
         yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)
 
 
-def _status_of(row: protocol.Rehearsed) -> int:
-    return from_problem(row.error.to_json()).exit_status if row.error else 1
-
-
 def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
     """The file to write on to, and the last result of each instance in it."""
     hint = "name a file that --resume wrote, or a new one"
@@ -347,7 +341,9 @@ def _dataset(
             yield f"<p>{count(without, 'instance')} without {what}: nothing to apply.</p>\n"
     bad = [row for row in rows if row.status is not Readiness.READY]
     if bad:
-        listed = ([_name(row), _result(row.status), _why(row)] for row in bad)
+        listed = (
+            (f"<td>{escape(row.instance)}</td>", _result(row.status), _why(row)) for row in bad
+        )
         yield page.table(("instance", "result", "why"), listed, "rows")
     for repo, found in groupby(rows, key=lambda row: row.repo):
         ready = [row for row in found if row.status is Readiness.READY]
@@ -359,10 +355,6 @@ def _dataset(
 
 def _result(state: Readiness) -> str:
     return f'<td><b class="{_TONES.get(state, "other")}">{state}</b></td>'
-
-
-def _name(row: protocol.Rehearsed) -> str:
-    return f"<td>{escape(row.instance)}</td>"
 
 
 def _why(row: protocol.Rehearsed) -> str:

@@ -1,22 +1,18 @@
 """`mirrord status`, `du` and `gc`: what needs attention, the daemon at a glance, and its disk."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 from ..errors import NoDaemonError, ResourceError, UsageError
+from ..protocol import Garbage, Mirror, Operation, Status, Usage
 from . import operations
 from .output import cell, count, facts, problem_of, size, table, when
 from .session import Option, Session, print_line, read_duration
-
-if TYPE_CHECKING:
-    from ..protocol import Garbage, Mirror, Operation, Status, Usage
 
 _ASK_AGAIN_S = 0.1
 _WATCH_S = 2.0

@@ -1,7 +1,5 @@
 """`mirrord top`: what the daemon does now, again and again, through restarts of it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pwd
@@ -15,17 +13,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import mirrord
 
 from ..errors import MirrordError, NoDaemonError, ResourceError
+from ..protocol import Activity, EndpointActivity
 from .operations import amount
 from .output import ago, cell, count, seconds, size, table
 from .session import Option, Session, print_line, read_duration
-
-if TYPE_CHECKING:
-    from ..protocol import Activity, EndpointActivity, OwnerActivity
 
 Line = tuple[str, str]
 """A line and its style."""
@@ -209,15 +205,12 @@ def _owners(found: Activity) -> Iterator[str]:
     rows = [
         (
             "all others" if each.uid is None else _user(each.uid),
-            *(n or "-" for n in _counts(each)),
+            *(n or "-" for n in (each.checkouts, each.connections, each.requests)),
+            *(n or "-" for n in (each.running, each.waiting)),
         )
         for each in found.owners
     ]
     return table(header, rows, bold=False)
-
-
-def _counts(each: OwnerActivity) -> tuple[int, ...]:
-    return each.checkouts, each.connections, each.requests, each.running, each.waiting
 
 
 def _work(found: Activity) -> Iterator[str]:

@@ -21,6 +21,7 @@ from .connection import AsyncConnection
 from .rehearsal import AsyncRehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
+H = TypeVar("H", bound=AsyncCheckout)
 ReportProgress = Callable[[protocol.Progress], None]
 
 _POLL_SECONDS = 0.25
@@ -388,19 +389,22 @@ class AsyncClient:
             layer=layer,
             environment=environment,
         )
-        return Pending(self._check_out(body, auto_renew))
+        return Pending(self._lease(protocol.Checkout, "checkouts", body, auto_renew))
 
-    async def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> AsyncCheckout:
-        lease = await self._one(protocol.Checkout, "POST", "checkouts", body=body)
-        return self._handle(lease, body.ttl, auto_renew)
-
-    def _handle(
-        self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool
+    async def _lease(
+        self,
+        kind: type[protocol.Checkout],
+        path: str,
+        body: protocol.StartCheckout | protocol.ForkCheckout,
+        auto_renew: bool,
     ) -> AsyncCheckout:
-        checkout = AsyncCheckout(self, lease, ttl)
+        lease = await self._one(kind, "POST", path, body=body)
+        return self._held(AsyncCheckout(self, lease, body.ttl), auto_renew)
+
+    def _held(self, handle: H, auto_renew: bool) -> H:
         if auto_renew:
-            self._renewal.hold(checkout)
-        return checkout
+            self._renewal.hold(handle)
+        return handle
 
     def fork_checkout(
         self,
@@ -417,14 +421,7 @@ class AsyncClient:
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        return Pending(self._fork(checkout, body, auto_renew))
-
-    async def _fork(
-        self, checkout: str, body: protocol.ForkCheckout, auto_renew: bool
-    ) -> AsyncCheckout:
-        path = f"{_checkout(checkout)}/fork"
-        lease = await self._one(protocol.Fork, "POST", path, body=body)
-        return self._handle(lease, body.ttl, auto_renew)
+        return Pending(self._lease(protocol.Fork, f"{_checkout(checkout)}/fork", body, auto_renew))
 
     async def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
         """Keep the content of a checkout under a name, by default a new one."""
@@ -455,7 +452,8 @@ class AsyncClient:
 
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
-        return self._handle(await self.get_checkout(checkout), None, auto_renew)
+        lease = await self.get_checkout(checkout)
+        return self._held(AsyncCheckout(self, lease, None), auto_renew)
 
     async def list_checkouts(self) -> list[protocol.Checkout]:
         """The caller's own; for an administrator everybody's."""
@@ -598,10 +596,8 @@ class AsyncClient:
     async def _grade(
         self, path: str, ttl: float | None, auto_renew: bool, request: dict[str, Any]
     ) -> AsyncGrade:
-        grade = AsyncGrade(self, await self._one(protocol.Grade, "POST", path, **request), ttl)
-        if auto_renew:
-            self._renewal.hold(grade)
-        return grade
+        grade = await self._one(protocol.Grade, "POST", path, **request)
+        return self._held(AsyncGrade(self, grade, ttl), auto_renew)
 
     async def attach_checkout(
         self,

@@ -142,7 +142,11 @@ class AsyncConnection:
             channel.close()
             raise
         self._reached = True
-        self._give_back(channel, response.head)
+        if channel.is_reusable(response.head) and len(self._idle) < _KEEP_MOST:
+            channel.idle_since = time.monotonic()
+            self._idle.append(channel)
+        else:
+            channel.close()
         return response
 
     async def _take(self) -> "AsyncChannel":
@@ -156,13 +160,6 @@ class AsyncConnection:
                     return channel
                 channel.close()
         return await AsyncChannel.open(self.socket)
-
-    def _give_back(self, channel: "AsyncChannel", head: http.Head) -> None:
-        if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
-            channel.idle_since = time.monotonic()
-            self._idle.append(channel)
-        else:
-            channel.close()
 
 
 class AsyncChannel:

@@ -22,6 +22,7 @@ from .connection import Connection
 from .rehearsal import Rehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
+H = TypeVar("H", bound=Checkout)
 ReportProgress = Callable[[protocol.Progress], None]
 
 _POLL_SECONDS = 0.25
@@ -387,17 +388,22 @@ class Client:
             layer=layer,
             environment=environment,
         )
-        return self._check_out(body, auto_renew)
+        return self._lease(protocol.Checkout, "checkouts", body, auto_renew)
 
-    def _check_out(self, body: protocol.StartCheckout, auto_renew: bool) -> Checkout:
-        lease = self._one(protocol.Checkout, "POST", "checkouts", body=body)
-        return self._handle(lease, body.ttl, auto_renew)
+    def _lease(
+        self,
+        kind: type[protocol.Checkout],
+        path: str,
+        body: protocol.StartCheckout | protocol.ForkCheckout,
+        auto_renew: bool,
+    ) -> Checkout:
+        lease = self._one(kind, "POST", path, body=body)
+        return self._held(Checkout(self, lease, body.ttl), auto_renew)
 
-    def _handle(self, lease: protocol.Checkout, ttl: float | None, auto_renew: bool) -> Checkout:
-        checkout = Checkout(self, lease, ttl)
+    def _held(self, handle: H, auto_renew: bool) -> H:
         if auto_renew:
-            self._renewal.hold(checkout)
-        return checkout
+            self._renewal.hold(handle)
+        return handle
 
     def fork_checkout(
         self,
@@ -414,12 +420,7 @@ class Client:
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        return self._fork(checkout, body, auto_renew)
-
-    def _fork(self, checkout: str, body: protocol.ForkCheckout, auto_renew: bool) -> Checkout:
-        path = f"{_checkout(checkout)}/fork"
-        lease = self._one(protocol.Fork, "POST", path, body=body)
-        return self._handle(lease, body.ttl, auto_renew)
+        return self._lease(protocol.Fork, f"{_checkout(checkout)}/fork", body, auto_renew)
 
     def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
         """Keep the content of a checkout under a name, by default a new one."""
@@ -450,7 +451,8 @@ class Client:
 
     def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> Checkout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
-        return self._handle(self.get_checkout(checkout), None, auto_renew)
+        lease = self.get_checkout(checkout)
+        return self._held(Checkout(self, lease, None), auto_renew)
 
     def list_checkouts(self) -> list[protocol.Checkout]:
         """The caller's own; for an administrator everybody's."""
@@ -593,10 +595,8 @@ class Client:
     def _grade(
         self, path: str, ttl: float | None, auto_renew: bool, request: dict[str, Any]
     ) -> Grade:
-        grade = Grade(self, self._one(protocol.Grade, "POST", path, **request), ttl)
-        if auto_renew:
-            self._renewal.hold(grade)
-        return grade
+        grade = self._one(protocol.Grade, "POST", path, **request)
+        return self._held(Grade(self, grade, ttl), auto_renew)
 
     def attach_checkout(
         self,

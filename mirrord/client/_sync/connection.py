@@ -143,7 +143,11 @@ class Connection:
             channel.close()
             raise
         self._reached = True
-        self._give_back(channel, response.head)
+        if channel.is_reusable(response.head) and len(self._idle) < _KEEP_MOST:
+            channel.idle_since = time.monotonic()
+            self._idle.append(channel)
+        else:
+            channel.close()
         return response
 
     def _take(self) -> "Channel":
@@ -157,13 +161,6 @@ class Connection:
                     return channel
                 channel.close()
         return Channel.open(self.socket)
-
-    def _give_back(self, channel: "Channel", head: http.Head) -> None:
-        if channel.is_reusable(head) and len(self._idle) < _KEEP_MOST:
-            channel.idle_since = time.monotonic()
-            self._idle.append(channel)
-        else:
-            channel.close()
 
 
 class Channel:
