@@ -164,14 +164,8 @@ def clone_idmapped(source: int, userns: int) -> int:
 
     All are descriptors; the clone goes with its last one. Needs Linux 5.12.
     """
-    clone = _clone(source)
-    try:
-        flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        _set_attributes(clone, _MountAttr(attr_set=flags, userns_fd=userns))
-    except BaseException:
-        os.close(clone)
-        raise
-    return clone
+    flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+    return _clone_with(source, _MountAttr(attr_set=flags, userns_fd=userns))
 
 
 def clone_follower(above: int, name: str) -> int:
@@ -188,15 +182,9 @@ def clone_follower(above: int, name: str) -> int:
         opened(os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=above)) as place,
         opened(_open_again(same, place)) as covered,
     ):
-        clone = _clone(covered, _AT_RECURSIVE)
-    try:
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
         following = _MountAttr(attr_set=flags, propagation=_MS_SLAVE)
-        _set_attributes(clone, following, _AT_RECURSIVE)
-    except BaseException:
-        os.close(clone)
-        raise
-    return clone
+        return _clone_with(covered, following, _AT_RECURSIVE)
 
 
 def _open_again(directory: int, place: int) -> int:
@@ -308,6 +296,16 @@ def _configure(context: int, command: int, *key_and_value: str) -> None:
 def _clone(directory: int, how: int = 0) -> int:
     how |= _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
     return _syscall("clone", "a directory's mount", _SYS_OPEN_TREE, directory, b"", how)
+
+
+def _clone_with(directory: int, attributes: _MountAttr, how: int = 0) -> int:
+    clone = _clone(directory, how)
+    try:
+        _set_attributes(clone, attributes, how)
+    except BaseException:
+        os.close(clone)
+        raise
+    return clone
 
 
 def _set_attributes(mount: int, attributes: _MountAttr, how: int = 0) -> None:
