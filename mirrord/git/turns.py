@@ -17,13 +17,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from ..config import AccessSettings
 from ..errors import OverloadedError, TooManyRequestsError
 from ..protocol import Progress, ProgressSink
+
+if TYPE_CHECKING:  # workers load this module, and no pydantic
+    from ..config import AccessSettings
 
 HOUSEKEEPING = -1
 """The user that stands for work in everybody's interest, such as removing released checkouts."""
@@ -251,7 +253,7 @@ class Gate:
     """Admits requests by user. `limits` are the settings in effect. Belongs to one event loop."""
 
     def __init__(
-        self, limits: Callable[[], AccessSettings], clock: Callable[[], float] = time.monotonic
+        self, limits: "Callable[[], AccessSettings]", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._limits, self._clock = limits, clock
         self._users: dict[int, _User] = {}

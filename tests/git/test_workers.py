@@ -323,3 +323,16 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         parent.kill()
     pids = [int((tmp_path / name).read_text(encoding="ascii")) for name in ("pid", "pid.parent")]
     anyio.run(until, lambda: all(map(is_gone, pids)))
+
+
+def test_what_workers_share_has_neither_settings_nor_a_database() -> None:
+    """Each costs a worker 10 MB and 0.1 s; no call on a repository needs one."""
+    modules = ("forkserver", "command", "objects.repository", "objects.trees", "objects.text")
+    script = "\n".join(["import sys", *(f"import mirrord.git.{name}" for name in modules)])
+    script += "\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "pygit2" in loaded
+    assert loaded.isdisjoint({"mirrord.config", "mirrord.catalog", "pydantic", "sqlalchemy"})
