@@ -11,7 +11,7 @@ from ..catalog import MirrorRow, Servable
 from ..checkouts.leases import Lease
 from ..engine import Engine
 from ..errors import MirrordError, NotFoundError
-from ..model import CommitState, View, parse_dataset_name, utc_now
+from ..model import CommitState, ReportKind, View, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation
 from . import shown
 from .charts import Chart, Point, chart
@@ -280,17 +280,19 @@ async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
     report = await engine.catalog.find_report(identity)
     if report is None:
         raise NotFoundError("cannot find the report")
-    ids = await engine.catalog.list_public_ids(report.faults)
+    # an agent does not learn what became of its own prediction
+    faults = report.faults if report.kind is ReportKind.REHEARSAL else {}
+    ids = await engine.catalog.list_public_ids(faults)
     known = ((_subject(engine, name, set()), counts) for name, counts in report.mirrors.items())
     names = {each.name for each in await engine.catalog.summarise_datasets()}
     return {
         "report": report,
         "dataset": report.dataset if report.dataset in names else "",
         "mirrors": sorted((name, counts) for name, counts in known if name),
-        "steps": Counter(report.faults.values()).most_common(),
+        "steps": Counter(faults.values()).most_common(),
         # those that no dataset has any more may tell a commit
         "faults": Slice.of(
-            sorted((ids[each], step) for each, step in report.faults.items() if each in ids), values
+            sorted((ids[each], step) for each, step in faults.items() if each in ids), values
         ),
         "tones": _TONES,
     }

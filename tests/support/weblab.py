@@ -82,6 +82,11 @@ REPORT = AddReport(
     faults={"o__r-lost": "checkout", f"o__r-{SCRIPT}": "@patch", "o__r-forgotten": "seal"},
 )  # fmt: skip
 
+GRADING = AddReport(
+    kind=ReportKind.GRADING, total=3, results={"prepared": 2, "refused": 1},
+    mirrors={"o__r": {"prepared": 2}}, faults={"o__r-8": "refused"},
+)  # fmt: skip
+
 
 class World(NamedTuple):
     daemon: Daemon
@@ -111,6 +116,7 @@ def furnished(root: Path) -> Iterator[World]:
         client.wait(client.start_audit())
         (running.state_dir / "datasets" / f"{IMAGE}.jsonl").write_text("no row\n")
         until(lambda: any("cannot import" in text for text in client.health().reasons))
+        client.add_report(GRADING)
         client.add_report(REPORT)
         held = client.checkout("o__r-7")
         yield World(running, port, base)

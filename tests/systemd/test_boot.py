@@ -276,10 +276,12 @@ def test_a_unit_that_binds_a_checkouts_directory_follows_its_resets(host: Host) 
     host.mirrord("release", made["id"])
 
 
+@pytest.mark.timeout(600)
 def test_no_attack_from_outside_succeeds(host: Host) -> None:
     """As a stranger, a member, the owner of a checkout, and root of a container."""
     env = {**USER, "PYTHONPATH": "/opt/attacks", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = host.machine.run(PYTHON, "-m", "redteam", "--mirrord", MIRRORD, env=env, check=False)
+    words = (PYTHON, "-m", "redteam", "--mirrord", MIRRORD)
+    done = host.machine.run(*words, env=env, check=False, bound_s=400)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr + host.machine.journal("mirrord.service")
     assert len(lines) == len(ATTACKS)

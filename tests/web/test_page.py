@@ -99,8 +99,7 @@ def test_every_page_is_sound_and_has_what_it_is_about(world: World) -> None:
 
 def test_a_report_names_mirrors_and_instances_that_there_are(world: World) -> None:
     """By their public ids; what only the report knows may tell a commit."""
-    [path] = re.findall(r'href="(/reports/[^"]+)"', page(world.port, "/reports"))
-    text = page(world.port, path)
+    text = page(world.port, _reports(world)[0])
     assert re.findall(r'href="/mirrors/([^"]+)"', text) == ["o__r"]
     assert re.findall(r"<tr><td>(o__[^<]*)</td><td>([^<]*)</td>", text)[-1] == (
         "o__r-lost",
@@ -108,6 +107,18 @@ def test_a_report_names_mirrors_and_instances_that_there_are(world: World) -> No
     )
     assert "covers 4 of 5" in text and "&lt;script&gt;" in text
     assert "forgotten" not in text
+
+
+def test_a_grading_names_no_instance(world: World) -> None:
+    """An agent does not learn what became of its own prediction."""
+    text = page(world.port, _reports(world)[1])
+    assert {"2 prepared", "Refused"} <= set(re.findall(r"2 prepared|Refused", text))
+    assert "o__r-8" not in text
+
+
+def _reports(world: World) -> list[str]:
+    """The newest first."""
+    return re.findall(r'href="(/reports/[^"]+)"', page(world.port, "/reports"))
 
 
 def test_hostile_names_stay_text(world: World) -> None:
