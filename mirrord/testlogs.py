@@ -5,8 +5,6 @@ were read from logs by them: an id ends at its first blank, say, and a parameter
 loses its directories. Imports the standard library only; no I/O.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum

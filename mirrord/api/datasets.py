@@ -4,8 +4,6 @@ Members see no commit but the base commit, no patch and no finding, and use envi
 administrators build them, because a recipe runs code.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A path without parameters wins over one with them that would match it too.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -4,8 +4,6 @@ All text is escaped, and a content security policy lets nothing in but the style
 narrow screen the rows of a table of class `rows` stand as paragraphs.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

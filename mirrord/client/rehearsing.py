@@ -3,8 +3,6 @@
 Pure, but for the file of a log.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

@@ -5,8 +5,6 @@ may read it. `requirements` are installed first, then `packages`, which win, as 
 scripts; then, in the tree of an instance, `pre_install` and `install` run.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

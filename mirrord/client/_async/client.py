@@ -1,7 +1,5 @@
 """The daemon as an object: one method per endpoint. Long work returns an operation."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping

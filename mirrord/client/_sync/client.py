@@ -1,8 +1,6 @@
 # @generated from ../_async/client.py by tests/support/unasync.py: edit that file, then run it.
 """The daemon as an object: one method per endpoint. Long work returns an operation."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping

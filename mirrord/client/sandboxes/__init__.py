@@ -2,8 +2,6 @@
 
 Which box a sandbox has: that of its checkout as it is now, whoever reset it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Mapping

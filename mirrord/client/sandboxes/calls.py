@@ -1,7 +1,5 @@
 """Commands in a sandbox: what is run, what becomes of its output, and which limit struck."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
