@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from mirrord import AsyncClient, Client
-from mirrord.checkouts.overlay.backend import remove_layer
+from mirrord.checkouts.overlay import remove_layer
 from mirrord.host.files import opened
 from mirrord.host.mounts import attach, make_overlay, umount
 

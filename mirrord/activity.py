@@ -237,7 +237,7 @@ class ActivityMonitor:
             self._history.append(
                 protocol.ActivityPoint(
                     at=utc_now(), per_second=all_of_them.per_second, p50_s=all_of_them.p50_s,
-                    p99_s=all_of_them.p99_s, checkouts=self.checkouts.count,
+                    p99_s=all_of_them.p99_s, checkouts=len(self.checkouts.leases),
                     disk_free_bytes=self._space.free_bytes,
                 )
             )  # fmt: skip
@@ -259,7 +259,7 @@ class ActivityMonitor:
             requests=_endpoint("all", summed(answered.values()), seconds),
             endpoints=endpoints,
             connections=sum(connections.values()),
-            checkouts=self.checkouts.count,
+            checkouts=len(self.checkouts.leases),
             checkouts_max=self.settings().checkouts.max,
             owners=self._owners(connections, uid),
             workers=self.workers.count, workers_busy=len(calls),
@@ -291,7 +291,7 @@ class ActivityMonitor:
         self, connections: Mapping[int, int], only: int | None
     ) -> list[protocol.OwnerActivity]:
         """By checkouts, then connections; what is over the bound is one row without a uid."""
-        checkouts = self.checkouts.by_owner()
+        checkouts = Counter(lease.owner_uid for lease in self.checkouts.leases)
         running = Counter(each.uid for each in self.workers.calls())
         waiting = self.workers.waiting()
         columns: list[Mapping[int, int]] = [checkouts, connections, self.gate.unanswered()]

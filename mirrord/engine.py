@@ -21,7 +21,7 @@ from .activity import ActivityMonitor, HealthMonitor, Traffic
 from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.environments import EnvironmentStore
-from .checkouts.overlay.probe import find_overlay
+from .checkouts.overlay_probe import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
@@ -383,7 +383,7 @@ class Engine:
             health=self.health.report().health,
             mirrors=await self.mirrors.list(),
             datasets=await self.catalog.summarise_datasets(),
-            checkout_count=self.checkouts.count,
+            checkout_count=len(self.checkouts.leases),
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,
             operations_queued=self.operations.queued_count,

@@ -21,7 +21,7 @@ from .catalog import Catalog
 from .checkouts.files.reader import weigh
 from .checkouts.leases import Lease
 from .checkouts.service import Checkouts
-from .checkouts.snapshots.layers import layer_path
+from .checkouts.snapshots import layer_path
 from .checkouts.stores.store import SealedStore
 from .checkouts.templates.store import Templates
 from .environments.service import Environments
@@ -127,7 +127,7 @@ class Storage:
                     for each in await self.templates.weigh(keep)
                 }
             else:
-                self.checkouts.drop_warm_trees()
+                self.checkouts.pool.drop_warm(timedelta())
                 templates = await self.templates.collect(keep)
                 await self.quarantine.clean()
                 await self.environments.builds.drop_caches()
@@ -172,7 +172,7 @@ class Storage:
             await self.trash.settle()
             missing = wanted_bytes - self.room.measure().free_bytes
             if missing > 0:
-                self.checkouts.drop_warm_trees(idle=_IDLE)
+                self.checkouts.pool.drop_warm(_IDLE)
                 await self.templates.evict(missing)
                 await self.trash.settle()
 
@@ -224,7 +224,7 @@ class Storage:
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
         left = sorted(self.quarantine.leftovers)
-        warm, caches = self.checkouts.warm_trees, self.environments.builds.caches()
+        warm, caches = self.checkouts.pool.warm, self.environments.builds.caches()
         return {
             "environments": [
                 _Thing(f"cache of {each.name}", (each,), is_garbage=True) for each in caches

@@ -192,5 +192,5 @@ class Application:
     def _role(self, peer: Peer) -> Role:
         role = self._engine.access.role(peer)
         if role is Role.STRANGER and self._engine.is_open:
-            return Role.OWNER if self._engine.checkouts.has_checkout(peer.uid) else role
+            return Role.OWNER if self._engine.checkouts.leases.held_by[peer.uid] else role
         return role

@@ -8,7 +8,7 @@ it does not exist. The work itself is in `service.py`.
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,31 +32,27 @@ from .quotas import Quotas
 from .resolve import Naming, ResolvedRequest
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """Judges peers by the settings and the leases there are."""
 
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        access: Access,
-        leases: Leases,
-        *,
-        has_overlay: bool,
-    ) -> None:
-        self._settings = settings
-        self._access = access
-        self._leases = leases
-        self._directory = leases.public
-        self._has_overlay = has_overlay
+    settings: Callable[[], Settings]
+    access: Access
+    leases: Leases
+    _: KW_ONLY
+    has_overlay: bool
+
+    def __post_init__(self) -> None:
+        self._directory = self.leases.public
         self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self._may_give_files_away = may_give_files_away()
 
     def may_see(self, lease: Lease, peer: Peer) -> bool:
-        return peer.uid in {lease.owner_uid, lease.taken_by} or self._access.is_admin(peer.uid)
+        return peer.uid in {lease.owner_uid, lease.taken_by} or self.access.is_admin(peer.uid)
 
     def must_be_admin(self, peer: Peer, what: str) -> None:
         """A grader's checkout may be owned by a plain uid, which runs what the agent wrote."""
-        if not self._access.is_admin(peer.uid):
+        if not self.access.is_admin(peer.uid):
             raise errors.AccessError(
                 f"cannot {what}: only administrators may",
                 hint="see access.admins in the configuration",
@@ -92,7 +88,7 @@ class Admission:
                 f"cannot grade checkout {graded.id} for uid {owner[0]}: the agent had this uid",
                 hint="name another with --owner, or grade as root",
             )
-        if saved is not None and saved.saved_by == agent and not self._access.is_admin(agent):
+        if saved is not None and saved.saved_by == agent and not self.access.is_admin(agent):
             raise errors.AccessError(
                 f"cannot grade checkout {graded.id}: its owner, uid {agent}, saved its layer"
                 f" {saved.name}",
@@ -101,19 +97,19 @@ class Admission:
             )
 
     def naming(self, peer: Peer) -> Naming:
-        role = self._access.role(peer)
+        role = self.access.role(peer)
         if role is Role.ADMIN:
             return Naming.ANYTHING
         if role is not Role.MEMBER:
             return Naming.NOTHING
-        return Naming.PUBLIC if self._settings().access.commits == "any" else Naming.RECORDED
+        return Naming.PUBLIC if self.settings().access.commits == "any" else Naming.RECORDED
 
     def ttl(self, asked: float | None, peer: Peer) -> timedelta:
         """The time to live, of `asked` seconds or the default, within `access.ttl_max`."""
-        settings = self._settings()
+        settings = self.settings()
         length = timedelta(seconds=asked) if asked else settings.checkouts.ttl
         longest = settings.access.ttl_max
-        if length <= longest or self._access.is_admin(peer.uid):
+        if length <= longest or self.access.is_admin(peer.uid):
             return length
         if asked:
             raise errors.TtlTooLongError(
@@ -131,10 +127,10 @@ class Admission:
         The limits are `checkouts.max` and, except for administrators, `access.max_per_user` of
         taker and owner. Other users' checkouts never keep an administrator out.
         """
-        settings, leases = self._settings(), self._leases
+        settings, leases = self.settings(), self.leases
         most, most_each, held = settings.checkouts.max, settings.access.max_per_user, leases.count
-        if self._access.is_admin(taken_by):
-            held = sum(n for uid, n in leases.taken_by.items() if self._access.is_admin(uid))
+        if self.access.is_admin(taken_by):
+            held = sum(n for uid, n in leases.taken_by.items() if self.access.is_admin(uid))
         else:
             for uid in (taken_by, owner_uid):
                 if leases.held_by[uid] >= most_each:
@@ -167,7 +163,7 @@ class Admission:
 
         The pool is never refused by name: other processes may see what the peer does not.
         """
-        wanted = asked or self._settings().checkouts.backend
+        wanted = asked or self.settings().checkouts.backend
         if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
             wanted is Backend.OVERLAY and visible < Visible.MOUNTS
         ):
@@ -179,7 +175,7 @@ class Admission:
             )
         if wanted is Backend.POOL or visible is Visible.FILES:
             return [Backend.POOL]
-        if self._has_overlay and history is not History.LINKED:
+        if self.has_overlay and history is not History.LINKED:
             return [Backend.OVERLAY, Backend.POOL] if wanted is Backend.AUTO else [Backend.OVERLAY]
         if wanted is Backend.AUTO:
             return [Backend.POOL]
@@ -225,7 +221,7 @@ class Admitted(NamedTuple):
     process: Process | None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Leasing:
     """The leases of a daemon. Belongs to one event loop."""
 

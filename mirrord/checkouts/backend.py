@@ -1,4 +1,4 @@
-"""The contract of a backend: `pool/backend.py` and `overlay/backend.py` keep it, for every method.
+"""The contract of a backend: `pool.py` and `overlay.py` keep it, for every method.
 
 - **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two
   directories of the lease, where `take_down` finds it. A `reset` that ends early leaves the lease

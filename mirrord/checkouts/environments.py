@@ -34,18 +34,6 @@ def environment_name(key: str, digest: str) -> str:
     return f"{key}@{digest[:12]}"
 
 
-class ReadyEnvironment(NamedTuple):
-    """An environment that can be mounted; `directory` is its prefix."""
-
-    key: str
-    digest: str
-    directory: Path
-
-    @property
-    def name(self) -> str:
-        return environment_name(self.key, self.digest)
-
-
 class EnvironmentRecord(NamedTuple):
     """What `environment.json` says; `facts` are its members, `at` when it was built."""
 
@@ -81,17 +69,14 @@ class EnvironmentStore:
                 elif path != self.shared:
                     self._trash.discard(path)
 
-    def find(self, name: str) -> ReadyEnvironment | None:
+    def find(self, name: str) -> EnvironmentRecord | None:
         """The environment of a name: KEY (the one built last), or KEY@DIGEST, of which the
         beginning will do.
         """
         ready = [record for record in self.records(name) if record.is_ready]
-        if not ready:
-            return None
-        newest = max(ready, key=lambda record: record.at)
-        return ReadyEnvironment(newest.key, newest.digest, self.directory(newest.digest))
+        return max(ready, key=lambda record: record.at, default=None)
 
-    def get(self, name: str) -> ReadyEnvironment:
+    def get(self, name: str) -> EnvironmentRecord:
         """As `find`; raises EnvironmentNotFoundError."""
         if (found := self.find(name)) is None:
             raise not_found(name)

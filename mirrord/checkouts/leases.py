@@ -155,7 +155,7 @@ class Lease:
     The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
     `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
     `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
-    (`snapshots/layers.py`), and over the prepared layer `saved`, to which diffs and resets are
+    (`snapshots.py`), and over the prepared layer `saved`, to which diffs and resets are
     relative; `environment_layer` likewise over the environment. `parent` is the checkout that it
     was forked from, `volumes` are what container engines know it by.
     """
@@ -213,13 +213,16 @@ class Lease:
     @property
     def layers(self) -> frozenset[LayerId]:
         """The layers that this lease keeps."""
-        if not (self.layer or self.saved or self.snapshots or self.environment_layer):
-            return frozenset()
-        return frozenset(layer for state in self.states for layer in _layers_of(state))
+        found = set(self.own_layers)
+        for saved in filter(None, (state.saved for state in self.states)):
+            found.update(saved.layers, saved.environment_layers)
+        return frozenset(found)
 
     @property
     def own_layers(self) -> frozenset[LayerId]:
         """Those of them that belong to no prepared layer."""
+        if not (self.layer or self.snapshots or self.environment_layer):
+            return frozenset()
         named = ((state.layer, state.environment_layer) for state in self.states)
         return frozenset(filter(None, chain(*named)))
 
@@ -233,15 +236,6 @@ class Lease:
     def states(self) -> tuple["Lease | SavedState", ...]:
         """What it is, and what it can go back to."""
         return self, *self.snapshots
-
-
-def _layers_of(state: Lease | SavedState) -> Iterator[LayerId]:
-    if state.layer:
-        yield state.layer
-    if state.environment_layer:
-        yield state.environment_layer
-    if state.saved:
-        yield from (*state.saved.layers, *state.saved.environment_layers)
 
 
 def resetting(lease: Lease) -> Lease:
@@ -435,21 +429,18 @@ def _facts_of(part: SavedState | Graded | Volume) -> dict[str, Any]:
     return {each.name: getattr(part, each.name) for each in fields(part)}
 
 
-def _read_graded(facts: dict[str, Any] | None) -> Graded | None:
-    return Graded(**{**facts, "dropped": tuple(facts["dropped"])}) if facts else None
-
-
 def _read(directories: Directories, state: LeaseState) -> Lease | None:
     """The lease of a checkout; None where its file is missing, torn, or another checkout's."""
     try:
         facts = json.loads((directories.private / state).read_bytes())
+        graded = facts.get("graded")
         lease = Lease(
             **{name: facts[name] for name in _PLAIN},
             directories=directories,
             mirror=MirrorName.parse(facts["mirror"]),
             **_read_base(facts),
             parent=facts.get("parent"),
-            graded=_read_graded(facts.get("graded")),
+            graded=Graded(**{**graded, "dropped": tuple(graded["dropped"])}) if graded else None,
             snapshots=tuple(
                 SavedState(
                     **{**each, **_read_base(each)}

@@ -7,18 +7,13 @@ stands or is cleanly gone. A checkout whose proof fails is removed, and reported
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 import anyio
 
-from ..errors import (
-    BackendUnavailableError,
-    CheckoutBusyError,
-    MirrordError,
-    ProofFailedError,
-)
+from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, ProofFailedError
 from ..host.peers import Process, ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
@@ -27,7 +22,7 @@ from ..protocol import Proof
 from ..telemetry import log
 from .backend import CheckoutBackend
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .snapshots.layers import Layers
+from .snapshots import Layers
 
 
 class Lifecycle:
@@ -194,6 +189,7 @@ class Lifecycle:
         self._events.publish("proof.failed", **facts)
 
 
+@dataclass(eq=False, repr=False)
 class Expiry:
     """Ends leases at their deadlines, and with the processes that they are bound to; renews those
     that are mounted as volumes.
@@ -201,19 +197,13 @@ class Expiry:
     `publish` takes the name of an event and its lease. Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        leases: Leases,
-        lifecycle: Lifecycle,
-        trash: Trash,
-        publish: Callable[[str, Lease], Any],
-        clock: Callable[[], datetime],
-    ) -> None:
-        self._leases = leases
-        self._lifecycle = lifecycle
-        self._trash = trash
-        self._publish = publish
-        self._clock = clock
+    leases: Leases
+    lifecycle: Lifecycle
+    trash: Trash
+    publish: Callable[[str, Lease], Any]
+    clock: Callable[[], datetime]
+
+    def __post_init__(self) -> None:
         self._closing = False
         self._process_ended = asyncio.Event()
         self._processes = ProcessWatch(self._process_ended.set)
@@ -221,7 +211,7 @@ class Expiry:
 
     async def open(self) -> None:
         """End the leases of an earlier daemon whose process has ended meanwhile; watch the rest."""
-        for lease in self._leases:
+        for lease in self.leases:
             if lease.bound_to:
                 self._processes.hold(lease.bound_to)
         await self.expire()
@@ -239,7 +229,7 @@ class Expiry:
             if not self._processes.hold(process):
                 raise process_gone(process.pid)
         except BaseException:
-            self._lifecycle.end(lease)
+            self.lifecycle.end(lease)
             raise
 
     async def expire(self) -> int:
@@ -248,28 +238,28 @@ class Expiry:
         """
         if self._closing:
             return 0
-        self._processes.keep_only({lease.bound_to for lease in self._leases if lease.bound_to})
+        self._processes.keep_only({lease.bound_to for lease in self.leases if lease.bound_to})
         count = 0
-        for lease in filter(self._is_over, self._leases):
-            if self._lifecycle.is_locked(lease.id):
+        for lease in filter(self._is_over, self.leases):
+            if self.lifecycle.is_locked(lease.id):
                 continue
-            async with self._lifecycle.locked(lease.id):
-                current = self._leases.find(lease.id)
+            async with self.lifecycle.locked(lease.id):
+                current = self.leases.find(lease.id)
                 if current is None or not self._is_over(current):
                     continue
                 mounted = [each for each in current.volumes if each.mounted_by]
                 if mounted and not self._is_orphaned(current):
                     ttl = timedelta(seconds=max(each.ttl_s for each in mounted))
-                    self._leases.save(replace(current, expires_at=self._clock() + ttl))
+                    self.leases.save(replace(current, expires_at=self.clock() + ttl))
                     continue
-                self._lifecycle.end(current)
-            self._publish("checkout.expired", current)
-            await self._trash.keep_up()
+                self.lifecycle.end(current)
+            self.publish("checkout.expired", current)
+            await self.trash.keep_up()
             count += 1
         return count
 
     def _is_over(self, lease: Lease) -> bool:
-        return self._is_orphaned(lease) or lease.expires_at <= self._clock()
+        return self._is_orphaned(lease) or lease.expires_at <= self.clock()
 
     def _is_orphaned(self, lease: Lease) -> bool:
         return lease.bound_to is not None and lease.bound_to not in self._processes

@@ -39,7 +39,7 @@ from .leases import EnvironmentName, Lease, Leases, SavedLayer
 from .lifecycle import Lifecycle
 from .patches.diff import write_repository
 from .patches.worktree import PatchJob
-from .snapshots.layers import Layers, NewLayer
+from .snapshots import Layers, NewLayer
 
 LAYERS_LIMIT = 128
 _STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
@@ -76,30 +76,23 @@ class LayerRecord:
         return self.mirror.key, self.commit, self.history
 
 
+@dataclass(eq=False, repr=False)
 class PreparedLayers:
     """Belongs to the event loop. `is_admin` judges the uids that saved layers."""
 
-    def __init__(
-        self,
-        *,
-        leases: Leases,
-        layers: Layers,
-        lifecycle: Lifecycle,
-        environments: EnvironmentStore,
-        workers: Workers,
-        is_admin: Callable[[int], bool],
-    ) -> None:
-        self._leases = leases
-        self._layers = layers
-        self._lifecycle = lifecycle
-        self._environments = environments
-        self._workers = workers
-        self._is_admin = is_admin
+    leases: Leases
+    layers: Layers
+    lifecycle: Lifecycle
+    environments: EnvironmentStore
+    workers: Workers
+    is_admin: Callable[[int], bool]
+
+    def __post_init__(self) -> None:
         self._records: dict[LayerId, LayerRecord] = {}
 
     def open(self) -> None:
         """Read the records of an earlier daemon; call before unused layers are removed."""
-        for path in sorted(self._layers.directory.glob("*.json")):
+        for path in sorted(self.layers.directory.glob("*.json")):
             if record := _read(path):
                 self._add(record)
 
@@ -114,14 +107,14 @@ class PreparedLayers:
         return [record for record in self.all() if self.may_see(record, uid)]
 
     def may_see(self, record: LayerRecord, uid: int) -> bool:
-        return record.saved.saved_by == uid or self.is_shared(record) or self._is_admin(uid)
+        return record.saved.saved_by == uid or self.is_shared(record) or self.is_admin(uid)
 
     def may_remove(self, record: LayerRecord, uid: int) -> bool:
-        return record.saved.saved_by == uid or self._is_admin(uid)
+        return record.saved.saved_by == uid or self.is_admin(uid)
 
     def is_shared(self, record: LayerRecord) -> bool:
         """Whether everybody may use it."""
-        return self._is_admin(record.saved.saved_by)
+        return self.is_admin(record.saved.saved_by)
 
     def find(self, name: str, place: tuple[str, str, str], uid: int | None) -> LayerRecord | None:
         """The layer of a name: the uid's own, else one that is everybody's."""
@@ -161,7 +154,7 @@ class PreparedLayers:
         identity = record.saved.id
         return sum(
             any(state.saved and state.saved.id == identity for state in lease.states)
-            for lease in self._leases
+            for lease in self.leases
         )
 
     @contextmanager
@@ -169,7 +162,7 @@ class PreparedLayers:
         """Keep the layers of a checkout that is being made."""
         with ExitStack() as stack:
             for layer in (*saved.layers, *saved.environment_layers) if saved else ():
-                stack.enter_context(self._layers.held(layer))
+                stack.enter_context(self.layers.held(layer))
             yield
 
     # -- made and removed --------------------------------------------------------------------------
@@ -188,9 +181,9 @@ class PreparedLayers:
             layers = (new.id, *(before.layers if before else ()))
             environment_layers, beside = before.environment_layers if before else (), None
             if lease.environment is not None:
-                extra = stack.enter_context(self._layers.making())
+                extra = stack.enter_context(self.layers.making())
                 what = CopyRule(of_environment=True, git=False)
-                backend = self._lifecycle.backend_of(lease)
+                backend = self.lifecycle.backend_of(lease)
                 beside = await backend.copy_layer(lease, extra.path, None, what)
                 if beside.files:
                     environment_layers = (extra.id, *environment_layers)
@@ -218,15 +211,15 @@ class PreparedLayers:
         self, stack: ExitStack, lease: Lease, job: PatchJob, changed: ChangedPaths
     ) -> tuple[NewLayer, Taken, str]:
         """A layer of the tree, and git's tree of the same moment: between two equal copies."""
-        backend, what = self._lifecycle.backend_of(lease), CopyRule(git=False)
+        backend, what = self.lifecycle.backend_of(lease), CopyRule(git=False)
         made: tuple[NewLayer, Taken, str] | None = None
         for _ in range(_ROUNDS):
-            new = stack.enter_context(self._layers.making())
+            new = stack.enter_context(self.layers.making())
             taken = await backend.copy_layer(lease, new.path, made[0].path if made else None, what)
             if made and taken.is_same:
                 return made
             repository = new.path.with_suffix(".git")
-            tree = await self._workers.run(
+            tree = await self.workers.run(
                 write_repository, job, changed, lease.tree, repository, timeout=_TIMEOUT
             )
             made = new, taken, tree
@@ -262,10 +255,10 @@ class PreparedLayers:
             )
         self._path(record).unlink(missing_ok=True)
         del self._records[record.saved.id]
-        self._leases.layers.subtract(record.layers)
-        self._layers.drop_unused(record.layers)
+        self.leases.layers.subtract(record.layers)
+        self.layers.drop_unused(record.layers)
         if record.environment and record.saved.environment_layers:
-            self._environments.drop(record.environment.digest)
+            self.environments.drop(record.environment.digest)
         return record
 
     def remove_of(self, digest: str) -> None:
@@ -277,9 +270,9 @@ class PreparedLayers:
 
     def _add(self, record: LayerRecord) -> None:
         self._records[record.saved.id] = record
-        self._leases.layers.update(record.layers)
+        self.leases.layers.update(record.layers)
         if record.environment and record.saved.environment_layers:
-            self._environments.hold(record.environment.digest)
+            self.environments.hold(record.environment.digest)
 
     def _must_be_possible(self, lease: Lease, name: str, uid: int) -> None:
         if lease.view is not View.AGENT:
@@ -294,7 +287,7 @@ class PreparedLayers:
                 f"cannot save layer {name}: you have one of this name for {lease.commit[:12]}",
                 hint="a layer never changes: choose another name, or remove that one",
             )
-        if len(own) >= LAYERS_LIMIT and not self._is_admin(uid):
+        if len(own) >= LAYERS_LIMIT and not self.is_admin(uid):
             raise TooManyLayersError(
                 f"cannot save layer {name}: you have {LAYERS_LIMIT}",
                 hint="remove some; see `mirrord layers`",
@@ -308,7 +301,7 @@ class PreparedLayers:
             )
 
     def _path(self, record: LayerRecord) -> Path:
-        return self._layers.path(record.saved.id).with_suffix(".json")
+        return self.layers.path(record.saved.id).with_suffix(".json")
 
     def _write(self, record: LayerRecord) -> None:
         """Make a layer survive a power failure, and then stand."""
@@ -316,7 +309,7 @@ class PreparedLayers:
         new = path.with_suffix(".new")
         with full_disk_named(f"layer {record.saved.name}"):
             for layer in record.layers:
-                sync_tree(self._layers.path(layer))
+                sync_tree(self.layers.path(layer))
             if (repository := path.with_suffix(".git")).exists():
                 sync_tree(repository)
             try:

@@ -9,6 +9,7 @@ and releases go on.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,28 +24,25 @@ from ..model import Backend
 from .files.reader import weigh
 from .leases import Leases
 from .prepared import PreparedLayers
-from .snapshots.layers import Layers
+from .snapshots import Layers
 
 _WALK, _CALL = timedelta(seconds=20), timedelta(seconds=40)
 _PAUSE_S = 5.0  # between two weighings for those who are over the bound
 
 
+@dataclass(eq=False, repr=False)
 class Quotas:
     """Belongs to the event loop. `used` are bytes by user, as they were last weighed or added."""
 
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        access: Access,
-        leases: Leases,
-        layers: Layers,
-        prepared: PreparedLayers,
-        workers: Workers,
-        events: Events,
-    ) -> None:
-        self._settings, self._access = settings, access
-        self._leases, self._layers, self._prepared = leases, layers, prepared
-        self._workers, self._events = workers, events
+    settings: Callable[[], Settings]
+    access: Access
+    leases: Leases
+    layers: Layers
+    prepared: PreparedLayers
+    workers: Workers
+    events: Events
+
+    def __post_init__(self) -> None:
         self._over: set[int] = set()
         self._weighed_at = -_PAUSE_S
         self._weighing = anyio.Lock()
@@ -54,13 +52,13 @@ class Quotas:
         """Raise QuotaExceededError where the user of one of these uids is over the bound, and is so
         when weighed again; never for an administrator who asks.
         """
-        users = {self._access.user_of(uid) for uid in (asker, owner)}
-        if self._access.is_admin(asker) or not any(map(self._is_over, users)):
+        users = {self.access.user_of(uid) for uid in (asker, owner)}
+        if self.access.is_admin(asker) or not any(map(self._is_over, users)):
             return
         async with self._weighing:
             if time.monotonic() - self._weighed_at > _PAUSE_S:
                 await self.weigh()
-        limit = self._settings().access.bytes_per_user
+        limit = self.settings().access.bytes_per_user
         for user in filter(self._is_over, users):
             used = self.used[user]
             raise QuotaExceededError(
@@ -75,7 +73,7 @@ class Quotas:
 
     def add(self, uid: int, size_bytes: int) -> None:
         """Count what was just written for a user, until it is weighed."""
-        user = self._access.user_of(uid)
+        user = self.access.user_of(uid)
         self.used[user] = self.used.get(user, 0) + size_bytes
 
     async def weigh(self) -> None:
@@ -85,7 +83,7 @@ class Quotas:
         if not things and not self.used:
             return
         paths = {str(user): each for user, each in things.items()}
-        found = await self._workers.run(weigh, paths, _WALK.total_seconds(), timeout=_CALL)
+        found = await self.workers.run(weigh, paths, _WALK.total_seconds(), timeout=_CALL)
         before, self.used = self.used, {}
         for user in things:
             weights = found[str(user)]
@@ -93,28 +91,28 @@ class Quotas:
             earlier = 0 if is_whole else before.get(user, 0)
             self.used[user] = max(weights.total_bytes, earlier)
         over = {user for user in self.used if self._is_over(user)}
-        limit = self._settings().access.bytes_per_user
+        limit = self.settings().access.bytes_per_user
         for name, users in ("exceeded", over - self._over), ("recovered", self._over - over):
             for user in sorted(users):
                 facts = {"owner_uid": user, "used_bytes": self.used.get(user, 0)}
-                self._events.publish(f"quota.{name}", **facts, limit_bytes=limit)
+                self.events.publish(f"quota.{name}", **facts, limit_bytes=limit)
         self._over = over
 
     def _is_over(self, user: int) -> bool:
-        limit = self._settings().access.bytes_per_user
-        return 0 < limit <= self.used.get(user, 0) and not self._access.is_admin(user)
+        limit = self.settings().access.bytes_per_user
+        return 0 < limit <= self.used.get(user, 0) and not self.access.is_admin(user)
 
     def _things(self) -> dict[int, list[tuple[Path, ...]]]:
         """The places of what each user has."""
         found: dict[int, list[tuple[Path, ...]]] = {}
-        for lease in self._leases:
+        for lease in self.leases:
             trees = [lease.tree_path] if lease.backend is Backend.POOL else []
-            own = map(self._layers.path, sorted(lease.own_layers))
-            things = found.setdefault(self._access.user_of(lease.owner_uid), [])
+            own = map(self.layers.path, sorted(lease.own_layers))
+            things = found.setdefault(self.access.user_of(lease.owner_uid), [])
             things.append((lease.private, *trees, *own))
-        for record in self._prepared.all():
-            places = map(self._layers.path, record.own_layers)
-            objects = self._layers.path(record.saved.id).with_suffix(".git")
-            things = found.setdefault(self._access.user_of(record.saved.saved_by), [])
+        for record in self.prepared.all():
+            places = map(self.layers.path, record.own_layers)
+            objects = self.layers.path(record.saved.id).with_suffix(".git")
+            things = found.setdefault(self.access.user_of(record.saved.saved_by), [])
             things.append((objects, *places))
         return found

@@ -6,6 +6,7 @@ and from a walk of the mirror when one is verified: the two know nothing of each
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -46,16 +47,16 @@ _CLEAN = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class Receipts:
     """Issues receipts for leases and verifies them. Belongs to one event loop."""
 
-    def __init__(
-        self, *, git: Git, workers: Workers, mirrors: Mirrors, stores: StoreBuilder
-    ) -> None:
-        self._git = git
-        self._workers = workers
-        self._mirrors = mirrors
-        self._stores = stores
+    git: Git
+    workers: Workers
+    mirrors: Mirrors
+    stores: StoreBuilder
+
+    def __post_init__(self) -> None:
         self._closures: dict[tuple[Path, tuple[str, ...]], Closure] = {}
         self._walks = Turns(2)
 
@@ -63,11 +64,15 @@ class Receipts:
         self, lease: Lease, diff: bytes | Path, template_proven_at: datetime | None
     ) -> Receipt:
         """The receipt of a checkout with this diff; the caller holds its lock."""
-        row = await self._mirrors.get(str(lease.mirror))
+        row = await self.mirrors.get(str(lease.mirror))
         store = None
         if lease.history is not History.LINKED:
-            store = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
-        last_clean = lease.reset_at or lease.created_at
+            store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
+        clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
+        seal = None
+        if store:  # nothing writes its HEAD after it was built
+            built = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
+            seal = Proven(method=_SEALED, at=datetime.fromtimestamp(built.st_mtime, UTC))
         return Receipt(
             format=RECEIPT_FORMAT,
             version=__version__,
@@ -88,9 +93,9 @@ class Receipts:
             expires_at=lease.expires_at,
             resets=lease.resets,
             closure=await self._closure_of(store) if store else None,
-            seal=Proven(method=_SEALED, at=await _built_at(store)) if store else None,
+            seal=seal,
             template=_proven(_TEMPLATE, template_proven_at),
-            clean=None if lease.layer else _proven(_clean(lease), last_clean),
+            clean=None if lease.layer else _proven(clean, lease.reset_at or lease.created_at),
             layer=_layer_of(lease),
             environment="@".join(lease.environment) if lease.environment else None,
             grade=_grade_of(lease),
@@ -111,7 +116,7 @@ class Receipts:
             return report(receipt, actual | {"head": found.commit})
         commit, tip, head = found.commit, str(found.commit), found.commit
         if receipt.history is History.SQUASHED:
-            resolved = await self._stores.commits.get(found.mirror, commit)
+            resolved = await self.stores.commits.get(found.mirror, commit)
             (head, _), tip = squashed_commit(resolved), found.tree
         closure = await self._walk(found.mirror, tip, head)
         actual |= {"head": head, "closure.objects": closure.objects}
@@ -121,7 +126,7 @@ class Receipts:
         """What the packs of a store hold; counted once."""
         key = store.path, store.packs
         if key not in self._closures:
-            found = await self._workers.run(closure_of_store, store, timeout=_TIMEOUT)
+            found = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
             while len(self._closures) >= _KEPT_MAX:
                 del self._closures[next(iter(self._closures))]
             self._closures[key] = found
@@ -129,17 +134,17 @@ class Receipts:
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> Closure:
         """What git finds in the mirror; `head` is one more object where it is not in there."""
-        async with self._walks.turn(), self._mirrors.quarantine.directory("receipt") as scratch:
+        async with self._walks.turn(), self.mirrors.quarantine.directory("receipt") as scratch:
             listing = scratch / "listing"
-            await self._git.run(
+            await self.git.run(
                 *WALK,
-                git_dir=self._mirrors.path(name),
+                git_dir=self.mirrors.path(name),
                 stdin=lines_of([tip]),
                 stdout_path=listing,
                 timeout=_TIMEOUT,
                 doing=f"walk {tip}",
             )  # fmt: skip
-            return await self._workers.run(closure_of_listing, listing, head, timeout=_TIMEOUT)
+            return await self.workers.run(closure_of_listing, listing, head, timeout=_TIMEOUT)
 
 
 def report(receipt: Receipt, actual: dict[str, object]) -> ReceiptReport:
@@ -187,16 +192,6 @@ def _digest(diff: bytes | Path) -> Digest:
         diff.unlink()
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return Digest(bytes=file.tell(), sha256=sha256)
-
-
-async def _built_at(store: SealedStore) -> datetime:
-    """When a store was built: nothing writes its HEAD after that."""
-    found = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
-    return datetime.fromtimestamp(found.st_mtime, UTC)
-
-
-def _clean(lease: Lease) -> str:
-    return _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
 
 
 def _layer_of(lease: Lease) -> LayerFacts | None:

@@ -57,7 +57,7 @@ class Outfit(NamedTuple):
     environment: EnvironmentName | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Resolver:
     """Looks names up in the catalog, the mirrors and what was prepared. Belongs to the event loop.
 

@@ -2,11 +2,10 @@
 
 import builtins
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,7 @@ from .. import protocol
 from ..catalog import InstanceRow
 from ..config import Settings
 from ..datasets.service import Datasets
-from ..errors import (
-    CommitNotFoundError,
-    InvalidRequestError,
-    MirrorNotFoundError,
-)
+from ..errors import CommitNotFoundError, InvalidRequestError, MirrorNotFoundError
 from ..git.command import Git
 from ..git.workers import Workers
 from ..host.mounts import Visible
@@ -29,15 +24,7 @@ from ..host.peers import Access, Owners, Peer, Process
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import (
-    ApplyStrategy,
-    Backend,
-    CommitRole,
-    DiffFormat,
-    Direction,
-    History,
-    utc_now,
-)
+from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
 from ..telemetry import log
 from .admission import (
     Admission,
@@ -51,111 +38,82 @@ from .admission import (
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
 from .grading.service import Grading
-from .leases import Directories, Lease, Leases, LeaseState, Volume
+from .leases import Lease, Leases, LeaseState, Volume
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
-from .pool.backend import PoolBackend
+from .pool import PoolBackend
 from .prepared import LayerRecord, PreparedLayers, shown_layer
 from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import Resolver
-from .snapshots.layers import Forks, Layers, objects_path
+from .snapshots import Forks, Layers, objects_path
 from .stores.builder import StoreBuilder
 from .stores.store import find_leaks
 from .templates.eviction import TemplateKey
 from .volumes import Volumes
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Checkouts:
     """All checkouts of one state directory. Belongs to one event loop.
 
     The pool serves every request; `overlay`, where the host allows mounts, is preferred.
+    `environment_of` names the environment that an instance asks for.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        state_dir: Path,
-        git: Git,
-        workers: Workers,
-        mirrors: Mirrors,
-        datasets: Datasets,
-        stores: StoreBuilder,
-        overlay: CheckoutBackend | None,
-        environments: EnvironmentStore,
-        access: Access,
-        events: Events,
-        trash: Trash,
-        clock: Callable[[], datetime] = utc_now,
-        environment_of: Callable[[InstanceRow], str | None] = lambda _: None,
-    ) -> None:
-        """`environment_of` names the environment that an instance asks for."""
-        self._pool = pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
-        self._trash = trash
-        self._clock = clock
-        self._mirrors = mirrors
-        self._stores = stores
-        self._receipts = Receipts(git=git, workers=workers, mirrors=mirrors, stores=stores)
+    settings: Callable[[], Settings]
+    state_dir: Path
+    git: Git
+    workers: Workers
+    mirrors: Mirrors
+    datasets: Datasets
+    stores: StoreBuilder
+    overlay: CheckoutBackend | None
+    environments: EnvironmentStore
+    access: Access
+    events: Events
+    trash: Trash
+    clock: Callable[[], datetime] = utc_now
+    environment_of: Callable[[InstanceRow], str | None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        settings, access, events = self.settings, self.access, self.events
+        state_dir, workers, mirrors = self.state_dir, self.workers, self.mirrors
+        environments, datasets, trash = self.environments, self.datasets, self.trash
+        self.pool = PoolBackend(state_dir, workers, self.stores, mirrors.path, trash)
+        self.leases = leases = Leases(state_dir)
+        self._layers = layers = Layers(state_dir, leases, trash)
+        backends = [self.overlay, self.pool] if self.overlay else [self.pool]
+        self._lifecycle = lifecycle = Lifecycle(leases, layers, backends, events, trash)
+        self._forks = Forks(leases, layers, lifecycle.backend_of)
+        self._receipts = Receipts(self.git, workers, mirrors, self.stores)
 
         def objects_of(lease: Lease) -> Path:
             return objects_path(state_dir, mirrors.path(lease.mirror), lease.tree, lease.saved)
 
-        self._patches = Patches(
-            workers=workers, mirrors=mirrors, instances=datasets, objects_of=objects_of
+        self._patches = Patches(workers, mirrors, datasets, objects_of)
+        self.prepared = PreparedLayers(
+            leases, layers, lifecycle, environments, workers, access.is_admin
         )
-        backends = [overlay, pool] if overlay else [pool]
-        self._leases = Leases(state_dir)
-        self._layers = Layers(state_dir, self._leases, trash)
-        self._lifecycle = Lifecycle(self._leases, self._layers, backends, events, trash)
-        self._forks = Forks(self._leases, self._layers, self._lifecycle.backend_of)
-        self._admission = Admission(settings, access, self._leases, has_overlay=bool(overlay))
-        self._prepared = PreparedLayers(
-            leases=self._leases,
-            layers=self._layers,
-            lifecycle=self._lifecycle,
-            environments=environments,
-            workers=workers,
-            is_admin=access.is_admin,
-        )
+        learn = self.stores.commits.learn
         self._resolver = Resolver(
-            datasets=datasets,
-            mirrors=mirrors,
-            learn=stores.commits.learn,
-            prepared=self._prepared,
-            environments=environments,
-            environment_of=environment_of,
+            datasets, mirrors, learn, self.prepared, environments, self.environment_of
         )
-        self.quotas = Quotas(
-            settings, access, self._leases, self._layers, self._prepared, workers, events
-        )
-        self._leasing = Leasing(
-            admission=self._admission,
-            owners=Owners(settings, access),
-            leases=self._leases,
-            lifecycle=self._lifecycle,
-            quotas=self.quotas,
-            events=events,
-            trash=trash,
-            clock=clock,
-            default_history=lambda: settings().checkouts.history,
-        )
+        self._admission = Admission(settings, access, leases, has_overlay=bool(self.overlay))
+        self.quotas = Quotas(settings, access, leases, layers, self.prepared, workers, events)
+        self._leasing = leasing = Leasing(
+            self._admission, Owners(settings, access), leases, lifecycle, self.quotas, events,
+            trash, self.clock, lambda: settings().checkouts.history,
+        )  # fmt: skip
         self.grading = Grading(
-            settings=settings,
-            state_dir=state_dir,
-            workers=workers,
-            mirrors=mirrors,
-            datasets=datasets,
-            layers=self._layers,
-            leasing=self._leasing,
-            resolver=self._resolver,
-            patches=self._patches,
-        )
-        self.volumes = Volumes(self._leasing, self.checkout, self.fork)
+            settings, state_dir, workers, mirrors, datasets, layers, leasing, self._resolver,
+            self._patches,
+        )  # fmt: skip
+        self.volumes = Volumes(leasing, self.checkout, self.fork)
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
-        await anyio.to_thread.run_sync(self._prepared.open)
+        await anyio.to_thread.run_sync(self.prepared.open)
         await self._lifecycle.open()
         await self._leasing.expiry.open()
 
@@ -164,14 +122,6 @@ class Checkouts:
         self._leasing.is_closing = True
         self._leasing.expiry.close()
         await self._lifecycle.close()
-
-    @property
-    def count(self) -> int:
-        return len(self._leases)
-
-    def by_owner(self) -> Counter[int]:
-        """How many each uid holds."""
-        return Counter(lease.owner_uid for lease in self._leases)
 
     async def expire(self) -> int:
         """Release idle checkouts that are over; answers how many."""
@@ -187,22 +137,9 @@ class Checkouts:
         """Those of the checkouts and of their snapshots."""
         return frozenset(
             (lease.mirror.key, commit, lease.history)
-            for lease in self._leases
+            for lease in self.leases
             for commit in (lease.commit, *(each.commit for each in lease.snapshots))
         )
-
-    @property
-    def warm_trees(self) -> Sequence[Directories]:
-        """Released trees of the pool, kept for the next checkout."""
-        return self._pool.warm
-
-    def drop_warm_trees(self, *, idle: timedelta = timedelta()) -> None:
-        """Remove those released so long ago."""
-        self._pool.drop_warm(idle)
-
-    def has_checkout(self, uid: int) -> bool:
-        """Whether the uid owns a checkout, or took one."""
-        return self._leases.held_by[uid] > 0
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -251,7 +188,7 @@ class Checkouts:
             with self._admission.counted(peer.uid, parent.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
                     copied_s = time.perf_counter() - began
-                    now = self._clock()
+                    now = self.clock()
                     draft = partial(
                         replace,
                         parent,
@@ -311,7 +248,7 @@ class Checkouts:
             self._leasing.held(checkout, peer) as before,
             self._base_of(request, before, peer) as base,
         ):
-            base |= {"resets": before.resets + 1, "reset_at": self._clock()}
+            base |= {"resets": before.resets + 1, "reset_at": self.clock()}
             lease = replace(before, **base, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
@@ -329,10 +266,10 @@ class Checkouts:
     ) -> protocol.Checkout:
         """Move the deadline to the time to live from now; it may come closer."""
         async with self._leasing.held(checkout, peer) as lease:
-            expires_at = self._clock() + self._admission.ttl(request.ttl, peer)
+            expires_at = self.clock() + self._admission.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
-            await anyio.to_thread.run_sync(self._leases.prepare, lease)  # flushed: see leases.py
-            self._leases.put(lease)
+            await anyio.to_thread.run_sync(self.leases.prepare, lease)  # flushed: see leases.py
+            self.leases.put(lease)
         return protocol.Checkout(**members(lease, {}))
 
     async def attach(
@@ -353,7 +290,7 @@ class Checkouts:
         async with self._leasing.held(checkout, peer) as lease:
             self._lifecycle.end(lease)
         self._leasing.publish("checkout.released", lease)
-        await self._trash.keep_up()
+        await self.trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
         return protocol.Checkout(**members(self._leasing.get(checkout, peer), {}))
@@ -362,14 +299,9 @@ class Checkouts:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
         return [protocol.Checkout(**members(lease, {})) for lease in self.leases_of(peer)]
 
-    @property
-    def leases(self) -> builtins.list[Lease]:
-        """All of them, oldest first."""
-        return list(self._leases)
-
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """The leases that the peer owns or took, oldest first; all for an administrator."""
-        return [lease for lease in self._leases if self._admission.may_see(lease, peer)]
+        return [lease for lease in self.leases if self._admission.may_see(lease, peer)]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""
@@ -403,7 +335,7 @@ class Checkouts:
         """
         async with self._leasing.held(checkout, peer) as lease:
             must_be_whole(lease)
-            store = await self._stores.ensure(lease.mirror, lease.commit, lease.history)
+            store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
             row = await self._patches.find_row(lease)
             answers = (CommitRole.GOLD, CommitRole.BUG)
             secret = {commit for commit, role in row.commits if role in answers} if row else set()
@@ -509,7 +441,7 @@ class Checkouts:
             await self.quotas.ensure("save a layer", peer.uid, peer.uid)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             job = self._patches.job(lease)
-            record = await self._prepared.save(lease, request.name, peer.uid, job, changed)
+            record = await self.prepared.save(lease, request.name, peer.uid, job, changed)
             self.quotas.add(peer.uid, record.copied["size_bytes"])
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
@@ -520,36 +452,27 @@ class Checkouts:
         self, mirror: str | None, peer: Peer
     ) -> builtins.list[protocol.PreparedLayer]:
         """The prepared layers that a peer may use, oldest first; all for an administrator."""
-        key = self._mirrors.get_name(mirror).key if mirror else None
+        key = self.mirrors.get_name(mirror).key if mirror else None
         return [
             self._shown(record)
-            for record in self._prepared.visible_to(peer.uid)
+            for record in self.prepared.visible_to(peer.uid)
             if key in (None, record.mirror.key)
         ]
 
     async def remove_layer(self, layer: str, peer: Peer) -> None:
         """Remove a prepared layer that no checkout has."""
-        record = self._prepared.remove(layer, peer.uid)
+        record = self.prepared.remove(layer, peer.uid)
         log.info("layer.removed", layer=record.saved.name, mirror=str(record.mirror), uid=peer.uid)
-
-    def remove_layers_of(self, environment: str) -> None:
-        """Remove those that the build of an environment saved, by its digest; LayerInUseError."""
-        self._prepared.remove_of(environment)
-
-    @property
-    def prepared_layers(self) -> builtins.list[LayerRecord]:
-        """All of them."""
-        return self._prepared.all()
 
     def layers_of(self, peer: Peer) -> builtins.list[tuple[LayerRecord, int]]:
         """The prepared layers that a peer may remove, and how many checkouts have each."""
-        found = self._prepared.visible_to(peer.uid)
+        found = self.prepared.visible_to(peer.uid)
         return [
-            (record, self._prepared.holders(record))
+            (record, self.prepared.holders(record))
             for record in found
-            if self._prepared.may_remove(record, peer.uid)
+            if self.prepared.may_remove(record, peer.uid)
         ]
 
     def _shown(self, record: LayerRecord) -> protocol.PreparedLayer:
-        shared, holders = self._prepared.is_shared(record), self._prepared.holders(record)
+        shared, holders = self.prepared.is_shared(record), self.prepared.holders(record)
         return shown_layer(record, shared=shared, checkouts=holders)

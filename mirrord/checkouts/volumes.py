@@ -7,7 +7,7 @@ last unmount it lives as long as the volume's ttl says, and the volume ends with
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -34,21 +34,19 @@ class ForkOf(NamedTuple):
 Source = protocol.StartCheckout | ForkOf | Existing
 
 
+@dataclass(eq=False, repr=False)
 class Volumes:
     """The volumes of a daemon. `checkout` and `fork` are those of the service."""
 
-    def __init__(
-        self,
-        leasing: Leasing,
-        checkout: Callable[..., Awaitable[protocol.Checkout]],
-        fork: Callable[..., Awaitable[protocol.Checkout]],
-    ) -> None:
-        self._leasing = leasing
-        self._checkout, self._fork = checkout, fork
+    leasing: Leasing
+    checkout: Callable[..., Awaitable[protocol.Checkout]]
+    fork: Callable[..., Awaitable[protocol.Checkout]]
+
+    def __post_init__(self) -> None:
         self._in_creation: set[str] = set()
 
     def list(self) -> list[tuple[Lease, Volume]]:
-        return [(lease, volume) for lease in self._leasing.leases for volume in lease.volumes]
+        return [(lease, volume) for lease in self.leasing.leases for volume in lease.volumes]
 
     def find(self, name: str) -> tuple[Lease, Volume] | None:
         return next((pair for pair in self.list() if pair[1].name == name), None)
@@ -75,22 +73,23 @@ class Volumes:
                     f"cannot make volume {name}: {fact}", hint="choose another name"
                 )
             return False
-        asked = None if isinstance(source, Existing) else _ttl(source)
-        ttl_s = self._leasing.admission.ttl(asked, peer).total_seconds()
+        asked = source.request if isinstance(source, ForkOf) else source
+        asked_s = None if isinstance(asked, Existing) else asked.ttl
+        ttl_s = self.leasing.admission.ttl(asked_s, peer).total_seconds()
         volume = Volume(name, part, options, not isinstance(source, Existing), ttl_s)
         with self._creating(name):
             if isinstance(source, protocol.StartCheckout):
                 _must_have(volume, source.environment)
-                await self._checkout(source, peer, volumes=(volume,))
+                await self.checkout(source, peer, volumes=(volume,))
             elif isinstance(source, ForkOf):
-                parent = self._leasing.get(self._id_of(source.checkout), peer)
+                parent = self.leasing.get(self._id_of(source.checkout), peer)
                 _must_have(volume, parent.environment)
-                await self._fork(parent.id, source.request, peer, volumes=(volume,))
+                await self.fork(parent.id, source.request, peer, volumes=(volume,))
             else:
-                async with self._leasing.held(self._id_of(source.checkout), peer) as lease:
+                async with self.leasing.held(self._id_of(source.checkout), peer) as lease:
                     _must_have(volume, lease.environment)
-                    self._leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
-            self._leasing.publish("volume.made", self.get(name)[0], volume=name)
+                    self.leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
+            self.leasing.publish("volume.made", self.get(name)[0], volume=name)
         return True
 
     async def mount(self, name: str, mount: str, peer: Peer) -> str:
@@ -98,7 +97,7 @@ class Volumes:
         async with self._held(name, peer) as (lease, volume):
             mounts = volume.mounted_by | {mount}
             self._save(lease, replace(volume, mounts=tuple(mounts), boot=boot_id()))
-            self._leasing.publish("volume.mounted", lease, volume=name, mounts=len(mounts))
+            self.leasing.publish("volume.mounted", lease, volume=name, mounts=len(mounts))
             return path_of(lease, volume)
 
     async def unmount(self, name: str, mount: str, peer: Peer) -> None:
@@ -106,10 +105,10 @@ class Volumes:
         async with self._held(name, peer) as (lease, volume):
             mounts = volume.mounted_by - {mount}
             if not mounts:
-                expires_at = self._leasing.clock() + timedelta(seconds=volume.ttl_s)
+                expires_at = self.leasing.clock() + timedelta(seconds=volume.ttl_s)
                 lease = replace(lease, expires_at=max(lease.expires_at, expires_at))
             self._save(lease, replace(volume, mounts=tuple(mounts)))
-            self._leasing.publish("volume.unmounted", lease, volume=name, mounts=len(mounts))
+            self.leasing.publish("volume.unmounted", lease, volume=name, mounts=len(mounts))
 
     async def remove(self, name: str, peer: Peer) -> None:
         """Forget a volume, and release its checkout unless another volume or somebody else has it.
@@ -120,13 +119,13 @@ class Volumes:
         async with self._held(name, peer) as (lease, volume):
             rest = tuple(each for each in lease.volumes if each.name != name)
             if volume.holds and not rest:
-                self._leasing.lifecycle.end(lease)
+                self.leasing.lifecycle.end(lease)
             else:
                 if volume.holds:
                     rest = (replace(rest[0], holds=True), *rest[1:])
-                self._leasing.leases.save(replace(lease, volumes=rest))
-        self._leasing.publish("volume.removed", lease, volume=name)
-        await self._leasing.trash.keep_up()
+                self.leasing.leases.save(replace(lease, volumes=rest))
+        self.leasing.publish("volume.removed", lease, volume=name)
+        await self.leasing.trash.keep_up()
 
     @contextmanager
     def _creating(self, name: str) -> Iterator[None]:
@@ -141,7 +140,7 @@ class Volumes:
 
     @asynccontextmanager
     async def _held(self, name: str, peer: Peer) -> AsyncIterator[tuple[Lease, Volume]]:
-        async with self._leasing.held(self.get(name)[0].id, peer):
+        async with self.leasing.held(self.get(name)[0].id, peer):
             yield self.get(name)
 
     def _id_of(self, checkout: str) -> str:
@@ -150,7 +149,7 @@ class Volumes:
 
     def _save(self, lease: Lease, volume: Volume) -> None:
         volumes = tuple(volume if each.name == volume.name else each for each in lease.volumes)
-        self._leasing.leases.save(replace(lease, volumes=volumes))
+        self.leasing.leases.save(replace(lease, volumes=volumes))
 
 
 def path_of(lease: Lease, volume: Volume) -> str:
@@ -163,7 +162,3 @@ def _must_have(volume: Volume, environment: object) -> None:
     if volume.part == "environment" and environment is None:
         fact = f"cannot make volume {volume.name}: its checkout has no environment"
         raise InvalidRequestError(fact, hint="name one, or auto, as environment= of the checkout")
-
-
-def _ttl(source: protocol.StartCheckout | ForkOf) -> float | None:
-    return source.ttl if isinstance(source, protocol.StartCheckout) else source.request.ttl

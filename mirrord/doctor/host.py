@@ -15,7 +15,7 @@ from pathlib import Path
 
 import anyio
 
-from ..checkouts.overlay.probe import try_overlay
+from ..checkouts.overlay_probe import try_overlay
 from ..config import Settings
 from ..environments.launch import build_owner, find_uv
 from ..errors import MirrordError

@@ -335,7 +335,7 @@ class Preparations:
     def list(self, digest: str) -> list[Preparation]:
         """For which commits there is a layer, and for which none could be made."""
         known, name = self._read(digest), layer_name(digest)
-        ready = [each for each in self.builds.checkouts.prepared_layers if each.saved.name == name]
+        ready = [each for each in self.builds.checkouts.prepared.all() if each.saved.name == name]
         found = []
         for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
             facts = known.get(key, {})

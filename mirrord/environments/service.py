@@ -244,7 +244,7 @@ class Environments:
         commit, else the one built last, else the key of one that is not built.
         """
         key, base = key_of_row(row), (row.mirror.key, row.base_commit)
-        layers = self.builds.checkouts.prepared_layers
+        layers = self.builds.checkouts.prepared.all()
         prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}
         for record in sorted(self.store.records(key), key=lambda record: -record.at):
             if record.is_ready and layer_name(record.digest) in prepared:
@@ -270,7 +270,7 @@ class Environments:
         if not records and not imported:
             raise not_found(name)
         for record in records:
-            self.builds.checkouts.remove_layers_of(record.digest)
+            self.builds.checkouts.prepared.remove_of(record.digest)
             self.store.remove(record.digest)
             self.events.publish("environment.removed", key=record.key, digest=record.digest)
         if imported:

@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
-from ..config import Settings
 from ..errors import AccessError, ProcessGoneError
 from ..telemetry import log
 from .files import opened
 from .processes import Owner, boot_id
+
+if TYPE_CHECKING:  # workers load this module, and no pydantic
+    from ..config import Settings
 
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
@@ -81,7 +83,7 @@ class Access:
 
     def __init__(
         self,
-        settings: Callable[[], Settings],
+        settings: "Callable[[], Settings]",
         *,
         own_uid: int | None = None,
         subuid: Path = _SUBUID,
@@ -146,7 +148,7 @@ class Owners:
 
     def __init__(
         self,
-        settings: Callable[[], Settings],
+        settings: "Callable[[], Settings]",
         access: Access,
         *,
         subuid: Path = _SUBUID,

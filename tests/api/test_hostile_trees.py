@@ -20,11 +20,10 @@ from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 from mountlab import mounted_below
 
-from mirrord.checkouts.patches import apply as patches
-from mirrord.checkouts.patches.apply import CheckoutFiles
+from mirrord.checkouts.patches import worktree as patches
 from mirrord.checkouts.patches.diff import collect
 from mirrord.checkouts.patches.fit import File
-from mirrord.checkouts.patches.worktree import PatchJob, RawFile, open_worktree
+from mirrord.checkouts.patches.worktree import CheckoutFiles, PatchJob, RawFile, open_worktree
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,

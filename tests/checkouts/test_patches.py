@@ -14,9 +14,9 @@ import pytest
 from checkoutlab import NAME, ROOT_PEER, USER_PEER, Service, as_user, run_as, running_service
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.patches.apply import apply as apply_in_worker
-from mirrord.checkouts.patches.apply import restore as restore_in_worker
 from mirrord.checkouts.patches.worktree import PatchJob
+from mirrord.checkouts.patches.worktree import apply as apply_in_worker
+from mirrord.checkouts.patches.worktree import restore as restore_in_worker
 from mirrord.errors import (
     AccessError,
     CheckoutBusyError,

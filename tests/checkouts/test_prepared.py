@@ -55,7 +55,7 @@ def service(rich: Upstream) -> Iterator[Service]:
 @pytest.fixture(autouse=True)
 def _nothing_held(service: Service) -> Iterator[None]:
     yield
-    for lease in service.checkouts._leases:
+    for lease in service.checkouts.leases:
         service.call(service.checkouts.release, lease.id, ROOT_PEER)
     for layer in service.call(service.checkouts.list_layers, None, ROOT_PEER):
         service.call(service.checkouts.remove_layer, layer.id, ROOT_PEER)
@@ -397,7 +397,7 @@ DIGEST, NEWER = "a1" * 32, "b2" * 32
 def environment(service: Service) -> Iterator[str]:
     yield make_environment(service, DIGEST)
     service.call(service.trash.settle)
-    for lease in service.checkouts._leases:
+    for lease in service.checkouts.leases:
         service.call(service.checkouts.release, lease.id, ROOT_PEER)
     for layer in service.call(service.checkouts.list_layers, None, ROOT_PEER):
         service.call(service.checkouts.remove_layer, layer.id, ROOT_PEER)
@@ -533,7 +533,7 @@ def test_the_layer_of_an_environment_comes_without_asking(
     assert plain.reset(environment="flask-2.0").layer == name
     assert (prefix(plain) / "lib/package.py").exists()
     with pytest.raises(errors.LayerInUseError):
-        service.checkouts.remove_layers_of(environment)
+        service.checkouts.prepared.remove_of(environment)
     moved = plain.reset(commit="v3")
     assert (moved.layer, moved.environment) == (None, f"flask-2.0@{environment[:12]}")
 

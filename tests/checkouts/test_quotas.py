@@ -39,7 +39,7 @@ def running(rich: Upstream) -> Iterator[Service]:
 def service(running: Service) -> Iterator[Service]:
     running.change("access", bytes_per_user=8 * MIB)
     yield running
-    for lease in running.checkouts._leases:
+    for lease in running.checkouts.leases:
         running.call(running.checkouts.release, lease.id, ROOT_PEER)
     for layer in running.call(running.checkouts.list_layers, None, ROOT_PEER):
         running.call(running.checkouts.remove_layer, layer.id, ROOT_PEER)

@@ -49,7 +49,7 @@ def service(running: Service) -> Iterator[Service]:
     running.now_shift = timedelta()
     running.change(max=1024)
     running.change("access", admins=(), commits="any")
-    running.checkouts._admission._access.refresh()
+    running.checkouts._admission.access.refresh()
     for checkout in running.call(running.checkouts.list, ROOT_PEER):
         running.call(running.checkouts.release, checkout.id, ROOT_PEER)
 
@@ -150,7 +150,7 @@ def test_the_limit_of_checkouts_holds_for_those_that_come_at_once(service: Servi
                 group.start_soon(one)
 
     service.call(all_of_them)
-    assert (service.checkouts.count, len(refused)) == (2, 4)
+    assert (len(service.checkouts.leases), len(refused)) == (2, 4)
 
 
 def test_a_lease_that_is_renewed_while_others_expire_stands(
@@ -173,7 +173,7 @@ def test_a_lease_that_is_renewed_while_others_expire_stands(
     assert {lease.id for lease in service.call(service.checkouts.list, USER_PEER)} < {
         lease.id for lease in leases
     }
-    assert service.checkouts.count == 1
+    assert len(service.checkouts.leases) == 1
 
 
 def test_an_expired_lease_is_released_and_a_renewed_one_is_not(service: Service) -> None:
@@ -274,7 +274,7 @@ def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> 
     (Path(checkout.path) / "half").write_text("done")
 
     async def leave_half_way() -> None:
-        leases = service.checkouts._leases
+        leases = service.checkouts.leases
         leases.save(resetting(leases.get(checkout.id)))
 
     service.call(leave_half_way)
@@ -349,7 +349,7 @@ def test_the_grader_view_and_linked_history_are_for_administrators(service: Serv
 def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service) -> None:
     """An administrator with another uid may ask for all else, but could not read the mirror."""
     service.change("access", admins=(USER,))
-    service.checkouts._admission._access.refresh()
+    service.checkouts._admission.access.refresh()
     with pytest.raises(AccessError, match="only the daemon's own user can read mirrors"):
         start(service, instance="psf__requests@v1", history=History.LINKED)
     assert start(service, instance="psf__requests@v1", view=View.GRADER).view is View.GRADER

@@ -233,17 +233,9 @@ _EXTENSION = struct.Struct(">4sI")
 _NODE = re.compile(rb"(([^\0]*)\0(\d+) (\d+)\n.{20})", re.DOTALL)
 
 
-class PreviousIndex(NamedTuple):
-    """An index that was written from `manifest`, as it is on disk."""
-
-    manifest: Manifest
-    data: bytes
-
-    @classmethod
-    def proven(cls, manifest: Manifest, index: bytes) -> "PreviousIndex | None":
-        """None where the bytes are not those that were written."""
-        checksum = hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest()
-        return cls(manifest, index) if checksum == manifest.index else None
+def is_as_written(manifest: Manifest, index: bytes) -> bool:
+    """Whether an index has the bytes that were written from a manifest."""
+    return hashlib.sha1(index[:-_CHECKSUM_BYTES]).hexdigest() == manifest.index
 
 
 def index_bytes(manifest: Manifest) -> bytes:
@@ -253,9 +245,11 @@ def index_bytes(manifest: Manifest) -> bytes:
     return _joined(len(paths), [*_packed_entries(files, paths), _cached_trees(files, paths)])
 
 
-def spliced_index(previous: PreviousIndex, manifest: Manifest) -> bytes:
-    """The bytes of `index_bytes`, for a manifest that goes back to the previous one's."""
-    old, before, files = previous.data, previous.manifest.files, manifest.files
+def spliced_index(previous: Manifest, old: bytes, manifest: Manifest) -> bytes:
+    """The bytes of `index_bytes`, for a manifest that goes back to `previous`, whose index is
+    `old`.
+    """
+    before, files = previous.files, manifest.files
     names, offsets = _located(old)
     pieces, done, count = list[bytes](), 0, len(names)
     for path in sorted(files.changed_since(before)):
@@ -269,7 +263,7 @@ def spliced_index(previous: PreviousIndex, manifest: Manifest) -> bytes:
             count += exists - was_there
     pieces.append(old[offsets[done] : offsets[-1]])
     trees = old[offsets[-1] : -_CHECKSUM_BYTES]
-    if manifest.tree != previous.manifest.tree:
+    if manifest.tree != previous.tree:
         trees = _spliced_trees(trees, before, files)
     return _joined(count, [*pieces, trees])
 

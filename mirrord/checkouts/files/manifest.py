@@ -90,10 +90,6 @@ class Entry(NamedTuple):
         """A directory on disk: a tree, or a submodule, which is an empty directory."""
         return self.mode in (DIRECTORY, SUBMODULE)
 
-    @property
-    def is_symlink(self) -> bool:
-        return self.mode == SYMLINK
-
     def with_stat(self, found: object) -> Entry:
         """The same object with the stat data of the file that now holds it."""
         return Entry(self.mode, self.oid, self.content, *stat_tuple(found))
@@ -275,10 +271,6 @@ class Manifest:
         """uid and gid of all files."""
         top = self.files[b""]
         return top.uid, top.gid
-
-    @property
-    def owner_uid(self) -> int:
-        return self.owner[0]
 
     @property
     def racy_from_ns(self) -> int:

@@ -31,7 +31,7 @@ from ...host.files import (
     shown_path,
 )
 from ...host.processes import ActingAs
-from .manifest import DIRECTORY, Entry, Manifest, Records, clock_ns, stat_tuple
+from .manifest import DIRECTORY, SYMLINK, Entry, Manifest, Records, clock_ns, stat_tuple
 from .reader import TreeReader, content_id, enter, open_top, read_id
 
 _LARGE_BYTES = 4 << 20
@@ -77,7 +77,7 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     `rehash` reads every file, whatever its stat says; by default when the checkout belongs to root,
     who can set the clock.
     """
-    every = manifest.owner_uid == 0 if rehash is None else rehash
+    every = manifest.owner[0] == 0 if rehash is None else rehash
     return _compare(root, manifest, None, every=every)
 
 
@@ -304,7 +304,10 @@ def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
         with opened(open_child(*reader.locate(path))) as fd:
             return not os.listdir(fd)  # a submodule
     is_link = stat.S_ISLNK(found.st_mode)
-    return is_link == entry.is_symlink and content_id(*reader.locate(path), found) == entry.content
+    return (
+        is_link == (entry.mode == SYMLINK)
+        and content_id(*reader.locate(path), found) == entry.content
+    )
 
 
 def tree_id(manifest: Manifest) -> str:

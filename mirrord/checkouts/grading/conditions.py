@@ -258,13 +258,11 @@ def _iter_modules(path: bytes, look: Look) -> Iterator[str]:
     above, *parts = b"", *path.split(b"/")
     for part in parts:
         name = part.partition(b".")[0] if part is parts[-1] else part
-        if name != b"__init__" and not look.is_package(above) and _is_new(look.base, above + name):
+        stems = (above + name, above + name + b".py")
+        is_top = name != b"__init__" and not look.is_package(above)
+        if is_top and not any(map(look.base.find, stems)):
             yield name.decode(errors="backslashreplace")
         above += part + b"/"
-
-
-def _is_new(base: BaseTree, stem: bytes) -> bool:
-    return base.find(stem) is None and base.find(stem + b".py") is None
 
 
 def _new_module(change: Change, look: Look) -> str | None:
@@ -331,9 +329,7 @@ def _test_added(change: Change, look: Look) -> str | None:
     return "" if change.old is None and change.mode is not None and is_test(change.path) else None
 
 
-Condition = Callable[..., str | None]
-
-CONDITIONS: dict[str, Condition] = {
+CONDITIONS: dict[str, Callable[..., str | None]] = {
     "adds": _adds,
     "beside": _beside,
     "code-adds": _code_adds,

@@ -41,7 +41,7 @@ from ..patches.diff import collect
 from ..patches.fit import BaseFiles, Change
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
-from ..snapshots.content import LayerFile, write_layer
+from ..snapshots import LayerFile, write_layer
 from ..stores.store import CONFIG
 from .conditions import InstanceTests, Look, imports_of
 from .rules import Policies, Rule, RuleBook, cut, iter_findings, noted, printable, sift
@@ -64,6 +64,11 @@ class GradeJob:
     own_rules: tuple[Rule, ...]
     policies: Policies
     file_bytes: int
+
+    @property
+    def scratch(self) -> Path:
+        """A private place for git, beside the layer; a start removes what lies there."""
+        return self.layer.with_name(f".scratch-{self.layer.name}")
 
 
 class AgentTree(NamedTuple):
@@ -141,9 +146,7 @@ def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[by
     return names
 
 
-@lru_cache(maxsize=4)
-def _book(own: tuple[Rule, ...]) -> RuleBook:
-    return RuleBook(own)
+_book = lru_cache(maxsize=4)(RuleBook)
 
 
 def _applied(
@@ -154,7 +157,7 @@ def _applied(
     if not patch.strip():
         return [], None
     base = BaseFiles(objects, job.tree)
-    applied = apply_patch(base, patch, scratch=_scratch(job), strategy=source.strategy)
+    applied = apply_patch(base, patch, scratch=job.scratch, strategy=source.strategy)
     return applied.changes, applied.strategy
 
 
@@ -170,7 +173,7 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     if found is None:
         base = BaseFiles(objects, job.tree)
         try:
-            changes = apply_patch(base, job.test_patch, scratch=_scratch(job)).changes
+            changes = apply_patch(base, job.test_patch, scratch=job.scratch).changes
         except (ConflictError, UsageError) as error:
             raise PatchConflictError(
                 f"cannot apply the tests of the instance: {error.message}",
@@ -201,11 +204,6 @@ def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[Laye
         if is_file and (conversion := conversions.find(change.path)):
             data = conversion.smudge(data, blob_id(data).hex())
         yield change.path, change.mode, data
-
-
-def _scratch(job: GradeJob) -> Path:
-    """A private place for git, beside the layer; a start removes what lies there."""
-    return job.layer.with_name(f".scratch-{job.layer.name}")
 
 
 # -- what is in an agent's tree and in no change ---------------------------------------------------

@@ -23,7 +23,7 @@ from ..backend import DIFF_TIMEOUT
 from ..leases import Graded, SavedState
 from ..patches.service import Patches
 from ..resolve import Outfit, ResolvedRequest, Resolver
-from ..snapshots.layers import Layers, objects_path
+from ..snapshots import Layers, objects_path
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import Policies, own_rule
 
@@ -37,7 +37,7 @@ _OF_GRADE = ("backend", "ttl", "owner", "bind")
 _DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Grading:
     """Hands out graders' checkouts. Belongs to one event loop."""
 

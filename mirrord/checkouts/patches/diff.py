@@ -8,7 +8,7 @@ answer goes to a file as it is made. Sync; runs in workers.
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -23,14 +23,7 @@ from ...model import DiffFormat
 from ..files.manifest import blob_id
 from .fit import Change
 from .render import NeedsGit, Renderer, pair_up
-from .worktree import (
-    SMALLER_HINT,
-    PatchJob,
-    RawFile,
-    Worktree,
-    open_worktree,
-    unrecordable,
-)
+from .worktree import SMALLER_HINT, PatchJob, RawFile, Worktree, open_worktree, unrecordable
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
 SPOOLED_BYTES = 1024**2
@@ -39,6 +32,11 @@ _OPTIONS = {
     DiffFormat.PATCH: ("-p", "--binary", "--full-index"),
     DiffFormat.STAT: ("--stat",),
     DiffFormat.NAME_STATUS: ("--name-status",),
+}
+_PRINTED_BY = {
+    DiffFormat.PATCH: Renderer.patch,
+    DiffFormat.STAT: Renderer.stat,
+    DiffFormat.NAME_STATUS: Renderer.name_status,
 }
 
 
@@ -61,20 +59,14 @@ def diff(
         changes = collect(worktree, list_changed())
         reason = None
         try:
-            content = _spooled(_rendered(worktree, changes, form), spool)
+            pairs = pair_up(worktree.objects, changes)
+            renderer = Renderer(worktree.objects, worktree.attributes)
+            content = _spooled(_PRINTED_BY[form](renderer, pairs), spool)
         except NeedsGit as error:
             reason = error.reason
             with full_disk_named("a private copy of the changes"):
                 content = _by_git(job, worktree, changes, form, spool)
         return Diff(content, reason, len(changes))
-
-
-def _rendered(worktree: Worktree, changes: list[Change], form: DiffFormat) -> Iterator[bytes]:
-    pairs = pair_up(worktree.objects, changes)
-    renderer = Renderer(worktree.objects, worktree.attributes)
-    if form is DiffFormat.STAT:
-        return iter([renderer.stat(pairs)])
-    return renderer.patch(pairs) if form is DiffFormat.PATCH else renderer.name_status(pairs)
 
 
 def _spooled(pieces: Iterable[bytes], spool: Path) -> bytes | None:

@@ -13,6 +13,7 @@ import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...git.objects.repository import Objects
@@ -127,12 +128,12 @@ def _kind(side: TreeEntry | New) -> int:
     return stat.S_IFMT(side.mode)
 
 
+@dataclass(eq=False, repr=False)
 class Renderer:
     """Prints pairs; reads the old blobs one at a time."""
 
-    def __init__(self, objects: Objects, attributes: Attributes) -> None:
-        self._objects = objects
-        self._attributes = attributes
+    objects: Objects
+    attributes: Attributes
 
     def patch(self, pairs: Sequence[Pair]) -> Iterator[bytes]:
         """The patch, entry by entry; git splits one that changes its kind."""
@@ -149,9 +150,9 @@ class Renderer:
             names = dict.fromkeys(quoted(side.path) for side in pair if side)
             yield b"\t".join([pair.status.encode(), *names]) + b"\n"
 
-    def stat(self, pairs: Sequence[Pair]) -> bytes:
+    def stat(self, pairs: Sequence[Pair]) -> Iterator[bytes]:
         """As `--stat` prints it, 80 columns wide."""
-        return stat_table([self._measure(*pair) for pair in pairs])
+        yield stat_table([self._measure(*pair) for pair in pairs])
 
     def _measure(self, old: TreeEntry | None, new: New | None) -> FileStat:
         before, after = self._read(old), new.data if new else b""
@@ -201,16 +202,16 @@ class Renderer:
         """The attribute `diff` of a file; a link or a submodule has none."""
         if side is None or not stat.S_ISREG(side.mode):
             return None
-        return self._attributes.find(side.path).get("diff")
+        return self.attributes.find(side.path).get("diff")
 
     def _read(self, old: TreeEntry | None) -> bytes:
         if old is None:
             return b""
         if old.is_submodule:
             return f"Subproject commit {old.oid}\n".encode()
-        if self._objects.blob_size(old.oid) > LARGE_BYTES:
+        if self.objects.blob_size(old.oid) > LARGE_BYTES:
             raise NeedsGit("size")
-        return self._objects.read_blob(old.oid)
+        return self.objects.read_blob(old.oid)
 
 
 def _is_binary(state: State, data: bytes) -> bool:

@@ -7,6 +7,7 @@ view. The work runs in workers, in a private directory that is removed at its en
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +33,8 @@ from ...protocol import RestorePaths
 from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths
 from ..leases import Lease
-from .apply import apply, restore
 from .diff import diff
-from .worktree import PatchJob
+from .worktree import PatchJob, apply, restore
 
 
 class DiffAnswer(NamedTuple):
@@ -44,30 +44,23 @@ class DiffAnswer(NamedTuple):
     made_by: str
 
 
+@dataclass(eq=False, repr=False)
 class Patches:
     """Diff, apply and restore for one lease at a time; the caller holds its lock."""
 
-    def __init__(
-        self,
-        *,
-        workers: Workers,
-        mirrors: Mirrors,
-        instances: Datasets,
-        objects_of: Callable[[Lease], Path],
-    ) -> None:
-        self._objects_of = objects_of
-        self._workers = workers
-        self._mirrors = mirrors
-        self._instances = instances
+    workers: Workers
+    mirrors: Mirrors
+    instances: Datasets
+    objects_of: Callable[[Lease], Path]
 
     async def diff(
         self, lease: Lease, changed: ChangedPaths, form: DiffFormat = DiffFormat.PATCH
     ) -> DiffAnswer:
         """What changed from the base commit to the tree."""
-        quarantine, began = self._mirrors.quarantine, time.perf_counter()
+        quarantine, began = self.mirrors.quarantine, time.perf_counter()
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
-            content, reason, files = await self._workers.run(
+            content, reason, files = await self.workers.run(
                 diff, self.job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
@@ -87,7 +80,7 @@ class Patches:
 
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
         """
-        paths, found = await self._workers.run(
+        paths, found = await self.workers.run(
             apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths], found
@@ -100,13 +93,13 @@ class Patches:
         """
         _must_grade(lease, "restore files of another commit")
         commit = await self._find_commit(lease, request.commit)
-        if not any(pin.commit == commit for pin in await self._mirrors.list_pins(lease.mirror)):
+        if not any(pin.commit == commit for pin in await self.mirrors.list_pins(lease.mirror)):
             raise CommitNotFoundError(
                 f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
                 hint=f"run `mirrord pin {lease.mirror} {commit}`",
             )
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
-        paths = await self._workers.run(
+        paths = await self.workers.run(
             restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
         )
         return [path.decode(errors="backslashreplace") for path in paths]
@@ -129,7 +122,7 @@ class Patches:
         """The row of a lease's instance."""
         if lease.instance is None:
             return None
-        return await self._instances.find_instance(lease.instance, lease.dataset)
+        return await self.instances.find_instance(lease.instance, lease.dataset)
 
     async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, Direction]:
         """`@patch` or `@test_patch` of the lease's instance, and which way it goes."""
@@ -150,7 +143,7 @@ class Patches:
         """A checkout as the functions of this package take it."""
         return PatchJob(
             root=lease.tree_path,
-            mirror=self._objects_of(lease),
+            mirror=self.objects_of(lease),
             commit=lease.commit,
             tree=lease.base_tree,
             owner=(lease.owner_uid, lease.owner_gid),

@@ -14,12 +14,7 @@ from functools import partial
 from pathlib import Path
 from signal import SIGABRT
 
-from ...errors import (
-    InvalidPatchError,
-    MirrordError,
-    PatchConflictError,
-    PathOutsideCheckoutError,
-)
+from ...errors import InvalidPatchError, MirrordError, PatchConflictError, PathOutsideCheckoutError
 from ...git.command import run_git_sync
 from ...git.objects.trees import ScratchRepository, TreeEntry
 from ...host.files import shown_path
@@ -141,7 +136,7 @@ class _Work:
         yield FoundStrategy.PROSE, bare, splice
         yield FoundStrategy.CRLF, whole, splice
         yield FoundStrategy.CRLF, whole, _splice_line_ends
-        yield FoundStrategy.BLANKS, whole, _splice_blanks
+        yield FoundStrategy.BLANKS, whole, partial(splice, key=strip_blanks)
         yield FoundStrategy.FUZZ, whole, splice_fuzzily
 
     def _attempt(self, patch: bytes, how: Splice) -> Results | None:
@@ -204,25 +199,17 @@ class _Work:
             )  # fmt: skip
             if done.status:
                 raise _refusal(done.stderr)
-            after = {
-                entry.path: File(entry.mode, _loaded(repository, entry))
-                for entry in repository.read_index()
-            }
-            return {**dict.fromkeys(before), **after}
+            results: Results = dict.fromkeys(before)
+            for path, mode, oid in repository.read_index():
+                data = oid.encode() if mode == SUBMODULE else repository.read_blob(oid)
+                results[path] = File(mode, data)
+            return results
         finally:
             remove_tree(self.scratch)
 
 
 def _stored(repository: ScratchRepository, file: File) -> str:
     return file.data.decode() if file.mode == SUBMODULE else repository.write_blob(file.data)
-
-
-def _loaded(repository: ScratchRepository, entry: TreeEntry) -> bytes:
-    return entry.oid.encode() if entry.is_submodule else repository.read_blob(entry.oid)
-
-
-def _splice_blanks(data: bytes, hunks: list[Hunk]) -> bytes:
-    return splice(data, hunks, strip_blanks)
 
 
 def _splice_line_ends(data: bytes, hunks: list[Hunk]) -> bytes:

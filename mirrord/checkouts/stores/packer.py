@@ -63,12 +63,14 @@ class PackFile:
         return self.path.with_suffix(".idx")
 
 
+@dataclass(eq=False, repr=False)
 class Packer:
     """Packs closures out of repositories."""
 
-    def __init__(self, git: Git, workers: Workers) -> None:
-        self._git = git
-        self._workers = workers
+    git: Git
+    workers: Workers
+
+    def __post_init__(self) -> None:
         self._whole: dict[tuple[object, ...], None] = {}  # files found whole, until they change
         self._whole_lock = threading.Lock()
 
@@ -109,7 +111,7 @@ class Packer:
         async def walk() -> bytes:
             tips = [tip, f"^{base}"] if base else [tip]
             try:
-                await self._git.run(
+                await self.git.run(
                     *WALK,
                     git_dir=mirror,
                     stdin=lines_of(tips),
@@ -123,11 +125,11 @@ class Packer:
             if listing.stat().st_size < _SMALL_LIST_BYTES:
                 return await anyio.to_thread.run_sync(digest_of_listing, listing)
             # on a thread it would hold the interpreter for half a second
-            return await self._workers.run(digest_of_listing, listing, timeout=TIMEOUT)
+            return await self.workers.run(digest_of_listing, listing, timeout=TIMEOUT)
 
         async def write(ids: io.FileIO) -> Path:
             with ids:
-                done = await self._git.run(
+                done = await self.git.run(
                     *_PACK,
                     "pack-objects", "-q", "--delta-base-offset", str(into / "pack"),
                     git_dir=mirror,
@@ -173,7 +175,7 @@ class Packer:
         elif await anyio.to_thread.run_sync(self._are_whole, stores):
             await anyio.to_thread.run_sync(check_written, index)
         else:
-            await self._git.run(
+            await self.git.run(
                 "verify-pack", str(index.path),
                 git_dir=mirror,
                 timeout=TIMEOUT,

@@ -156,7 +156,8 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     packs = [f"objects/pack/{name}" for name in store.packs]
     indexes = [store.git / name.replace(".pack", ".idx") for name in packs]
     known = {*CONTROL_FILES, *packs, *(str(index.relative_to(store.git)) for index in indexes)}
-    found = {str(file.relative_to(store.git)) for file in store.git.rglob("*") if _is_file(file)}
+    files = (file for file in store.git.rglob("*") if file.is_symlink() or not file.is_dir())
+    found = {str(file.relative_to(store.git)) for file in files}
     leaks = [SealLeak(kind="file", detail=name) for name in sorted(found - known - {GRAPH})]
     if not is_as_built(store):
         leaks.append(SealLeak(kind="control", detail="HEAD, config, packed-refs or a pack changed"))
@@ -168,10 +169,6 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
             inside = (commit for commit in secret if bytes.fromhex(commit) in pack)
             leaks += [SealLeak(kind="object", detail=f"{name} has commit {oid}") for oid in inside]
     return leaks
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()
 
 
 def _control_sum(contents: Iterable[bytes]) -> str:

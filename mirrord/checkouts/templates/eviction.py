@@ -9,6 +9,7 @@ not a very first one. All of it can be made again from the mirror.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -53,20 +54,16 @@ class MirrorWeight(NamedTuple):
     templates: list[TemplateWeight]
 
 
+@dataclass(eq=False, repr=False)
 class Eviction:
     """Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        settings: Callable[[], Settings],
-        registry: TemplateRegistry,
-        stores: StoreBuilder,
-        events: Events,
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._stores = stores
-        self._events = events
+    settings: Callable[[], Settings]
+    registry: TemplateRegistry
+    stores: StoreBuilder
+    events: Events
+
+    def __post_init__(self) -> None:
         self._noted_at = time.time()
         self.evicted = 0
         self.size_bytes: int | None = None
@@ -75,7 +72,7 @@ class Eviction:
     async def is_full(self) -> bool:
         """Whether little is left of `template_bytes`."""
         used = sum(each.size_bytes for each in await self._inventories())
-        return used > self._settings().checkouts.template_bytes * 0.9
+        return used > self.settings().checkouts.template_bytes * 0.9
 
     async def evict(self, short_bytes: int = 0) -> set[Path]:
         """Evict what is over the bounds, and what else frees `short_bytes` and was not used lately;
@@ -95,7 +92,7 @@ class Eviction:
         self._noted_at = time.time()
         await anyio.to_thread.run_sync(note_uses, used)
 
-        settings = self._settings().checkouts
+        settings = self.settings().checkouts
         now, evicted = time.time(), set[Path]()
         oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
         wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
@@ -110,7 +107,7 @@ class Eviction:
         for each in inventories:
             await self._evict_strays(each)
             if evicted & each.all_stores:
-                await self._stores.evict_packs(each.name)
+                await self.stores.evict_packs(each.name)
         self._publish(inventories, len(evicted))
         return evicted
 
@@ -125,7 +122,7 @@ class Eviction:
             stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
             freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
             strays_bytes = await self._evict_strays(each)
-            packs_bytes = await self._stores.evict_packs(each.name)
+            packs_bytes = await self.stores.evict_packs(each.name)
             gone = [size for size in freed if size is not None]
             collected[each.name] = len(gone), sum(gone) + strays_bytes + packs_bytes
         self._publish(inventories, sum(count for count, _ in collected.values()))
@@ -135,8 +132,8 @@ class Eviction:
         """What the templates of each mirror take, and what `collect` would free of that."""
         found = []
         for each in await self._inventories():
-            packs = self._stores.known_packs(each.name)
-            held = frozenset([*self._registry.held, *self._stores.held])
+            packs = self.stores.known_packs(each.name)
+            held = frozenset([*self.registry.held, *self.stores.held])
             found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
         return found
 
@@ -147,23 +144,25 @@ class Eviction:
         templates = inventory.templates
         async with templates.changes.turn():
             is_used = templates.used_at.get(path, 0.0) > used_at
-            if is_used or path in self._registry.held or path in self._stores.held:
+            if is_used or path in self.registry.held or path in self.stores.held:
                 return None
             templates.used_at.pop(path, None)
             before = templates.size_bytes
             store = inventory.remove(path)
-            retired = self._stores.discard(store)
+            retired = self.stores.discard(store)
             self._retire_layers(inventory, store.tree)
-            freed = _own_bytes(store) + before - templates.size_bytes
-        await self._stores.remove(retired)
-        await self._registry.sweep()
+            freed = _STORE_BYTES + before - templates.size_bytes
+            if store.history is History.SQUASHED:  # its pack is shared by none
+                freed += store.size_bytes
+        await self.stores.remove(retired)
+        await self.registry.sweep()
         return freed
 
     def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
         self.evicted += count
         if count:
             left = sum(each.size_bytes for each in inventories)
-            self._events.publish("templates.evicted", count=count, size_bytes=left)
+            self.events.publish("templates.evicted", count=count, size_bytes=left)
 
     async def _evict_strays(self, inventory: "_Inventory") -> int:
         """Evict layers without a store: of a build that failed, or of a store that is gone; answers
@@ -176,7 +175,7 @@ class Eviction:
                     before = templates.size_bytes
                     self._retire_layers(inventory, layer.tree)
                     freed += before - templates.size_bytes
-        await self._registry.sweep()
+        await self.registry.sweep()
         return freed
 
     def _retire_layers(self, inventory: "_Inventory", tree: str | None) -> None:
@@ -187,17 +186,17 @@ class Eviction:
             and tree in templates.layers
             and not inventory.needed[tree]
             and not templates.layers.carries(tree)
-            and templates.files[tree] not in self._registry.held
+            and templates.files[tree] not in self.registry.held
         ):
             base = templates.layers[tree].base
-            self._registry.retire(templates, tree)
+            self.registry.retire(templates, tree)
             tree = base
 
     async def _inventories(self) -> "list[_Inventory]":
-        await self._registry.weigh()
+        await self.registry.weigh()
         found = []
-        for name in self._registry.names():
-            templates, stores = self._registry.get(name), await self._stores.list_stores(name)
+        for name in self.registry.names():
+            templates, stores = self.registry.get(name), await self.stores.list_stores(name)
             found.append(await anyio.to_thread.run_sync(_Inventory, name, templates, stores))
         self.size_bytes = sum(each.size_bytes for each in found)
         return found
@@ -267,11 +266,6 @@ class _Inventory:
 
     def _trees(self, store: SealedStore) -> list[str]:
         return [layer.tree for layer in self.chain(store)]
-
-
-def _own_bytes(store: SealedStore) -> int:
-    """What a store takes by itself: closure packs are shared, the pack of a squashed one is not."""
-    return _STORE_BYTES + (store.size_bytes if store.history is History.SQUASHED else 0)
 
 
 def _weighed(

@@ -191,30 +191,32 @@ class MirrorTemplates:
         return files
 
 
+@dataclass(eq=False, repr=False)
 class TemplateRegistry:
     """The layers of all mirrors, below `store`. Belongs to the event loop's thread.
 
     `held` counts the checkouts that use a directory.
     """
 
-    def __init__(self, store: Path, workers: Workers, trash: Trash) -> None:
+    store: Path
+    workers: Workers
+    trash: Trash
+
+    def __post_init__(self) -> None:
         self.held: Counter[Path] = Counter()
-        self._trash = trash
-        self._store = store
-        self._workers = workers
         self._mirrors: dict[str, MirrorTemplates] = {}
         self._retired: dict[Path, Path] = {}
 
     async def open(self) -> None:
         """Read what is on disk."""
-        self._store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.store.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in self.names():
             await anyio.to_thread.run_sync(self.get(name).load)
 
     def names(self) -> list[MirrorName]:
         """The mirrors that have anything on disk."""
         found = []
-        for path in sorted(self._store.iterdir()):
+        for path in sorted(self.store.iterdir()):
             with suppress(InvalidNameError):
                 if path.is_dir():
                     found.append(MirrorName.parse(path.name))
@@ -227,7 +229,7 @@ class TemplateRegistry:
 
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (found := self._mirrors.get(name.key)) is None:
-            found = self._mirrors[name.key] = MirrorTemplates(self._store / str(name), self._trash)
+            found = self._mirrors[name.key] = MirrorTemplates(self.store / str(name), self.trash)
         return found
 
     async def weigh(self) -> None:
@@ -264,13 +266,13 @@ class TemplateRegistry:
         for path in free:
             del self._retired[path]
         for path in free:
-            await anyio.to_thread.run_sync(self._trash.remove, path)
+            await anyio.to_thread.run_sync(self.trash.remove, path)
 
     async def is_sound(self, templates: MirrorTemplates, tree: str) -> bool:
         """Read a layer again and compare it with its record."""
         try:
             chain = templates.chain(tree)
-            await self._workers.run(verify_layer, templates.trees, chain, timeout=_TIMEOUT)
+            await self.workers.run(verify_layer, templates.trees, chain, timeout=_TIMEOUT)
         except (IntegrityError, NotFoundError, KeyError) as error:  # KeyError: its base is gone
             mirror = templates.directory.name
             log.warning("template.refused", mirror=mirror, tree=tree, error=str(error))

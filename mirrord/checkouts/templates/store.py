@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import anyio.to_thread
 
@@ -56,31 +57,53 @@ def proven_at(template: Template) -> datetime:
     return datetime.fromtimestamp(max(times), UTC)
 
 
+class TemplateFacts(TypedDict):
+    """What proofs say of a template's `.git`: the checksum at the end of the index, how many files
+    there are, and the names of packs and refs.
+    """
+
+    index: str
+    control_files: int
+    packs: list[str]
+    refs: list[str]
+
+
+def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
+    """Read the facts of an index layer over its sealed store; FileNotFoundError where one went."""
+    index, store = (layer / ".git" for layer in layers[:2])
+    files = {
+        path.relative_to(git) for git in (store, index) for path in git.rglob("*") if path.is_file()
+    }
+    checksum = (index / "index").read_bytes()[-20:].hex()
+    packed = (store / "packed-refs").read_text(encoding="utf-8", errors="surrogateescape")
+    lines = [line for line in packed.splitlines() if line and line[0] not in "#^"]
+    return TemplateFacts(
+        index=checksum,
+        control_files=len(files),
+        packs=sorted(path.name for path in files if path.suffix == ".pack"),
+        refs=sorted(line.partition(" ")[2] for line in lines),
+    )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class Templates:
     """The templates of all mirrors. Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        *,
-        settings: Callable[[], Settings],
-        state_dir: Path,
-        workers: Workers,
-        mirrors_path: Callable[[MirrorName], Path],
-        stores: StoreBuilder,
-        events: Events,
-        trash: Trash,
-    ) -> None:
-        self._workers = workers
-        self._trash = trash
-        self._mirrors_path = mirrors_path
-        self._stores = stores
-        self._events = events
-        self._registry = TemplateRegistry(state_dir / "templates", workers, trash)
-        self._eviction = Eviction(settings, self._registry, stores, events)
+    settings: Callable[[], Settings]
+    state_dir: Path
+    workers: Workers
+    mirrors_path: Callable[[MirrorName], Path]
+    stores: StoreBuilder
+    events: Events
+    trash: Trash
+
+    def __post_init__(self) -> None:
+        directory = self.state_dir / "templates"
+        self._registry = TemplateRegistry(directory, self.workers, self.trash)
+        self._eviction = Eviction(self.settings, self._registry, self.stores, self.events)
         self.open = self._registry.open
         self.is_full = self._eviction.is_full
         self.weigh = self._eviction.weigh
-        self._settings = settings
         self._hits = self._misses = 0
         self._found: dict[tuple[str, CommitId, History], Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
@@ -123,14 +146,14 @@ class Templates:
 
     async def _make(self, name: MirrorName, commit: CommitId, history: History) -> Template:
         """The sealed store and the layers are built at once: one takes disk, one processor."""
-        known = self._stores.find(name, commit, history)
-        tree = known.tree if known else (await self._stores.commits.get(name, commit)).tree
+        known = self.stores.find(name, commit, history)
+        tree = known.tree if known else (await self.stores.commits.get(name, commit)).tree
         templates = self._registry.get(name)
         if known is None or tree not in templates.layers:
-            await self._stores.room.ensure(f"make a template of {commit}")
+            await self.stores.room.ensure(f"make a template of {commit}")
         while True:
             store, _ = await together(
-                self._stores.ensure(name, commit, history),
+                self.stores.ensure(name, commit, history),
                 self._ensure_layer(name, templates, commit, tree),
             )
             if store.tree != tree:
@@ -154,19 +177,19 @@ class Templates:
             if tree in templates.layers and await self._is_usable(templates, tree):
                 return
             await self._registry.sweep()
-            commit_time = (await self._stores.commits.get(name, commit)).time
+            commit_time = (await self.stores.commits.get(name, commit)).time
             near = templates.layers.near(commit_time, templates.unproven)
-            path, mirror = templates.new_path(), self._mirrors_path(name)
+            path, mirror = templates.new_path(), self.mirrors_path(name)
             try:
-                layer = await self._workers.run(
+                layer = await self.workers.run(
                     build_layer, mirror, commit, templates.trees, path, near, timeout=_BUILD_TIMEOUT
                 )
                 templates.add(path, layer)
             finally:
                 if path.exists():
-                    await anyio.to_thread.run_sync(self._trash.remove, path)
+                    await anyio.to_thread.run_sync(self.trash.remove, path)
         facts = {"tree": layer.tree, "base": layer.base, "size_bytes": layer.size_bytes}
-        self._events.publish("template.built", mirror=str(name), commit=commit, **facts)
+        self.events.publish("template.built", mirror=str(name), commit=commit, **facts)
 
     async def _is_usable(self, templates: MirrorTemplates, tree: str) -> bool:
         """Whether a layer exists and is proven; proves those of earlier boots, retires bad ones."""
@@ -210,12 +233,8 @@ class Templates:
             name="templates", hits=self._hits, misses=self._misses,
             evictions=self._eviction.evicted,
             size_bytes=self._eviction.size_bytes or self._registry.size_bytes,
-            limit_bytes=self._settings().checkouts.template_bytes,
+            limit_bytes=self.settings().checkouts.template_bytes,
         )  # fmt: skip
-
-    def size_bytes(self) -> int:
-        """The size of trees and their indexes, without packs."""
-        return sum(self._registry.get(name).size_bytes for name in self._registry.names())
 
     async def evict(self, short_bytes: int = 0) -> int:
         """Evict what is over the bounds, and `short_bytes` more of what is not in use; never what a
@@ -251,7 +270,7 @@ class Templates:
             for tree in list(templates.layers):
                 self._registry.retire(templates, tree)
             await self._registry.sweep()
-            await self._stores.forget(name)
+            await self.stores.forget(name)
             self._found = {key: each for key, each in self._found.items() if key[0] != name.key}
         await self._registry.weigh()  # removes the shared files
 
@@ -270,7 +289,7 @@ class Templates:
         rebuilt = "it is out of use, and the next checkout builds it again"
         for tree in list(templates.layers):
             if tree in templates.layers and not await self._registry.is_sound(templates, tree):
-                self._events.publish("template.damaged", mirror=str(name), tree=tree)
+                self.events.publish("template.damaged", mirror=str(name), tree=tree)
                 async with templates.changes.turn():
                     self._registry.retire(templates, tree)
                 found[f"template {tree}"] = f"checksum mismatch; {rebuilt}"
@@ -284,16 +303,16 @@ class Templates:
             history, _, commit = stem.partition("-")
             store = None
             if kind == "gits":  # None: the index was bad, too
-                store = self._stores.find(name, CommitId(commit), History(history))
-            await self._stores.remove(self._stores.discard(store) if store else place)
+                store = self.stores.find(name, CommitId(commit), History(history))
+            await self.stores.remove(self.stores.discard(store) if store else place)
             return f"checksum mismatch; {rebuilt}"
 
-        directory, run = templates.directory, self._workers.run
+        directory, run = templates.directory, self.workers.run
         for pack in await run(find_bad_packs, directory, timeout=_SCRUB_TIMEOUT):
-            self._events.publish("closure.damaged", mirror=str(name), pack=pack.name)
+            self.events.publish("closure.damaged", mirror=str(name), pack=pack.name)
             found[f"closure pack {pack.name}"] = await discard(pack)
         for path in await run(find_bad_stores, directory, name, timeout=_SCRUB_TIMEOUT):
-            self._events.publish("store.damaged", mirror=str(name), store=path.name)
+            self.events.publish("store.damaged", mirror=str(name), store=path.name)
             found[f"sealed store {path.name}"] = await discard(path)
         await self._registry.sweep()
         return found

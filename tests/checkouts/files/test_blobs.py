@@ -37,11 +37,11 @@ def test_a_file_of_several_layers_is_on_disk_once(
         assert sum(len(text) == blob.stat().st_size for blob in blobs.iterdir()) == 1
         for number, (template, tree) in enumerate(zip(made, trees, strict=True)):
             assert_equals_commit(template, tmp_path / str(number), tree)
-        assert store.templates.size_bytes() <= disk_bytes(store.trees)
+        assert store.templates._registry.size_bytes <= disk_bytes(store.trees)
         store.template_bytes = "1B"
         assert await store.templates.evict() == len(commits)
         assert list(blobs.iterdir()) == []
-        assert store.templates.size_bytes() == 0
+        assert store.templates._registry.size_bytes == 0
 
     run(tmp_path, upstream, test)
 
@@ -90,6 +90,6 @@ def test_shared_files_that_no_layer_has_go(
         again = await store.reopened()
         assert not await again.templates.is_full()
         assert {blob.name for blob in blobs.iterdir()} == kept
-        assert again.templates.size_bytes() == store.templates.size_bytes()
+        assert again.templates._registry.size_bytes == store.templates._registry.size_bytes
 
     run(tmp_path, upstream, test)

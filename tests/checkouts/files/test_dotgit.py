@@ -11,7 +11,7 @@ import pytest
 from gitrepos import ENV, Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.checkouts.files.dotgit import PreviousIndex, index_bytes, spliced_index
+from mirrord.checkouts.files.dotgit import index_bytes, is_as_written, spliced_index
 from mirrord.checkouts.files.manifest import Manifest
 from mirrord.checkouts.files.scan import Changes
 from mirrord.checkouts.files.tree import materialise, move, repair
@@ -105,10 +105,10 @@ def test_a_spliced_index_is_the_one_written_anew(make_upstream: Make, tmp_path: 
     here = materialise(git_dir, commits[0], tmp_path / "tree")
     for commit in (commits[1], commits[0], commits[1]):
         there = move(git_dir, here, commit, tmp_path / "tree")
-        assert spliced_index(former(here), there) == index_bytes(there)
+        assert spliced_index(here, index_bytes(here), there) == index_bytes(there)
         here = Manifest.from_bytes(b"".join(there.pieces()))
     again = repair(git_dir, here, Changes(modified=[b"plain.txt"]), tmp_path / "tree")
-    spliced = spliced_index(former(here), again)
+    spliced = spliced_index(here, index_bytes(here), again)
     assert spliced == index_bytes(again) != index_bytes(here)
 
 
@@ -117,15 +117,11 @@ def test_an_index_that_was_altered_is_not_spliced(make_upstream: Make, tmp_path:
     manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
     index = index_bytes(manifest)
     manifest = replace(manifest, index=index[-20:].hex())
-    assert PreviousIndex.proven(manifest, index)
+    assert is_as_written(manifest, index)
     for altered in (
         b"",
         index[:-21] + index[-20:],
         index[:100] + b"x" + index[101:],
         index.replace(b"plain.txt", b"plaim.txt"),
     ):
-        assert PreviousIndex.proven(manifest, altered) is None
-
-
-def former(manifest: Manifest) -> PreviousIndex:
-    return PreviousIndex(manifest, index_bytes(manifest))
+        assert not is_as_written(manifest, altered)

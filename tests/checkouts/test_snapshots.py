@@ -16,7 +16,7 @@ from gitrepos import Upstream, git
 from waiting import until
 
 from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.snapshots.content import LayerFile, is_whiteout, write_layer
+from mirrord.checkouts.snapshots import LayerFile, is_whiteout, write_layer
 from mirrord.git.objects.repository import open_objects
 from mirrord.git.objects.trees import BaseTree
 from mirrord.model import Backend, CommitId, History, View, utc_now

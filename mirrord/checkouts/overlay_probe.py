@@ -10,17 +10,17 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from ...errors import BackendUnavailableError, MirrordError
-from ...git.workers import Workers
-from ...host.files import host_error, opened
-from ...host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
-from ...host.processes import Owner
-from ...host.trash import Trash, find_trash, remove_tree
-from ...model import MirrorName, new_checkout_id
-from ...telemetry import log
-from ..environments import EnvironmentStore
-from ..templates.store import Templates
-from .backend import OverlayBackend
+from ..errors import BackendUnavailableError, MirrordError
+from ..git.workers import Workers
+from ..host.files import host_error, opened
+from ..host.mounting import PROBE_LAYER, Mounter, OverlayOrder, choose_mounter
+from ..host.processes import Owner
+from ..host.trash import Trash, find_trash, remove_tree
+from ..model import MirrorName, new_checkout_id
+from ..telemetry import log
+from .environments import EnvironmentStore
+from .overlay import OverlayBackend
+from .templates.store import Templates
 
 
 async def find_overlay(

@@ -20,34 +20,35 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
 
-from ...errors import (
+from ..errors import (
     BackendUnavailableError,
     MirrordError,
     PathNotFoundError,
     ProofFailedError,
     ResourceError,
 )
-from ...git.workers import Workers
-from ...host.files import full_disk_named, open_child, open_directory, open_regular, opened
-from ...host.mounting import ENVIRONMENT, TREE, Mounter, OverlayOrder
-from ...host.mounts import read_overlays
-from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, CheckoutId, LayerId, MirrorName, Target
-from ...protocol import Proof
-from ...telemetry import log
-from ..backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
-from ..environments import EnvironmentStore
-from ..leases import Directories, Lease, Leases, LeaseState, resetting
-from ..snapshots.layers import layer_path, objects_path
-from ..templates.store import Template, Templates, proven_at
-from .changes import changed_paths, copy_checkout
+from ..git.workers import Workers
+from ..host.files import full_disk_named, open_child, open_directory, open_regular, opened
+from ..host.mounting import ENVIRONMENT, TREE, Mounter, OverlayOrder
+from ..host.mounts import read_overlays
+from ..host.trash import Trash, find_trash, new_trash
+from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
+from ..protocol import Proof
+from ..telemetry import log
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
+from .environments import EnvironmentStore
+from .leases import Directories, Lease, Leases, LeaseState, resetting
+from .overlay_changes import OverlayParts, changed_paths, copy_checkout
+from .snapshots import layer_path, objects_path
+from .templates.store import Template, TemplateFacts, Templates, proven_at, read_facts
 
 T = TypeVar("T")
 
@@ -67,34 +68,26 @@ _LAYER, _NEXT = "layer", "next"
 _ENVIRONMENT_NEXT = f"{ENVIRONMENT}-next"
 
 
+@dataclass(eq=False, repr=False)
 class OverlayBackend:
     """Checkouts as overlay mounts. Belongs to the event loop's thread."""
 
     name = Backend.OVERLAY
 
-    def __init__(
-        self,
-        state_dir: Path,
-        mounter: Mounter,
-        templates: Templates,
-        workers: Workers,
-        mirrors_path: Callable[[MirrorName], Path],
-        trash: Trash,
-        environments: EnvironmentStore,
-        *,
-        may_map_owners: bool,
-    ) -> None:
-        self._state = state_dir
-        self._environments = environments
+    state_dir: Path
+    mounter: Mounter
+    templates: Templates
+    workers: Workers
+    mirrors_path: Callable[[MirrorName], Path]
+    trash: Trash
+    environments: EnvironmentStore
+    _: KW_ONLY
+    may_map_owners: bool
+
+    def __post_init__(self) -> None:
         self._kept: dict[CheckoutId, frozenset[str]] = {}  # digests of environments
-        self._store = f"{state_dir}/templates/"
-        self._leases = state_dir / "leases"
-        self._mounter = mounter
-        self._templates = templates
-        self._workers = workers
-        self._mirrors_path = mirrors_path
-        self._may_map_owners = may_map_owners
-        self._trash = trash
+        self._store = f"{self.state_dir}/templates/"
+        self._leases = self.state_dir / "leases"
         self._me = (os.geteuid(), os.getegid())
         self._held: dict[CheckoutId, Template] = {}
         self._facts: dict[tuple[tuple[Path, ...], int], TemplateFacts] = {}
@@ -107,7 +100,7 @@ class OverlayBackend:
 
     async def close(self) -> None:
         is_leased = any(not path.name.startswith(".") for path in self._leases.iterdir())
-        self._mounter.close(unbind=not is_leased)
+        self.mounter.close(unbind=not is_leased)
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
@@ -116,7 +109,7 @@ class OverlayBackend:
             ready = time.perf_counter()
             for part in self._parts(lease, template):
                 with opened(self._make(lease, part, part.layer)) as mount:
-                    self._mounter.attach(lease.id, mount, part.target)
+                    self.mounter.attach(lease.id, mount, part.target)
             mounted_s = time.perf_counter() - ready
             timings = {"template": round(ready - began, 6), "mount": round(mounted_s, 6)}
             return template.tree, timings
@@ -125,7 +118,7 @@ class OverlayBackend:
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Swap a new layer in. A failure before that leaves the old tree untouched."""
-        await self._trash.keep_up()
+        await self.trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
             # evicted and built again, it may have other packs: another inode
@@ -154,7 +147,7 @@ class OverlayBackend:
                     # Held until the client has its answer: the kernel takes 15 ms to tear down a
                     # tree in which 5,000 files were looked at.
                     old = os.open(to.directory / part.target, os.O_PATH | os.O_CLOEXEC)
-                    self._mounter.replace(to.id, mount, part.target)
+                    self.mounter.replace(to.id, mount, part.target)
                     self._discard(to, part.layer, holding=old)
                     os.rename(to.private / part.next, to.private / part.layer)
             leases.save(to)
@@ -167,7 +160,7 @@ class OverlayBackend:
             return str(lease.directory / target) in self._mounted
 
         for old in find_trash(lease.private):
-            self._trash.add(old)
+            self.trash.add(old)
 
         async def mount_again(template: Template) -> None:
             if lease.state is not LeaseState.LIVE:
@@ -175,13 +168,13 @@ class OverlayBackend:
             parts = self._parts(lease, template)
             missing = [each for each in parts if not is_mounted(each.target)]
             if missing == parts:
-                self._mounter.umount(lease.id)
+                self.mounter.umount(lease.id)
             for part in missing:
                 # the work directory of a volatile overlay cannot be used twice
                 self._discard(lease, f"{part.layer}/work")
                 os.mkdir(lease.private / part.layer / "work", 0o700)
                 with opened(self._mount(lease, part, part.layer)) as mount:
-                    self._mounter.attach(lease.id, mount, part.target)
+                    self.mounter.attach(lease.id, mount, part.target)
                 log.info("checkout.remounted", checkout=lease.id, target=part.target)
 
         try:
@@ -194,14 +187,14 @@ class OverlayBackend:
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         def unmount() -> bool:
-            self._mounter.umount(directories.public.name)
+            self.mounter.umount(directories.public.name)
             return _remove(directories)
 
         try:
-            return await self._trash.in_thread(unmount)
+            return await self.trash.in_thread(unmount)
         finally:
             if lease is not None and (template := self._held.pop(lease.id, None)):
-                self._templates.drop(template)
+                self.templates.drop(template)
             if lease is not None:
                 self._keep_environments(lease.id, frozenset())
 
@@ -212,28 +205,14 @@ class OverlayBackend:
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        if what.of_environment:
-            target, upper = ENVIRONMENT, str(ENVIRONMENT)
-            own, below = lease.environment_layer, self._below_environment(lease)
-        else:
-            target, upper, own = TREE, _LAYER, lease.layer
-            below = self._below(lease, self._held.get(lease.id))
-        return await self._workers.run(
-            copy_checkout,
-            directory,
-            lease.directory / target,
-            lease.private / upper / "upper",
-            self._layer_of(own) if own else None,
-            below,
-            lease.owner,
-            earlier,
-            what,
-            timeout=DIFF_TIMEOUT,
+        parts = self._opened_by_workers(lease, of_environment=what.of_environment)
+        return await self.workers.run(
+            copy_checkout, directory, parts, earlier, what, timeout=DIFF_TIMEOUT
         )
 
     def clone(self, lease: Lease, target: Target) -> int:
         try:
-            return self._mounter.clone(lease.id, target, lease.owner)
+            return self.mounter.clone(lease.id, target, lease.owner)
         except FileNotFoundError as error:
             raise PathNotFoundError(
                 f"cannot attach the {target} of checkout {lease.id}: it has none",
@@ -241,14 +220,23 @@ class OverlayBackend:
             ) from error
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        return partial(
-            changed_paths,
-            lease.tree_path,
-            lease.private / _LAYER / "upper",
-            self._layer_of(lease.layer) if lease.layer else None,
-            self._below(lease, self._held.get(lease.id)),
-            objects_path(self._state, self._mirrors_path(lease.mirror), lease.tree, lease.saved),
-            lease.base_tree,
+        mirror = self.mirrors_path(lease.mirror)
+        objects = objects_path(self.state_dir, mirror, lease.tree, lease.saved)
+        parts = self._opened_by_workers(lease)
+        return partial(changed_paths, parts, objects, lease.base_tree)
+
+    def _opened_by_workers(self, lease: Lease, *, of_environment: bool = False) -> OverlayParts:
+        target, layer, own = TREE, _LAYER, lease.layer
+        if of_environment:
+            target, layer, own = ENVIRONMENT, str(ENVIRONMENT), lease.environment_layer
+            below = self._below_environment(lease)
+        else:
+            below = self._below(lease, self._held.get(lease.id))
+        return OverlayParts(
+            lease.directory / target,
+            lease.private / layer / "upper",
+            self._layer_of(own) if own else None,
+            below,
             lease.owner,
         )
 
@@ -260,7 +248,7 @@ class OverlayBackend:
         It may be evicted meanwhile, or deleted behind our back: the mount finds that out, and it is
         made again, once.
         """
-        if lease.owner != self._me and not self._may_map_owners:
+        if lease.owner != self._me and not self.may_map_owners:
             raise BackendUnavailableError(
                 f"cannot give an overlay checkout to uid {lease.owner_uid}: this host has no"
                 " idmapped mounts for it",
@@ -268,30 +256,30 @@ class OverlayBackend:
             )
         wanted = (lease.mirror, lease.commit, lease.history)
         for attempt in (1, 2):
-            if lease.owner != self._me and not self._mounter.is_mapped(lease.owner):
+            if lease.owner != self._me and not self.mounter.is_mapped(lease.owner):
                 async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
-                    if not self._mounter.is_mapped(lease.owner):
-                        await anyio.to_thread.run_sync(self._mounter.map_owner, lease.owner)
-            found = self._templates.find(*wanted) if attempt == 1 else None
-            template = found or await self._templates.ensure(*wanted)
-            self._templates.hold(template)
+                    if not self.mounter.is_mapped(lease.owner):
+                        await anyio.to_thread.run_sync(self.mounter.map_owner, lease.owner)
+            found = self.templates.find(*wanted) if attempt == 1 else None
+            template = found or await self.templates.ensure(*wanted)
+            self.templates.hold(template)
             held = self._kept.get(lease.id, frozenset())
             self._keep_environments(lease.id, held | lease.environments)
             try:
                 used = await use(template)
             except FileNotFoundError as error:
-                self._templates.drop(template)
+                self.templates.drop(template)
                 if attempt == 2:
                     raise ResourceError(
                         f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again"
                     ) from error
             except BaseException:
-                self._templates.drop(template)
+                self.templates.drop(template)
                 raise
             else:
                 break
         if before := self._held.get(lease.id):
-            self._templates.drop(before)
+            self.templates.drop(before)
         self._held[lease.id] = template
         self._keep_environments(lease.id, lease.environments)
         return used
@@ -302,9 +290,9 @@ class OverlayBackend:
         if digests:
             self._kept[checkout] = digests
         for digest in digests - before:
-            self._environments.hold(digest)
+            self.environments.hold(digest)
         for digest in before - digests:
-            self._environments.drop(digest)
+            self.environments.drop(digest)
 
     # -- layers and mounts -------------------------------------------------------------------------
 
@@ -327,7 +315,7 @@ class OverlayBackend:
     def _below_environment(self, lease: Lease) -> tuple[Path, ...]:
         assert lease.environment is not None
         saved = lease.saved.environment_layers if lease.saved else ()
-        prefix = self._environments.directory(lease.environment.digest)
+        prefix = self.environments.directory(lease.environment.digest)
         return (*map(self._layer_of, saved), prefix)
 
     def _make(self, lease: Lease, part: _Part, layer: str) -> int:
@@ -351,10 +339,10 @@ class OverlayBackend:
     def _mount(self, lease: Lease, part: _Part, layer: str) -> int:
         layers = tuple(str(path).removeprefix(self._store) for path in part.below)
         owner = None if lease.owner == self._me else lease.owner
-        return self._mounter.make(OverlayOrder(lease.id, layer, layers, owner))
+        return self.mounter.make(OverlayOrder(lease.id, layer, layers, owner))
 
     def _layer_of(self, layer: LayerId) -> Path:
-        return layer_path(self._state, layer)
+        return layer_path(self.state_dir, layer)
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
         """Remove a layer later, and before that close the descriptor `holding`."""
@@ -367,7 +355,7 @@ class OverlayBackend:
                 os.close(held.pop())
             return remove_layer(old)
 
-        self._trash.add(old, take_down=partial(self._trash.in_thread, remove))
+        self.trash.add(old, take_down=partial(self.trash.in_thread, remove))
 
 
 def _remove(directories: Directories) -> bool:
@@ -410,34 +398,6 @@ def remove_layer(layer: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-class TemplateFacts(TypedDict):
-    """What proofs say of a template's `.git`: the checksum at the end of the index, how many files
-    there are, and the names of packs and refs.
-    """
-
-    index: str
-    control_files: int
-    packs: list[str]
-    refs: list[str]
-
-
-def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
-    """Read the facts of an index layer over its sealed store; FileNotFoundError where one went."""
-    index, store = (layer / ".git" for layer in layers[:2])
-    files = {
-        path.relative_to(git) for git in (store, index) for path in git.rglob("*") if path.is_file()
-    }
-    checksum = (index / "index").read_bytes()[-20:].hex()
-    packed = (store / "packed-refs").read_text(encoding="utf-8", errors="surrogateescape")
-    lines = [line for line in packed.splitlines() if line and line[0] not in "#^"]
-    return TemplateFacts(
-        index=checksum,
-        control_files=len(files),
-        packs=sorted(path.name for path in files if path.suffix == ".pack"),
-        refs=sorted(line.partition(" ")[2] for line in lines),
-    )
 
 
 def _prove(

@@ -19,12 +19,12 @@ import pytest
 from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
 from gitrepos import Upstream, git
 
+from mirrord.checkouts import pool_tree as pooled
 from mirrord.checkouts.files import scan as scanning
 from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
 from mirrord.checkouts.files.scan import Changes, examine, scan
 from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.pool import worktree as pooled
-from mirrord.checkouts.pool.worktree import PoolPaths
+from mirrord.checkouts.pool_tree import PoolPaths
 from mirrord.model import History
 
 pytestmark = pytest.mark.root

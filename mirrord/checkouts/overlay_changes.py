@@ -11,42 +11,64 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from ...errors import CheckoutBusyError
-from ...git.objects.repository import open_objects
-from ...git.objects.trees import BaseTree
-from ...host.files import find_stat, names_in, open_beneath, open_directory, opened
-from ...host.processes import ActingAs
-from ..backend import CopyRule, Taken
-from ..files.reader import TreeReader, parents
-from ..files.scan import is_control
-from ..patches.worktree import denials_named
-from ..snapshots.content import is_whiteout, iter_below
-from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from ..errors import CheckoutBusyError
+from ..git.objects.repository import open_objects
+from ..git.objects.trees import BaseTree
+from ..host.files import find_stat, names_in, open_beneath, open_directory, opened
+from ..host.processes import ActingAs, Owner
+from .backend import CopyRule, Taken
+from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from .files.reader import TreeReader, parents
+from .files.scan import is_control
+from .patches.worktree import denials_named
+from .snapshots import is_whiteout, iter_below
 
 
-def changed_paths(
-    tree: Path,
-    upper: Path,
-    layer: Path | None,
-    layers: Sequence[Path],
-    mirror: Path,
-    tree_id: str,
-    owner: tuple[int, int],
-) -> list[bytes]:
+class OverlayParts(NamedTuple):
+    """One overlay of a checkout: where it is mounted, its upper layer, the checkout's own `layer`,
+    and those `below`, top first.
+    """
+
+    mount: Path
+    upper: Path
+    layer: Path | None
+    below: tuple[Path, ...]
+    owner: Owner
+
+
+class _Opened(NamedTuple):
+    """`own` has the stat of each path of the checkout's own layer."""
+
+    mount: int
+    merged: TreeReader
+    written: TreeReader
+    own: dict[bytes, os.stat_result]
+    below: list[int]
+
+
+@contextmanager
+def _opened_parts(parts: OverlayParts, acting: ActingAs) -> Iterator[_Opened]:
+    with ExitStack() as stack:
+        tops = [open_tree(parts.mount), *map(open_directory, (parts.upper, *parts.below))]
+        for top in tops:
+            stack.enter_context(opened(top))
+        own = read_layer(parts.layer) if parts.layer else {}  # which the owner may not read
+        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
+        yield _Opened(tops[0], merged, written, own, tops[2:])
+
+
+def changed_paths(parts: OverlayParts, mirror: Path, tree_id: str) -> list[bytes]:
     """Every path that may differ from the tree `tree_id`: those in the upper layer, and those that
     they hide.
     """
-    with ExitStack() as stack, denials_named(owner):
-        tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
-        for top in tops:
-            stack.enter_context(opened(top))
-        own = read_layer(layer) if layer else {}  # which the owner may not read
-        acting = stack.enter_context(ActingAs(owner))
-        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
-        below = [layer for layer in tops[2:] if names_in(layer) != [b".git"]]
+    acting = ActingAs(parts.owner)
+    with denials_named(parts.owner), _opened_parts(parts, acting) as found_in, acting:
+        _, merged, written, own, all_below = found_in
+        below = [layer for layer in all_below if names_in(layer) != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
         for path, found in own.items():
@@ -152,33 +174,21 @@ def _walk(
 
 
 def copy_checkout(
-    directory: Path,
-    tree: Path,
-    upper: Path,
-    layer: Path | None,
-    layers: Sequence[Path],
-    owner: tuple[int, int],
-    earlier: Path | None,
-    what: CopyRule,
+    directory: Path, parts: OverlayParts, earlier: Path | None, what: CopyRule
 ) -> Taken:
-    """Write into the new `directory` what a checkout has over its template's `layers`; `earlier`
-    and `what` are as for `copy_layer`.
+    """Write into the new `directory` what a checkout has over the layers below; `earlier` and
+    `what` are as for `copy_layer`.
     """
-    with ExitStack() as stack:
-        tops = [open_tree(tree), *map(open_directory, (upper, *layers))]
-        for top in tops:
-            stack.enter_context(opened(top))
-        own = read_layer(layer) if layer else {}
-        acting = ActingAs(owner)
-        merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
-        survey = _Survey(tops[0], merged, written, own, tops[2:])
+    acting = ActingAs(parts.owner)
+    with _opened_parts(parts, acting) as found_in:
+        survey, (_, merged, written, _, _) = _Survey(found_in), found_in
 
         def look() -> Pieces:
             with acting:
                 return survey.take()
 
         return copy_layer(
-            directory, look, merged, acting, what, upper=written, own=layer, earlier=earlier
+            directory, look, merged, acting, what, upper=written, own=parts.layer, earlier=earlier
         )
 
 
@@ -186,27 +196,17 @@ _TO_LOOK = stat.S_IRUSR | stat.S_IXUSR
 
 
 class _Survey:
-    """Looks at a checkout; `own` has the stat of each path of the layer that it has.
+    """Looks at a checkout.
 
     What the layers below show does not change, and neither does what a directory of the upper
     layer hides there: later looks remember it.
     """
 
-    def __init__(
-        self,
-        merged: int,
-        reader: TreeReader,
-        written: TreeReader,
-        own: Mapping[bytes, os.stat_result],
-        below: Sequence[int],
-    ) -> None:
-        self._merged = merged
-        self._reader = reader
-        self._written = written
-        self._own = own
+    def __init__(self, parts: _Opened) -> None:
+        self._merged, self._reader, self._written, self._own, below = parts
         self._below = [(layer, set(names_in(layer))) for layer in below]
         self._names: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for path in own:
+        for path in self._own:
             self._names[path.rpartition(b"/")[0]].append(path)
         self._known: dict[tuple[bytes, int], bool] = {}
         self._listed: dict[bytes, tuple[tuple[int, int, int] | None, list[bytes]]] = {}

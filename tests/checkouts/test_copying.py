@@ -11,11 +11,11 @@ from typing import NoReturn
 import pytest
 
 from mirrord import errors
+from mirrord.checkouts import copying
 from mirrord.checkouts.backend import CopyRule, Taken
+from mirrord.checkouts.copying import Piece, Pieces, Where, copy_layer
 from mirrord.checkouts.files.manifest import clock_ns
 from mirrord.checkouts.files.reader import TreeReader
-from mirrord.checkouts.snapshots import copy
-from mirrord.checkouts.snapshots.copy import Piece, Pieces, Where, copy_layer
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
 
@@ -148,7 +148,7 @@ def test_an_unchanged_tree_is_not_copied_again(tmp_path: Path, tree: Path) -> No
 def test_what_was_written_in_this_very_moment_is_copied_again(tmp_path: Path, tree: Path) -> None:
     """Another write in the same tick of the clock may leave the same times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copy, "clock_ns", lambda: (tree / "a").stat().st_ctime_ns)
+        patch.setattr(copying, "clock_ns", lambda: (tree / "a").stat().st_ctime_ns)
         first, _ = copied(tmp_path)
     second, taken = copied(tmp_path, earlier=first)
     assert not taken.is_same
@@ -169,11 +169,11 @@ def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) ->
 
 def test_a_copy_is_bounded(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In paths and bytes; a sparse file counts as long as it is."""
-    monkeypatch.setattr(copy, "FILES_LIMIT", 4)
+    monkeypatch.setattr(copying, "FILES_LIMIT", 4)
     with pytest.raises(errors.ForkTooLargeError, match="5 changed paths"):
         copied(tmp_path)
-    monkeypatch.setattr(copy, "FILES_LIMIT", 5)
-    monkeypatch.setattr(copy, "BYTES_LIMIT", 1 << 20)
+    monkeypatch.setattr(copying, "FILES_LIMIT", 5)
+    monkeypatch.setattr(copying, "BYTES_LIMIT", 1 << 20)
     os.truncate(tree / "a", 1 << 30)
     with pytest.raises(errors.ForkTooLargeError, match="1024 MiB"):
         copied(tmp_path)
@@ -191,7 +191,7 @@ def test_a_full_disk_is_named(tmp_path: Path, tree: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(copy, "write_all", full)
+    monkeypatch.setattr(copying, "write_all", full)
     with pytest.raises(errors.DiskFullError, match="a layer"):
         copied(tmp_path)
 

@@ -16,6 +16,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from itertools import islice
@@ -23,8 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...errors import CheckoutBusyError, ForkTooLargeError
-from ...host.files import (
+from ..errors import CheckoutBusyError, ForkTooLargeError
+from ..host.files import (
     CREATE,
     FOR_READING,
     copy_bytes,
@@ -33,15 +34,15 @@ from ...host.files import (
     opened,
     write_all,
 )
-from ...host.processes import ActingAs
-from ...host.trash import remove_tree
-from ...model import utc_now
-from ..backend import CopyRule, Taken
-from ..files.manifest import clock_ns
-from ..files.reader import TreeReader, parents
-from ..files.scan import is_control
-from ..patches.worktree import denials_named
-from .content import is_whiteout, read_attributes
+from ..host.processes import ActingAs
+from ..host.trash import remove_tree
+from ..model import utc_now
+from .backend import CopyRule, Taken
+from .files.manifest import clock_ns
+from .files.reader import TreeReader, parents
+from .files.scan import is_control
+from .patches.worktree import denials_named
+from .snapshots import is_whiteout, read_attributes
 
 _ROUNDS = 5
 _BATCH = 64
@@ -174,12 +175,14 @@ def _taken(
     return Taken(at, files, size, left_out, has_git, is_same)
 
 
+@dataclass(eq=False, repr=False)
 class _Locked:
     """Directories that their owner locked: opening one takes that off, and it is put back."""
 
-    def __init__(self, client: TreeReader, owner: ActingAs) -> None:
-        self._client = client
-        self._owner = owner
+    client: TreeReader
+    owner: ActingAs
+
+    def __post_init__(self) -> None:
         self._modes: dict[bytes, int] = {}
 
     def see(self, found: Pieces) -> Pieces:
@@ -195,12 +198,12 @@ class _Locked:
         return found
 
     def restore(self) -> None:
-        with self._owner:
+        with self.owner:
             for path, mode in sorted(self._modes.items(), reverse=True):
-                seen = self._client.find_stat(path)
+                seen = self.client.find_stat(path)
                 if seen and seen.st_mode == mode | stat.S_IRWXU:
-                    directory, name = self._client.locate(path)
-                    with opened(self._owner.open_directory(directory, name)) as fd:
+                    directory, name = self.client.locate(path)
+                    with opened(self.owner.open_directory(directory, name)) as fd:
                         os.fchmod(fd, stat.S_IMODE(mode))
 
 

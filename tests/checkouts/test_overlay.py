@@ -23,7 +23,7 @@ from gitrepos import ENV, Upstream, git
 from mountlab import KERNELS, mounted_below
 
 from mirrord.checkouts.leases import Lease, Leases
-from mirrord.checkouts.overlay.backend import OverlayBackend
+from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
 from mirrord.host import mounts
@@ -515,7 +515,7 @@ def test_where_owners_cannot_be_mapped_only_the_daemons_user_is_served(
     service: Service, bench: Bench
 ) -> None:
     """The error says what to use instead; nothing was made."""
-    bench.backend._may_map_owners = False
+    bench.backend.may_map_owners = False
     mine, other = bench.lease(uid=0), bench.lease()
 
     async def story() -> None:

@@ -62,7 +62,7 @@ def service(rich: Upstream) -> Iterator[Service]:
 def _nothing_held(service: Service) -> Iterator[None]:
     """Each test's checkouts go after it, and no layer stays."""
     yield
-    for lease in service.checkouts._leases:
+    for lease in service.checkouts.leases:
         service.call(service.checkouts.release, lease.id, ROOT_PEER)
     until(lambda: not layers_of(service))
 

@@ -13,30 +13,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import CheckoutBusyError, DiskFullError, ProofFailedError
-from ...host.files import full_disk_named, open_directory, opened
-from ...host.processes import ActingAs, Owner
-from ...host.trash import TrashDirectory, remove_tree
-from ...protocol import Proof
-from ..backend import CopyRule, Taken, must_prove
-from ..files.dotgit import (
+from ..errors import CheckoutBusyError, DiskFullError, ProofFailedError
+from ..host.files import full_disk_named, open_directory, opened
+from ..host.processes import ActingAs, Owner
+from ..host.trash import TrashDirectory, remove_tree
+from ..protocol import Proof
+from .backend import CopyRule, Taken, must_prove
+from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from .files.dotgit import (
     DotGit,
-    PreviousIndex,
     has_index,
     index_bytes,
+    is_as_written,
     link_worktree,
     read_index,
     read_store,
     spliced_index,
     write_store,
 )
-from ..files.manifest import DIRECTORY, Entry, Manifest, clock_ns
-from ..files.reader import TreeReader, open_top, parents
-from ..files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
-from ..files.tree import materialise, move, must_fit_from, repair
-from ..leases import Directories
-from ..snapshots.content import lay, with_layers
-from ..snapshots.copy import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from .files.manifest import DIRECTORY, Entry, Manifest, clock_ns
+from .files.reader import TreeReader, open_top, parents
+from .files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
+from .files.tree import materialise, move, must_fit_from, repair
+from .leases import Directories
+from .snapshots import lay, with_layers
 
 _ROUNDS = 3
 
@@ -196,8 +196,9 @@ def _bring(
         elif manifest is begun and has_index(manifest, found):
             manifest = write_store(paths.tree, manifest, found, store, None, trash)
         else:
-            previous = PreviousIndex.proven(begun, read_index(paths.tree, begun))
-            index = spliced_index(previous, manifest) if previous else index_bytes(manifest)
+            written = read_index(paths.tree, begun)
+            is_old = is_as_written(begun, written)
+            index = spliced_index(begun, written, manifest) if is_old else index_bytes(manifest)
             manifest = write_store(paths.tree, manifest, found, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry

@@ -1,1 +1,0 @@
-"""Checkouts as one overlay mount each, over the layers of a template."""

@@ -1,1 +1,0 @@
-"""Checkouts as plain trees, brought to a commit in place and proven by a manifest."""
