@@ -159,8 +159,7 @@ class Report:
         for each in self.outcomes:
             if each.grade:
                 mirrors.setdefault(each.grade.mirror, Counter())[each.state] += 1
-        bad = {each.instance: str(each.state) for each in self.outcomes if each.error}
-        named = [(name, state) for name, state in bad.items() if name and len(name) <= 500]
+        bad = [(e.instance, str(e.state)) for e in self.outcomes if e.error and e.instance]
         return AddReport(
             kind=ReportKind.GRADING,
             dataset=totals["dataset"],
@@ -168,7 +167,7 @@ class Report:
             total=self._total,
             results=totals["states"],
             mirrors={name: dict(counts) for name, counts in mirrors.items()},
-            faults=dict(named[:FAULTS_MAX]),
+            faults=dict(bad[:FAULTS_MAX]),
         )
 
     def answer(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import pwd
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,9 @@ class Session:
         """Send a report for the daemon's page. One that is not taken fails nothing else."""
         if not report.results:
             return
+        # names of files and words of the command line may be longer than ids, or no text
+        named = {n: step for n, step in report.faults.items() if len(n) <= 500 and n.isprintable()}
+        report = replace(report, faults=named)
         try:
             self.client.add_report(report)
         except MirrordError as error:

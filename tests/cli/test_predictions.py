@@ -139,6 +139,7 @@ class Desk:
     def __init__(self) -> None:
         self.held: set[str] = set()
         self.asked: list[dict[str, str]] = []
+        self.reports: list[dict[str, Any]] = []
         self.most = self.now = 0
         self.lock = threading.Lock()
         self.hold = threading.Event()
@@ -174,6 +175,11 @@ class Desk:
             changed = 0 if instance.startswith("empty") else 1
             handler.answer(replace(graded(changed=changed), id=identity).to_json())
 
+    def report(self, handler: Handler) -> None:
+        """Refused: that fails nothing else."""
+        self.reports.append(json.loads(handler.server.seen[-1].body))
+        handler.problem(507, "disk-full")
+
     def release(self, handler: Handler) -> None:
         self.held.remove(handler.path.rpartition("/")[2])
         handler.send_response(204)
@@ -185,7 +191,7 @@ class Desk:
 def desk(path: Path) -> Iterator[Desk]:
     made = Desk()
     routes: dict[tuple[str, str], Route] = {("POST", "/v1/grades"): made.grade}
-    routes["POST", "/v1/reports"] = lambda handler: handler.problem(507, "disk-full")
+    routes["POST", "/v1/reports"] = made.report
     routes |= {("DELETE", f"/v1/checkouts/{n:016}"): made.release for n in range(100)}
     with serving(path, routes):
         yield made
@@ -244,6 +250,17 @@ def test_what_became_of_a_prediction_is_named(
         "i-2": "prepared",
     }
     assert desk.held == set()
+
+
+def test_a_name_that_is_no_text_is_in_no_report_to_the_daemon(
+    desk: Desk, path: Path, tmp_path: Path
+) -> None:
+    """Nor one that is longer than ids are; the others are."""
+    names = ["unknown", "unknown\x00", "unknown" * 100]
+    assert grade_them(path, tmp_path, names)[0] == 4
+    [report] = desk.reports
+    assert report["results"] == {"unknown": 3}
+    assert report["faults"] == {"unknown": "unknown"}
 
 
 def test_the_status_is_that_of_the_first_without_a_grade(
