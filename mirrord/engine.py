@@ -29,7 +29,7 @@ from .config import Settings
 from .datasets.service import Datasets
 from .environments.building import Builds, Preparations
 from .environments.service import Environments
-from .errors import BackendUnavailableError, InvalidConfigError, MirrordError
+from .errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers, Gate
 from .git.workers import Workers
@@ -62,7 +62,8 @@ class Engine:
         self._settings = settings
         self._config_path = config_path
         self._load = load
-        self._opened, self._closing = asyncio.Event(), AsyncExitStack()
+        self.is_open, self._opening_ended = False, asyncio.Event()
+        self._closing = AsyncExitStack()
         self._refused_files: dict[Path, str] = {}
         self._config_fault: str | None = None
         self._reloading = asyncio.Lock()
@@ -76,27 +77,29 @@ class Engine:
         self.traffic = Traffic()
         self.room = Room(self.layout.root, lambda: self._settings.checkouts.disk_reserve)
         self.health = HealthMonitor(
-            self.layout.root, self.access, self.room, is_open=self._opened.is_set
+            self.layout.root, self.access, self.room, is_open=lambda: self.is_open
         )
 
     def settings(self) -> Settings:
         """The settings in effect; parts keep this function, not its answer."""
         return self._settings
 
-    @property
-    def is_open(self) -> bool:
-        return self._opened.is_set()
-
     async def wait_until_open(self) -> None:
-        await self._opened.wait()
+        """Raises StoppingError when the daemon ends before it is open."""
+        await self._opening_ended.wait()
+        if not self.is_open:
+            raise StoppingError("the daemon cannot open its state", hint="its log says why")
 
     async def open(self) -> None:
         """Build and open every part."""
-        await self._open_stores()
-        await self._open_checkouts()
-        await self._open_audits()
-        await self._open_jobs()
-        self._opened.set()
+        try:
+            await self._open_stores()
+            await self._open_checkouts()
+            await self._open_audits()
+            await self._open_jobs()
+            self.is_open = True
+        finally:
+            self._opening_ended.set()
         duration_s = (utc_now() - self.started_at).total_seconds()
         self.events.publish("daemon.opened", duration_s=duration_s)
 

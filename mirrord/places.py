@@ -107,12 +107,14 @@ class Layout:
 
     def check_version(self) -> None:
         """Note the version in a new state directory. Raises StateTooNewError for a later one's."""
-        try:
-            written = self.version.read_text()
-        except FileNotFoundError:
+        written = self.version.read_text() if self.version.exists() else ""
+        if not written:
             staged = self.version.with_suffix(".new")
             with suppress(OSError):  # a full or read-only disk serves what is there
-                staged.write_text(f"{STATE_VERSION}\n")
+                with staged.open("w") as file:
+                    file.write(f"{STATE_VERSION}\n")
+                    file.flush()
+                    os.fsync(file.fileno())  # ext4 may keep a name whose bytes a power cut took
                 staged.rename(self.version)
             return
         if written.strip() not in {str(number) for number in range(1, STATE_VERSION + 1)}:

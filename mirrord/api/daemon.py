@@ -68,7 +68,7 @@ async def get_activity(call: Call, query: ActivityQuery) -> protocol.Activity:
 
 async def get_metrics(call: Call) -> Response:
     accept = call.request.headers.get("accept", "")
-    return text_response(*await metrics.answer(call.engine, accept))
+    return text_response(*await metrics.answer(call.engine, accept, uid=call.own_uid))
 
 
 async def list_reports(call: Call) -> list[protocol.Report]:

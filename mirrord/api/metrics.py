@@ -98,13 +98,16 @@ Values = Mapping[Any, float] | float
 """By label, or by a tuple of them."""
 
 
-async def answer(engine: Engine, accept: str = "") -> tuple[bytes, str]:
-    """All metrics and their media type: Prometheus' text, or OpenMetrics for who accepts it."""
+async def answer(engine: Engine, accept: str = "", *, uid: int | None = None) -> tuple[bytes, str]:
+    """All metrics and their media type: Prometheus' text, or OpenMetrics where it is accepted.
+
+    With `uid`, of the owners that one alone.
+    """
     mirrors, rows = await engine.catalog.measure_mirrors(), await engine.catalog.count_rows()
     encode, media_type = choose_encoder(accept)
     registry = CollectorRegistry()
     ProcessCollector(namespace="mirrord", registry=registry)
-    registry.register(_Families(engine, mirrors, rows))
+    registry.register(_Families(engine, uid, mirrors, rows))
     return await anyio.to_thread.run_sync(encode, registry), media_type
 
 
@@ -112,9 +115,13 @@ class _Families(Collector):
     """Read on the event loop, rendered in a thread."""
 
     def __init__(
-        self, engine: Engine, mirrors: Sequence[MirrorFigures], rows: tuple[int, int]
+        self,
+        engine: Engine,
+        uid: int | None,
+        mirrors: Sequence[MirrorFigures],
+        rows: tuple[int, int],
     ) -> None:
-        values = _of_now(engine) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
+        values = _of_now(engine, uid) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
         families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
         self._families = [*families, _request_times(engine.traffic)]
 
@@ -131,8 +138,8 @@ def _family(name: str, kind: str, text: str, labels: tuple[str, ...], values: Va
     return metric
 
 
-def _of_now(engine: Engine) -> dict[str, Values]:
-    activity, settings = engine.activity(), engine.settings()
+def _of_now(engine: Engine, uid: int | None) -> dict[str, Values]:
+    activity, settings = engine.activity(uid), engine.settings()
     others = {"other" if each.uid is None else str(each.uid): each for each in activity.owners}
     caches = {each.name: each for each in activity.caches}
     return {

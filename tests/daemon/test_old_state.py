@@ -119,6 +119,14 @@ def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
     assert older.exists(), "it was migrated again, after another copy"
 
 
+def test_a_state_version_emptied_by_a_power_cut_is_written_again(running: Daemon) -> None:
+    running.stop()
+    version = running.state_dir / "state_version"
+    version.write_text("")
+    running.start()
+    assert version.read_text() == "1\n"
+
+
 def test_a_later_state_version_is_refused(running: Daemon) -> None:
     running.stop()
     version = running.state_dir / "state_version"
