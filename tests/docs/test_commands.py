@@ -25,6 +25,8 @@ NOT_RUN = {
     "make setup": "the tests run in the environment that it makes",
     "mirrord serve": "the tests have a daemon with an upstream of their own",
     'export PATH="$PWD/.venv/bin:$PATH"': "the session has a PATH of its own",
+    "pipx install": "tests/packaging/test_installation.py installs the wheels",
+    "uv tool install": "it does so too",
     "python3 -m venv harness": "tests/client/test_packaging.py installs the client",
     "harness/bin/python": "it needs that environment",
 }

@@ -150,9 +150,16 @@ def wait_until(condition: Callable[[], object], what: str, *, bound_s: float = 6
 
 @contextmanager
 def booted(
-    scratch: Path, *, binds: Mapping[str, Path], writable: Mapping[str, Path]
+    scratch: Path,
+    *,
+    binds: Mapping[str, Path],
+    writable: Mapping[str, Path],
+    usr: Path | None = None,
 ) -> Iterator[Machine]:
-    """Boot; `binds` and `writable` say which directory of this machine is seen at which path inside."""
+    """Boot; `binds` and `writable` say which directory of this machine is seen at which path inside.
+
+    `usr` is an empty directory for what is written to /usr, which is read-only without it.
+    """
     group = f"mirrord-test-{os.getpid()}"
     dev, console = scratch / "dev", scratch / "console"
     dev.mkdir()
@@ -163,6 +170,7 @@ def booted(
         "--bind-ro=/etc/ssl", "--bind-ro=/etc/nsswitch.conf",
         *(f"--bind-ro={outside}:{inside}" for inside, outside in binds.items()),
         *(f"--bind={outside}:{inside}" for inside, outside in writable.items()),
+        *([f"--overlay=/usr:{usr}:/usr"] if usr else []),
         "--boot", *(f"systemd.mask={unit}" for unit in _MASKED), "systemd.unit=multi-user.target",
     ]  # fmt: skip
     command = [
