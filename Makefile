@@ -67,17 +67,16 @@ demo: setup ## do the main job once, on real repositories, in a scratch director
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
 check: setup lint ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
-	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not root and not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
-test: debian setup lint ## run every test and check; one test: PYTEST_ARGS='-k NAME'
-	@$(MAKE) --no-print-directory pythons release-tools
+test: debian setup lint ## run every test and check but those of a release; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory wheels || echo 'no wheels here: the tests of the package are skipped' >&2
 	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS)
 
 coverage: debian setup ## run every test and print which lines of mirrord/ ran, in workers and children too
 	@area=$$(mktemp -d) && chmod 1777 $$area && trap 'rm -rf "$$area"' EXIT && export COVERAGE_AREA=$$area && \
-	{ $(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile $(PYTEST_ARGS); status=$$?; \
+	{ $(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS); status=$$?; \
 	$(BIN)/python -m coverage combine --quiet; $(BIN)/python -m coverage report --fail-under=90 && exit $$status; }
 
 pythons: $(addprefix .venv/python,$(PYTHONS)) ## an environment with each supported Python that uv finds
@@ -124,7 +123,8 @@ wheels: setup ## download what requirements.lock names, for the package and its 
 release: setup release-tools ## wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist
 
-release-check: setup release-tools ## the same, and build it again at another place: every byte is equal
+release-check: debian setup pythons wheels release-tools ## the same twice, every byte equal; its tests, each Python and pipx with them
+	$(BIN)/python -m pytest -m release tests/packaging
 	@$(BIN)/python packaging/release.py --check dist
 
 release-tools: .venv/release/ready

@@ -28,6 +28,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that none is left alone at the end of a parallel run."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):

@@ -53,6 +53,7 @@ def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon
     assert small_disk.json("GET", "/v1/mirrors") == []
 
 
+@pytest.mark.timeout(300)
 def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed() -> None:
     """The daemon neither waits for it nor keeps its events."""
     with daemon() as running, running.connect() as connection:

@@ -57,7 +57,7 @@ def test_each_way_has_at_most_five_lines() -> None:
     assert len(BLOCKS) == 5
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.root
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", [PIPX, UV], ids=["pipx", "uv"])

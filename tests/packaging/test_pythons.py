@@ -56,7 +56,7 @@ def test_the_makefile_and_the_metadata_agree() -> None:
     assert METADATA["requires-python"] == f">={SUPPORTED[0]}"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_the_main_job(version: str, path: Path, make_upstream: Callable[[str], Upstream]) -> None:
     python = PROJECT / f".venv/python{version}/bin/python"

@@ -74,7 +74,7 @@ def _release(clone: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_builds_are_equal_and_have_sums_and_a_bill_of_materials(
     clone: Path, tmp_path: Path
 ) -> None:
@@ -106,7 +106,7 @@ def test_two_builds_are_equal_and_have_sums_and_a_bill_of_materials(
         assert {each.date_time for each in wheel.infolist()} != {(1980, 1, 1, 0, 0, 0)}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_what_is_not_committed_or_not_described_is_no_release(clone: Path) -> None:
     (clone / "mirrord" / "stray.py").touch()
     done = _release(clone, "none")
