@@ -157,6 +157,10 @@ class HealthMonitor:
     def note(self, key: str, reason: str) -> None:
         """Degrade the daemon until its next start."""
         self._notes[key] = reason
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again for the next report, which is otherwise up to a second old."""
         self._report = None
 
     def warn_by(self, source: Callable[[], Sequence[str]]) -> None:

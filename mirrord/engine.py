@@ -356,9 +356,11 @@ class Engine:
         except InvalidConfigError as error:
             fact = error.message.splitlines()[0]
             self._config_fault = f"the previous settings stay in effect: {fact}"
+            self.health.refresh()
             self.events.publish("config.refused", detail=error.message)
             raise
         self._config_fault = None
+        self.health.refresh()
         applied, refused = config.compare(self._settings, new)
         self._settings = config.merge_live(self._settings, new)
         self.workers.prepare_by(self._configure_log())
