@@ -7,12 +7,11 @@ changes nothing; done again, it is an upgrade. Configuration and state are never
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from .doctor.checks import run
+from .doctor.checks import Step, run
 from .doctor.units import NAMES, PLACES, RUNNING
 from .errors import AccessError, ConflictError, ResourceError
 from .host.mounts import mounts_below, umount
@@ -42,13 +41,6 @@ _ELSEWHERE = (
     " `/opt/mirrord/bin/mirrord service install`"
 )
 _START_S = 330.0  # TimeoutStartSec= and a bit
-
-
-class Step(NamedTuple):
-    """One change of the host."""
-
-    what: str
-    act: Callable[[], object]
 
 
 def plan_install(environment: Path) -> list[Step]:

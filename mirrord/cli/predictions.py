@@ -22,7 +22,7 @@ from ..datasets.readers import Element, iter_elements
 from ..model import Bind
 from ..protocol import Progress
 from .operations import watching
-from .predictions_report import GradedPrediction, Report, State
+from .predictions_report import GradedPrediction, GradingReport, State
 from .session import Session
 
 _BOM = b"\xef\xbb\xbf"
@@ -157,7 +157,7 @@ def grade_all(
             last[row.key] = row.line
     choices |= {"dataset": dataset, "strategy": "tolerant"}
     with (
-        closing(Report(reports, source=path.name, dataset=dataset, total=total)) as report,
+        closing(GradingReport(reports, source=path.name, dataset=dataset, total=total)) as report,
         watching(session, "grade") as watch,
     ):
 

@@ -96,7 +96,7 @@ class GradedPrediction:
 _LINES = {".jsonl"}
 
 
-class Report:
+class GradingReport:
     """Collects outcomes and writes them to files by their suffix; `close` completes the files."""
 
     def __init__(

@@ -13,7 +13,7 @@ from .checkouts import ID_HELP, find_id
 from .session import Argument, Option, Session, print_line, read_file
 
 if TYPE_CHECKING:
-    from .signatures import Judgement
+    from .signatures import SignatureCheck
 
 _SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the private one."
 
@@ -105,7 +105,7 @@ def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tup
     """Whether the signature is as good as was asked for, and what to say of it."""
     if given.signature is None:
         return signers is None, "it is not signed"
-    judged: Judgement = _signatures().check(
+    judged: SignatureCheck = _signatures().check(
         given.signed_bytes(), given.signature, signers, identity
     )
     if judged.is_good and not signers:

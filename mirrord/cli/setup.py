@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import installer
+from ..doctor.checks import Step
 from .session import Option, Session, print_line
 
 DryRun = Annotated[bool, Option(help="Print what it would do, and change nothing.")]
@@ -33,7 +34,7 @@ def uninstall(session: Session, *, dry_run: DryRun = False) -> None:
         session.note(f"kept: {', '.join(kept)}")
 
 
-def _do(session: Session, steps: list[installer.Step], *, dry_run: bool) -> None:
+def _do(session: Session, steps: list[Step], *, dry_run: bool) -> None:
     for step in steps:
         if not session.json:
             print_line(step.what)

@@ -30,14 +30,14 @@ def sign(data: bytes, key: Path) -> str:
     return done.stdout.decode("ascii")
 
 
-class Judgement(NamedTuple):
+class SignatureCheck(NamedTuple):
     """Whether a signature is good, and what ssh-keygen says of it."""
 
     is_good: bool
     detail: str
 
 
-def check(data: bytes, signature: str, signers: Path | None, identity: str) -> Judgement:
+def check(data: bytes, signature: str, signers: Path | None, identity: str) -> SignatureCheck:
     """Judge a signature of `data`.
 
     With `signers`, a file as ssh-keygen reads it (ALLOWED SIGNERS), it must be by `identity`;
@@ -52,7 +52,7 @@ def check(data: bytes, signature: str, signers: Path | None, identity: str) -> J
         done = _run(*options, input=data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode(errors="replace").splitlines()
     facts = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
-    return Judgement(done.returncode == 0, facts[0] if facts else "it is not by this signer")
+    return SignatureCheck(done.returncode == 0, facts[0] if facts else "it is not by this signer")
 
 
 def _run(*options: str, **how: Any) -> subprocess.CompletedProcess[bytes]:

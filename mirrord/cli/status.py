@@ -23,7 +23,7 @@ _COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
 _WARNING = "warning: "
 
 
-class Problem(NamedTuple):
+class Attention(NamedTuple):
     """`action` is a command to begin with."""
 
     kind: str
@@ -94,28 +94,30 @@ def _print(session: Session, found: Status, *, every: bool, problems: bool) -> N
 # -- what needs attention --------------------------------------------------------------------------
 
 
-def problems_of(found: Status) -> Iterator[Problem]:
+def problems_of(found: Status) -> Iterator[Attention]:
     """The worst first."""
     reasons = found.health.reasons
     for reason in reasons:
         if not reason.startswith(_WARNING):
-            yield Problem("degraded", reason, _action_for(reason))
+            yield Attention("degraded", reason, _action_for(reason))
     yield from _of_audit(found)
     yield from _of_mirrors(found.mirrors)
     for dataset in found.datasets:
         faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
         if said := ", ".join(count(number, noun) for number, noun in faults if number):
             show = f"mirrord dataset show {dataset.name}"
-            yield Problem("problem", f"dataset {dataset.name}: {said}", show)
+            yield Attention("problem", f"dataset {dataset.name}: {said}", show)
     for job in found.jobs:
         if job.last_error and not job.name.startswith("sync/"):  # those are problems of mirrors
-            yield Problem("problem", f"job {job.name}: {job.last_error}", "mirrord operations list")
+            yield Attention(
+                "problem", f"job {job.name}: {job.last_error}", "mirrord operations list"
+            )
     if found.checkout_count > found.checkout_max * _NEARLY:
         fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"
-        yield Problem("problem", fact, "mirrord top")
+        yield Attention("problem", fact, "mirrord top")
     for reason in reasons:
         if reason.startswith(_WARNING):
-            yield Problem("warning", reason)
+            yield Attention("warning", reason)
 
 
 def _action_for(reason: str) -> str:
@@ -126,23 +128,23 @@ def _action_for(reason: str) -> str:
     return "journalctl -t mirrord -p warning"
 
 
-def _of_audit(found: Status) -> Iterator[Problem]:
+def _of_audit(found: Status) -> Iterator[Attention]:
     audit = found.last_audit
     if audit is None:
         return
     at = when(audit.finished_at)
     if audit.affected_count:
         fact = f"{count(audit.affected_count, 'instance')} cannot be served, says the audit of {at}"
-        yield Problem("problem", fact, "mirrord audit; mirrord heal")
+        yield Attention("problem", fact, "mirrord audit; mirrord heal")
     elif audit.open_count:
         fact = f"{count(audit.open_count, 'finding')} of the audit of {at}"
-        yield Problem("problem", fact, "mirrord audit")
+        yield Attention("problem", fact, "mirrord audit")
     if audit.left_count:
         fact = f"the audit of {at} left {count(audit.left_count, 'mirror')}"
-        yield Problem("problem", fact, "mirrord audit")
+        yield Attention("problem", fact, "mirrord audit")
 
 
-def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Problem]:
+def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
     """One for each kind of problem, however many mirrors have it."""
     by_problem: dict[str, list[str]] = {}
     for mirror in mirrors:
@@ -151,10 +153,10 @@ def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Problem]:
     for problem, names in sorted(by_problem.items(), key=lambda item: -len(item[1])):
         more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
         fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMED])}{more}"
-        yield Problem("problem", fact, f"mirrord mirror show {names[0]}")
+        yield Attention("problem", fact, f"mirrord mirror show {names[0]}")
 
 
-def _told(problems: list[Problem]) -> Iterator[str]:
+def _told(problems: list[Attention]) -> Iterator[str]:
     for each in problems:
         kind = f"{each.kind}:"
         if sys.stdout.isatty():
@@ -168,7 +170,7 @@ def _told(problems: list[Problem]) -> Iterator[str]:
 
 
 def _described(
-    found: Status, problems: list[Problem], running: list[Operation], every: bool
+    found: Status, problems: list[Attention], running: list[Operation], every: bool
 ) -> Iterator[str]:
     shown = [*_told(problems[:_SHOWN])]
     if len(problems) > _SHOWN:

@@ -3,9 +3,9 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..errors import ResourceError
 from ..host.processes import search_path
@@ -13,6 +13,13 @@ from ..host.processes import search_path
 Verdict = Literal["ok", "warn", "fail"]
 Result = tuple[Verdict, str, str]
 """A verdict, the fact behind it, and a remedy unless it is ok."""
+
+
+class Step(NamedTuple):
+    """A change of the host, as a sentence without a subject: `remove …`, `set …`."""
+
+    what: str
+    act: Callable[[], object]
 
 
 def judge(well: bool, fact: str, remedy: str, *, otherwise: Verdict = "fail") -> Result:
@@ -53,5 +60,6 @@ def run(program: str, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
     if done.returncode:
         told = done.stderr.decode(errors="replace").strip().splitlines()
         fact = told[-1] if told else f"status {done.returncode}"
-        raise ResourceError(f"cannot run {program}: {fact}")
+        hint = f"`{' '.join((program, *arguments))}` by hand may say more"
+        raise ResourceError(f"cannot run {program}: {fact}", hint=hint)
     return done.stdout[-_MOST_BYTES:].decode(errors="replace")

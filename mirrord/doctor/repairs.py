@@ -24,20 +24,13 @@ from ..host.mounts import mounts_below, umount
 from ..host.trash import find_trash, remove_tree
 from ..places import Layout
 from ..telemetry import masked
-from .checks import Result, entries, existing, judge, run
+from .checks import Result, Step, entries, existing, judge, run
 from .disk import SCRATCH_PREFIX
 from .units import find_unit
 
 _SYSUSERS = Path("sysusers.d/mirrord.conf")
 _TMPFILES = Path("tmpfiles.d/mirrord.conf")
 _CONFIGURED = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
-
-
-class Repair(NamedTuple):
-    """Something to be done, as a sentence without a subject: `remove …`, `set …`."""
-
-    what: str
-    act: Callable[[], object]
 
 
 class Repaired(NamedTuple):
@@ -48,7 +41,7 @@ class Repaired(NamedTuple):
     detail: str = ""
 
 
-def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[Repair]:
+def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[Step]:
     """Leftovers last: removing them may need the modes. `alone`: inside of `no_daemon`."""
     return [
         *_accounts(settings),
@@ -90,7 +83,7 @@ def config_file(settings: Settings, path: Path | None) -> Result:
     return "ok", fact, ""
 
 
-def _config_mode(path: Path | None) -> Iterator[Repair]:
+def _config_mode(path: Path | None) -> Iterator[Step]:
     """Who else may read it learns the credentials in URLs."""
     with suppress(OSError):
         if path is None:
@@ -104,35 +97,35 @@ def _config_mode(path: Path | None) -> Iterator[Repair]:
             yield _set_mode(path, wanted)
 
 
-def _accounts(settings: Settings) -> Iterator[Repair]:
+def _accounts(settings: Settings) -> Iterator[Step]:
     """Only root can; systemd's own way where the package has it."""
     if os.geteuid() != 0:
         return
     if _installed(_SYSUSERS) and not _exists(pwd.getpwnam, "mirrord"):
         make = partial(run, "systemd-sysusers", "mirrord.conf")
-        yield Repair("make mirrord's users with systemd-sysusers", make)
+        yield Step("make mirrord's users with systemd-sysusers", make)
     name = settings.access.group
     if not _exists(grp.getgrnam, name) and not (name == "mirrord" and _installed(_SYSUSERS)):
-        yield Repair(f"make group {name}", partial(run, "groupadd", "--system", name))
+        yield Step(f"make group {name}", partial(run, "groupadd", "--system", name))
 
 
-def _directories(settings: Settings) -> Iterator[Repair]:
+def _directories(settings: Settings) -> Iterator[Step]:
     if _installed(_TMPFILES) and os.geteuid() == 0 and find_unit("mirrord.service"):
         missing = [each for each in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(each)]
         if missing:
             what = f"make {' and '.join(missing)} with systemd-tmpfiles"
-            yield Repair(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
+            yield Step(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
             return
     if not settings.state_dir.exists() and os.access(existing(settings.state_dir), os.W_OK):
         layout = Layout(settings.state_dir)
-        yield Repair(f"make {layout.root} with mode 0711", layout.make_root)
+        yield Step(f"make {layout.root} with mode 0711", layout.make_root)
     above = settings.socket.parent
     if not above.exists() and os.access(existing(above), os.W_OK):
         make = partial(above.mkdir, mode=0o755, parents=True)
-        yield Repair(f"make {above} with mode 0755", make)
+        yield Step(f"make {above} with mode 0755", make)
 
 
-def _modes(settings: Settings) -> Iterator[Repair]:
+def _modes(settings: Settings) -> Iterator[Step]:
     """Those that a start sets, where they are this process's to set."""
     layout = Layout(settings.state_dir)
     for directory, wanted in layout.modes().items():
@@ -143,7 +136,7 @@ def _modes(settings: Settings) -> Iterator[Repair]:
                 yield _set_mode(directory, wanted, os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _set_mode(path: Path, mode: int, flags: int = 0) -> Repair:
+def _set_mode(path: Path, mode: int, flags: int = 0) -> Step:
     """A directory of the daemon's user is no link to another's when root comes to it."""
 
     def act() -> None:
@@ -151,7 +144,7 @@ def _set_mode(path: Path, mode: int, flags: int = 0) -> Repair:
             os.fchmod(fd, mode)
 
     now = stat.S_IMODE(path.stat().st_mode)
-    return Repair(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
+    return Step(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
 
 
 def _installed(name: Path) -> bool:
@@ -190,10 +183,10 @@ def no_daemon(settings: Settings) -> Iterator[bool]:
             yield True
 
 
-def find_leftovers(settings: Settings, *, alone: bool) -> list[Repair]:
+def find_leftovers(settings: Settings, *, alone: bool) -> list[Step]:
     """Mounts first: what is mounted on cannot be removed. `alone`: inside of `no_daemon`."""
     sandboxes = [
-        Repair(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
+        Step(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
         for path in sweep_scratch(dry_run=True)
     ]
     return [*_of_state(settings), *sandboxes] if alone else sandboxes
@@ -207,7 +200,7 @@ def remaining(settings: Settings) -> Result:
     return judge(not found, f"to do: {fact}" if found else "none", remedy, otherwise="warn")
 
 
-def _of_state(settings: Settings) -> Iterator[Repair]:
+def _of_state(settings: Settings) -> Iterator[Step]:
     layout = Layout(settings.state_dir)
     above = existing(settings.state_dir)
     scratches = [Path(entry.path) for entry in entries(above) if _is_scratch(entry)]
@@ -217,21 +210,21 @@ def _of_state(settings: Settings) -> Iterator[Repair]:
         *(p for place in scratches for p in mounts_below(str(place))),
     ]:
         if point != top and not _has_lease(layout, Path(point)):
-            yield Repair(f"unmount {point}, which belongs to no checkout", partial(umount, point))
+            yield Step(f"unmount {point}, which belongs to no checkout", partial(umount, point))
     for directory in (
         *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, layout.templates),
         *layout.templates.glob("[!.]*"),
         *layout.templates.glob("[!.]*/*"),
     ):
         for path in find_trash(directory):
-            yield Repair(
+            yield Step(
                 f"remove {path}, which an earlier daemon discarded", partial(remove_tree, path)
             )
     for path in scratches:
-        yield Repair(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
+        yield Step(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
     if settings.socket.is_socket() and _is_dead(settings.socket):
         what = f"remove {settings.socket}, at which nobody listens"
-        yield Repair(what, settings.socket.unlink)
+        yield Step(what, settings.socket.unlink)
 
 
 def _is_scratch(entry: os.DirEntry[str]) -> bool:

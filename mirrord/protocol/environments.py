@@ -1,4 +1,4 @@
-"""What instances need to run, and whether they do: recipes, builds, rehearsals."""
+"""What instances need to run, and whether they do: recipes, builds, rehearsals, reports."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal

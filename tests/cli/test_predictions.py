@@ -25,7 +25,7 @@ from waiting import until
 from mirrord import Client
 from mirrord.cli.main import run
 from mirrord.cli.predictions import Fault, Prediction, grade_all, read_predictions
-from mirrord.cli.predictions_report import GradedPrediction, Report, State
+from mirrord.cli.predictions_report import GradedPrediction, GradingReport, State
 from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind
@@ -367,9 +367,11 @@ def files(tmp_path: Path) -> list[Path]:
     return [tmp_path / "report.jsonl", tmp_path / "report.html"]
 
 
-def write(files: list[Path], outcomes: list[GradedPrediction], total: int | None = None) -> Report:
+def write(
+    files: list[Path], outcomes: list[GradedPrediction], total: int | None = None
+) -> GradingReport:
     total = len(outcomes) if total is None else total
-    report = Report(files, source=HOSTILE, dataset="lite", total=total)
+    report = GradingReport(files, source=HOSTILE, dataset="lite", total=total)
     for outcome in outcomes:
         report.add(outcome)
     report.close()
@@ -407,7 +409,7 @@ def test_a_kept_grade_is_in_the_report(files: list[Path]) -> None:
 
 def test_a_row_is_on_the_disk_when_its_prediction_is_done(files: list[Path]) -> None:
     """So a kill leaves a report of what was done."""
-    report = Report(files, source="p", dataset=None, total=9)
+    report = GradingReport(files, source="p", dataset=None, total=9)
     report.add(OUTCOMES[0])
     assert json.loads(files[0].read_text())["line"] == 2
     report.close()
@@ -477,7 +479,7 @@ def test_a_report_of_nothing_is_whole(files: list[Path]) -> None:
 @pytest.mark.parametrize("name", ["report.txt", "report", "missing/report.html"])
 def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError):
-        Report([tmp_path / name], source="p", dataset=None, total=1)
+        GradingReport([tmp_path / name], source="p", dataset=None, total=1)
 
 
 # -- against a daemon ------------------------------------------------------------------------------
