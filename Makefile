@@ -19,7 +19,7 @@ PYTHONS ?= 3.11 3.12 3.13
 FIND_PYTHON = PYENV_VERSION=$(1) $(CURDIR)/$(BIN)/uv python find --system --no-python-downloads --no-project $(1) 2>/dev/null
 PYTHONS_TESTS ?= $(LOWEST_TESTS) tests/docs/test_commands.py tests/cli tests/mirrors tests/heal tests/audit
 
-LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3" pytest pytest-timeout pytest-xdist ruff
+LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" pytest pytest-timeout pytest-xdist ruff
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/test_pool.py)
 

@@ -69,6 +69,18 @@ def _index(value: str) -> str:
     return value
 
 
+_CATALOG = re.compile(
+    r"postgresql(?:\+psycopg)?://(?:[^/?#@\s'\"]*@)?[^/?#@\s'\"]*/[^/?#@\s'\"]+(?:\?[^#@\s'\"]*)?"
+)
+
+
+def _catalog(value: str) -> str:
+    if value and not _CATALOG.fullmatch(value):  # not shown: it may hold a password
+        form = "postgresql+psycopg://user@host/name; a password in it is percent-encoded"
+        raise ValueError(f"is neither empty nor of the form {form}")
+    return value
+
+
 def _url_template(value: str) -> str:
     unknown = [name for name in re.findall(r"\{([^}]*)\}", value) if name not in {"owner", "name"}]
     if unknown:
@@ -268,6 +280,10 @@ class DockerSettings(_Section):
     volumes: StrictBool = False
 
 
+class CatalogSettings(_Section):
+    url: Annotated[str, AfterValidator(_catalog), Restart] = ""
+
+
 class MirrorSettings(_Section):
     repo: Annotated[str, AfterValidator(_repo)]
     url: Annotated[str, AfterValidator(_url)] | None = None
@@ -301,6 +317,7 @@ class Settings(_Section):
     log: LogSettings = LogSettings()
     web: WebSettings = WebSettings()
     docker: DockerSettings = DockerSettings()
+    catalog: CatalogSettings = CatalogSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
 
 

@@ -113,7 +113,8 @@ class Engine:
         self.workers = Workers(on_start=self._configure_log(), charge=self.gate.charge)
         self._closing.push_async_callback(self.workers.close)
         # the catalog first: opening the mirrors brings it in line with their refs
-        self.catalog = await Catalog.open(self.layout.catalog, self.workers)
+        place = self._settings.catalog.url or self.layout.catalog
+        self.catalog = await Catalog.open(place, self.workers)
         self._closing.push_async_callback(self.catalog.close)
         self.trash = Trash(self._remove_in_worker, lambda: tuple(Askers.present().uids))
         self.mirrors = Mirrors(
@@ -130,6 +131,7 @@ class Engine:
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.health.degrade_by(self.mirrors.outages)
+        self.health.degrade_by(self.catalog.outages)
 
     def _configure_log(self) -> Callable[[], None]:
         """Log as the settings say; answers how another process does the same."""

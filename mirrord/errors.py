@@ -313,6 +313,14 @@ class DiskFailedError(ResourceError):
     code, title = "disk-failed", "The disk failed"
 
 
+class CatalogUnavailableError(ResourceError):
+    code, title = "catalog-unavailable", "The catalog cannot be reached"
+
+
+class CatalogConflictError(ResourceError):
+    code, title = "catalog-conflict", "The catalog was changed at the same time"
+
+
 class TooManyCheckoutsError(ResourceError):
     code, title = "too-many-checkouts", "Too many checkouts"
 

@@ -2,14 +2,21 @@
 
 As the daemon sees it: a table of queries, each one transaction, each in a thread.
 
-Never on a warm checkout's path, and never the truth about pins: those are refs in the mirrors, and
-the catalog follows. Committed means durable: a crash loses nothing and halves nothing.
+Never on a warm checkout's path. With SQLite never the truth about pins: those are refs in the
+mirrors, and the catalog follows; on PostgreSQL, which a fleet shares, it is, and refs follow.
+Committed means durable: a crash loses nothing and halves nothing.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    nullcontext,
+)
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,25 +25,46 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import anyio
 from sqlalchemy import Connection
 
-from ..errors import DiskFullError
+from ..errors import CatalogConflictError, CatalogUnavailableError, DiskFullError
 from ..git.workers import Workers
 from ..protocol import DatasetChange, RowsChange
-from . import datasets, mirrors, spool
+from ..telemetry import log
+from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .datasets import EVERY, Servable
-from .mirrors import MirrorFigures
-from .schema import DatasetHead, InstanceRow, JudgementRow, MirrorRow, PinRow, RecordedRow
+from .fleet import MIRROR
+from .mirrors import PINS, MirrorFigures
+from .schema import (
+    Claim,
+    DatasetHead,
+    Generation,
+    HeldClaim,
+    InstanceRow,
+    JudgementRow,
+    MirrorRow,
+    NodeRow,
+    PinRow,
+    PublishedTemplate,
+    RecordedRow,
+)
 from .spool import digest_of, roles_of, spooled, unspooled
 
 __all__ = [
     "EVERY",
+    "MIRROR",
+    "PINS",
     "Catalog",
+    "Claim",
     "DatasetHead",
+    "Generation",
+    "HeldClaim",
     "InstanceRow",
     "JudgementRow",
     "MirrorFigures",
     "MirrorRow",
+    "NodeRow",
     "PinRow",
+    "PublishedTemplate",
     "RecordedRow",
     "Servable",
     "digest_of",
@@ -51,6 +79,9 @@ Query = Callable[Concatenate[Connection, P], T]
 Method = Callable[Concatenate["Catalog", P], Coroutine[Any, Any, T]]
 
 _THREADS = 4
+_PATIENCE = timedelta(seconds=10)  # for one statement of the daemon itself
+_TRIES = 5  # of a write that met another one
+_RETRY_S = 2.0
 
 
 def _reads(query: Query[P, T]) -> Method[P, T]:
@@ -66,6 +97,8 @@ def _writes(query: Query[P, T]) -> Method[P, T]:
     """A method that runs the query as one write transaction."""
 
     async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.is_shared:  # other daemons write too, and a long import must not delay a claim
+            return await self._run(self._database.write, lambda c: query(c, *args, **kwargs))
         async with self._writer:
             await self._reopen()
             return await self._run(self._database.write, lambda c: query(c, *args, **kwargs))
@@ -73,11 +106,42 @@ def _writes(query: Query[P, T]) -> Method[P, T]:
     return method
 
 
+class _Outage:
+    """Remembers that the database cannot be reached: it is tried every 2 s, the rest fails."""
+
+    def __init__(self) -> None:
+        self.error: CatalogUnavailableError | None = None
+        self._retry_at = 0.0
+
+    def check(self) -> None:
+        if (error := self.error) is None:
+            return
+        if time.monotonic() < self._retry_at:
+            raise CatalogUnavailableError(error.message, hint=error.hint, **error.facts)
+        self._retry_at = time.monotonic() + _RETRY_S
+
+    def begin(self, error: CatalogUnavailableError) -> None:
+        if self.error is None:
+            log.warning("catalog.lost", detail=error.message)
+        self.error, self._retry_at = error, time.monotonic() + _RETRY_S
+
+    def end(self) -> None:
+        if self.error is not None:
+            self.error = None
+            log.info("catalog.found")
+
+
 class Catalog:
-    """One database. Writers of this process queue here instead of in SQLite's busy loop."""
+    """One database. Writers of this process queue here instead of in SQLite's busy loop.
+
+    `node` is the daemon's id in a fleet, otherwise empty.
+    """
+
+    node = ""
 
     def __init__(self, database: Database, workers: Workers | None) -> None:
         self._database = database
+        self._outage = _Outage()
         self._workers = workers
         self._threads = anyio.CapacityLimiter(_THREADS)
         self._writer = anyio.Lock()
@@ -90,7 +154,7 @@ class Catalog:
         `workers` run migrations and imports; without them a thread does. Raises
         CorruptCatalogError, CatalogTooNewError, ResourceError.
         """
-        catalog = cls(await anyio.to_thread.run_sync(Database, place), workers)
+        catalog = cls(await anyio.to_thread.run_sync(Database, place, _PATIENCE), workers)
         try:
             if await anyio.to_thread.run_sync(prepare, catalog._database):
                 await catalog._run_long(migrate, catalog._place)
@@ -102,12 +166,24 @@ class Catalog:
     async def close(self) -> None:
         await anyio.to_thread.run_sync(self._database.close)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other daemons may use it at the same time: PostgreSQL."""
+        return not self._database.is_sqlite
+
+    def outages(self) -> list[str]:
+        """Why requests that need the catalog are refused; health tells this to everybody."""
+        if self._outage.error is None:
+            return []
+        return ["the catalog's database cannot be reached; what is on this machine is served"]
+
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)
     list_mirrors = _reads(mirrors.list_mirrors)
     measure_mirrors = _reads(mirrors.measure_mirrors)
     update_mirror = _writes(mirrors.update_mirror)
     delete_mirror = _writes(mirrors.delete_mirror)
+    record_unchanged = _writes(mirrors.record_unchanged)
 
     put_pins = _writes(mirrors.put_pins)
     delete_pins = _writes(mirrors.delete_pins)
@@ -147,6 +223,26 @@ class Catalog:
     list_judgements = _reads(mirrors.list_judgements)
     find_newest_judgement = _reads(mirrors.find_newest_judgement)
 
+    list_changes = _reads(fleet.list_changes)
+    enrol = _writes(fleet.enrol)
+    claim = _writes(fleet.claim)
+    claim_due = _writes(fleet.claim_due)
+    renew = _writes(fleet.renew)
+    release = _writes(fleet.release)
+    hasten = _writes(fleet.hasten)
+    count_failures = _reads(fleet.count_failures)
+    find_holder = _reads(fleet.find_holder)
+    list_claims = _reads(fleet.list_claims)
+    publish_generation = _writes(fleet.publish_generation)
+    list_generations = _reads(fleet.list_generations)
+    put_node = _writes(fleet.put_node)
+    list_nodes = _reads(fleet.list_nodes)
+    delete_node = _writes(fleet.delete_node)
+    put_template = _writes(fleet.put_template)
+    find_template = _reads(fleet.find_template)
+    list_templates = _reads(fleet.list_templates)
+    delete_template = _writes(fleet.delete_template)
+
     async def replace_dataset(
         self, head: DatasetHead, rows: Path, found: spool.Found | None = None
     ) -> DatasetChange:
@@ -154,12 +250,12 @@ class Catalog:
 
         `found` are the commits that the rows' revisions are at.
         """
-        async with self._writer:
+        async with self._writing():
             return await self._run_long(spool.replace_dataset, self._place, head, rows, found)
 
     async def merge_dataset(self, head: DatasetHead, rows: Path) -> int | None:
         """Add the missing rows; answers how many, or None where another dataset has the name."""
-        async with self._writer:
+        async with self._writing():
             return await self._run_long(spool.merge_dataset, self._place, head, rows)
 
     async def spool_rows(self, dataset: str, key: str | None, rows: Path) -> int:
@@ -176,7 +272,7 @@ class Catalog:
 
     @property
     def _place(self) -> str:
-        """The same database, as a worker opens it."""
+        """The same database, as a worker opens it. Never logged: it may hold the password."""
         url = self._database.url
         if self._database.is_sqlite:
             return str(url.database)
@@ -188,10 +284,25 @@ class Catalog:
         query: Callable[[Connection], T],
     ) -> T:
         def run() -> T:
-            with transaction() as connection:
-                return query(connection)
+            for left in reversed(range(_TRIES)):
+                self._outage.check()
+                try:
+                    with transaction() as connection:
+                        answer = query(connection)
+                    self._outage.end()
+                    return answer
+                except CatalogConflictError:
+                    if not left:
+                        raise
+                except CatalogUnavailableError as error:
+                    self._outage.begin(error)
+                    raise
+            raise AssertionError
 
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
+
+    def _writing(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext() if self.is_shared else self._writer
 
     async def _reopen(self) -> None:
         """Try the shared mode again where a full disk had no room for it, with no reader inside."""
@@ -206,6 +317,7 @@ class Catalog:
 
     async def _run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run in a worker, which has to open the database too."""
+        self._outage.check()
         await self._reopen()
         if self._database.mode is not Mode.SHARED:
             raise DiskFullError(

@@ -3,26 +3,39 @@
 Owns the engine: SQLite in WAL mode (a reader never waits, a crash loses nothing committed), or
 PostgreSQL by URL. Holds no query. A read is one snapshot. A write is one transaction that takes
 SQLite's write lock at its beginning: a deferred one cannot wait for the lock once it has read
-(SQLITE_BUSY_SNAPSHOT).
+(SQLITE_BUSY_SNAPSHOT). On PostgreSQL other daemons write at the same time: each statement of a
+write sees what is committed, and what must not interleave takes a `lock` first.
 """
 
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from enum import Enum, auto
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, inspect, select
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Table,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    select,
+    text,
+)
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from .. import errors
 from ..host.files import is_read_only
-from ..telemetry import log
+from ..telemetry import log, masked
 from .schema import HEAD, metadata, version
 
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -57,6 +70,8 @@ _BUSY_TIMEOUT_S = 60  # the longest write is a dataset of some 100,000 rows
 _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _NO_ROOM |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
+_CONFLICTS = {"40001", "40P01"}  # of PostgreSQL: serialization failure, deadlock
+_LONG = timedelta(minutes=10)  # for one statement of a worker: an import, a migration
 _DAMAGED_HINT = (
     "stop the daemon, move the file away and start again: mirrors and pins are read back from the"
     " mirrors, datasets need a new import; `sqlite3 FILE .recover` may save more"
@@ -66,10 +81,11 @@ _DAMAGED_HINT = (
 class Database:
     """A pool of connections to a URL, or to a SQLite file that is private to its owner.
 
-    Sync and safe to use from several threads. Raises InvalidUrlError, ResourceError.
+    Sync and safe to use from several threads. `patience` bounds a statement on PostgreSQL. Raises
+    InvalidUrlError, ResourceError.
     """
 
-    def __init__(self, place: str | Path) -> None:
+    def __init__(self, place: str | Path, patience: timedelta = _LONG) -> None:
         self.url = _parse_place(place)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.mode = Mode.SHARED
@@ -85,16 +101,22 @@ class Database:
                     ) from error
             self._engine, self.mode = _open_sqlite(self.url)
         else:
-            self._engine = create_engine(
-                self.url, pool_size=4, pool_pre_ping=True, isolation_level="REPEATABLE READ"
-            )
+            # only where it is used: psycopg takes 12 MB
+            self._engine = _load_postgresql().open_engine(self.url, patience)
 
     @property
     def label(self) -> str:
-        """The database in messages: never with its password."""
+        """The database in messages: without user, password and parameters."""
         if self.is_sqlite:
             return str(self.url.database)
-        return self.url.render_as_string(hide_password=True)
+        return str(
+            URL.create(
+                self.url.drivername,
+                host=self.url.host,
+                port=self.url.port,
+                database=self.url.database,
+            )
+        )
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -103,8 +125,11 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
+        options: dict[str, Any] = {"isolation_level": "READ COMMITTED"}
+        if self.is_sqlite:
+            options = {"mirrord_begin": "BEGIN IMMEDIATE"}
         with self._translated(), self._engine.connect() as connection:
-            connection = connection.execution_options(mirrord_begin="BEGIN IMMEDIATE")
+            connection = connection.execution_options(**options)
             with connection.begin():
                 yield connection
 
@@ -129,11 +154,17 @@ class Database:
         """Raise failures as MirrordErrors; a wrong statement, which is a bug, as it is."""
         try:
             yield
+        except PoolTimeoutError as error:
+            raise self._unavailable("every connection is waiting for an answer") from error
         except DBAPIError as error:
             code, kind = _sqlite_code(error), type(error).__name__
-            fact = str(error.orig).strip().partition("\n")[0]
+            fact = masked(str(error.orig).strip().partition("\n")[0])
             cannot_write = f"cannot write the catalog {self.label}"
-            is_full = getattr(error.orig, "sqlstate", None) == "53100"  # of PostgreSQL
+            state = getattr(error.orig, "sqlstate", None)  # of PostgreSQL
+            if state in _CONFLICTS:
+                hint = "try again: another daemon of the fleet changed the same rows"
+                raise errors.CatalogConflictError(f"{cannot_write}: {fact}", hint=hint) from error
+            is_full = state == "53100"
             if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
                 self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write reopens it
                 hint = "check dmesg; the daemon still serves what it has"
@@ -148,22 +179,44 @@ class Database:
             if code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
                 hint = "another program holds a lock on it; try again, or find it with `fuser`"
                 raise errors.ResourceError(f"{cannot_write}: {fact}", hint=hint) from error
+            if not self.is_sqlite and kind not in _MISTAKES:
+                raise self._unavailable(fact) from error
             if code or isinstance(error.orig, OSError) or kind not in _MISTAKES:
-                hint = (
-                    "check that the database is up, its disk has room, and this user may write it"
-                )
+                hint = "check that its disk has room, and that this user may write it"
                 message = f"cannot use the catalog {self.label}: {fact}"
                 raise errors.ResourceError(message, hint=hint) from error
             raise
+
+    def _unavailable(self, fact: str) -> errors.CatalogUnavailableError:
+        return errors.CatalogUnavailableError(
+            f"cannot use the catalog {self.label}: {fact}",
+            hint="check that PostgreSQL is up, has room, and lets this user in; the daemon serves"
+            " what it knows, and asks again by itself",
+            retry_after_s=2,
+        )
+
+
+def lock(connection: Connection, name: str) -> None:
+    """Exclude other transactions that lock this name, to the end of this one.
+
+    PostgreSQL: of the whole fleet, also behind a transaction pooler. SQLite has one writer anyway.
+    """
+    if connection.dialect.name == "postgresql":
+        query = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+        connection.execute(query, {"name": f"mirrord/{name}"})
+
+
+def insert_of(connection: Connection, table: Table) -> Any:
+    """An INSERT that knows ON CONFLICT."""
+    # only the dialect in use: the other one costs 3 MB and 40 ms of a start
+    return import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(table)
 
 
 def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, or replace those with the same primary key."""
     if not rows:
         return
-    # only the dialect in use: the other one costs 3 MB and 40 ms of a start
-    dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
-    statement = dialect.insert(table)
+    statement = insert_of(connection, table)
     keys = [column.name for column in table.primary_key]
     values = {name: statement.excluded[name] for name in rows[0] if name not in keys}
     update = statement.on_conflict_do_update(index_elements=keys, set_=values)
@@ -178,6 +231,8 @@ def _parse_place(place: str | Path) -> URL:
         return URL.create("sqlite", database=str(place))
     try:
         url = make_url(place)
+        if url.drivername == "postgresql":
+            url = url.set(drivername="postgresql+psycopg")
         url.get_dialect()
     except (ArgumentError, NoSuchModuleError) as error:
         raise errors.InvalidUrlError(
@@ -185,6 +240,15 @@ def _parse_place(place: str | Path) -> URL:
             hint="write postgresql+psycopg://user@host/name, or the path of a SQLite file",
         ) from error
     return url
+
+
+def _load_postgresql() -> Any:
+    try:
+        return import_module(f"{__package__}.postgresql")
+    except ImportError as error:
+        raise errors.ResourceError(
+            f"cannot use PostgreSQL: {error}", hint="install it: pip install 'mirrord[fleet]'"
+        ) from error
 
 
 def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
@@ -261,20 +325,12 @@ def prepare(database: Database) -> bool:
                 hint=_DAMAGED_HINT,
             )
     with database.read() as connection:  # most starts write nothing: a full disk does not stop them
-        if version.name in inspect(connection).get_table_names():
-            revision = connection.execute(select(version.c.version_num)).scalar()
-            if revision == HEAD:
-                return False
-            scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
-            if revision not in {path.name.partition("_")[0] for path in scripts}:
-                raise errors.CatalogTooNewError(
-                    f"cannot use the catalog {database.label}: this mirrord does not know its"
-                    f" schema {revision}, only {HEAD} and older",
-                    hint="a newer mirrord wrote it: install that one, or "
-                    + _how_to_go_back(database),
-                )
-            return True
+        if (is_old := _is_old(database, connection)) is not None:
+            return is_old
     with database.write() as connection:
+        lock(connection, "schema")
+        if (is_old := _is_old(database, connection)) is not None:
+            return is_old  # another daemon of the fleet made it meanwhile
         if foreign := set(inspect(connection).get_table_names()) & set(metadata.tables):
             raise errors.CorruptCatalogError(
                 f"cannot use the catalog {database.label}: it has tables"
@@ -288,6 +344,34 @@ def prepare(database: Database) -> bool:
     return False
 
 
+def _is_old(database: Database, connection: Connection) -> bool | None:
+    """Whether the schema must be migrated; None where there is none yet."""
+    if version.name not in inspect(connection).get_table_names():
+        return None
+    revision = connection.execute(select(version.c.version_num)).scalar()
+    if revision == HEAD:
+        return False
+    scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
+    if revision not in {path.name.partition("_")[0] for path in scripts}:
+        raise errors.CatalogTooNewError(
+            f"cannot use the catalog {database.label}: this mirrord does not know its schema"
+            f" {revision}, only {HEAD} and older",
+            hint="a newer mirrord wrote it: install that one, or " + _how_to_go_back(database),
+        )
+    return True
+
+
+def read_revision(place: str) -> str | None:
+    """The revision of a catalog's schema; None where there is none. Raises what opening raises."""
+    with (
+        closing(Database(place, timedelta(seconds=5))) as database,
+        database.read() as connection,
+    ):
+        if version.name not in inspect(connection).get_table_names():
+            return None
+        return str(connection.execute(select(version.c.version_num)).scalar())
+
+
 def migrate(place: str, to: str = HEAD) -> None:
     """Run all missing migrations in one transaction, with a copy of a SQLite file made before.
 
@@ -298,6 +382,7 @@ def migrate(place: str, to: str = HEAD) -> None:
     with closing(Database(place)) as database:
         backup = _back_up(database) if database.is_sqlite else None
         with database.write() as connection:
+            lock(connection, "schema")
             config.attributes["connection"] = connection
             import_module("alembic.command").upgrade(config, to)
     log.info("catalog.migrated", catalog=database.label, revision=to, backup=backup and str(backup))

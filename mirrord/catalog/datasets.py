@@ -33,6 +33,8 @@ from sqlalchemy import (
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
+from .database import lock
+from .fleet import touch
 from .mirrors import in_batches
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
@@ -117,11 +119,15 @@ def weigh_datasets(connection: Connection) -> dict[str, int]:
 
 def delete_dataset(connection: Connection, name: str) -> bool:
     """Delete a dataset with its instances; the caller removes its pins."""
-    return connection.execute(delete(datasets).where(datasets.c.name == name)).rowcount > 0
+    lock(connection, f"dataset/{name}")
+    found = connection.execute(delete(datasets).where(datasets.c.name == name)).rowcount > 0
+    touch(connection, f"dataset/{name}")
+    return found
 
 
 def put_refused(connection: Connection, name: str, key: str, refused: dict[str, str]) -> None:
     """Replace the reasons why commits of one mirror (`*`: all of them) have no pin."""
+    lock(connection, f"dataset/{name}")
     old = connection.execute(select(datasets.c.refused).where(datasets.c.name == name)).scalar()
     if old is not None:
         values = {**old, key: refused}

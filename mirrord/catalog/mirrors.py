@@ -6,16 +6,18 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, RowMapping, delete, exists, func, select, update
+from sqlalchemy import Connection, RowMapping, and_, delete, exists, func, select, update
 
 from ..model import AuditLevel, CommitId, MirrorName
 from ..protocol import Audit, AuditPart, Report
-from .database import upsert
+from .database import lock, upsert
+from .fleet import MIRROR, touch
 from .schema import (
     JudgementRow,
     MirrorRow,
     PinRow,
     audits,
+    claims,
     datasets,
     judgements,
     mirrors,
@@ -25,6 +27,8 @@ from .schema import (
 )
 
 T = TypeVar("T")
+PINS = "pins/"
+"""Before the key of a mirror in the topic of its pins' changes."""
 
 
 class MirrorFigures(NamedTuple):
@@ -46,6 +50,7 @@ def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
 
 def put_mirror(connection: Connection, row: MirrorRow) -> None:
     upsert(connection, mirrors, [asdict(row) | {"key": row.name.key, "name": str(row.name)}])
+    touch(connection, "mirrors")
 
 
 def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
@@ -80,7 +85,18 @@ def update_mirror(connection: Connection, /, key: str, **columns: Any) -> bool:
 def delete_mirror(connection: Connection, key: str) -> bool:
     """Delete a mirror, its pins and its judgements; what datasets record of it stays, unpinned."""
     connection.execute(delete(judgements).where(judgements.c.mirror_key == key.lower()))
-    return connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
+    is_gone = connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
+    # its claim stays: epochs go on should it be added again
+    mine = claims.c.key == f"{MIRROR}{key.lower()}"
+    connection.execute(update(claims).where(mine).values(due_ms=None))
+    touch(connection, "mirrors")
+    return is_gone
+
+
+def record_unchanged(connection: Connection, keys: Collection[str], at: datetime) -> None:
+    """Record syncs that found nothing new, in one statement."""
+    same = {"synced_at": at, "attempted_at": at, "error": None}
+    connection.execute(update(mirrors).where(mirrors.c.key.in_(list(keys))).values(same))
 
 
 def _mirror_row(row: RowMapping) -> MirrorRow:
@@ -91,7 +107,7 @@ def _mirror_row(row: RowMapping) -> MirrorRow:
 # -- pins -----------------------------------------------------------------------------------------
 
 
-def put_pins(connection: Connection, rows: Iterable[PinRow]) -> None:
+def put_pins(connection: Connection, rows: Collection[PinRow]) -> None:
     for batch in in_batches(rows):
         values = [
             {
@@ -104,6 +120,7 @@ def put_pins(connection: Connection, rows: Iterable[PinRow]) -> None:
             for row in batch
         ]
         upsert(connection, pins, values)
+    touch(connection, *{f"{PINS}{row.mirror.key}" for row in rows})
 
 
 def delete_pins(
@@ -112,6 +129,7 @@ def delete_pins(
     mine = (pins.c.mirror_key == key.lower(), pins.c.owner == owner)
     for batch in in_batches(commits):
         connection.execute(delete(pins).where(*mine, pins.c.commit_id.in_(batch)))
+    touch(connection, f"{PINS}{key.lower()}")
 
 
 def list_pins(
@@ -168,17 +186,17 @@ def _pin_row(row: RowMapping) -> PinRow:
 # -- audits, of which the newest are kept ----------------------------------------------------------
 
 
-def put_audit(connection: Connection, audit: Audit) -> None:
-    """Record an audit; delete old ones that no judgement belongs to."""
+def put_audit(connection: Connection, audit: Audit, node: str = "") -> None:
+    """Record a node's audit; delete its old ones that no judgement belongs to."""
     row = {"id": audit.id, "finished_at": audit.finished_at, "document": audit.to_json()}
-    upsert(connection, audits, [row])
+    upsert(connection, audits, [row | {"node": node}])
     # 200: a daily audit of everything, and some by hand, for about half a year
-    newest = select(audits.c.id).order_by(audits.c.finished_at.desc(), audits.c.id).limit(200)
-    kept = {
-        *connection.execute(newest).scalars(),
-        *connection.execute(select(judgements.c.audit_id)).scalars(),
-    }
-    connection.execute(delete(audits).where(audits.c.id.not_in(kept)))
+    newest = select(audits.c.id).where(audits.c.node == node)
+    newest = newest.order_by(audits.c.finished_at.desc(), audits.c.id).limit(200)
+    judged = select(judgements.c.audit_id).where(judgements.c.node == node)
+    kept = {*connection.execute(newest).scalars(), *connection.execute(judged).scalars()}
+    old = and_(audits.c.node == node, audits.c.id.not_in(kept))
+    connection.execute(delete(audits).where(old))
 
 
 def find_audit(connection: Connection, identity: str) -> Audit | None:
@@ -186,9 +204,11 @@ def find_audit(connection: Connection, identity: str) -> Audit | None:
     return Audit.from_json(document) if document else None
 
 
-def list_audits(connection: Connection, limit: int = 50) -> list[Audit]:
-    """The newest first."""
+def list_audits(connection: Connection, limit: int = 50, node: str | None = None) -> list[Audit]:
+    """The newest first; of one node, or of all."""
     query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id)
+    if node is not None:
+        query = query.where(audits.c.node == node)
     documents = connection.execute(query.limit(limit)).scalars()
     return [Audit.from_json(document) for document in documents]
 
@@ -198,6 +218,7 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
     value = {
         "mirror_key": row.key,
         "level": row.level,
+        "node": row.node,
         "audit_id": row.audit_id,
         "started_at": row.started_at,
         "judged_at": row.judged_at,
@@ -206,16 +227,20 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
     upsert(connection, judgements, [value])
 
 
-def list_judgements(connection: Connection, level: AuditLevel) -> list[JudgementRow]:
+def list_judgements(
+    connection: Connection, level: AuditLevel, node: str = ""
+) -> list[JudgementRow]:
     """The last judgement of each mirror by an audit of everything at `level`, the oldest first."""
-    query = select(judgements).where(judgements.c.level == level)
+    query = select(judgements).where(judgements.c.level == level, judgements.c.node == node)
     query = query.order_by(judgements.c.judged_at, judgements.c.mirror_key)
     return [_judgement_row(row) for row in connection.execute(query).mappings()]
 
 
-def find_newest_judgement(connection: Connection, level: AuditLevel) -> JudgementRow | None:
+def find_newest_judgement(
+    connection: Connection, level: AuditLevel, node: str = ""
+) -> JudgementRow | None:
     """The last one of `list_judgements`."""
-    query = select(judgements).where(judgements.c.level == level)
+    query = select(judgements).where(judgements.c.level == level, judgements.c.node == node)
     query = query.order_by(judgements.c.judged_at.desc(), judgements.c.mirror_key.desc())
     found = connection.execute(query.limit(1)).mappings().first()
     return _judgement_row(found) if found else None
@@ -229,6 +254,7 @@ def _judgement_row(row: RowMapping) -> JudgementRow:
         started_at=row["started_at"],
         judged_at=row["judged_at"],
         part=AuditPart.from_json(row["document"]),
+        node=row["node"],
     )
 
 
@@ -236,6 +262,7 @@ def _judgement_row(row: RowMapping) -> JudgementRow:
 
 
 def put_report(connection: Connection, report: Report) -> None:
+    lock(connection, "reports")
     row = {"id": report.id, "received_at": report.at, "document": report.to_json()}
     upsert(connection, reports, [row])
     newest = select(reports.c.id).order_by(reports.c.received_at.desc(), reports.c.id).limit(200)

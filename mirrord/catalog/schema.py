@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
@@ -26,7 +26,7 @@ from ..model import (
 )
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0006"  # the newest migration
+HEAD = "0007"  # the newest migration
 
 _TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
@@ -156,6 +156,7 @@ audits = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("finished_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
+    sa.Column("node", sa.Text),
     sa.Index("audits_by_time", "finished_at"),
 )
 
@@ -173,10 +174,70 @@ judgements = sa.Table(
     metadata,
     sa.Column("mirror_key", sa.Text, primary_key=True),
     sa.Column("level", sa.String(16), primary_key=True),
+    sa.Column("node", sa.Text, primary_key=True),
     sa.Column("audit_id", sa.Text, nullable=False),
     sa.Column("started_at", UtcTime, nullable=False),
     sa.Column("judged_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
+)
+
+# Of a fleet. Their times are milliseconds by the database's clock, since those of nodes differ.
+
+claims = sa.Table(
+    "claims",
+    metadata,
+    sa.Column("key", sa.Text, primary_key=True),  # `mirror/<key>`, or other work of one node
+    sa.Column("node", sa.Text),
+    sa.Column("epoch", sa.BigInteger, nullable=False),  # one more each time somebody claims it
+    sa.Column("expires_ms", sa.BigInteger, nullable=False),
+    sa.Column("due_ms", sa.BigInteger),  # NULL: by request only
+    sa.Column("host", sa.Text, nullable=False),  # of the upstream; empty: nobody counts it
+    sa.Column("is_batch", sa.Boolean, nullable=False),
+    sa.Column("failures", sa.Integer, nullable=False),  # since the last success
+    sa.Index("claims_by_due", "due_ms"),
+    sa.Index("claims_by_node", "node"),
+)
+
+generations = sa.Table(
+    "generations",
+    metadata,
+    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("manifest", sa.String(64), nullable=False),  # the hash of its bytes
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("published_ms", sa.BigInteger, nullable=False),
+)
+
+nodes = sa.Table(
+    "nodes",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("seen_ms", sa.BigInteger, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
+)
+
+published_templates = sa.Table(
+    "published_templates",
+    metadata,
+    sa.Column("mirror_key", sa.Text, primary_key=True),
+    sa.Column("commit_id", sa.String(40), primary_key=True),
+    sa.Column("history", sa.String(16), primary_key=True),
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("published_ms", sa.BigInteger, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
+)
+
+changes = sa.Table(
+    "changes",
+    metadata,
+    sa.Column("topic", sa.Text, primary_key=True),  # empty: the clock that versions come from
+    sa.Column("version", sa.BigInteger, nullable=False),
+    sa.Index("changes_by_version", "version"),
 )
 
 
@@ -231,6 +292,56 @@ class JudgementRow:
     started_at: datetime
     judged_at: datetime
     part: AuditPart
+    node: str = ""
+
+
+class Claim(NamedTuple):
+    """The right to some work, of which one node at a time has it; `epoch` only grows."""
+
+    key: str
+    epoch: int
+
+
+class Generation(NamedTuple):
+    """A published state of a mirror. Orders by epoch and number; `manifest` is a hash."""
+
+    epoch: int
+    number: int
+    manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A daemon of a fleet; `age_s` is how long ago it was seen."""
+
+    id: str
+    name: str
+    version: str
+    age_s: float
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldClaim:
+    """A claim that a node holds now."""
+
+    key: str
+    node: str
+    epoch: int
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTemplate:
+    """A template in the store; `digest` names its object, `document` is the publisher's."""
+
+    key: str
+    commit: CommitId
+    history: History
+    digest: str
+    size_bytes: int
+    node: str
+    document: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange, InstanceChange, RowsChange
-from .database import Database
+from .database import Database, lock
 from .datasets import SAME_COLUMNS, find_instances, iter_instances
+from .fleet import touch
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
@@ -113,6 +114,7 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
     Two are the same when they were read from the same bytes. Existing rows stay as they are.
     """
     with _writing(place) as connection:
+        lock(connection, f"dataset/{head.name}")
         named = select(datasets.c.id, datasets.c.sha256).where(datasets.c.name == head.name)
         found = connection.execute(named).first()
         if found is not None and found.sha256 != head.sha256:
@@ -126,6 +128,7 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
             _insert_instances(connection, dataset_id, list(fresh.values()))
             known |= fresh.keys()
             count += len(fresh)
+        touch(connection, f"dataset/{head.name}")
         return count
 
 
@@ -148,6 +151,7 @@ def resolve_instances(
     connection: Connection, dataset: str, key: str, found: Mapping[str, CommitId]
 ) -> int:
     """Give instances of one mirror the base commits of their revisions; answers how many."""
+    lock(connection, f"dataset/{dataset}")
     waiting = iter_instances(connection, dataset, key, unresolved=True)
     rows = [_resolved(row, {key: found}) for row in waiting if row.revision in found]
     dataset_id = connection.execute(
@@ -157,6 +161,7 @@ def resolve_instances(
         return 0
     _delete_instances(connection, dataset_id, [row.id for row in rows])
     _insert_instances(connection, dataset_id, [(digest_of(spooled(row)), row) for row in rows])
+    touch(connection, f"dataset/{dataset}")
     return len(rows)
 
 
@@ -169,6 +174,7 @@ def replace_dataset(
     """
     change, unchanged = DatasetChange(), 0
     with _writing(place) as connection:
+        lock(connection, f"dataset/{head.name}")
         dataset_id = _put_head(connection, head)
         old = _digests(connection, head.name)
         for batch in iter_batches(spool, found):
@@ -183,6 +189,7 @@ def replace_dataset(
                 old.pop(row.id, None)
         _delete_instances(connection, dataset_id, list(old))
         change.removed.extend(sorted(old))
+        touch(connection, f"dataset/{head.name}")
     return replace(change, unchanged_count=unchanged)
 
 

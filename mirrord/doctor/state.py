@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections import Counter
 from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 
 from ..bubblewrap import find_obstacle
@@ -116,6 +117,8 @@ def catalog(settings: Settings) -> Result:
     Pins are refs in the mirrors: a catalog that is lost or older than they lacks mirrors, or the
     owners of their pins. A running import looks the same until it ends.
     """
+    if settings.catalog.url:
+        return _shared_catalog(settings.catalog.url)
     path, mirrors = settings.state_dir / "catalog.sqlite3", settings.state_dir / "mirrors"
     names = [entry.name for entry in entries(mirrors)]
     missing = _read_pins(mirrors, names)
@@ -141,6 +144,18 @@ def catalog(settings: Settings) -> Result:
     listed = ", ".join(f"{count} of {owner}" for owner, count in counts)
     fact = f"older than the mirrors, or lost: they pin commits that it does not record, {listed}"
     return "warn", fact, _remedy(missing)
+
+
+def _shared_catalog(url: str) -> Result:
+    """Whether PostgreSQL answers; as the daemon is asked, but without the daemon's credentials."""
+    database = import_module("mirrord.catalog.database")  # only here: it takes 0.2 s to load
+    try:
+        revision = database.read_revision(url)
+    except MirrordError as error:
+        return "fail", error.message, error.hint or ""
+    if revision is None:
+        return "ok", "the database is empty; the first daemon makes the tables", ""
+    return "ok", f"PostgreSQL answers; its schema is {revision}", ""
 
 
 def _remedy(missing: set[tuple[str, str, str]]) -> str:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import re
 import resource
-import shutil
 import signal
-import socket
 import sqlite3
 import stat
 import subprocess
@@ -24,6 +21,7 @@ from typing import Any
 
 import anyio
 import pytest
+from postgresql import Server, running
 
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
 from mirrord.catalog.database import MIGRATIONS, migrate
@@ -54,11 +52,6 @@ pytestmark = pytest.mark.slow
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone.utc)
 REQUESTS = MirrorName("psf", "Requests")
-POSTGRESQL = (
-    sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    if Path("/usr/lib/postgresql").exists()
-    else []
-)
 
 
 def commit(number: int) -> CommitId:
@@ -105,60 +98,17 @@ async def put(catalog: Catalog, directory: Path, rows: list[InstanceRow], **chan
 
 
 @pytest.fixture(scope="module")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A PostgreSQL server of its own, at a free loopback port, without fsync."""
-    if not POSTGRESQL or os.geteuid() != 0:
-        pytest.skip("needs PostgreSQL's initdb and root, to become the user postgres")
-    user = pwd.getpwnam("postgres")
-    home = Path("/tmp") / f"mirrord-pg-{os.getpid()}"
-    home.mkdir()
-    os.chown(home, user.pw_uid, user.pw_gid)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def run(program: str, *args: str) -> None:
-        environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "PGTZ": "Asia/Tokyo"}
-        command = [str(POSTGRESQL[-1] / program), *args]
-        subprocess.run(
-            command,
-            user="postgres",
-            group="postgres",
-            cwd=home,
-            env=environment,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-
-    run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
-    options = (
-        f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={home}"
-        " -c fsync=off -c timezone=Asia/Tokyo"
-    )
-    run("pg_ctl", "-D", f"{home}/data", "-w", "-l", f"{home}/log", "-o", options, "start")
-    try:
-        yield f"postgresql+psycopg://postgres@127.0.0.1:{port}/"
-    finally:
-        run("pg_ctl", "-D", f"{home}/data", "-w", "-m", "immediate", "stop")
-        shutil.rmtree(home)
-
-
-_databases = iter(range(1000))
+def server() -> Iterator[Server]:
+    with running() as found:
+        yield found
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
     if request.param == "sqlite":
         return tmp_path / "catalog.sqlite3"
-    server = request.getfixturevalue("postgresql")
-    name = f"catalog{next(_databases)}"
-    import psycopg
-
-    with psycopg.connect(
-        server.replace("+psycopg", "") + "postgres", autocommit=True
-    ) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    return f"{server}{name}"
+    url: str = request.getfixturevalue("server").create()
+    return url
 
 
 @pytest.fixture
@@ -246,7 +196,7 @@ def test_thousands_of_pins_are_put_and_deleted_at_once(using: Any) -> None:
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror())
         commits = [commit(n) for n in range(1, 3001)]
-        await catalog.put_pins(PinRow(REQUESTS, c, "dataset/lite", "", NOW) for c in commits)
+        await catalog.put_pins([PinRow(REQUESTS, c, "dataset/lite", "", NOW) for c in commits])
         await catalog.delete_pins("psf__requests", commits[:2999], "dataset/lite")
         assert [row.commit for row in await catalog.list_pins()] == [commits[-1]]
 
@@ -817,7 +767,7 @@ def test_a_full_disk_stops_the_write_and_keeps_what_was(tmp_path: Path) -> None:
                     mirror(MirrorName("owner", "n" * 90))
                 )  # small, so that only the next one is too large
                 await catalog.put_pins(
-                    PinRow(REQUESTS, commit(n), "person/0", "x" * 1000, NOW) for n in range(1000)
+                    [PinRow(REQUESTS, commit(n), "person/0", "x" * 1000, NOW) for n in range(1000)]
                 )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,365 @@
+"""Queries of a fleet: claims, generations, nodes, templates, changes. Sync, on one connection.
+
+Leases end and ages are told by the database's clock, since those of nodes differ by minutes. What
+two nodes may do at the same time is decided in one transaction each; nothing is held between them,
+so a pooler may stand in between.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    RowMapping,
+    and_,
+    case,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from ..model import CommitId, History
+from .database import insert_of, lock, upsert
+from .schema import (
+    Claim,
+    Generation,
+    HeldClaim,
+    NodeRow,
+    PublishedTemplate,
+    changes,
+    claims,
+    generations,
+    nodes,
+    published_templates,
+)
+
+MIRROR = "mirror/"
+"""Before the key of a mirror in the key of its claim, and in the topic of its changes."""
+_CLOCK = ""
+_FORGOTTEN_MS = 30 * 24 * 3600 * 1000  # a node that was not seen for so long is gone
+
+
+class _now(FunctionElement[int]):  # noqa: N801 - a function of SQL
+    """Milliseconds since 1970 by the database's clock."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(_now, "postgresql")
+def _now_of_postgresql(_element: Any, _compiler: Any, **_: Any) -> str:
+    # now() is when the transaction began: a wait for a lock would count for nothing
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000 AS BIGINT)"
+
+
+@compiles(_now, "sqlite")
+def _now_of_sqlite(_element: Any, _compiler: Any, **_: Any) -> str:
+    return "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
+
+
+def _ms(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1000)
+
+
+# -- what changed ----------------------------------------------------------------------------------
+
+
+def touch(connection: Connection, *topics: str) -> None:
+    """Tell the fleet that these changed, as the last statements of a transaction.
+
+    The clock's row stays locked to its end: versions become visible in their order, and a reader
+    that has seen one misses none before it.
+    """
+    if connection.dialect.name == "sqlite":
+        return  # one daemon, which made the change
+    row = {"topic": _CLOCK, "version": 1}
+    statement = insert_of(connection, changes).values(row)
+    statement = statement.on_conflict_do_update(
+        index_elements=["topic"], set_={"version": changes.c.version + 1}
+    )
+    version = connection.execute(statement.returning(changes.c.version)).scalar_one()
+    upsert(connection, changes, [{"topic": each, "version": version} for each in sorted(topics)])
+
+
+def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:
+    """The version now, and the topics that changed after `since`, in order."""
+    query = select(changes.c.topic, changes.c.version).where(changes.c.version > since)
+    rows = connection.execute(query.order_by(changes.c.version)).all()
+    return max((row.version for row in rows), default=since), [r.topic for r in rows if r.topic]
+
+
+# -- claims ----------------------------------------------------------------------------------------
+
+_is_held = and_(claims.c.node.is_not(None), claims.c.expires_ms > _now())
+_is_free = or_(claims.c.node.is_(None), claims.c.expires_ms <= _now())
+
+
+def enrol(connection: Connection, hosts: Mapping[str, str]) -> None:
+    """Have mirrors synced by the fleet; `hosts` are of their upstreams, by mirror key."""
+    query = select(claims.c.key).where(claims.c.due_ms.is_not(None))
+    known = set(connection.execute(query).scalars())
+    fresh = [key for key in sorted(hosts) if f"{MIRROR}{key}" not in known]
+    for key in fresh:
+        values = _new_claim(f"{MIRROR}{key}") | {"host": hosts[key], "due_ms": 0}
+        statement = insert_of(connection, claims).values(values)
+        renewed = {"host": hosts[key], "due_ms": 0, "failures": 0}
+        connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_=renewed))
+
+
+def claim(
+    connection: Connection, node: str, key: str, ttl: timedelta, host_limit: int | None = None
+) -> Claim | None:
+    """Claim one piece of work; None while another node has it, or its host enough connections.
+
+    A host has at most `host_limit` claims by request at a time, and one beside a batch.
+    """
+    lock(connection, "claims")
+    row = connection.execute(select(claims).where(claims.c.key == key).with_for_update()).first()
+    if row is None:
+        connection.execute(insert(claims).values(_new_claim(key)))
+    elif row.host and host_limit is not None:
+        query = select(claims.c.is_batch, claims.c.node, func.count())
+        query = query.where(_is_held, claims.c.host == row.host, claims.c.key != key)
+        held = connection.execute(query.group_by(claims.c.is_batch, claims.c.node)).all()
+        by_request = sum(count for is_batch, _, count in held if not is_batch)
+        has_batch = any(is_batch and holder != node for is_batch, holder, _ in held)
+        if by_request >= (1 if has_batch else host_limit) or (has_batch and host_limit == 1):
+            return None
+    taken = _take(connection, node, [key], ttl, is_batch=False)
+    return taken[0] if taken else None
+
+
+def claim_due(
+    connection: Connection,
+    node: str,
+    ttl: timedelta,
+    *,
+    most: int,
+    here: Collection[str],
+    patience: timedelta,
+) -> list[Claim]:
+    """Claim mirrors that are due, the longest due first.
+
+    Those that are not `here` (keys of mirrors) only when nobody took them for `patience`. All that
+    is due of one host is of one node, which holds the host's limit by itself; a host with several
+    claims by request is left alone.
+    """
+    is_due = and_(claims.c.due_ms <= _now(), _is_free)
+    if connection.execute(select(claims.c.key).where(is_due).limit(1)).first() is None:
+        return []
+    lock(connection, "claims")
+    other = claims.alias()
+    is_held = and_(other.c.node.is_not(None), other.c.expires_ms > _now())
+    same_host = and_(other.c.host == claims.c.host, other.c.key != claims.c.key)
+    in_batch = exists().where(same_host, is_held, other.c.is_batch, other.c.node != node)
+    asked = select(func.count()).where(same_host, is_held, ~other.c.is_batch).scalar_subquery()
+    is_here = claims.c.key.in_([f"{MIRROR}{key}" for key in here])
+    is_left = claims.c.due_ms <= _now() - _ms(patience)
+    query = select(claims.c.key).where(
+        is_due, or_(is_here, is_left), or_(claims.c.host == "", and_(~in_batch, asked < 2))
+    )
+    query = query.order_by(claims.c.due_ms, claims.c.key).limit(most)
+    keys = connection.execute(query.with_for_update(skip_locked=True)).scalars().all()
+    return _take(connection, node, keys, ttl, is_batch=True) if keys else []
+
+
+def renew(connection: Connection, node: str, ttl: timedelta) -> set[Claim]:
+    """Prolong all claims of a node; answers them. One that expired and is free is prolonged too."""
+    query = update(claims).where(claims.c.node == node).values(expires_ms=_now() + _ms(ttl))
+    rows = connection.execute(query.returning(claims.c.key, claims.c.epoch))
+    return {Claim(*row) for row in rows}
+
+
+def release(
+    connection: Connection,
+    node: str,
+    held: Collection[Claim],
+    after: timedelta | None = None,
+    *,
+    has_failed: bool = False,
+) -> None:
+    """Give claims back; their work is due `after` a time, or as it was before."""
+    values: dict[str, Any] = {"node": None, "expires_ms": 0}
+    if after is not None:
+        values["due_ms"] = case((claims.c.due_ms.is_(None), None), else_=_now() + _ms(after))
+        values["failures"] = claims.c.failures + 1 if has_failed else 0
+    theirs = tuple_(claims.c.key, claims.c.epoch).in_(list(held))
+    connection.execute(update(claims).where(claims.c.node == node, theirs).values(values))
+
+
+def hasten(connection: Connection, within: timedelta) -> None:
+    """Make everything due within a time, as after the interval was shortened."""
+    latest = _now() + _ms(within)
+    far = and_(claims.c.due_ms > latest, claims.c.failures == 0)
+    connection.execute(update(claims).where(far).values(due_ms=latest))
+
+
+def count_failures(connection: Connection, key: str) -> int:
+    """How often the work of a claim failed since it last succeeded."""
+    query = select(claims.c.failures).where(claims.c.key == key)
+    return connection.execute(query).scalar() or 0
+
+
+def find_holder(connection: Connection, key: str) -> HeldClaim | None:
+    """Who holds a claim now."""
+    return next(iter(_held_claims(connection, claims.c.key == key)), None)
+
+
+def list_claims(connection: Connection) -> list[HeldClaim]:
+    """The claims that are held now."""
+    return list(_held_claims(connection))
+
+
+def _held_claims(connection: Connection, *conditions: ColumnElement[bool]) -> Iterable[HeldClaim]:
+    left = claims.c.expires_ms - _now()
+    query = select(claims.c.key, claims.c.node, claims.c.epoch, left).where(_is_held, *conditions)
+    for key, node, epoch, left_ms in connection.execute(query.order_by(claims.c.key)):
+        yield HeldClaim(key, node, epoch, left_ms / 1000)
+
+
+def _new_claim(key: str) -> dict[str, Any]:
+    return {
+        "key": key, "node": None, "epoch": 0, "expires_ms": 0, "due_ms": None, "host": "",
+        "is_batch": False, "failures": 0,
+    }  # fmt: skip
+
+
+def _take(
+    connection: Connection, node: str, keys: Collection[str], ttl: timedelta, *, is_batch: bool
+) -> list[Claim]:
+    values = {
+        "node": node, "epoch": claims.c.epoch + 1, "expires_ms": _now() + _ms(ttl),
+        "is_batch": is_batch,
+    }  # fmt: skip
+    query = update(claims).where(claims.c.key.in_(keys), _is_free).values(values)
+    return [
+        Claim(*row) for row in connection.execute(query.returning(claims.c.key, claims.c.epoch))
+    ]
+
+
+# -- generations -----------------------------------------------------------------------------------
+
+
+def publish_generation(
+    connection: Connection,
+    node: str,
+    key: str,
+    new: Generation,
+    previous: Generation | None,
+) -> bool:
+    """Make `new` the generation of a mirror, if the claim of its epoch is still the node's.
+
+    False where another node claimed the mirror meanwhile, or published since `previous`.
+    """
+    mine = select(claims.c.key).where(
+        claims.c.key == f"{MIRROR}{key}", claims.c.node == node, claims.c.epoch == new.epoch
+    )
+    # locked to the end of the transaction: nobody takes the claim between this and the commit
+    if connection.execute(mine.with_for_update()).first() is None:
+        return False
+    values = {**new._asdict(), "node": node, "published_ms": _now()}
+    if previous is None:
+        statement = insert_of(connection, generations).values(mirror_key=key, **values)
+        change = statement.on_conflict_do_nothing()
+    else:
+        same = (generations.c.epoch == previous.epoch, generations.c.number == previous.number)
+        change = update(generations).where(generations.c.mirror_key == key, *same).values(values)
+    if connection.execute(change.returning(generations.c.number)).first() is None:
+        return False
+    touch(connection, f"{MIRROR}{key}")
+    return True
+
+
+def list_generations(
+    connection: Connection, keys: Collection[str] | None = None
+) -> dict[str, Generation]:
+    """The generations of mirrors, by key; of all of them, or of these."""
+    columns = (generations.c.mirror_key, generations.c.epoch, generations.c.number)
+    query = select(*columns, generations.c.manifest)
+    if keys is not None:
+        query = query.where(generations.c.mirror_key.in_(list(keys)))
+    return {key: Generation(*rest) for key, *rest in connection.execute(query)}
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def put_node(
+    connection: Connection, identity: str, name: str, version: str, document: Mapping[str, Any]
+) -> None:
+    """Say that a node is there, and how it is."""
+    values = {"name": name, "version": version, "seen_ms": _now(), "document": dict(document)}
+    statement = insert_of(connection, nodes).values(id=identity, **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
+
+
+def list_nodes(connection: Connection) -> list[NodeRow]:
+    """All that were seen within a month, the last one first."""
+    age = _now() - nodes.c.seen_ms
+    query = select(nodes.c.id, nodes.c.name, nodes.c.version, age, nodes.c.document)
+    rows = connection.execute(query.where(age < _FORGOTTEN_MS).order_by(age, nodes.c.id))
+    return [NodeRow(each, name, ver, ms / 1000, facts) for each, name, ver, ms, facts in rows]
+
+
+def delete_node(connection: Connection, identity: str) -> None:
+    """Forget a node that ended, with its claims; also those that nobody saw for a month."""
+    gone = or_(nodes.c.id == identity, nodes.c.seen_ms < _now() - _FORGOTTEN_MS)
+    connection.execute(delete(nodes).where(gone))
+    free = update(claims).where(claims.c.node == identity)
+    connection.execute(free.values(node=None, expires_ms=0))
+
+
+# -- templates -------------------------------------------------------------------------------------
+
+
+def put_template(connection: Connection, row: PublishedTemplate) -> None:
+    values = {
+        "mirror_key": row.key, "commit_id": row.commit, "history": row.history,
+        "digest": row.digest, "size_bytes": row.size_bytes, "node": row.node,
+        "document": row.document, "published_ms": 0,
+    }  # fmt: skip
+    upsert(connection, published_templates, [values])
+    mine = published_templates.c.digest == row.digest
+    connection.execute(update(published_templates).where(mine).values(published_ms=_now()))
+
+
+def find_template(
+    connection: Connection, key: str, commit: CommitId, history: History
+) -> PublishedTemplate | None:
+    query = select(published_templates).where(
+        published_templates.c.mirror_key == key,
+        published_templates.c.commit_id == commit,
+        published_templates.c.history == history,
+    )
+    return next(iter(_templates(connection.execute(query).mappings())), None)
+
+
+def list_templates(connection: Connection, key: str | None = None) -> list[PublishedTemplate]:
+    query = select(published_templates)
+    if key is not None:
+        query = query.where(published_templates.c.mirror_key == key)
+    columns = (published_templates.c.mirror_key, published_templates.c.commit_id)
+    return list(_templates(connection.execute(query.order_by(*columns)).mappings()))
+
+
+def delete_template(connection: Connection, digest: str) -> None:
+    query = delete(published_templates).where(published_templates.c.digest == digest)
+    connection.execute(query)
+
+
+def _templates(rows: Iterable[RowMapping]) -> Iterable[PublishedTemplate]:
+    for row in rows:
+        yield PublishedTemplate(
+            row["mirror_key"], CommitId(row["commit_id"]), History(row["history"]), row["digest"],
+            row["size_bytes"], row["node"], row["document"],
+        )  # fmt: skip

@@ -1,0 +1,64 @@
+"""Connections to PostgreSQL that give up in seconds: loaded only where the catalog is one.
+
+The password comes from the URL, from its `passfile`, from PGPASSFILE, or from systemd's credential
+`mirrord.catalog`, which is read for each connection and may be changed meanwhile.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.engine import URL
+
+CREDENTIAL = "mirrord.catalog"
+_CONNECT_S = 5
+_POOL = 4
+
+
+def open_engine(url: URL, patience: timedelta) -> Engine:
+    """Make a pool; `patience` bounds each wait for the server, which may be stopped or unreachable.
+
+    Transaction poolers such as PgBouncer take every session of it: nothing is prepared, and nothing
+    is set for longer than a transaction.
+    """
+
+    class Connection(psycopg.Connection[Any]):
+        # the server's statement_timeout says nothing while the server is stopped or cut off
+        def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+            try:
+                return super().wait(gen, interval, timeout or patience.total_seconds())
+            except psycopg.OperationalError as error:
+                if self.pgconn.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
+                    self.pgconn.finish()  # the answer may still come: nobody may read it
+                    fact = f"no answer within {patience.total_seconds():.0f} s"
+                    raise psycopg.OperationalError(fact) from error
+                raise
+
+    engine = create_engine(
+        url, pool_size=_POOL, max_overflow=0, pool_timeout=_CONNECT_S, pool_pre_ping=True,
+        isolation_level="REPEATABLE READ",
+    )  # fmt: skip
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: Any, _record: Any, _args: Any, given: dict[str, Any]) -> Connection:
+        usual = {"connect_timeout": _CONNECT_S, "application_name": "mirrord", "tcp_user_timeout":
+                 int(patience.total_seconds() * 1000)}  # fmt: skip
+        found: dict[str, Any] = usual | given
+        if "password" not in found and "passfile" not in found and (password := _credential()):
+            found["password"] = password
+        return Connection.connect(prepare_threshold=None, **found)
+
+    return engine
+
+
+def _credential() -> str | None:
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    if not directory:
+        return None
+    try:
+        return (Path(directory) / CREDENTIAL).read_text(encoding="utf-8").rstrip("\r\n")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,114 @@
+"""A PostgreSQL server of its own for tests, at a free loopback port, without fsync; it can be stopped and started."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+class Server:
+    """`home` belongs to the user postgres, whom every connection may be without a password."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._databases = 0
+        self._run("initdb", "-D", f"{home}/data", "-A", "trust", "--no-sync")
+
+    def start(self) -> None:
+        options = (
+            f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.home}"
+            " -c fsync=off -c timezone=Asia/Tokyo -c max_connections=200"
+        )
+        self._run(
+            "pg_ctl",
+            "-D",
+            f"{self.home}/data",
+            "-w",
+            "-l",
+            f"{self.home}/log",
+            "-o",
+            options,
+            "start",
+        )
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", f"{self.home}/data", "-w", "-m", "immediate", "stop")
+
+    @property
+    def pids(self) -> list[int]:
+        """The server's processes, the first one first."""
+        first = int((self.home / "data/postmaster.pid").read_text().splitlines()[0])
+        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        return [first, *map(int, children)]
+
+    def pause(self) -> None:
+        """It answers nothing, and closes nothing."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        for pid in self.pids:
+            os.kill(pid, signal.SIGCONT)
+
+    def create(self) -> str:
+        """A new database; answers its URL."""
+        self._databases += 1
+        name = f"catalog{self._databases}"
+        self.execute(f"CREATE DATABASE {name}")
+        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{name}"
+
+    def execute(self, *statements: str) -> list[tuple[object, ...]]:
+        """As the administrator, in the database postgres; answers the rows of the last one."""
+        url = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+        with psycopg.connect(url, autocommit=True) as connection:
+            for statement in statements:
+                done = connection.execute(statement.encode())
+            return done.fetchall() if done.description else []
+
+    def _run(self, program: str, *args: str) -> None:
+        environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "PGTZ": "Asia/Tokyo"}
+        subprocess.run(
+            [str(PROGRAMS[-1] / program), *args],
+            user="postgres",
+            group="postgres",
+            cwd=self.home,
+            env=environment,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """Skips where there is no PostgreSQL, or nobody may become its user."""
+    if not PROGRAMS or os.geteuid() != 0:
+        pytest.skip("needs PostgreSQL's initdb and root, to become the user postgres")
+    user = pwd.getpwnam("postgres")
+    home = Path(tempfile.mkdtemp(prefix="mirrord-pg-", dir="/tmp"))  # its socket's path is short
+    os.chown(home, user.pw_uid, user.pw_gid)
+    try:
+        server = Server(home)
+        server.start()
+        try:
+            yield server
+        finally:
+            if (home / "data/postmaster.pid").exists():
+                server.stop()
+    finally:
+        shutil.rmtree(home)
