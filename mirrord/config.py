@@ -81,6 +81,18 @@ def _catalog(value: str) -> str:
     return value
 
 
+_STORE = re.compile(
+    r"(?:s3|gs|az)://[a-zA-Z0-9][a-zA-Z0-9._-]*(?:/[^\x00-\x20\x7f?#@]*)?|file:///[^\x00-\x20\x7f?#]+"
+)
+
+
+def _store(value: str) -> str:
+    if value and not _STORE.fullmatch(value):
+        form = "s3://bucket/prefix, gs://, az:// or file:///path; credentials stand elsewhere"
+        raise ValueError(f"is neither empty nor of the form {form}")
+    return value.rstrip("/")
+
+
 def _url_template(value: str) -> str:
     unknown = [name for name in re.findall(r"\{([^}]*)\}", value) if name not in {"owner", "name"}]
     if unknown:
@@ -284,6 +296,10 @@ class CatalogSettings(_Section):
     url: Annotated[str, AfterValidator(_catalog), Restart] = ""
 
 
+class StoreSettings(_Section):
+    url: Annotated[str, AfterValidator(_store), Restart] = ""
+
+
 class MirrorSettings(_Section):
     repo: Annotated[str, AfterValidator(_repo)]
     url: Annotated[str, AfterValidator(_url)] | None = None
@@ -318,6 +334,7 @@ class Settings(_Section):
     web: WebSettings = WebSettings()
     docker: DockerSettings = DockerSettings()
     catalog: CatalogSettings = CatalogSettings()
+    store: StoreSettings = StoreSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
 
 

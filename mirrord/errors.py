@@ -273,6 +273,10 @@ class ProcessGoneError(ConflictError):
     code, title = "process-gone", "The process has ended"
 
 
+class ClaimLostError(ConflictError):
+    code, title = "claim-lost", "Another node has claimed it"
+
+
 class UpstreamError(MirrordError):
     code, title, http_status, exit_status = "upstream-failed", "Upstream failed", 502, 6
 
@@ -319,6 +323,10 @@ class CatalogUnavailableError(ResourceError):
 
 class CatalogConflictError(ResourceError):
     code, title = "catalog-conflict", "The catalog was changed at the same time"
+
+
+class StoreUnavailableError(ResourceError):
+    code, title = "store-unavailable", "The store cannot be reached"
 
 
 class TooManyCheckoutsError(ResourceError):
@@ -419,6 +427,10 @@ class CorruptObjectError(IntegrityError):
 
 class DamagedMirrorError(CorruptObjectError):
     code, title = "damaged-mirror", "A mirror is damaged"
+
+
+class StoreDamagedError(IntegrityError):
+    code, title = "store-damaged", "An object of the store is not what it should be"
 
 
 class CorruptCatalogError(IntegrityError):

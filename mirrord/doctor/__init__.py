@@ -70,6 +70,7 @@ _CHECKS: dict[str, _Examination] = {
     "space": disk.space,
     "inodes": disk.inodes,
     "catalog": state.catalog,
+    "store": state.store,
     "unfinished": state.unfinished,
     "leftovers": repairs.remaining,
     "systemd": units.units,

@@ -239,6 +239,7 @@ def test_sizes_are_written_as_they_are_read(value: int) -> None:
 
 
 NEEDS_RESTART = {"state_dir": "/elsewhere", "socket": "/other.sock"}
+NEEDS_RESTART["store.url"] = "s3://bucket/prefix"
 NEEDS_RESTART["catalog.url"] = "postgresql+psycopg://mirrord@db/mirrord"
 LIVE = {
     "upstream.url": "https://example.com/{name}",

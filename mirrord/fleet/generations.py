@@ -1,0 +1,205 @@
+"""Generations of a mirror in the store: its refs after one sync, and the packs that they need.
+
+A manifest and its packs never change. What a mirror's newest generation is, the catalog says. Packs
+are made of what a generation adds, whatever the packs of the mirror on disk are; each says up to
+which generation it and those before it are whole, so that a follower takes only what it lacks.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..catalog import Generation
+from ..errors import MirrordError, StoreDamagedError
+from ..git.errors import masked_url
+from ..mirrors.refs import directories_of, is_safe_ref
+from ..mirrors.repository import Refs
+from ..model import MirrorName
+from .objects import Blob, ObjectStore
+
+_FORMAT = 1
+_MOST_BYTES = 256 * 1024**2  # of a manifest: about two million refs
+_MOST_PACKS = 1000
+_HASH = re.compile(r"[0-9a-f]{64}")
+_OID = re.compile(r"[0-9a-f]{40}")
+_KEY = re.compile(r"generations/(\d{10,})-(\d{10,})-([0-9a-f]{64})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPack:
+    """A pack in the store. With those before it, it is whole up to generation `upto`."""
+
+    pack: Blob
+    index: Blob
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All refs of a mirror at one generation, HEAD, and the packs of everything they reach."""
+
+    mirror: str
+    url: str
+    epoch: int
+    number: int
+    head: str | None
+    refs: Refs
+    packs: tuple[PublishedPack, ...]
+
+    def encode(self) -> bytes:
+        """The same bytes for the same generation."""
+        value = {
+            "format": _FORMAT,
+            "mirror": self.mirror,
+            "url": masked_url(self.url),
+            "epoch": self.epoch,
+            "number": self.number,
+            "head": self.head,
+            "refs": self.refs,
+            "packs": [[*each.pack, *each.index, each.upto] for each in self.packs],
+        }
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> "Manifest":
+        """Read a manifest as if an enemy had written it; raises ValueError, KeyError, TypeError."""
+        value: Any = json.loads(content)
+        if value["format"] != _FORMAT:
+            raise ValueError(f"its format is {value['format']!r}, and this mirrord knows {_FORMAT}")
+        head, refs, packs = value["head"], value["refs"], value["packs"]
+        if not isinstance(packs, list) or len(packs) > _MOST_PACKS:
+            raise ValueError("it has no packs, or too many")
+        _check_refs(refs)
+        if head is not None and head not in refs:
+            raise ValueError("its HEAD names no ref")
+        return cls(
+            mirror=str(MirrorName.parse(value["mirror"])),
+            url=_text(value["url"]),
+            epoch=_count(value["epoch"]),
+            number=_count(value["number"]),
+            head=head,
+            refs=refs,
+            packs=tuple(_pack(*each) for each in packs),
+        )
+
+
+def _check_refs(refs: Any) -> None:
+    if not isinstance(refs, dict):
+        raise TypeError("its refs are no object")
+    for ref, oid in refs.items():
+        if not is_safe_ref(ref) or ref.startswith("refs/replace/"):
+            raise ValueError(f"the name of a ref is not allowed: {ref[:100]!r}")
+        if (
+            not isinstance(oid, str)
+            or not _OID.fullmatch(oid)
+            or not refs.keys().isdisjoint(directories_of(ref))
+        ):
+            raise ValueError(f"ref {ref[:100]!r} names no object, or is the directory of another")
+
+
+def _pack(pack: Any, size: Any, index: Any, index_size: Any, upto: Any) -> PublishedPack:
+    hashes = (_text(pack), _text(index))
+    if not all(map(_HASH.fullmatch, hashes)):
+        raise ValueError("the name of a pack is no SHA-256")
+    return PublishedPack(
+        Blob(hashes[0], _count(size)), Blob(hashes[1], _count(index_size)), _count(upto)
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError("not a count")
+    return value
+
+
+# -- names in the store ----------------------------------------------------------------------------
+
+
+def prefix_of(name: MirrorName) -> str:
+    return f"mirrors/{name.key}/"
+
+
+def pack_key(name: MirrorName, pack: PublishedPack) -> str:
+    """Of the pack; its index has `.idx` in the place of `.pack`."""
+    return f"{prefix_of(name)}packs/{pack.pack.sha256}.pack"
+
+
+def index_key(name: MirrorName, pack: PublishedPack) -> str:
+    return f"{prefix_of(name)}packs/{pack.pack.sha256}-{pack.index.sha256}.idx"
+
+
+def manifest_key(name: MirrorName, generation: Generation) -> str:
+    epoch, number, digest = generation
+    return f"{prefix_of(name)}generations/{epoch:010d}-{number:010d}-{digest}.json"
+
+
+def list_published(store: ObjectStore, name: MirrorName) -> list[Generation]:
+    """Every manifest in the store, the oldest first; also those that no catalog took."""
+    prefix = prefix_of(name)
+    keys = (each.key.removeprefix(prefix) for each in store.list(f"{prefix}generations/"))
+    matches = filter(None, map(_KEY.fullmatch, keys))
+    return sorted(Generation(int(it[1]), int(it[2]), it[3]) for it in matches)
+
+
+# -- manifests -------------------------------------------------------------------------------------
+
+
+def put_manifest(store: ObjectStore, name: MirrorName, manifest: Manifest) -> Generation:
+    content = manifest.encode()
+    digest = hashlib.sha256(content).hexdigest()
+    generation = Generation(manifest.epoch, manifest.number, digest)
+    store.put(manifest_key(name, generation), content)
+    return generation
+
+
+def read_manifest(
+    store: ObjectStore, name: MirrorName, generation: Generation, *, tries: int = 3
+) -> Manifest:
+    """The manifest of a generation; raises StoreDamagedError where the store has other bytes."""
+    key, fact = manifest_key(name, generation), "it is gone"
+    for _ in range(tries):
+        content = store.get(key, limit_bytes=_MOST_BYTES)
+        if content is None:
+            continue
+        if hashlib.sha256(content).hexdigest() != generation.manifest:
+            fact = "its bytes are not those that were published"
+            continue
+        try:
+            manifest = Manifest.decode(content)
+        except (ValueError, KeyError, TypeError, MirrordError) as error:
+            fact = f"it is no manifest: {error}"
+            break
+        if (manifest.epoch, manifest.number) == generation[:2] and name.key == (
+            MirrorName.parse(manifest.mirror).key
+        ):
+            return manifest
+        fact = "it is of another generation"
+        break
+    raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
+
+
+# -- what generation a mirror on disk is at --------------------------------------------------------
+
+_FILE = "mirrord-generation"
+
+
+def read_generation(git_dir: Path) -> Generation | None:
+    """The generation that a mirror on disk is at; None for one that never followed the store."""
+    try:
+        epoch, number, digest = (git_dir / _FILE).read_text("ascii").split()
+        return Generation(int(epoch), int(number), digest)
+    except (FileNotFoundError, ValueError):  # a power cut may have emptied it
+        return None
+
+
+def generation_file(git_dir: Path, generation: Generation) -> tuple[Path, bytes]:
+    return git_dir / _FILE, " ".join(map(str, generation)).encode() + b"\n"

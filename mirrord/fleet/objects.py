@@ -1,0 +1,216 @@
+"""The object store of a fleet: a bucket, or a directory, by obstore.
+
+Objects are immutable and most are named by their content, so that writing one twice is harmless.
+Calls block, and retry what the network breaks; the daemon makes them in threads.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore import exceptions
+from obstore.store import LocalStore, from_url
+
+from ..errors import (
+    DiskFullError,
+    InvalidUrlError,
+    ResourceError,
+    StoreDamagedError,
+    StoreUnavailableError,
+)
+from ..host.files import full_disk_named
+
+_PART_BYTES = 16 * 1024**2
+_WHOLE_BYTES = 64 * 1024**2  # more goes in parts, without a condition
+_CLIENT = {"connect_timeout": "5s", "timeout": "10m", "user_agent": "mirrord"}
+_OPTIONS: dict[str, Any] = {
+    "retry_config": {
+        "max_retries": 5,
+        "retry_timeout": timedelta(seconds=30),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        },
+    },
+}
+
+
+class ObjectInfo(NamedTuple):
+    """An object of the store: its name, its bytes, when it was written by the store's clock."""
+
+    key: str
+    size_bytes: int
+    written_at: datetime
+
+
+class Blob(NamedTuple):
+    """What an object must be: SHA-256 in hex, and its bytes."""
+
+    sha256: str
+    size_bytes: int
+
+
+class ObjectStore:
+    """Objects below one prefix. Raises StoreUnavailableError where the store does not answer."""
+
+    def __init__(self, url: str) -> None:
+        """Open the store of a URL; raises InvalidUrlError, and asks nothing yet."""
+        self.shown = url  # a store's URL holds no secrets: config.py refuses those
+        hint = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
+        try:
+            if url.startswith("file://"):
+                root = Path(unquote(urlsplit(url).path))
+                root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._store: Any = LocalStore(root)
+            else:
+                # obstore forgets this variable where it is given options of the client
+                http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"}
+                client: Any = _CLIENT | ({"allow_http": True} if http else {})
+                self._store = from_url(url, client_options=client, **_OPTIONS)
+        except (exceptions.BaseError, ValueError) as error:
+            fact = str(error).partition("\n")[0]
+            raise InvalidUrlError(f"cannot open store {url}: {fact}", hint=hint) from error
+        except OSError as error:
+            raise ResourceError(f"cannot open store {url}: {error.strerror}") from error
+
+    def put(self, key: str, content: bytes) -> bool:
+        """Write an object that is not there; answers whether it was written."""
+        with self._translated(f"write {key}"):
+            try:
+                obstore.put(self._store, key, content, mode="create", use_multipart=False)
+            except exceptions.AlreadyExistsError:
+                return False
+        return True
+
+    def put_file(self, key: str, path: Path) -> bool:
+        """Write a file as an object named by its content; answers whether it was missing."""
+        size = path.stat().st_size
+        if size <= _WHOLE_BYTES:
+            return self.put(key, path.read_bytes())
+        with self._translated(f"write {key}"):
+            try:
+                if obstore.head(self._store, key)["size"] == size:
+                    return False
+            except (exceptions.NotFoundError, FileNotFoundError):
+                pass
+            obstore.put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=4)
+        return True
+
+    def get(self, key: str, *, limit_bytes: int) -> bytes | None:
+        """Read a small object; None where there is none. Raises StoreDamagedError for a longer."""
+        with self._translated(f"read {key}"):
+            try:
+                answer = obstore.get(self._store, key)
+                if answer.meta["size"] > limit_bytes:
+                    fact = f"it has {answer.meta['size']} bytes, and {limit_bytes} are allowed"
+                    raise StoreDamagedError(f"cannot read {key} of the store: {fact}")
+                return bytes(answer.bytes())
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+
+    def download(self, key: str, path: Path, blob: Blob, *, tries: int = 3) -> None:
+        """Read an object into a new file, flushed; raises StoreDamagedError for other bytes.
+
+        What a cache or a broken connection returned is asked for again.
+        """
+        for left in reversed(range(tries)):
+            try:
+                self._download(key, path, blob)
+                return
+            except (StoreDamagedError, StoreUnavailableError):
+                path.unlink(missing_ok=True)
+                if not left:
+                    raise
+
+    def _download(self, key: str, path: Path, blob: Blob) -> None:
+        digest, size = hashlib.sha256(), 0
+        with (
+            self._translated(f"read {key}"),
+            full_disk_named(path.name),
+            path.open("wb") as file,
+        ):
+            try:
+                for piece in obstore.get(self._store, key).stream(min_chunk_size=1 << 20):
+                    size += len(piece)
+                    if size > blob.size_bytes:
+                        break
+                    digest.update(piece)
+                    file.write(piece)
+            except (exceptions.NotFoundError, FileNotFoundError) as error:
+                raise StoreDamagedError(f"cannot read {key} of the store: it is gone") from error
+            file.flush()
+            os.fsync(file.fileno())
+        if (digest.hexdigest(), size) != blob:
+            fact = f"its {size} bytes are not what its manifest says"
+            raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The objects whose names begin with `prefix`, which ends with a slash."""
+        with self._translated(f"list {prefix}"):
+            for batch in obstore.list(self._store, prefix.rstrip("/")):
+                for meta in batch:
+                    yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"])
+
+    def delete(self, keys: Collection[str]) -> None:
+        """Delete objects; those that are gone already are no error."""
+        with self._translated("delete objects"):
+            if not isinstance(self._store, LocalStore):
+                obstore.delete(self._store, list(keys))  # a thousand a request
+                return
+            for key in keys:
+                with suppress(exceptions.NotFoundError, FileNotFoundError):
+                    obstore.delete(self._store, key)
+
+    def check(self) -> None:
+        """Write, read and delete an object, and see that a second write of it is refused.
+
+        Raises StoreUnavailableError, or ResourceError for a store that ignores conditions: with
+        it, two that write one name would both win.
+        """
+        key = f"checks/{secrets.token_hex(16)}"
+        if not self.put(key, b"first"):
+            fact = "it refuses an object that it does not have"
+            raise ResourceError(f"cannot use store {self.shown}: {fact}")
+        try:
+            if self.put(key, b"second"):
+                raise ResourceError(
+                    f"cannot use store {self.shown}: it ignores conditional writes",
+                    hint="use a store with If-None-Match: S3, GCS, Azure, MinIO, Ceph from 19.2",
+                )
+            if self.get(key, limit_bytes=100) != b"first":
+                fact = "it does not return what was written"
+                raise ResourceError(f"cannot use store {self.shown}: {fact}")
+        finally:
+            with suppress(StoreUnavailableError):  # one that may not delete can be used
+                self.delete([key])
+
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        failure = f"cannot {doing} in store {self.shown}"
+        try:
+            yield
+        except (
+            exceptions.PermissionDeniedError,
+            exceptions.UnauthenticatedError,
+            PermissionError,
+        ) as error:
+            hint = "check the store's credentials: docs/fleet.md names where they are looked for"
+            raise StoreUnavailableError(f"{failure}: it refuses us", hint=hint) from error
+        except exceptions.BaseError as error:
+            fact = str(error).partition("\n")[0][:200]
+            if "No space left" in str(error):
+                raise DiskFullError(f"{failure}: no space left on device") from error
+            hint = (
+                "check that it is up and can be reached; what is on this disk is served meanwhile"
+            )
+            raise StoreUnavailableError(f"{failure}: {fact}", hint=hint) from error
+        except OSError as error:
+            raise StoreUnavailableError(f"{failure}: {error.strerror}") from error

@@ -1,0 +1,298 @@
+"""A mirror's generations: published into a store by one daemon, followed by another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import pytest
+from gitrepos import Upstream, git
+
+from mirrord.catalog import Generation
+from mirrord.errors import ClaimLostError, StoreDamagedError
+from mirrord.fleet.exchange import Exchange
+from mirrord.fleet.generations import list_published, manifest_key, read_generation, read_manifest
+from mirrord.fleet.objects import ObjectStore
+from mirrord.git.command import Git
+from mirrord.host.trash import Trash
+from mirrord.mirrors.quarantine import Quarantine
+from mirrord.mirrors.refs import theirs
+from mirrord.mirrors.repository import HISTORY, Repository
+from mirrord.mirrors.sync import Fetcher, sync
+from mirrord.mirrors.upstream import parse_upstream
+from mirrord.model import MirrorName
+
+NAME = MirrorName("owner", "name")
+
+
+async def accepted(_: Generation) -> bool:
+    return True
+
+
+@dataclass
+class Node:
+    """A mirror and a quarantine of one machine, on the store of all."""
+
+    root: Path
+    store: ObjectStore
+    newest: Generation | None = None
+    taken: list[Generation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        (self.root / "quarantine").mkdir(parents=True)
+        self.git = Git(home=self.root)
+        self.mirror = Repository(self.git, NAME, self.root / "mirror")
+        self.exchange = Exchange(self.store, Quarantine(self.root / "quarantine", Trash()))
+
+    async def sync(self, upstream: Upstream) -> None:
+        if not self.mirror.path.exists():
+            await self.mirror.create()
+        remote, quiet = parse_upstream(upstream.url), timedelta(seconds=30)
+        fetcher = Fetcher(self.mirror, remote, self.exchange.quarantine, quiet)
+        await sync(fetcher, ["refs/heads/*", "refs/tags/*"])
+
+    async def publish(self, previous: Generation | None, epoch: int = 1) -> Generation | None:
+        refs, head = await self.mirror.all_refs(), await self.mirror.head()
+        return await self.exchange.publish(
+            self.mirror, refs, head, url="https://u:secret@example.com/name", epoch=epoch,
+            previous=previous, accept=accepted,
+        )  # fmt: skip
+
+    async def follow(self, generation: Generation) -> None:
+        if not self.mirror.path.exists():
+            await self.mirror.create()
+        await self.exchange.follow(self.mirror, generation)
+
+    def refs(self) -> str:
+        return git(self.mirror.path, "for-each-ref") + git(self.mirror.path, "symbolic-ref", "HEAD")
+
+    def must_be_sound(self) -> None:
+        git(self.mirror.path, "fsck", "--strict", "--connectivity-only", "--no-dangling")
+
+
+@pytest.fixture
+def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
+    made = make_upstream("owner+name")
+    made.history(5)
+    made.git("tag", "-a", "-m", "one", "v1")
+    return made
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Callable[[str], Node]:
+    store = ObjectStore(f"file://{tmp_path}/store")
+    return lambda name: Node(tmp_path / name, store)
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    anyio.run(body)
+
+
+def packs(node: Node) -> list[str]:
+    return sorted(it.key for it in node.store.list("mirrors/owner__name/packs/"))
+
+
+def test_an_empty_mirror_becomes_what_was_published(
+    node: Callable[[str], Node], upstream: Upstream
+) -> None:
+    async def body() -> None:
+        a, b = node("a"), node("b")
+        await a.sync(upstream)
+        made = await a.publish(None)
+        assert made is not None
+        await b.follow(made)
+        assert b.refs() == a.refs()
+        assert read_generation(b.mirror.path) == made
+        b.must_be_sound()
+        assert "secret" not in str(read_manifest(b.store, NAME, made).encode())
+        assert not list((b.root / "quarantine").iterdir())
+
+    run(body)
+
+
+def test_what_did_not_change_is_not_published_again(
+    node: Callable[[str], Node], upstream: Upstream
+) -> None:
+    async def body() -> None:
+        a = node("a")
+        await a.sync(upstream)
+        made = await a.publish(None)
+        before = sorted(it.key for it in a.store.list("mirrors/"))
+        assert await a.publish(made, epoch=2) is None
+        assert sorted(it.key for it in a.store.list("mirrors/")) == before
+
+    run(body)
+
+
+def test_a_follower_takes_only_what_is_new_and_keeps_what_upstream_left(
+    node: Callable[[str], Node], upstream: Upstream
+) -> None:
+    async def body() -> None:
+        a, b = node("a"), node("b")
+        await a.sync(upstream)
+        first = await a.publish(None)
+        assert first
+        await b.follow(first)
+        (old,) = packs(a)[:1]
+        left = upstream.git("rev-parse", "HEAD")
+        upstream.git("reset", "--quiet", "--hard", "HEAD~2")
+        upstream.commit({"new": "line\n"})
+        await a.sync(upstream)
+        second = await a.publish(first, epoch=3)
+        assert second
+        assert (second.epoch, second.number) == (3, 2)
+        # the first pack is not asked for again
+        a.store.delete([it for it in packs(a) if it.startswith(old[:-5])])
+        await b.follow(second)
+        assert b.refs() == a.refs()
+        assert git(b.mirror.path, "rev-parse", f"refs/mirrord/kept/{left}") == left
+        b.must_be_sound()
+
+    run(body)
+
+
+def test_many_small_packs_become_one(node: Callable[[str], Node], upstream: Upstream) -> None:
+    async def body() -> None:
+        a, b, c = node("a"), node("b"), node("c")
+        await a.sync(upstream)
+        newest, counts = await a.publish(None), []
+        for number in range(6):
+            upstream.commit({"file": f"{number}\n" * 50})
+            await a.sync(upstream)
+            newest = await a.publish(newest)
+            assert newest
+            manifest = read_manifest(a.store, NAME, newest)
+            counts.append(len(manifest.packs))
+            uptos = [it.upto for it in manifest.packs]
+            assert uptos == sorted(set(uptos))
+            await b.follow(newest)
+        assert max(counts) < 6
+        assert 2 in counts[1:]
+        assert newest
+        await c.follow(newest)
+        assert a.refs() == b.refs() == c.refs()
+        b.must_be_sound()
+        c.must_be_sound()
+
+    run(body)
+
+
+def test_a_publisher_that_lost_its_claim_publishes_nothing(
+    node: Callable[[str], Node], upstream: Upstream
+) -> None:
+    async def body() -> None:
+        a = node("a")
+        await a.sync(upstream)
+
+        async def refuse(_: Generation) -> bool:
+            return False
+
+        with pytest.raises(ClaimLostError):
+            await a.exchange.publish(
+                a.mirror, await a.mirror.all_refs(), None, url="", epoch=1, previous=None,
+                accept=refuse,
+            )  # fmt: skip
+        assert len(list_published(a.store, NAME)) == 1  # an orphan, by its epoch before any other
+
+    run(body)
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated", "other", "swapped"])
+@pytest.mark.parametrize("suffix", [".pack", ".idx", ".json"])
+def test_damaged_objects_change_nothing_and_are_named(
+    node: Callable[[str], Node], upstream: Upstream, tmp_path: Path, damage: str, suffix: str
+) -> None:
+    async def body() -> None:
+        a, b = node("a"), node("b")
+        await a.sync(upstream)
+        first = await a.publish(None)
+        assert first
+        await b.follow(first)
+        before = b.refs()
+        upstream.commit({"file": "more\n"})
+        await a.sync(upstream)
+        second = await a.publish(first)
+        assert second
+        known = {pack.pack.sha256 for pack in read_manifest(a.store, NAME, first).packs}
+        (victim,) = (
+            path
+            for path in (tmp_path / "store").rglob(f"*{suffix}")
+            if path.name[:64] not in known and not path.name.startswith("0000000001-0000000001")
+        )
+        good = victim.read_bytes()
+        victim.unlink()
+        if damage != "gone":
+            other = b"{}" if suffix == ".json" else bytes(len(good))
+            bad = {"truncated": good[:-7], "other": other, "swapped": good[::-1]}[damage]
+            victim.write_bytes(bad)
+        with pytest.raises(StoreDamagedError, match=victim.name):
+            await b.follow(second)
+        assert b.refs() == before
+        b.must_be_sound()
+        victim.write_bytes(good)
+        await b.follow(second)
+        assert b.refs() == a.refs()
+
+    run(body)
+
+
+def test_a_pack_that_lacks_objects_moves_no_ref(
+    node: Callable[[str], Node], upstream: Upstream
+) -> None:
+    """Its hashes are right: whoever published it had a hole."""
+
+    async def body() -> None:
+        a, b = node("a"), node("b")
+        await a.sync(upstream)
+        first = await a.publish(None)
+        assert first
+        await b.follow(first)
+        upstream.commit({"file": "more\n"})
+        await a.sync(upstream)
+        second = await a.publish(first)
+        assert second
+        manifest = read_manifest(a.store, NAME, second)
+        value = json.loads(manifest.encode())
+        value["packs"] = value["packs"][:1]
+        value["number"] = 3
+        content = json.dumps(value).encode()
+        import hashlib
+
+        third = Generation(1, 3, hashlib.sha256(content).hexdigest())
+        a.store.put(manifest_key(NAME, third), content)
+        before = b.refs()
+        with pytest.raises(StoreDamagedError, match="lack"):
+            await b.follow(third)
+        assert b.refs() == before
+
+    run(body)
+
+
+def test_a_mirror_with_a_past_of_its_own_keeps_it(
+    node: Callable[[str], Node], upstream: Upstream, tmp_path: Path
+) -> None:
+    """As a machine that joins a fleet with its state."""
+
+    async def body() -> None:
+        a, b = node("a"), node("b")
+        await b.sync(upstream)
+        own = git(b.mirror.path, "rev-parse", HISTORY)
+        upstream.git("branch", "gone")
+        upstream.git("commit", "--quiet", "--amend", "--allow-empty", "-m", "rewritten")
+        tip = git(b.mirror.path, "rev-parse", "refs/heads/main")
+        await a.sync(upstream)
+        made = await a.publish(None)
+        assert made
+        await b.follow(made)
+        theirs_b, theirs_a = [theirs(await it.mirror.all_refs()) for it in (b, a)]
+        assert theirs_b == theirs_a
+        kept = await b.mirror.all_refs()
+        assert kept[f"refs/mirrord/kept/{own}"] == own
+        assert kept[f"refs/mirrord/kept/{tip}"] == tip
+        b.must_be_sound()
+
+    run(body)
