@@ -42,7 +42,12 @@ setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
 LOCKS := tests/integrations/requirements
 
-harnesses: .venv/harnesses/ready .venv/harbor/ready ## install the harnesses for tests/integrations
+harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready ## install the harnesses and the S3 server of the tests
+
+.venv/moto/ready: tests/fleet/requirements/moto.lock .venv/ready
+	@$(UV) venv --clear --python $(PYTHON) .venv/moto
+	@$(UV) pip sync --python .venv/moto --require-hashes tests/fleet/requirements/moto.lock
+	@touch $@
 
 .venv/harnesses/ready: $(LOCKS)/harnesses.lock $(LOCKS)/nemo-gym.lock packaging/client/pyproject.toml .venv/ready
 	@$(UV) venv --clear --python $(PYTHON) .venv/harnesses

@@ -21,11 +21,6 @@ from mirrord.errors import (
 from mirrord.fleet.objects import Blob, ObjectStore
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return ObjectStore(f"file://{tmp_path}/store/below")
-
-
 def blob(content: bytes) -> Blob:
     return Blob(hashlib.sha256(content).hexdigest(), len(content))
 
@@ -42,7 +37,11 @@ def test_what_is_there_is_never_written_again(store: ObjectStore, tmp_path: Path
     store.delete(["a/b", "a/b", "never"])
     assert store.get("a/b", limit_bytes=5) is None
     assert list(store.list("nothing/")) == []
-    assert (tmp_path / "store/below").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_is_private(tmp_path: Path) -> None:
+    ObjectStore(f"file://{tmp_path}/with%20blank").put("a", b"")
+    assert (tmp_path / "with blank").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_large_file_goes_in_parts_and_once(store: ObjectStore, tmp_path: Path) -> None:

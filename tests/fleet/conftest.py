@@ -1,0 +1,29 @@
+"""Stores of both kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3
+
+from mirrord.fleet.objects import ObjectStore
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[s3.Server]:
+    with s3.running() as server:
+        yield server
+
+
+@pytest.fixture(params=["directory", "s3"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> ObjectStore:
+    if request.param == "directory":
+        return ObjectStore(f"file://{tmp_path}/store/below")
+    server: s3.Server = request.getfixturevalue("s3_server")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return ObjectStore(server.create())
