@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import s3
+from gitrepos import Upstream
 
 from mirrord.fleet.objects import ObjectStore
 
@@ -27,3 +28,11 @@ def store(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return ObjectStore(server.create())
+
+
+@pytest.fixture
+def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
+    made = make_upstream("owner+name")
+    made.history(5)
+    made.git("tag", "-a", "-m", "one", "v1")
+    return made
