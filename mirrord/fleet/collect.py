@@ -37,7 +37,7 @@ def clock_of(store: ObjectStore) -> datetime:
     """What time it is in the store."""
     key = f"checks/{secrets.token_hex(16)}"
     store.put(key, b"")
-    written = [each.written_at for each in store.list("checks/") if each.key == key]
+    written = [each.written_at for each in store.iterate("checks/") if each.key == key]
     store.delete([key])
     if not written:
         raise StoreUnavailableError(f"cannot tell the time of store {store.shown}")
@@ -57,7 +57,7 @@ def collect(
     stays cannot be read.
     """
     prefix = prefix_of(name)
-    found = {each.key: each for each in store.list(prefix)}
+    found = {each.key: each for each in store.iterate(prefix)}
     old = {key for key, each in found.items() if now - each.written_at > grace}
     published = list_published(store, name)
     stays = [it for it in published if manifest_key(name, it) not in old]

@@ -36,6 +36,12 @@ from .objects import Blob, ObjectStore
 _LONGEST_TAIL = 16  # packs after the first one, each of which costs every git a look
 Accept = Callable[[Generation], Awaitable[bool]]
 """Makes a generation the newest one in the catalog, or answers that it may not be."""
+Record = Callable[[Path], Awaitable[Refs]]
+"""Writes what the catalog knows into an object directory; answers the ref that names it."""
+
+
+async def record_nothing(_: Path) -> Refs:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Exchange:
         epoch: int,
         previous: Generation | None,
         accept: Accept,
+        record: Record = record_nothing,
     ) -> Generation | None:
         """Publish `refs`, all objects of which are in the mirror, as the next generation.
 
@@ -66,14 +73,20 @@ class Exchange:
         name, old = repository.name, None
         if previous is not None:
             old = await to_thread.run_sync(read_manifest, self.store, name, previous)
-            if (old.refs, old.head) == (refs, head):
+        async with self.quarantine.directory("publish") as directory:
+            await self.quarantine.room.ensure(f"publish mirror {name}")
+            refs = refs | await record(directory)
+            # into the mirror: the next generation is packed without them
+            await to_thread.run_sync(accept_objects, directory, repository.objects)
+            if old and (old.refs, old.head) == (refs, head):
                 return None
-        number = old.number + 1 if old else 1
-        packs = [*old.packs] if old else []
-        known = set(old.refs.values()) if old else set[str]()
-        if old and _is_scattered(packs):
-            packs = await self._upload(repository, known, (), old.number)
-        packs += await self._upload(repository, set(refs.values()) - known, known, number)
+            number = old.number + 1 if old else 1
+            packs = [*old.packs] if old else []
+            known = set(old.refs.values()) if old else set[str]()
+            if old and _is_scattered(packs):
+                packs = await self._upload(repository, directory, known, (), old.number)
+            fresh = set(refs.values()) - known
+            packs += await self._upload(repository, directory, fresh, known, number)
         manifest = Manifest(str(name), url, epoch, number, head, refs, tuple(packs))
         generation = await to_thread.run_sync(put_manifest, self.store, name, manifest)
         if not await accept(generation):
@@ -84,29 +97,28 @@ class Exchange:
         return generation
 
     async def _upload(
-        self, repository: Repository, tips: Collection[str], known: Collection[str], upto: int
+        self,
+        repository: Repository,
+        directory: Path,
+        tips: Collection[str],
+        known: Collection[str],
+        upto: int,
     ) -> list[PublishedPack]:
         """Put what `tips` reach and `known` do not into the store, as one pack or none."""
         if not tips:
             return []
         revisions = [*sorted(tips), *(f"^{oid}" for oid in sorted(known))]
-        async with self.quarantine.directory("publish") as directory:
-            await self.quarantine.room.ensure(f"publish mirror {repository.name}")
-            with low_priority():
-                await repository.run(
-                    "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
-                    "--delta-base-offset", "-q", str(directory / "pack"),
-                    stdin=lines_of(revisions),
-                    doing=f"pack mirror {repository.name} for the store",
-                )  # fmt: skip
-
-            def upload() -> list[PublishedPack]:
-                return [
-                    _put_pack(self.store, repository.name, path, upto)
-                    for path in directory.glob("pack-*.pack")
-                ]
-
-            return await to_thread.run_sync(upload)
+        with low_priority():
+            made = await repository.run(
+                "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
+                "--delta-base-offset", "-q", str(directory / "published"),
+                stdin=lines_of(revisions),
+                doing=f"pack mirror {repository.name} for the store",
+            )  # fmt: skip
+        paths = [directory / f"published-{name}.pack" for name in made.lines]
+        return await to_thread.run_sync(
+            lambda: [_put_pack(self.store, repository.name, path, upto) for path in paths]
+        )
 
     # -- from the store -------------------------------------------------------------------------
 
@@ -117,6 +129,13 @@ class Exchange:
         the store lacks something, and changes no ref then.
         """
         await recover(repository)
+        manifest = await self.fetch(repository, generation)
+        await _move(repository, manifest)
+        await to_thread.run_sync(write_durably, *generation_file(repository.path, generation))
+        return manifest
+
+    async def fetch(self, repository: Repository, generation: Generation) -> Manifest:
+        """Bring all objects of a generation into a repository, and prove that none is missing."""
         manifest = await to_thread.run_sync(read_manifest, self.store, repository.name, generation)
         at = await to_thread.run_sync(read_generation, repository.path)
         packs = [it for it in manifest.packs if at is None or it.upto > at.number]
@@ -128,8 +147,6 @@ class Exchange:
                 raise
             await self._take(repository, manifest.packs)  # it was at another line of generations
             await _must_be_whole(repository, manifest)
-        await _move(repository, manifest)
-        await to_thread.run_sync(write_durably, *generation_file(repository.path, generation))
         return manifest
 
     async def _take(self, repository: Repository, packs: Collection[PublishedPack]) -> None:

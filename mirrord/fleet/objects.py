@@ -152,12 +152,18 @@ class ObjectStore:
             fact = f"its {size} bytes are not what its manifest says"
             raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose names begin with `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
             for batch in obstore.list(self._store, prefix.rstrip("/")):
                 for meta in batch:
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"])
+
+    def directories(self, prefix: str) -> list[str]:
+        """The names right below `prefix`, which ends with a slash, that have objects below them."""
+        with self._translated(f"list {prefix}"):
+            found = obstore.list_with_delimiter(self._store, prefix.rstrip("/"))
+            return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
 
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects; those that are gone already are no error."""

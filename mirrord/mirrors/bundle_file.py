@@ -205,13 +205,15 @@ async def write_records(
 ) -> str:
     """Store records, and the rows of datasets, in the object directory `objects`.
 
-    Answers their commit.
+    Answers their commit, which is the same for the same records.
     """
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
 
     async def write(*words: str, stdin: bytes | Path | None = None) -> str:
         made = await repository.run(
-            *words, stdin=stdin, quarantine_objects=objects, doing="write the records of a bundle"
-        )
+            *words, stdin=stdin, quarantine_objects=objects, env=dates,
+            doing="write the records of a mirror",
+        )  # fmt: skip
         return made.lines[0]
 
     files: dict[str, bytes | Path] = {f"dataset-{name}.jsonl": path for name, path in rows.items()}

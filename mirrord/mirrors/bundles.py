@@ -225,23 +225,12 @@ class Bundles:
     async def _write(
         self, row: MirrorRow, repository: Repository, refs: Refs, prerequisites: frozenset[str]
     ) -> AsyncGenerator[bytes]:
-        key = row.name.key
         async with self.mirrors.quarantine.directory("bundle") as directory:
             objects = directory / "objects"
             objects.mkdir()
-            recorded = await self.mirrors.catalog.list_recorded(key)
-            datasets, rows = [], {}
-            for name in sorted({each.dataset for each in recorded}):
-                if dataset := await self.mirrors.catalog.find_dataset(name):
-                    datasets.append(dataset)
-                    rows[name] = directory / f"{name}.jsonl"
-                    await self.mirrors.catalog.spool_rows(name, key, rows[name])
-            records = bundle_file.records_of(
-                row, await self.mirrors.catalog.list_pins(key), datasets
-            )
-            stored = await bundle_file.write_records(repository, objects, records, rows)
             head = refs.get(await repository.head() or "")
-            refs = refs | {f"{RECORDS}{row.name}": stored} | ({"HEAD": head} if head else {})
+            refs = refs | await self.write_records(row, repository, objects)
+            refs |= {"HEAD": head} if head else {}
             header = bundle_file.header_bytes(prerequisites, refs)
             size = len(header)
             yield header
@@ -261,6 +250,20 @@ class Bundles:
                     yield chunk
         made = {"refs": len(refs), "size_bytes": size}
         self.mirrors.events.publish("bundle.created", mirror=str(row.name), **made)
+
+    async def write_records(self, row: MirrorRow, repository: Repository, objects: Path) -> Refs:
+        """Store what the catalog knows of a mirror in an object directory; answers its ref."""
+        key, catalog = row.name.key, self.mirrors.catalog
+        datasets, rows = [], {}
+        async with self.mirrors.quarantine.directory("records") as directory:
+            for name in sorted({each.dataset for each in await catalog.list_recorded(key)}):
+                if dataset := await catalog.find_dataset(name):
+                    datasets.append(dataset)
+                    rows[name] = directory / f"{name}.jsonl"
+                    await catalog.spool_rows(name, key, rows[name])
+            records = bundle_file.records_of(row, await catalog.list_pins(key), datasets)
+            made = await bundle_file.write_records(repository, objects, records, rows)
+        return {f"{RECORDS}{row.name}": made}
 
     # -- in -------------------------------------------------------------------------------------
 
@@ -298,22 +301,20 @@ class Bundles:
                     alternates.write_text(f"{borrowed}\n", encoding="utf-8")
                 sink = within_room(self.mirrors.room, progress, "import the bundle")
                 await bundle_file.unbundle(scratch, path, sink)
-                await bundle_file.verify_closures(scratch, bundle.tips)
-                if bundle.history is not None:
-                    await must_be_history(scratch, bundle.history)
-                result = await self._take(scratch, bundle, owner_uid)
+                result = await self.take(scratch, bundle, owner_uid)
         counts = {"created": result.created, "pins": result.pins}
         self.mirrors.events.publish("bundle.imported", mirror=result.mirror, **counts)
         return result
 
-    async def _take(
-        self, scratch: Repository, bundle: BundleRefs, owner_uid: int
-    ) -> BundleImported:
-        """Check the records, then change the mirror, all objects of which are proven.
+    async def take(self, scratch: Repository, bundle: BundleRefs, owner_uid: int) -> BundleImported:
+        """Prove what a repository in quarantine has, then merge it into its mirror.
 
         The catalog goes first: rows without pins are reported, pins without rows would be dropped.
         """
         name = scratch.name
+        await bundle_file.verify_closures(scratch, bundle.tips)
+        if bundle.history is not None:
+            await must_be_history(scratch, bundle.history)
         records = bundle_file.BundleRecords(mirror=str(name))
         if bundle.records:
             records = await bundle_file.read_records(scratch, bundle.records)

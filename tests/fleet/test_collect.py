@@ -37,17 +37,17 @@ def test_the_newest_and_the_young_stay(
         a, b = Node(tmp_path / "a", store), Node(tmp_path / "b", store)
         made = await _published(a, upstream, 5)  # packs of the first ones became one
         now = clock_of(store)
-        before = len(list(store.list("mirrors/")))
+        before = len(list(store.iterate("mirrors/")))
         assert collect(store, NAME, made[-1], now).objects == 0
         gone = collect(store, NAME, made[-1], now + LATER)
         assert gone.objects > 4
         assert gone.size_bytes > 0
-        assert len(list(store.list("mirrors/"))) == before - gone.objects
+        assert len(list(store.iterate("mirrors/"))) == before - gone.objects
         assert list_published(store, NAME) == made[-1:]
         await b.follow(made[-1])
         b.must_be_sound()
         assert b.refs() == a.refs()
-        assert list(store.list("checks/")) == []
+        assert list(store.iterate("checks/")) == []
 
     anyio.run(body)
 
@@ -90,9 +90,9 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(
         key = manifest_key(NAME, made[-1])
         store.delete([key])
         store.put(key, b"{}")
-        before = sorted(it.key for it in store.list("mirrors/"))
+        before = sorted(it.key for it in store.iterate("mirrors/"))
         with pytest.raises(StoreDamagedError):
             collect(store, NAME, made[-1], clock_of(store) + LATER)
-        assert sorted(it.key for it in store.list("mirrors/")) == before
+        assert sorted(it.key for it in store.iterate("mirrors/")) == before
 
     anyio.run(body)

@@ -30,7 +30,7 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 
 
 def packs(node: Node) -> list[str]:
-    return sorted(it.key for it in node.store.list("mirrors/owner__name/packs/"))
+    return sorted(it.key for it in node.store.iterate("mirrors/owner__name/packs/"))
 
 
 def test_an_empty_mirror_becomes_what_was_published(
@@ -58,9 +58,9 @@ def test_what_did_not_change_is_not_published_again(
         a = node("a")
         await a.sync(upstream)
         made = await a.publish(None)
-        before = sorted(it.key for it in a.store.list("mirrors/"))
+        before = sorted(it.key for it in a.store.iterate("mirrors/"))
         assert await a.publish(made, epoch=2) is None
-        assert sorted(it.key for it in a.store.list("mirrors/")) == before
+        assert sorted(it.key for it in a.store.iterate("mirrors/")) == before
 
     run(body)
 
@@ -157,7 +157,7 @@ def test_damaged_objects_change_nothing_and_are_named(
         known = {pack.pack.sha256 for pack in read_manifest(a.store, NAME, first).packs}
         (victim,) = (
             it.key
-            for it in a.store.list("mirrors/")
+            for it in a.store.iterate("mirrors/")
             if it.key.endswith(suffix)
             and not any(name in it.key for name in known | {"0000000001-0000000001"})
         )

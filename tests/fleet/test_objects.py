@@ -32,11 +32,11 @@ def test_what_is_there_is_never_written_again(store: ObjectStore, tmp_path: Path
     (tmp_path / "file").write_bytes(b"third")
     assert not store.put_file("a/b", tmp_path / "file")
     assert store.put_file("a/c", tmp_path / "file")
-    assert sorted(it.key for it in store.list("a/")) == ["a/b", "a/c"]
-    assert [it.size_bytes for it in store.list("a/")] == [5, 5]
+    assert sorted(it.key for it in store.iterate("a/")) == ["a/b", "a/c"]
+    assert [it.size_bytes for it in store.iterate("a/")] == [5, 5]
     store.delete(["a/b", "a/b", "never"])
     assert store.get("a/b", limit_bytes=5) is None
-    assert list(store.list("nothing/")) == []
+    assert list(store.iterate("nothing/")) == []
 
 
 def test_a_directory_is_private(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_other_bytes_are_never_left_behind(store: ObjectStore, tmp_path: Path) -
 
 def test_a_store_is_tried_and_left_as_it_was(store: ObjectStore) -> None:
     store.check()
-    assert list(store.list("checks/")) == []
+    assert list(store.iterate("checks/")) == []
 
 
 @pytest.mark.parametrize("url", ["s4://bucket", "gs:///"])
