@@ -17,9 +17,12 @@ from .errors import AuditNotFoundError as AuditNotFoundError
 from .errors import BackendUnavailableError as BackendUnavailableError
 from .errors import BodyTooLargeError as BodyTooLargeError
 from .errors import CancelledError as CancelledError
+from .errors import CatalogConflictError as CatalogConflictError
 from .errors import CatalogTooNewError as CatalogTooNewError
+from .errors import CatalogUnavailableError as CatalogUnavailableError
 from .errors import CheckoutBusyError as CheckoutBusyError
 from .errors import CheckoutNotFoundError as CheckoutNotFoundError
+from .errors import ClaimLostError as ClaimLostError
 from .errors import CommitNotFoundError as CommitNotFoundError
 from .errors import CommitUnservableError as CommitUnservableError
 from .errors import ConflictError as ConflictError
@@ -80,6 +83,8 @@ from .errors import SnapshotNotFoundError as SnapshotNotFoundError
 from .errors import StateTooNewError as StateTooNewError
 from .errors import SteeringRefusedError as SteeringRefusedError
 from .errors import StoppingError as StoppingError
+from .errors import StoreDamagedError as StoreDamagedError
+from .errors import StoreUnavailableError as StoreUnavailableError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError
 from .errors import TooManyFilesError as TooManyFilesError

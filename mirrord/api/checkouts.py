@@ -9,7 +9,7 @@ from ..errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestErr
 from ..host.files import opened
 from ..host.peers import Process, process_of
 from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, View
-from ..protocol.codec import EnvironmentName, LayerName
+from ..protocol.codec import EnvironmentName, Label, LayerName
 from ..telemetry import log
 from .request import Call, Query, read_patch, stream_file, text_response
 
@@ -76,8 +76,12 @@ async def remove_layer(call: Call) -> None:
     await call.engine.checkouts.remove_layer(call.path["id"], call.peer)
 
 
-async def list_checkouts(call: Call) -> list[protocol.Checkout]:
-    return await call.engine.checkouts.list(call.peer)
+class CheckoutsQuery(Query):
+    label: Label | None = None
+
+
+async def list_checkouts(call: Call, query: CheckoutsQuery) -> list[protocol.Checkout]:
+    return await call.engine.checkouts.list(call.peer, query.label)
 
 
 async def get_checkout(call: Call) -> protocol.Checkout:

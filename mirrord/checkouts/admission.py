@@ -204,7 +204,7 @@ def must_mount(backends: list[Backend]) -> list[Backend]:
 # -- leases, for those who may have them -----------------------------------------------------------
 
 _SHOWN = (
-    *("id", "commit", "tree", "instance", "history", "view", "backend"),
+    *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),
     *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
 )
 
@@ -219,6 +219,7 @@ class Admitted(NamedTuple):
     history: History
     view: View
     process: Process | None
+    label: str | None
 
 
 @dataclass(eq=False, repr=False)
@@ -257,7 +258,9 @@ class Leasing:
         backends = self.admission.choose_backends(asked, history, visible)
         if request.environment is not None:
             backends = must_mount(backends)
-        return Admitted(owner, peer.uid, backends, ttl, history, request.view, process)
+        return Admitted(
+            owner, peer.uid, backends, ttl, history, request.view, process, request.label
+        )
 
     async def begin(
         self, admitted: Admitted, found: ResolvedRequest, **more: Any
@@ -275,6 +278,7 @@ class Leasing:
             created_at=now,
             expires_at=now + admitted.ttl,
             bound_to=admitted.process,
+            label=admitted.label,
             **more,
         )
         with self.admission.counted(admitted.taken_by, admitted.owner[0]):

@@ -183,6 +183,7 @@ class Lease:
     environment: EnvironmentName | None = None
     environment_layer: LayerId | None = None
     parent: CheckoutId | None = None
+    label: str | None = None
     snapshots: tuple[SavedState, ...] = ()
     graded: Graded | None = None
     volumes: tuple[Volume, ...] = ()
@@ -382,7 +383,7 @@ def not_found(text: str) -> CheckoutNotFoundError:
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
     # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
     facts = {name: getattr(lease, name) for name in (*_PLAIN, "history", "view", "backend")} | {
-        **{name: getattr(lease, name) for name in (*_OPTIONAL, "saved", "parent")},
+        **{name: getattr(lease, name) for name in (*_OPTIONAL, "saved", "parent", "label")},
         "mirror": str(lease.mirror),
         "graded": _facts_of(lease.graded) if lease.graded else None,
         "snapshots": [
@@ -440,6 +441,7 @@ def _read(directories: Directories, state: LeaseState) -> Lease | None:
             mirror=MirrorName.parse(facts["mirror"]),
             **_read_base(facts),
             parent=facts.get("parent"),
+            label=facts.get("label"),
             graded=Graded(**{**graded, "dropped": tuple(graded["dropped"])}) if graded else None,
             snapshots=tuple(
                 SavedState(

@@ -295,9 +295,10 @@ class Checkouts:
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
         return protocol.Checkout(**members(self._leasing.get(checkout, peer), {}))
 
-    async def list(self, peer: Peer) -> list[protocol.Checkout]:
+    async def list(self, peer: Peer, label: str | None = None) -> list[protocol.Checkout]:
         """The checkouts that the peer owns or took, oldest first; all for an administrator."""
-        return [protocol.Checkout(**members(lease, {})) for lease in self.leases_of(peer)]
+        found = (it for it in self.leases_of(peer) if label is None or it.label == label)
+        return [protocol.Checkout(**members(lease, {})) for lease in found]
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """The leases that the peer owns or took, oldest first; all for an administrator."""

@@ -37,6 +37,8 @@ Layer = Annotated[str | None, Option(metavar="NAME", help=_LAYER_HELP)]
 _ENVIRONMENT_HELP = "KEY, KEY@DIGEST, or auto: the instance's. Shown beside the tree."
 Environment = Annotated[str | None, Option(metavar="KEY", help=_ENVIRONMENT_HELP)]
 Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
+_LABEL_HELP = "A word of your own, such as slurm/123, to list and release it by."
+Label = Annotated[str | None, Option(metavar="LABEL", help=_LABEL_HELP)]
 _PATCH_HELP = (
     "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"
     " (grader view)."
@@ -60,6 +62,7 @@ def checkout(
     ] = False,
     layer: Layer = None,
     environment: Environment = None,
+    label: Label = None,
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline.
 
@@ -77,6 +80,7 @@ def checkout(
         attach=attachable,
         layer=layer,
         environment=environment,
+        label=label,
         auto_renew=False,
     )
     session.answer(handle.lease, [handle.lease.path])
@@ -303,10 +307,20 @@ def attach(
 
 def release(
     session: Session,
-    checkout_ids: Annotated[list[str], Argument(metavar="ID...", help="Ids or paths.")],
+    checkout_ids: Annotated[
+        list[str] | None, Argument(metavar="[ID...]", help="Ids or paths.")
+    ] = None,
+    label: Annotated[
+        str | None, Option(metavar="LABEL", help="All that have this label, if any.")
+    ] = None,
 ) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
-    session.each(checkout_ids, lambda one: session.client.release_checkout(find_id(session, one)))
+    if (label is None) == (not checkout_ids):
+        raise UsageError("cannot release checkouts: give ids or paths, or --label")
+    client, ids = session.client, checkout_ids or []
+    if label is not None:
+        ids = [each.id for each in client.list_checkouts(label)]
+    session.each(ids, lambda one: client.release_checkout(find_id(session, one)))
     session.answer(None, [])
 
 
@@ -318,9 +332,12 @@ def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
     session.answer(answer, [when(answer.expires_at)])
 
 
-def list_all(session: Session) -> None:
+def list_all(
+    session: Session,
+    label: Annotated[str | None, Option(metavar="LABEL", help="Those with this label.")] = None,
+) -> None:
     """Lists your own; an administrator sees everybody's."""
-    held = session.client.list_checkouts()
+    held = session.client.list_checkouts(label)
     rows = []
     for c in held:
         kind = (c.history, c.view, c.backend)

@@ -8,6 +8,7 @@ from .codec import (
     Answer,
     Bounds,
     EnvironmentName,
+    Label,
     LayerName,
     OwnerUid,
     Repo,
@@ -42,6 +43,7 @@ class StartCheckout(Request):
     attach: bool = False
     layer: LayerName | None = None
     environment: EnvironmentName | None = None
+    label: Label | None = None
 
 
 class ResetCheckout(Request):
@@ -152,6 +154,7 @@ class Checkout(Answer):
     resets: int = 0
     layer: str | None = None
     environment: str | None = None
+    label: str | None = None
     timings: dict[str, float] = {}
 
 

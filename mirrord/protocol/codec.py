@@ -287,6 +287,10 @@ _SNAPSHOT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SnapshotName = Annotated[str, Bounds(pattern=_SNAPSHOT)]
 _LAYER = "letters, digits, '.', '_' and '-'"
 LayerName = Annotated[str, Bounds(pattern=_SNAPSHOT, description=_LAYER)]
+_LABEL = "a word of one's own, by which checkouts are listed and released; forks and grades have it"
+Label = Annotated[
+    str, Bounds(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,199}$", description=_LABEL)
+]
 _ENVIRONMENT = "KEY, KEY@DIGEST, of which the beginning will do, or auto: the instance's"
 EnvironmentName = Annotated[str, Bounds(min_length=1, max_length=300, description=_ENVIRONMENT)]
 _TTL = "how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"

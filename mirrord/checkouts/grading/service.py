@@ -65,7 +65,9 @@ class Grading:
             async with self.leasing.held(checkout, peer) as parent:
                 must_be_whole(parent)
                 choices = {name: getattr(request, name) for name in _OF_GRADE}
-                start = protocol.StartCheckout(view=View.GRADER, history=parent.history, **choices)
+                start = protocol.StartCheckout(
+                    view=View.GRADER, history=parent.history, label=parent.label, **choices
+                )
                 admitted = await self.leasing.admit(start, peer, process)
                 self.leasing.admission.must_be_gradable(parent, admitted.owner)
                 found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})

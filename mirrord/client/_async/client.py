@@ -360,6 +360,7 @@ class AsyncClient:
         attach: bool = False,
         layer: str | None = None,
         environment: str | None = None,
+        label: str | None = None,
         auto_renew: bool = True,
     ) -> Pending[AsyncCheckout]:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
@@ -370,6 +371,7 @@ class AsyncClient:
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
         `AsyncCheckout.attach`, even where this mount namespace does not show checkouts. `layer` is
         a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
+        `label` is a word of one's own; `list_checkouts` finds it, its forks and its grades by it.
         """
         body = http.message(
             protocol.StartCheckout,
@@ -386,6 +388,7 @@ class AsyncClient:
             attach=attach,
             layer=layer,
             environment=environment,
+            label=label,
         )
         return Pending(self._lease(protocol.Checkout, "checkouts", body, auto_renew))
 
@@ -453,9 +456,9 @@ class AsyncClient:
         lease = await self.get_checkout(checkout)
         return self._held(AsyncCheckout(self, lease, None), auto_renew)
 
-    async def list_checkouts(self) -> list[protocol.Checkout]:
-        """The caller's own; for an administrator everybody's."""
-        return await self._list(protocol.Checkout, "GET", "checkouts")
+    async def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
+        """The caller's own, perhaps with a label; for an administrator everybody's."""
+        return await self._list(protocol.Checkout, "GET", "checkouts", label=label)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
         return await self._one(protocol.Checkout, "GET", _checkout(checkout))

@@ -359,6 +359,7 @@ class Client:
         attach: bool = False,
         layer: str | None = None,
         environment: str | None = None,
+        label: str | None = None,
         auto_renew: bool = True,
     ) -> Checkout:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
@@ -369,6 +370,7 @@ class Client:
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
         `Checkout.attach`, even where this mount namespace does not show checkouts. `layer` is
         a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
+        `label` is a word of one's own; `list_checkouts` finds it, its forks and its grades by it.
         """
         body = http.message(
             protocol.StartCheckout,
@@ -385,6 +387,7 @@ class Client:
             attach=attach,
             layer=layer,
             environment=environment,
+            label=label,
         )
         return self._lease(protocol.Checkout, "checkouts", body, auto_renew)
 
@@ -452,9 +455,9 @@ class Client:
         lease = self.get_checkout(checkout)
         return self._held(Checkout(self, lease, None), auto_renew)
 
-    def list_checkouts(self) -> list[protocol.Checkout]:
-        """The caller's own; for an administrator everybody's."""
-        return self._list(protocol.Checkout, "GET", "checkouts")
+    def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
+        """The caller's own, perhaps with a label; for an administrator everybody's."""
+        return self._list(protocol.Checkout, "GET", "checkouts", label=label)
 
     def get_checkout(self, checkout: str) -> protocol.Checkout:
         return self._one(protocol.Checkout, "GET", _checkout(checkout))
