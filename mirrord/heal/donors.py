@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
@@ -20,7 +21,13 @@ from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.examine import borrow_from, make_repository
 from ..audit.object_files import TIMEOUT
 from ..catalog import MirrorRow
-from ..errors import CorruptObjectError, GitFailedError, MirrordError
+from ..errors import (
+    CorruptObjectError,
+    GitFailedError,
+    MirrordError,
+    StoppingError,
+    StoreUnavailableError,
+)
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.process import STRICT
@@ -35,8 +42,13 @@ from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
 from ..places import Layout
 from ..protocol import ProgressSink
+from ..telemetry import log
+
+if TYPE_CHECKING:
+    from ..fleet.donor import StoreDonor
 
 _LENT = "the bundle that was sent"
+STORE = "the store"
 
 
 class Donor(NamedTuple):
@@ -57,12 +69,12 @@ class DonorBundle(NamedTuple):
     is_own: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Donors:
     """The donors of the mirror of `row`.
 
     `lent` are bundles that a request lends for its own time, `work` is the heal's directory.
-    `refusals` says why donors failed.
+    `refusals` says why donors failed, `store` is what the store has of the mirror.
     """
 
     mirrors: Mirrors
@@ -71,6 +83,7 @@ class Donors:
     work: Path
     progress: ProgressSink | None = None
     refusals: dict[str, str] = field(default_factory=dict)
+    store: "StoreDonor | None" = None
 
     @property
     def layout(self) -> Layout:
@@ -98,6 +111,7 @@ class Donors:
             *(Donor(f"closure packs of {one}", partial(self._closure_packs, one)) for one in names),
             *(donor for _, donor in bundles if donor.name == _LENT),
             *(Donor(f"mirror {one}", partial(lend, self.mirrors.path(one))) for one in others),
+            *([Donor(STORE, self._published)] if self.mirrors.settings().store.url else []),
             *(Donor(name, partial(self._by_id, one)) for name, one in upstreams),
             *(donor for file, donor in dropped if file.is_own),
             *whole,
@@ -113,6 +127,36 @@ class Donors:
             _gather_packs, templates, missing.all, into
         )
         yield into if is_there else None
+
+    @asynccontextmanager
+    async def _published(self, missing: Missing) -> AsyncIterator[Path | None]:
+        """A repository with packs of the store and the objects of the stand-in.
+
+        A store that failed is not asked again in this heal.
+        """
+        into = self.work / "published"
+        if STORE not in self.refusals:
+            try:
+                await self._download(missing, into)
+            except StoppingError:
+                raise
+            except MirrordError as error:
+                facts = {"donor": STORE, "code": error.code, "detail": error.message}
+                log.warning("donor.failed", **facts)
+                self.refusals[STORE] = error.message
+        yield into if into.exists() else None
+
+    async def _download(self, missing: Missing, into: Path) -> None:
+        self.store = self.store or await open_store(self.mirrors, self.row.name)
+        if self.store is None:
+            return
+        if not into.exists():
+            make_repository(into)
+            borrow_from(into, self.stand_in)
+        packs, room = into / "objects/pack", self.mirrors.room
+        await anyio.to_thread.run_sync(self.store.take, missing.all, packs, room)
+        if self.store.damage:
+            self.refusals[STORE] = self.store.damage
 
     @asynccontextmanager
     async def _by_id(self, upstream: Upstream, missing: Missing) -> AsyncIterator[Path]:
@@ -228,6 +272,21 @@ class Donors:
             reason = f"cannot salvage {pack.name} in quarantine: {error.strerror}"
             raise CorruptObjectError(reason) from error
         yield into if is_there else None
+
+
+async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
+    """What the store has of a mirror; None where that is nothing, or there is no store."""
+    url = mirrors.settings().store.url
+    if not url:
+        return None
+    try:
+        donor = import_module("mirrord.fleet.donor")  # only here: it is an extra, and slow to load
+    except ImportError as error:
+        reason = f"cannot use store {url}: obstore is not installed"
+        raise StoreUnavailableError(reason, hint="pip install 'mirrord[fleet]'") from error
+    known = (await mirrors.catalog.list_generations([name.key])).get(name.key)
+    found: StoreDonor | None = await anyio.to_thread.run_sync(donor.find_donor, url, name, known)
+    return found
 
 
 @asynccontextmanager

@@ -42,7 +42,18 @@ from ..model import AuditLevel, FindingKind, MirrorName
 from ..protocol import Audit, Progress, ProgressSink, Repair
 from ..telemetry import log
 from ..units import Backoff
-from .donors import SALVAGED, Donor, DonorBundle, Donors, Transfer, lend, may_hold, salvage
+from .donors import (
+    SALVAGED,
+    STORE,
+    Donor,
+    DonorBundle,
+    Donors,
+    Transfer,
+    lend,
+    may_hold,
+    open_store,
+    salvage,
+)
 from .publish import DamagedFiles, RefPlan, Step, plan_refs, publish
 
 _NEW_HISTORY = "a new ref history"
@@ -400,7 +411,10 @@ class Heals:
                 raise refused
             # a history that could not be had whole is the one there is
             known = None if repair.history else row.history
-            columns = await columns_of(self.mirrors.repository(row.name), known)
+            repository = self.mirrors.repository(row.name)
+            columns = await columns_of(repository, known)
+            if row.synced_at is None and (newest := await list_records(repository, limit=1)):
+                columns["synced_at"] = newest[0].at
             await self.catalog.update_mirror(row.name.key, **columns)
         await self.mirrors.restore_pins(row.name)
         return repair
@@ -408,23 +422,43 @@ class Heals:
     async def _make_again(
         self, row: MirrorRow, progress: ProgressSink | None
     ) -> UpstreamError | None:
-        """Make a mirror that is gone from upstream; or empty, and answer why, for other donors."""
+        """Make a mirror that is gone from the store or upstream.
+
+        Or make it empty, and answer why, for other donors.
+        """
         path, root = self.mirrors.path(row.name), self.mirrors.quarantine.root
         if os.path.lexists(path) and not path.is_dir():
             bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
             async with self.mirrors.lock(row.name):
                 damaged = await to_thread.run_sync(DamagedFiles, root, row.name, path.parent, [bad])
                 await to_thread.run_sync(damaged.move, bad.path)
-        if path.exists():
+        if path.exists() or await self._follow_store(row.name, progress):
             return None
         try:
             await self.mirrors.sync(row.name, progress)
         except UpstreamError as error:
             if row.history is None:
                 raise
-            await self.mirrors.make_empty(row.name)
+            await self.mirrors.make_again(row.name)
             return error
         return None
+
+    async def _follow_store(self, name: MirrorName, progress: ProgressSink | None) -> bool:
+        """Make a mirror that is gone from the store; answers whether that could be done."""
+        try:
+            store = await open_store(self.mirrors, name)
+            if store is None:
+                return False
+            if progress:
+                progress(Progress(unit="steps", note=f"{name}: download it from the store"))
+            await self.mirrors.make_again(name, partial(store.fill, self.mirrors.quarantine))
+        except StoppingError:
+            raise
+        except MirrordError as error:
+            facts = {"donor": STORE, "code": error.code, "detail": error.message}
+            log.warning("donor.failed", mirror=str(name), **facts)
+            return False
+        return True
 
 
 def _backoff() -> Backoff:

@@ -7,7 +7,7 @@ that only the catalog knows stays there until a heal has made it again.
 """
 
 import builtins
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -313,10 +313,13 @@ class Inventory:
             self._unsynced.pop(row.name.key, None)
         self.events.publish("mirror.removed", mirror=str(row.name))
 
-    async def make_empty(self, name: MirrorName) -> None:
-        """Put an empty repository in the place of a lost mirror, for a heal to fill."""
-        async with self.lock(name), self._building(name):
-            pass
+    async def make_again(
+        self, name: MirrorName, fill: Callable[[Repository], Awaitable[object]] | None = None
+    ) -> None:
+        """Put a repository in the place of a lost mirror, empty or filled, for a heal to finish."""
+        async with self.lock(name), self._building(name) as repository:
+            if fill:
+                await fill(repository)
 
     @asynccontextmanager
     async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:
