@@ -22,14 +22,15 @@ from .config import Settings
 from .datasets.fields import Columns
 from .datasets.service import Datasets
 from .environments.service import Environments
-from .errors import DiskFullError, MirrordError
+from .errors import DiskFullError, InstanceNotFoundError, MirrordError
 from .git.command import low_priority
+from .git.turns import Coalescer, SharedWork
 from .heal.repair import Heals
 from .jobs.operations import Operations, Work
 from .mirrors.bundle_file import read_header
 from .mirrors.bundles import Bundles
 from .mirrors.service import Mirrors
-from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName
+from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName, shown
 from .protocol import BuildEnvironments, Message, Operation, Progress, ProgressSink, StartAudit
 from .telemetry import log
 
@@ -157,6 +158,30 @@ class BackgroundWork:
         run = partial(self.audits.run, request, resume=resume)
         return self.operations.start(kind, subject, run, owner_uid=owner_uid)
 
+    async def prepare_dataset(
+        self, name: DatasetName, instances: Collection[str], *, owner_uid: int = 0
+    ) -> Operation:
+        """Make the first checkouts of these instances, or of all, warm now.
+
+        Raises DatasetNotFoundError and InstanceNotFoundError before it starts.
+        """
+        await self.datasets.get(name)
+        bases = []
+        for identity in instances:
+            row = await self.datasets.find_instance(identity, name)
+            if row is None:
+                raise InstanceNotFoundError(
+                    f"cannot prepare instance {shown(identity)}: dataset {name} has none of this id"
+                )
+            if row.base_commit is not None:
+                bases.append((row.mirror, row.base_commit))
+
+        async def run(progress: ProgressSink) -> object:
+            recorded = bases if instances else await self.prewarm.find_bases(name)
+            return await self.prewarm.run(name, await self.prewarm.ordered(recorded), progress)
+
+        return self.operations.start("dataset.prepare", name, run, owner_uid=owner_uid)
+
     async def build_environments(
         self, request: BuildEnvironments, *, owner_uid: int = 0
     ) -> Operation:
@@ -219,7 +244,7 @@ _LOOK_EVERY = 16  # commits between two looks at the room for templates
 
 @dataclass(slots=True)
 class Prewarm:
-    """Prepares the base commits of an imported dataset, where the settings ask for it.
+    """Prepares base commits: of an imported dataset where the settings ask for it, or on request.
 
     One commit at a time and with low priority, so that it takes at most one worker from clients;
     oldest first, so that each is built on the ones before. A commit that fails is counted and
@@ -236,6 +261,7 @@ class Prewarm:
     is_full: Callable[[], Awaitable[bool]]
     _unfinished: dict[DatasetName, _Commits] = field(default_factory=dict)
     _preparing: dict[str, anyio.Lock] = field(default_factory=dict)
+    _running: Coalescer[dict[str, int]] = field(default_factory=Coalescer)
 
     @asynccontextmanager
     async def paused(self, name: MirrorName) -> AsyncIterator[None]:
@@ -264,23 +290,50 @@ class Prewarm:
     async def _run(
         self, dataset: DatasetName, commits: _Commits | None, progress: ProgressSink
     ) -> dict[str, int]:
+        commits = commits or await self.ordered(await self.find_bases(dataset))
+        result = await self.run(dataset, commits, progress)
+        if left := result["left"]:
+            self._unfinished[dataset] = commits[-left:]
+        return result
+
+    async def find_bases(self, dataset: DatasetName) -> _Commits:
+        """The base commits that a dataset records."""
+        rows = await self.catalog.list_recorded(dataset=dataset)
+        return [(row.mirror, row.commit) for row in rows if row.role is CommitRole.BASE]
+
+    async def ordered(self, commits: _Commits) -> _Commits:
+        """Each once, mirror by mirror, oldest first."""
+        mirrors: dict[str, tuple[MirrorName, set[CommitId]]] = {}
+        for name, commit in commits:
+            mirrors.setdefault(name.key, (name, set()))[1].add(commit)
+        return [
+            (name, commit)
+            for _, (name, unordered) in sorted(mirrors.items())
+            for commit in await self.oldest_first(name, unordered)
+        ]
+
+    async def run(
+        self, dataset: DatasetName, commits: _Commits, progress: ProgressSink
+    ) -> dict[str, int]:
+        """Prepare commits in this order, whatever the settings say, or join who does just that."""
         history = self.settings().checkouts.history
-        if commits is None:  # all base commits, mirror by mirror
-            bases: dict[str, tuple[MirrorName, set[CommitId]]] = {}
-            for row in await self.catalog.list_recorded(dataset=dataset):
-                if row.role is CommitRole.BASE:
-                    bases.setdefault(row.mirror.key, (row.mirror, set()))[1].add(row.commit)
-            commits = [
-                (name, commit)
-                for _, (name, unordered) in sorted(bases.items())
-                for commit in await self.oldest_first(name, unordered)
-            ]
+        if history is History.LINKED:  # needs nothing; others then ask for sealed ones
+            history = History.SEALED
+        run = partial(self._prepare_each, dataset, commits, history)
+        return await self._running.join(f"{history} {commits}", run, progress)
+
+    async def _prepare_each(
+        self,
+        dataset: DatasetName,
+        commits: _Commits,
+        history: History,
+        work: SharedWork[dict[str, int]],
+    ) -> dict[str, int]:
         total, prepared, failed = len(commits), 0, 0
         for number, (name, commit) in enumerate(commits):
-            progress(Progress(done=number, total=total, unit="commits", note=str(name)))
+            work.report(Progress(done=number, total=total, unit="commits", note=str(name)))
             if number % _LOOK_EVERY == 0 and await self.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=total - number)
-                self._unfinished[dataset] = commits[number:]
                 break
             try:
                 async with self.paused(name):
@@ -292,5 +345,5 @@ class Prewarm:
             except MirrordError as error:
                 failed += 1
                 log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
-        progress(Progress(done=prepared + failed, total=total, unit="commits"))
+        work.report(Progress(done=prepared + failed, total=total, unit="commits"))
         return {"prepared": prepared, "failed": failed, "left": total - prepared - failed}

@@ -1,7 +1,7 @@
 """Datasets, instances and environments.
 
-Members see no commit but the base commit, no patch and no finding, and use environments;
-administrators build them, because a recipe runs code.
+Members see no commit but the base commit, no patch and no finding. They may prepare what they may
+check out, and use environments; administrators build these, because a recipe runs code.
 """
 
 from collections.abc import AsyncIterator
@@ -90,6 +90,12 @@ async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
         path, filename=filename, name=name, format=columns or query.format,
         dry_run=query.dry_run, owner_uid=call.peer.uid,
     )  # fmt: skip
+
+
+async def prepare_dataset(call: Call, body: protocol.PrepareDataset) -> protocol.Operation:
+    """Builds what checkouts of the same instances would build, and evicts nothing for it."""
+    name = parse_dataset_name(call.path["name"])
+    return await call.engine.work.prepare_dataset(name, body.instances, owner_uid=call.peer.uid)
 
 
 async def diff_datasets(call: Call, query: ComparisonQuery) -> protocol.DatasetDiff:

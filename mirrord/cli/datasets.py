@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import mirrord
 
-from ..errors import IntegrityError, UsageError
+from ..errors import IntegrityError, ResourceError, UsageError
 from ..model import View
 from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation
 from .operations import finish, started, watching
@@ -124,6 +124,31 @@ def _complaints(result: dict[str, Any]) -> Iterator[str]:
         roles = {role for commit in commits for role in commit["roles"]}
         only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts work without)"
         yield f"{mirror}: cannot pin {which} of {instances}{only}: {reason}"
+
+
+def prepare(
+    session: Session,
+    name: Name,
+    instances: Annotated[
+        list[str], Argument(metavar="[INSTANCE]...", help="These instances; default: all.")
+    ] = [],  # noqa: B006
+    no_wait: NoWait = False,
+) -> None:
+    """What is warm already costs nothing; nothing in use is evicted, so there may be no room for
+    all (status 7). Status 8 when a base commit cannot be served. Ctrl-C ends the waiting alone.
+    """
+    operation = session.client.prepare_dataset(name, *instances)
+    ended = operation if no_wait else finish(session, operation)
+    if ended.result is None:
+        session.answer(ended, started(ended))
+        return
+    found = mirrord.Prewarmed.from_json(ended.result)
+    counts = f"{count(found.prepared, 'commit')} prepared, {found.failed} failed, {found.left} left"
+    session.answer(ended, [counts])
+    if found.failed:
+        raise SystemExit(IntegrityError.exit_status)
+    if found.left:
+        raise SystemExit(ResourceError.exit_status)
 
 
 def list_all(session: Session) -> None:

@@ -51,6 +51,7 @@ mirror remove; mirrors:remove; 3459; Remove a mirror that nothing needs.
 dataset import; datasets:add; 36789; Import rows: mirror what is missing, pin what is recorded.
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
+dataset prepare; datasets:prepare; 346789; Make the first checkouts of a dataset warm, now.
 dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
 dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
 dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.

@@ -94,6 +94,7 @@ RESULTS: dict[str, type[Answer]] = {
     "audit": Audit,
     "heal": Audit,
     "prewarm": Prewarmed,
+    "dataset.prepare": Prewarmed,
 }
 """The result of each kind of operation; a `mirror.maintain` has none."""
 

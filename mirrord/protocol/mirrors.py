@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from .. import model
-from .codec import Answer, Bounds, Problem, Repo, Request, Text
+from .codec import Answer, Bounds, Problem, Repo, Request, Text, Word
 
 
 class AddMirror(Request):
@@ -152,6 +152,12 @@ class Dataset(Answer):
     faults: list[RowFault] = []
     rules: dict[str, int] = {}
     imported_at: datetime
+
+
+class PrepareDataset(Request):
+    """Without `instances` all of the dataset are meant."""
+
+    instances: list[Word] = []
 
 
 class DatasetSummary(Answer):

@@ -238,6 +238,11 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
             (f"datasets/{name}", None)
             for name in (*(task.dataset for task in world.tasks), "broken", "absent")
         ],
+        ("POST", "/v1/datasets/{name}/prepare"): [
+            (f"datasets/{task.dataset}/prepare", {"instances": [identity]})
+            for task in world.tasks
+            for identity in (*ids, "absent")
+        ],
         ("GET", "/v1/datasets/{name}/diff"): [("datasets/swe-bench/diff?to=swe-gym", None)],
         ("GET", "/v1/datasets/{name}/export"): [("datasets/swe-bench/export", None)],
         ("DELETE", "/v1/datasets/{name}"): [("datasets/swe-bench", None)],

@@ -36,6 +36,7 @@ DESIGNED = [
     "mirror-sync",
     "mirror-remove",
     "dataset-import",
+    "dataset-prepare",
     "dataset-list",
     "dataset-show",
     "dataset-remove",

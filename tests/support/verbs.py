@@ -10,6 +10,7 @@ ARGUMENTS = {
     "dataset import": [__file__],
     "dataset derive": [__file__],
     "dataset show": ["d"],
+    "dataset prepare": ["d"],
     "dataset diff": ["d", "e"],
     "dataset export": ["d"],
     "instance show": ["i"],

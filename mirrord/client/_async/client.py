@@ -228,6 +228,14 @@ class AsyncClient:
             "POST", "datasets", content=content, dry_run=dry_run or None, **query
         )
 
+    async def prepare_dataset(self, name: str, *instances: str) -> protocol.Operation:
+        """Make the first checkouts of a dataset's instances, or of all, warm on this node now.
+
+        The operation's result is a Prewarmed.
+        """
+        body = http.message(protocol.PrepareDataset, instances=list(instances))
+        return await self._start("POST", f"datasets/{_quoted(name)}/prepare", body=body)
+
     async def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
         """The rows that `b` has and `a` has not, and the other way round; for administrators."""
         path = f"datasets/{_quoted(a)}/diff"

@@ -20,6 +20,7 @@ from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations
 from mirrord.model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName
+from mirrord.protocol import Progress, ProgressSink
 from mirrord.work import Prewarm
 
 pytestmark = pytest.mark.anyio
@@ -194,3 +195,45 @@ async def test_nothing_starts_where_the_settings_say_no(tmp_path: Path) -> None:
         is_full=site.is_full,
     ).start(DatasetName("tiny"))
     assert site.operations.list() == []
+
+
+async def test_who_asks_for_the_same_joins_and_may_leave(tmp_path: Path) -> None:
+    """Each commit is prepared once for all; one caller that is cancelled takes nobody with it."""
+    site = Site(tmp_path)
+    site.settings = site.settings.model_copy(
+        update={"checkouts": site.settings.checkouts.model_copy(update={"prewarm": False})}
+    )
+    shared = Prewarm(
+        settings=lambda: site.settings,
+        catalog=None,  # type: ignore[arg-type]
+        operations=site.operations,
+        prepare=site._prepare,
+        oldest_first=site.stores.oldest_first,
+        is_full=site.is_full,
+    )
+    commits = await shared.ordered([(NAME, commit) for commit in reversed(site.line)])
+    assert commits == [(NAME, commit) for commit in site.line]
+    seen: list[Progress] = []
+
+    async def ask(progress: ProgressSink) -> object:
+        return await shared.run(DatasetName("tiny"), commits, progress)
+
+    first, other, last = (
+        site.operations.start("dataset.prepare", "tiny", run)
+        for run in (ask, ask, lambda _: ask(seen.append))
+    )
+
+    async def leave() -> None:
+        assert (await site.operations.cancel(first.id)).state == "cancelled"
+
+    async def leave_soon() -> None:
+        site.on_prepared = None
+        tasks.start_soon(leave)
+
+    site.on_prepared = leave_soon
+    async with anyio.create_task_group() as tasks:
+        ended = [await site.operations.wait(each.id) for each in (other, last)]
+    await site.workers.close()
+    assert [each.result for each in ended] == [{"prepared": 4, "failed": 0, "left": 0}] * 2
+    assert site.prepared == site.line
+    assert (seen[-1].done, seen[-1].total) == (4, 4)
