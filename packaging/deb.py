@@ -135,6 +135,7 @@ def put_files(stage: Path, environment: Path, version: str, at: int) -> None:
     config = stage / "etc/mirrord/config.toml"
     config.parent.mkdir(parents=True)
     shutil.copy(PROJECT / "config.toml", config)
+    shutil.copytree(PROJECT / "packaging/slurm", stage / "usr/share/mirrord/slurm")
     documents = stage / "usr/share/doc/mirrord"
     documents.mkdir(parents=True)
     (documents / "copyright").write_text("".join(copyright_lines(environment)))

@@ -199,6 +199,7 @@ class GradeQuery(Query):
     bind: Bind = Bind.LEASE
     layer: LayerName | None = None
     environment: EnvironmentName | None = None
+    label: Label | None = None
 
 
 async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:

@@ -37,7 +37,7 @@ Layer = Annotated[str | None, Option(metavar="NAME", help=_LAYER_HELP)]
 _ENVIRONMENT_HELP = "KEY, KEY@DIGEST, or auto: the instance's. Shown beside the tree."
 Environment = Annotated[str | None, Option(metavar="KEY", help=_ENVIRONMENT_HELP)]
 Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
-_LABEL_HELP = "A word of your own, such as slurm/123, to list and release it by."
+_LABEL_HELP = "A word of your own, to list and release it by [MIRRORD_LABEL]."
 Label = Annotated[str | None, Option(metavar="LABEL", help=_LABEL_HELP)]
 _PATCH_HELP = (
     "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"

@@ -6,6 +6,7 @@ over one client made 49 requests a second.
 
 import errno
 import json
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -280,6 +281,11 @@ def seconds_of(duration: timedelta | float | str | None) -> float | None:
     except ValueError as error:
         raise errors.UsageError(f"cannot read a ttl: {error}") from error
     return read.total_seconds() if isinstance(read, timedelta) else read
+
+
+def label_of(label: str | None) -> str | None:
+    """The label of a new checkout: this one, else that of MIRRORD_LABEL, which schedulers set."""
+    return os.environ.get("MIRRORD_LABEL") or None if label is None else label
 
 
 def policy_text(policy: str | Mapping[str, str] | None) -> str | None:

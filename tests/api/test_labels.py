@@ -61,6 +61,28 @@ def test_a_label_goes_to_forks_and_grades_and_over_a_restart(
     assert mirrord(running, "release", "--label", "a", "b") == 2
 
 
+def test_the_environment_has_the_label_that_is_not_named(
+    running: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MIRRORD_LABEL", "slurm/8")
+    with Client(running.socket) as client:
+        with client.checkout("owner/name@main") as one, client.grade("owner/name@main", b"") as two:
+            assert (one.lease.label, two.lease.label) == ("slurm/8", "slurm/8")
+        with client.checkout("owner/name@main", label="mine") as named:
+            assert named.lease.label == "mine"
+        with client.grade("owner/name@main", b"", label="mine") as grade:
+            assert grade.lease.label == "mine"
+        monkeypatch.setenv("MIRRORD_LABEL", "")
+        with client.checkout("owner/name@main") as plain:
+            assert plain.lease.label is None
+    monkeypatch.setenv("MIRRORD_LABEL", "slurm/9")
+    assert mirrord(running, "checkout", "owner/name@main") == 0
+    assert capsys.readouterr().out
+    assert mirrord(running, "release", "--label", "slurm/9") == 0
+    with Client(running.socket) as client:
+        assert labels(client, "slurm/9") == []
+
+
 @pytest.mark.parametrize("label", ["", "-a", "a b", "a\n", "é", "a" * 201])
 def test_a_label_is_a_plain_word(running: Daemon, label: str) -> None:
     with Client(running.socket) as client:

@@ -379,7 +379,8 @@ class AsyncClient:
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
         `AsyncCheckout.attach`, even where this mount namespace does not show checkouts. `layer` is
         a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
-        `label` is a word of one's own; `list_checkouts` finds it, its forks and its grades by it.
+        `label`, by default MIRRORD_LABEL, is a word of one's own; `list_checkouts` finds it, its
+        forks and its grades by it.
         """
         body = http.message(
             protocol.StartCheckout,
@@ -396,7 +397,7 @@ class AsyncClient:
             attach=attach,
             layer=layer,
             environment=environment,
-            label=label,
+            label=http.label_of(label),
         )
         return Pending(self._lease(protocol.Checkout, "checkouts", body, auto_renew))
 
@@ -555,6 +556,7 @@ class AsyncClient:
         bind: model.Bind = model.Bind.LEASE,
         layer: str | None = None,
         environment: str | None = None,
+        label: str | None = None,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
@@ -574,6 +576,7 @@ class AsyncClient:
             "bind": str(bind),
             "layer": layer,
             "environment": environment,
+            "label": http.label_of(label),
         }
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         request = {"content": content, **query}

@@ -378,7 +378,8 @@ class Client:
         that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
         `Checkout.attach`, even where this mount namespace does not show checkouts. `layer` is
         a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
-        `label` is a word of one's own; `list_checkouts` finds it, its forks and its grades by it.
+        `label`, by default MIRRORD_LABEL, is a word of one's own; `list_checkouts` finds it, its
+        forks and its grades by it.
         """
         body = http.message(
             protocol.StartCheckout,
@@ -395,7 +396,7 @@ class Client:
             attach=attach,
             layer=layer,
             environment=environment,
-            label=label,
+            label=http.label_of(label),
         )
         return self._lease(protocol.Checkout, "checkouts", body, auto_renew)
 
@@ -554,6 +555,7 @@ class Client:
         bind: model.Bind = model.Bind.LEASE,
         layer: str | None = None,
         environment: str | None = None,
+        label: str | None = None,
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
@@ -573,6 +575,7 @@ class Client:
             "bind": str(bind),
             "layer": layer,
             "environment": environment,
+            "label": http.label_of(label),
         }
         content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
         request = {"content": content, **query}
