@@ -42,11 +42,16 @@ setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
 LOCKS := tests/integrations/requirements
 
-harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready ## install the harnesses and the S3 server of the tests
+harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kubernetes/ready ## install the harnesses, the S3 server and the schemas of the tests
 
 .venv/moto/ready: tests/fleet/requirements/moto.lock .venv/ready
 	@$(UV) venv --clear --python $(PYTHON) .venv/moto
 	@$(UV) pip sync --python .venv/moto --require-hashes tests/fleet/requirements/moto.lock
+	@touch $@
+
+.venv/kubernetes/ready: $(LOCKS)/kubernetes.lock .venv/ready
+	@$(UV) venv --clear --python $(PYTHON) .venv/kubernetes
+	@$(UV) pip sync --python .venv/kubernetes --require-hashes $(LOCKS)/kubernetes.lock
 	@touch $@
 
 .venv/harnesses/ready: $(LOCKS)/harnesses.lock $(LOCKS)/nemo-gym.lock packaging/client/pyproject.toml .venv/ready

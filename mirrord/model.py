@@ -80,10 +80,11 @@ class Bind(StrEnum):
 
 
 class Target(StrEnum):
-    """The directories of a checkout that can be attached elsewhere."""
+    """What of a checkout can be attached elsewhere: a mount of it, or the directory of both."""
 
     TREE = "tree"
     ENVIRONMENT = "environment"
+    DIRECTORY = "directory"
 
 
 class View(StrEnum):

@@ -13,17 +13,22 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import errors
+from ..model import Target
 
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_SYS_MOVE_MOUNT, _SYS_OPENAT2 = 429, 437  # the same on every architecture
-_F_EMPTY_PATH, _T_EMPTY_PATH, _MNT_DETACH = 0x4, 0x40, 2  # linux/mount.h
+_SYS_MOVE_MOUNT, _SYS_OPENAT2, _SYS_MOUNT_SETATTR = 429, 437, 442  # the same on every architecture
+_F_EMPTY_PATH, _T_EMPTY_PATH, _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x4, 0x40, 2, 8  # linux/mount.h
+_ATTR_RDONLY, _PRIVATE, _AT_EMPTY_PATH, _AT_RECURSIVE = 1, 1 << 18, 0x1000, 0x8000
 _CLONE_NEWNS = 0x20000  # linux/sched.h
 _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
 _STACKED_MAX = 8
 _ENTERED_SECONDS = 10
-_OURS = re.compile(rb"/checkouts/[^/]+/(tree|environment)(//deleted)?")
+_OURS = re.compile(
+    rb"/checkouts/((?:\.trash-)*[a-z2-7]{16})(?:/(tree|environment))?(?://deleted)?$"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -34,19 +39,72 @@ class _OpenHow(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("flags", "mode", "resolve"))
 
 
-def attach(mount: int, path: Path, pid: int | None = None) -> None:
+class _MountAttr(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns"))
+
+
+class Attached(NamedTuple):
+    """A checkout that is attached in this mount namespace; `.trash-…` once it was released."""
+
+    checkout: str
+    target: Target
+    read_only: bool
+
+
+def attach(mount: int, path: Path, pid: int | None = None, *, read_only: bool = False) -> None:
     """Make a mount visible at a directory, in the place of what was attached there before.
 
-    With `pid`, at `path` as that process sees it, in its mount namespace. Raises AccessError,
+    With `pid`, at `path` as that process sees it, in its mount namespace. With `read_only` it
+    follows nothing: what a reset would mount could be written to. Raises AccessError,
     PathNotFoundError, NotFoundError, UsageError.
     """
     try:
+        if read_only:
+            frozen = ctypes.byref(_MountAttr(set=_ATTR_RDONLY, propagation=_PRIVATE))
+            size, how = ctypes.c_size_t(ctypes.sizeof(_MountAttr)), _AT_EMPTY_PATH | _AT_RECURSIVE
+            _must(_libc.syscall(_SYS_MOUNT_SETATTR, mount, b"", how, frozen, size))
         if pid is None:
             _replace(mount, lambda: os.open(path, _PLACE), "/proc/self")
         else:
             _replace_in(pid, mount, path)
     except OSError as error:
         raise _refused(path, pid, error.errno or errno.EIO) from error
+
+
+def detach(path: Path) -> None:
+    """Unmount all that is attached at a directory, even in use; fine where nothing is.
+
+    Raises ConflictError where something else is mounted there.
+    """
+    for _ in range(_STACKED_MAX):
+        try:
+            place = os.open(path, _PLACE)
+            try:
+                if not _is_ours(place, "/proc/self"):
+                    break
+            finally:
+                os.close(place)
+            _must(_libc.umount2(os.fsencode(path), _MNT_DETACH | _UMOUNT_NOFOLLOW))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _refused(path, None, error.errno or errno.EIO, "detach") from error
+    if os.path.ismount(path):
+        fact = f"cannot detach a checkout at {path}: something else is mounted there"
+        raise errors.ConflictError(fact, hint="unmount it by hand")
+
+
+def find_attached() -> dict[Path, Attached]:
+    """What is attached in this mount namespace, by its place."""
+    found = {}
+    with open("/proc/self/mountinfo", "rb") as file:
+        for fields in map(bytes.split, file):
+            if ours := _OURS.search(_unescape(fields[3])):
+                checkout, target = (os.fsdecode(each or b"directory") for each in ours.groups())
+                read_only = b"ro" in fields[5].split(b",")
+                place = Path(os.fsdecode(_unescape(fields[4])))
+                found[place] = Attached(checkout, Target(target), read_only)
+    return found
 
 
 def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
@@ -143,6 +201,11 @@ def _must(result: int) -> int:
     return int(result)
 
 
+def _unescape(field: bytes) -> bytes:
+    """Read a path of mountinfo: space, tab, newline and backslash are octal."""
+    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+
+
 _NEEDS = {
     False: "attaching needs CAP_SYS_ADMIN in the user namespace of this mount namespace: be root,"
     " or enter both first, as `unshare --user --map-root-user --mount` does",
@@ -150,10 +213,10 @@ _NEEDS = {
 }
 
 
-def _refused(path: Path, pid: int | None, number: int) -> errors.MirrordError:
+def _refused(path: Path, pid: int | None, number: int, verb: str = "attach") -> errors.MirrordError:
     """What an errno means."""
     where = f"{path}" if pid is None else f"{path} of process {pid}"
-    fact = f"cannot attach a checkout at {where}: {os.strerror(number)}"
+    fact = f"cannot {verb} a checkout at {where}: {os.strerror(number)}"
     match number:
         case errno.EPERM | errno.EACCES:
             return errors.AccessError(fact, hint=_NEEDS[pid is not None])

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
+from ..model import Target
 from . import mounts
 from .files import open_directory, open_regular, opened
 from .mounting import (
@@ -40,6 +41,7 @@ from .mounting import (
     TREE,
     MappedTemplates,
     OverlayOrder,
+    split_target,
 )
 from .processes import Owner
 from .systemd import Notifier, take_sockets
@@ -48,7 +50,7 @@ _CHECKOUT = re.compile(r"[a-z2-7]{16}")
 # released ones and kept trees are renamed, and removed by every backend
 _DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _UPPER = re.compile(r"layer|next|environment|environment-next")
-_TARGET = re.compile("|".join(TARGETS))
+_TARGET, _CLONED = re.compile("|".join(TARGETS)), re.compile("|".join(Target))
 _MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
 _ID = "[0-9a-f]{40}"
 _LAYER = {
@@ -123,7 +125,8 @@ class GuardedMounter:
         """A mount of the checkout's `target`, for the daemon to give to its owner."""
         with ExitStack() as stack:
             self._must_be_leased(stack, checkout, owner)
-            return mounts.clone_follower(self._open(stack, f"checkouts/{checkout}"), target)
+            path, name = split_target(checkout, target)
+            return mounts.clone_follower(self._open(stack, path), name)
 
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
@@ -242,7 +245,7 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
             return [mounter.make(order)]
         case "clone":
             checkout = _matching(_CHECKOUT, request["checkout"])
-            target = _matching(_TARGET, request["target"])
+            target = _matching(_CLONED, request["target"])
             return [mounter.clone(checkout, target, _owner(request["owner"]))]
         case "attach" | "replace" as how:
             show = mounts.attach if how == "attach" else mounts.replace

@@ -36,7 +36,7 @@ _CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
 
 
-TREE, ENVIRONMENT = TARGETS = tuple(Target)
+TREE, ENVIRONMENT = TARGETS = (Target.TREE, Target.ENVIRONMENT)
 """What is mounted in a checkout's directory."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -57,6 +57,13 @@ class OverlayOrder(NamedTuple):
     @property
     def target(self) -> Target:
         return ENVIRONMENT if self.upper.startswith(ENVIRONMENT) else TREE
+
+
+def split_target(checkout: str, target: str) -> tuple[str, str]:
+    """The directory that a target of a checkout is in, below the state directory, and its name."""
+    if target == Target.DIRECTORY:
+        return "checkouts", checkout
+    return f"checkouts/{checkout}", target
 
 
 def make_userns(stored: Owner, seen: Owner) -> int:
@@ -247,8 +254,9 @@ class LocalMounter:
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
         """A mount of the checkout's `target` for another namespace, where it follows resets."""
-        with opened(os.open(f"{self._state}/checkouts/{checkout}", mounts.DIRECTORY)) as above:
-            return mounts.clone_follower(above, target)
+        path, name = split_target(checkout, target)
+        with opened(os.open(f"{self._state}/{path}", mounts.DIRECTORY)) as above:
+            return mounts.clone_follower(above, name)
 
     def umount(self, checkout: str) -> None:
         """Unmount all that it has, even in use. Takes 15 ms where 5,000 files were looked at."""

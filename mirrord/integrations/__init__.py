@@ -10,6 +10,8 @@
 | `swe_rex` | swe-rex, SWE-agent | a deployment |
 | `swebench` | swebench | its evaluation, without docker |
 
+`kubernetes` is a CSI plugin, a process of its own, and shares nothing with these.
+
 Each imports its harness, so import the one you use. All stand on the public client alone and take
 three settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
 `dataset`) and `sandbox` (arguments of `Sandbox`: `network`, `memory_bytes`, `processes`,

@@ -6,6 +6,7 @@ A real daemon, and processes in real user and mount namespaces.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
@@ -222,6 +223,34 @@ def test_its_environment_goes_to_a_place_of_its_own(
     assert Path(checkout.directory, "environment/bin/tool").read_text() == "mine"
     checkout.reset()
     assert inhabitant(f"({tool}).read_text()") == "tool\n"
+
+
+def test_the_directory_of_both_is_attached_and_follows_resets(
+    client: Client, enter: Callable[..., Inhabitant]
+) -> None:
+    inhabitant = enter()
+    checkout = client.checkout("o/r@v1", owner=OWNER, environment="tools")
+    where = "here / 'at', target='directory'"
+    inhabitant(f"client.attach_checkout({checkout.id!r}, {where})")
+    assert inhabitant.reads("tree/README") == "1\n"
+    inhabitant("(here / 'at/environment/bin/tool').write_text('mine')")
+    checkout.reset(commit="v2")
+    assert inhabitant.reads("tree/README") == "2\n"
+    assert inhabitant.reads("environment/bin/tool") == "tool\n"
+    inhabitant(f"client.attach_checkout({checkout.id!r}, here / 'at')")
+    assert inhabitant.reads() == "2\n"
+    assert inhabitant("Path('/proc/self/mountinfo').read_text().count('here/at')") == 2
+
+
+def test_what_is_attached_read_only_stays_so_over_a_reset(
+    checkout: Checkout, enter: Callable[..., Inhabitant]
+) -> None:
+    inhabitant = enter()
+    inhabitant(f"client.attach_checkout({checkout.id!r}, here / 'at', read_only=True)")
+    write = "(here / 'at/new').write_text('')"
+    assert (inhabitant.reads(), inhabitant(write)) == ("1\n", {"errno": errno.EROFS})
+    checkout.reset(commit="v2")
+    assert (inhabitant.reads(), inhabitant(write)) == ("1\n", {"errno": errno.EROFS})
 
 
 def test_tasks_of_one_asynchronous_client_attach_at_once(

@@ -769,6 +769,11 @@ def test_a_mount_is_given_only_of_a_leased_checkout_and_follows_it(
     with opened(mounter.clone(order.checkout, "tree", USER)) as mount:
         mounts.attach(mount, str(place))
     assert (place / "README").read_text() == "below\n"
+    both = lab.state / "both"
+    both.mkdir()
+    with opened(mounter.clone(order.checkout, "directory", USER)) as mount:
+        mounts.attach(mount, str(both))
+    assert (both / "tree/README").read_text() == "below\n"
     until(lambda: service.open_files() == before)
     mounter.umount(order.checkout)
-    assert os.listdir(place) == []
+    assert os.listdir(place) == os.listdir(both / "tree") == []

@@ -618,12 +618,14 @@ class AsyncClient:
         *,
         target: model.Target = model.Target.TREE,
         pid: int | None = None,
+        read_only: bool = False,
     ) -> None:
-        """Make a checkout's tree, or its environment, visible at a directory of this mount
-        namespace.
+        """Make a checkout's tree, its environment, or the directory of both visible at a directory
+        of this mount namespace.
 
         There it follows resets, and goes with the namespace; what was attached at the place before
-        is replaced. With `pid`, for root, in the mount namespace of that process.
+        is replaced. With `pid`, for root, in the mount namespace of that process. With `read_only`
+        it cannot be written to there, and follows no reset.
         """
         body = http.message(protocol.AttachCheckout, target=target)
         while True:
@@ -636,7 +638,7 @@ class AsyncClient:
                     body=body,
                     descriptors=descriptors,
                 )
-                mounts.attach(descriptors[0], Path(path), pid)
+                mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
                 for each in descriptors:
                     os.close(each)

@@ -1,0 +1,152 @@
+"""The services of CSI that a node plugin has, Identity and Node; errors become gRPC's codes."""
+
+import errno
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import grpc
+
+from ... import Client, __version__
+from ...errors import InvalidRequestError, MirrordError, NoDaemonError
+from . import csi_pb2 as csi
+from . import csi_pb2_grpc as services
+from .volumes import (
+    PublishedElsewhereError,
+    PublishedOtherwiseError,
+    Volumes,
+    read_attributes,
+)
+
+NAME = "csi.mirrord.dev"
+_MODES = csi.VolumeCapability.AccessMode
+_SINGLE_NODE = {
+    _MODES.SINGLE_NODE_WRITER,
+    _MODES.SINGLE_NODE_READER_ONLY,
+    _MODES.SINGLE_NODE_SINGLE_WRITER,
+    _MODES.SINGLE_NODE_MULTI_WRITER,
+}
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.ABORTED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.FAILED_PRECONDITION,
+    424: grpc.StatusCode.FAILED_PRECONDITION,
+    429: grpc.StatusCode.UNAVAILABLE,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+log = logging.getLogger("mirrord.kubernetes")
+S = TypeVar("S")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+def code_of(error: MirrordError | OSError) -> grpc.StatusCode:
+    """What of CSI's errors a failure is; the kubelet calls again in any case."""
+    if isinstance(error, OSError):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.INTERNAL
+    if isinstance(error, PublishedOtherwiseError):
+        return grpc.StatusCode.ALREADY_EXISTS
+    if isinstance(error, PublishedElsewhereError):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    return _CODES.get(error.http_status, grpc.StatusCode.INTERNAL)
+
+
+def _answering(
+    method: Callable[[S, Q, grpc.ServicerContext], A],
+) -> Callable[[S, Q, grpc.ServicerContext], A]:
+    @wraps(method)
+    def answer(self: S, request: Q, context: grpc.ServicerContext) -> A:
+        try:
+            return method(self, request, context)
+        except (MirrordError, OSError) as error:
+            hint = error.hint if isinstance(error, MirrordError) else None
+            text = "; ".join(filter(None, (str(error), hint)))
+            log.warning("%s: %s", method.__name__, text)
+            context.abort(code_of(error), text)
+            raise
+
+    return answer
+
+
+class Identity(services.IdentityServicer):
+    """Who the plugin is, and whether its daemon serves."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @_answering
+    def GetPluginInfo(self, _: Any, __: grpc.ServicerContext) -> csi.GetPluginInfoResponse:
+        return csi.GetPluginInfoResponse(name=NAME, vendor_version=__version__)
+
+    @_answering
+    def GetPluginCapabilities(
+        self, _: Any, __: grpc.ServicerContext
+    ) -> csi.GetPluginCapabilitiesResponse:
+        return csi.GetPluginCapabilitiesResponse()
+
+    @_answering
+    def Probe(self, _: Any, __: grpc.ServicerContext) -> csi.ProbeResponse:
+        """Not ready while no daemon answers; a degraded one serves."""
+        try:
+            self._client.health()
+        except NoDaemonError:
+            return csi.ProbeResponse(ready={"value": False})
+        return csi.ProbeResponse(ready={"value": True})
+
+
+class Node(services.NodeServicer):
+    """Volumes of the pods of one node."""
+
+    def __init__(self, name: str, volumes: Volumes) -> None:
+        self._name, self._volumes = name, volumes
+
+    @_answering
+    def NodeGetInfo(self, _: Any, __: grpc.ServicerContext) -> csi.NodeGetInfoResponse:
+        return csi.NodeGetInfoResponse(node_id=self._name)
+
+    @_answering
+    def NodeGetCapabilities(
+        self, _: Any, __: grpc.ServicerContext
+    ) -> csi.NodeGetCapabilitiesResponse:
+        return csi.NodeGetCapabilitiesResponse()
+
+    @_answering
+    def NodePublishVolume(
+        self, request: csi.NodePublishVolumeRequest, _: grpc.ServicerContext
+    ) -> csi.NodePublishVolumeResponse:
+        attributes = read_attributes(request.volume_context)
+        _check(request.volume_capability)
+        self._volumes.publish(
+            request.volume_id, request.target_path, attributes, read_only=request.readonly
+        )
+        return csi.NodePublishVolumeResponse()
+
+    @_answering
+    def NodeUnpublishVolume(
+        self, request: csi.NodeUnpublishVolumeRequest, _: grpc.ServicerContext
+    ) -> csi.NodeUnpublishVolumeResponse:
+        self._volumes.unpublish(request.volume_id, request.target_path)
+        return csi.NodeUnpublishVolumeResponse()
+
+
+def _check(wanted: csi.VolumeCapability) -> None:
+    """Refuse what a checkout cannot be; Kubernetes asks for SINGLE_NODE_WRITER."""
+    hint = "leave out fsType and mount options: a volume is a directory on one node"
+    if not wanted.HasField("mount") or wanted.mount.fs_type or wanted.mount.mount_flags:
+        raise InvalidRequestError("cannot publish the volume: it is no block device", hint=hint)
+    if wanted.access_mode.mode not in _SINGLE_NODE:
+        raise InvalidRequestError("cannot publish the volume: access from many nodes", hint=hint)
+
+
+def add_services(server: grpc.Server, name: str, volumes: Volumes) -> None:
+    services.add_IdentityServicer_to_server(Identity(volumes.client), server)  # type: ignore[no-untyped-call]
+    services.add_NodeServicer_to_server(Node(name, volumes), server)  # type: ignore[no-untyped-call]
