@@ -160,6 +160,7 @@ from .protocol import JobState as JobState
 from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
+from .protocol import NotRestored as NotRestored
 from .protocol import Operation as Operation
 from .protocol import OwnerActivity as OwnerActivity
 from .protocol import Pin as Pin
@@ -185,6 +186,7 @@ from .protocol import Repair as Repair
 from .protocol import Report as Report
 from .protocol import ResetAnswer as ResetAnswer
 from .protocol import RestoreAnswer as RestoreAnswer
+from .protocol import Restored as Restored
 from .protocol import RootLeak as RootLeak
 from .protocol import RootReport as RootReport
 from .protocol import RowFault as RowFault

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -22,7 +23,8 @@ from .config import Settings
 from .datasets.fields import Columns
 from .datasets.service import Datasets
 from .environments.service import Environments
-from .errors import DiskFullError, InstanceNotFoundError, MirrordError
+from .errors import DiskFullError, InstanceNotFoundError, InvalidRequestError, MirrordError
+from .fleet import load
 from .git.command import low_priority
 from .git.turns import Coalescer, SharedWork
 from .heal.repair import Heals
@@ -31,8 +33,21 @@ from .mirrors.bundle_file import read_header
 from .mirrors.bundles import Bundles
 from .mirrors.service import Mirrors
 from .model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName, shown
-from .protocol import BuildEnvironments, Message, Operation, Progress, ProgressSink, StartAudit
+from .protocol import (
+    BuildEnvironments,
+    BundleImported,
+    Message,
+    NotRestored,
+    Operation,
+    Progress,
+    ProgressSink,
+    Restored,
+    StartAudit,
+)
 from .telemetry import log
+
+if TYPE_CHECKING:
+    from .fleet.restore import Restoration
 
 
 @dataclass(slots=True)
@@ -96,6 +111,41 @@ class BackgroundWork:
             return result
 
         return await self._start_with(path, "bundle.import", mirror or "a bundle", run, owner_uid)
+
+    async def restore(self, names: Sequence[str], *, owner_uid: int = 0) -> Operation:
+        """Restore mirrors from the store, by default all of it, and audit them.
+
+        Raises InvalidRequestError without a store, InvalidUrlError, StoreUnavailableError.
+        """
+        url = self.mirrors.settings().store.url
+        if not url:
+            hint = "set [store] url in the configuration and restart the daemon"
+            raise InvalidRequestError("cannot restore from the store: there is none", hint=hint)
+        module = await anyio.to_thread.run_sync(load, "restore")
+        store: Restoration = await anyio.to_thread.run_sync(module.restoration, url, self.bundles)
+
+        async def run(progress: ProgressSink) -> Message:
+            await self.mirrors.room.ensure("restore mirrors")
+            restored: list[BundleImported] = []
+            failed: list[NotRestored] = []
+            try:
+                async for each in store.restore_all(names, owner_uid, progress):
+                    if isinstance(each, BundleImported):
+                        restored.append(each)
+                    else:
+                        failed.append(each)
+            finally:
+                self.datasets.rows_changed({name for each in restored for name in each.datasets})
+            await self.on_mirrors_changed()
+            audit = None
+            if restored:
+                mirrors = [each.mirror for each in restored]
+                request = StartAudit(mirrors=mirrors, level=AuditLevel.CLOSURE, heal=False)
+                audit = await self.audits.run(request, progress)
+            return Restored(mirrors=restored, failed=failed, audit=audit)
+
+        subject = ", ".join(names) or "everything in the store"
+        return self.operations.start("restore", subject, run, owner_uid=owner_uid)
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror and everything built from it. Raises MirrorInUseError."""

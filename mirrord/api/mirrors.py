@@ -116,6 +116,11 @@ async def import_bundle(call: Call, query: MirrorQuery) -> protocol.Operation:
     return await call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
 
 
+async def start_restore(call: Call, body: protocol.StartRestore) -> protocol.Operation:
+    """Mirrors of the store with their pins and rows, into what is here; then an audit of them."""
+    return await call.engine.work.restore(body.mirrors, owner_uid=call.peer.uid)
+
+
 # -- pins -----------------------------------------------------------------------------------------
 
 

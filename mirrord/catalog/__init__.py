@@ -234,6 +234,7 @@ class Catalog:
     find_holder = _reads(fleet.find_holder)
     list_claims = _reads(fleet.list_claims)
     publish_generation = _writes(fleet.publish_generation)
+    adopt_generation = _writes(fleet.adopt_generation)
     list_generations = _reads(fleet.list_generations)
     put_node = _writes(fleet.put_node)
     list_nodes = _reads(fleet.list_nodes)

@@ -280,6 +280,32 @@ def publish_generation(
     return True
 
 
+def adopt_generation(connection: Connection, node: str, key: str, found: Generation) -> None:
+    """Have a generation of the store as a mirror's newest one, unless a newer one is known.
+
+    Later claims have a higher epoch, so what they publish is newer; one that is held now with a
+    lower one is lost, and publishes nothing.
+    """
+    lock(connection, "claims")
+    values = _new_claim(f"{MIRROR}{key}") | {"epoch": found.epoch}
+    claimed = insert_of(connection, claims).values(values)
+    raised = {"epoch": found.epoch, "node": None, "expires_ms": 0}
+    is_lower = claims.c.epoch < found.epoch
+    connection.execute(
+        claimed.on_conflict_do_update(index_elements=["key"], set_=raised, where=is_lower)
+    )
+    row = {**found._asdict(), "node": node, "published_ms": _now()}
+    added = insert_of(connection, generations).values(mirror_key=key, **row)
+    known = generations.c
+    is_older = or_(
+        known.epoch < found.epoch, and_(known.epoch == found.epoch, known.number < found.number)
+    )
+    connection.execute(
+        added.on_conflict_do_update(index_elements=["mirror_key"], set_=row, where=is_older)
+    )
+    touch(connection, f"{MIRROR}{key}")
+
+
 def list_generations(
     connection: Connection, keys: Collection[str] | None = None
 ) -> dict[str, Generation]:

@@ -260,18 +260,7 @@ def apply(
     session.answer(answer, [answer.path])
 
 
-def restore(
-    session: Session,
-    checkout_id: Id,
-    paths: Annotated[
-        list[str],
-        Argument(metavar="PATH...", help="Files of that commit, from the top of the tree."),
-    ],
-    commit: Annotated[
-        str, Option(metavar="SHA", help="A pinned commit, or the instance's by its role: gold.")
-    ],
-) -> None:
-    """Needs a checkout of the grader view."""
+def restore_paths(session: Session, checkout_id: str, commit: str, paths: list[str]) -> None:
     written = session.client.restore_paths(find_id(session, checkout_id), commit, *paths)
     session.answer({"paths": written}, written)
 

@@ -1,4 +1,4 @@
-"""`mirrord mirror …`, `refs …`, `bundle …`, `pin`, `unpin`, `pins`, `audit` and `heal`."""
+"""`mirrord mirror …`, `refs …`, `bundle …`, `restore`, `pin`, `unpin`, `pins`, `audit`, `heal`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -8,7 +8,8 @@ from typing import Annotated
 
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..model import AuditLevel, CommitRole
-from ..protocol import Audit, Mirror, Operation, RefDiff, Repair
+from ..protocol import Audit, BundleImported, Mirror, Operation, RefDiff, Repair, Restored
+from .checkouts import restore_paths
 from .operations import finish, finish_all, started, watching
 from .output import cell, count, facts, problem_of, short, size, table
 from .session import Argument, MirrorArgument, NoWait, Option, Session
@@ -260,17 +261,79 @@ def bundle_import(
 
 
 def _imported(operation: Operation) -> Iterator[str]:
-    result = operation.result
-    if result is None:
+    if operation.result is None:
         yield from started(operation)
-        return
-    made = "made" if result["created"] else "added to"
-    counts = f"{len(result['kept'])} kept, {count(result['pins'], 'pin')}"
-    yield f"{made} mirror {result['mirror']}: {result['summary']}, {counts}"
-    for name, rows in result["datasets"].items():
+    else:
+        yield from _merged(BundleImported.from_json(operation.result))
+
+
+def _merged(result: BundleImported) -> Iterator[str]:
+    made = "made" if result.created else "added to"
+    counts = f"{len(result.kept)} kept, {count(result.pins, 'pin')}"
+    yield f"{made} mirror {result.mirror}: {result.summary}, {counts}"
+    for name, rows in result.datasets.items():
         yield f"dataset {name}: {count(rows, 'instance')} added"
-    for name in result["datasets_refused"]:
+    for name in result.datasets_refused:
         yield f"dataset {name}: another dataset has this name; its pins are yours now"
+
+
+def restore(
+    session: Session,
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[ID PATH...|MIRROR...]",
+            help="A checkout and files of that commit, from the top of its tree; with --from-store"
+            " mirrors, default: all.",
+        ),
+    ] = None,
+    commit: Annotated[
+        str | None,
+        Option(metavar="SHA", help="A pinned commit, or the instance's by its role: gold."),
+    ] = None,
+    from_store: Annotated[
+        bool, Option("--from-store", help="Restore mirrors, pins and rows from [store] url.")
+    ] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Files need a checkout of the grader view.
+
+    With --from-store, what is here already stays, and an audit of the restored mirrors follows; a
+    mirror that fails does not stop the others, and the same call tries it again.
+    """
+    if from_store:
+        if commit:
+            hint = "a checkout's files are restored without --from-store"
+            raise UsageError("cannot restore a commit from the store", hint=hint)
+        _restore_mirrors(session, words or [], no_wait)
+    elif commit and words and len(words) > 1:
+        restore_paths(session, words[0], commit, words[1:])
+    else:
+        hint = "`mirrord restore ID PATH... --commit SHA`, or `--from-store` for mirrors"
+        raise UsageError("cannot restore: a checkout, a path or a commit is missing", hint=hint)
+
+
+def _restore_mirrors(session: Session, names: list[str], no_wait: bool) -> None:
+    operation = session.client.start_restore(*names)
+    if no_wait:
+        session.answer(operation, started(operation))
+        return
+    result = Restored.from_json(finish(session, operation).result)
+    for each in result.failed:
+        session.fail(from_problem(each.error.to_json()))
+    session.answer(result, _restored(result))
+    if result.failed:
+        raise SystemExit(from_problem(result.failed[0].error.to_json()).exit_status)
+    if result.audit:
+        _end(result.audit)
+
+
+def _restored(result: Restored) -> Iterator[str]:
+    for each in result.mirrors:
+        yield from _merged(each)
+    if result.audit:
+        yield from _findings(result.audit)
+        yield f"audit {result.audit.id}"
 
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]

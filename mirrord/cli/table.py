@@ -79,7 +79,7 @@ save; checkouts:save; 34579; Keep a checkout's changes as a prepared layer for o
 layers; checkouts:layers; 34579; List or remove prepared layers.
 diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
-restore; checkouts:restore; 3489; Bring files of a pinned commit into a checkout.
+restore; mirrors:restore; 345789; Bring files into a checkout, or mirrors from the store.
 grade; checkouts:grade; 3456789; Lease a grader's tree with an agent's change and the tests.
 attach; checkouts:attach; 34579; Make a checkout visible in a mount namespace, at any path.
 release; checkouts:release; 3459; Release checkouts.

@@ -186,12 +186,15 @@ def download_packs(
     """Download packs with their indexes, each proven to be what its manifest says."""
     into.mkdir(mode=0o700)
     for pack in packs:
-        path = into / f"pack-{pack.pack.sha256[:40]}.pack"
+        path = into / "download.pack"
         store.download(pack_key(name, pack), path, pack.pack)
         store.download(index_key(name, pack), path.with_suffix(".idx"), pack.index)
-        if PackIndex(path.with_suffix(".idx")).pack_checksum != pack_trailer(path):
+        checksum = PackIndex(path.with_suffix(".idx")).pack_checksum
+        if checksum != pack_trailer(path):
             fact = "its index is of another pack"
             raise StoreDamagedError(f"cannot use {pack_key(name, pack)} of the store: {fact}")
+        for file in (path, path.with_suffix(".idx")):  # the name that git gives it, for audits
+            file.rename(into / f"pack-{checksum.hex()}{file.suffix}")
 
 
 async def _must_be_whole(repository: Repository, manifest: Manifest) -> None:

@@ -1,30 +1,41 @@
 """Mirrors again from the store, with what the catalog knew of them.
 
 A generation holds all refs, pins among them, and the records of the catalog as a bundle has them:
-its reader trusts nothing, proves every closure, and merges into what is there.
+its reader trusts nothing, proves every closure, and merges into what is there. A crash leaves what
+the same restoration finishes.
 """
 
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 
 from anyio import to_thread
 
 from ..catalog import Generation
-from ..host.files import full_disk_named
+from ..errors import (
+    InvalidBundleError,
+    MirrordError,
+    MirrorNotFoundError,
+    StoppingError,
+    StoreDamagedError,
+    StoreUnavailableError,
+)
+from ..host.files import full_disk_named, host_error
 from ..mirrors.bundles import Bundles, sort_refs
 from ..mirrors.refs import write_durably
 from ..mirrors.repository import Repository
+from ..mirrors.upstream import public_url
 from ..model import MirrorName
-from ..protocol import BundleImported
+from ..protocol import BundleImported, NotRestored, Problem, Progress, ProgressSink
+from ..telemetry import log
 from .exchange import Exchange
-from .generations import generation_file, list_published
+from .generations import (
+    Manifest,
+    generation_file,
+    list_published,
+    read_generation,
+    read_manifest,
+)
 from .objects import ObjectStore
-
-
-def list_mirrors(store: ObjectStore) -> dict[str, Generation]:
-    """The newest generation in the store of each mirror that it has, by the mirror's key."""
-    keys = store.directories("mirrors/")
-    found = {key: list_published(store, MirrorName.parse(key)) for key in keys}
-    return {key: published[-1] for key, published in found.items() if published}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +45,89 @@ class Restoration:
     exchange: Exchange
     bundles: Bundles
 
+    async def restore_all(
+        self, names: Collection[str], owner_uid: int, progress: ProgressSink
+    ) -> AsyncIterator[BundleImported | NotRestored]:
+        """Restore these mirrors, or all of the store, to their newest generation there.
+
+        One that fails does not stop the others. Raises StoreUnavailableError where the store cannot
+        be reached for two in turn.
+        """
+        store, is_away = self.exchange.store, False
+        keys = {MirrorName.parse(name).key for name in names}
+        if not names:
+            keys = {*await to_thread.run_sync(store.directories, "mirrors/")}
+        for number, key in enumerate(sorted(keys)):
+            progress(Progress(done=number, total=len(keys), unit="mirrors", note=key))
+            try:
+                name = MirrorName.parse(key)
+                published = await to_thread.run_sync(list_published, store, name)
+                if not published and not names:
+                    continue  # packs of a publication that never ended
+                if not published:
+                    fact = "the store has nothing of that name"
+                    raise MirrorNotFoundError(f"cannot restore mirror {key}: {fact}")
+                restored = await self.restore(key, published[-1], owner_uid)
+            except StoppingError:
+                raise
+            except (MirrordError, OSError) as error:
+                known = error if isinstance(error, MirrordError) else host_error(error, "restore")
+                if known is None or (is_away and isinstance(known, StoreUnavailableError)):
+                    raise
+                is_away = isinstance(known, StoreUnavailableError)
+                log.warning("mirror.not_restored", mirror=key, detail=known.message)
+                yield NotRestored(mirror=key, error=Problem.from_json(known.problem()))
+            else:
+                is_away = False
+                yield restored
+
     async def restore(self, key: str, generation: Generation, owner_uid: int) -> BundleImported:
         """Restore a mirror, its pins, its datasets' rows; what is there already stays.
 
-        Raises StoreDamagedError where the store lacks something.
+        The generation becomes the catalog's, unless that knows a newer one. Raises
+        StoreDamagedError where the store lacks something.
         """
+        mirrors, name = self.bundles.mirrors, MirrorName.parse(key)
+        manifest = await to_thread.run_sync(read_manifest, self.exchange.store, name, generation)
+        row = await mirrors.catalog.find_mirror(key)
+        name = row.name if row else MirrorName.parse(manifest.mirror)
+        await self._bring(name, generation)
+        if row is None:
+            await mirrors.add(str(name), public_url(manifest.url))
+        await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation)
+        try:
+            return await self._take(name, manifest, owner_uid)
+        except InvalidBundleError as error:
+            fact = error.message.partition(": ")[2]
+            raise StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
+
+    async def _bring(self, name: MirrorName, generation: Generation) -> None:
+        """Have all objects of a generation in a mirror; one that is not there gets its refs too."""
+        mirrors = self.bundles.mirrors
+        repository = mirrors.repository(name)
+        await mirrors.make_again(name, lambda new: self.exchange.follow(new, generation))
+        async with mirrors.lock(name):
+            await self.exchange.fetch(repository, generation)
+            at = await to_thread.run_sync(read_generation, repository.path)
+            if at is None or at[:2] < generation[:2]:
+                with full_disk_named(f"mirror {name}"):
+                    await to_thread.run_sync(
+                        write_durably, *generation_file(repository.path, generation)
+                    )
+
+    async def _take(self, name: MirrorName, manifest: Manifest, owner_uid: int) -> BundleImported:
+        """Merge refs, pins and rows, once everything that they need was proven."""
         mirrors = self.bundles.mirrors
         async with mirrors.quarantine.directory("restore") as directory:
-            scratch = Repository(mirrors.git, MirrorName.parse(key), directory / "repository")
+            scratch = Repository(mirrors.git, name, directory / "repository")
             await scratch.create()
-            manifest = await self.exchange.fetch(scratch, generation)
-            scratch = Repository(mirrors.git, MirrorName.parse(manifest.mirror), scratch.path)
+            alternates = scratch.objects / "info/alternates"
+            alternates.write_text(f"{mirrors.repository(name).objects}\n", encoding="utf-8")
             tip = manifest.refs.get(manifest.head or "")
             refs = manifest.refs | ({"HEAD": tip} if tip else {})
-            result = await self.bundles.take(scratch, sort_refs(refs), owner_uid)
-        path = mirrors.path(scratch.name)
-        with full_disk_named(f"mirror {scratch.name}"):
-            await to_thread.run_sync(write_durably, *generation_file(path, generation))
-        return result
+            return await self.bundles.take(scratch, sort_refs(refs), owner_uid)
+
+
+def restoration(url: str, bundles: Bundles) -> Restoration:
+    """From the store of a URL."""
+    return Restoration(Exchange(ObjectStore(url), bundles.mirrors.quarantine), bundles)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,13 +20,8 @@ from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.examine import borrow_from, make_repository
 from ..audit.object_files import TIMEOUT
 from ..catalog import MirrorRow
-from ..errors import (
-    CorruptObjectError,
-    GitFailedError,
-    MirrordError,
-    StoppingError,
-    StoreUnavailableError,
-)
+from ..errors import CorruptObjectError, GitFailedError, MirrordError, StoppingError
+from ..fleet import load
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.process import STRICT
@@ -279,11 +273,7 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
     url = mirrors.settings().store.url
     if not url:
         return None
-    try:
-        donor = import_module("mirrord.fleet.donor")  # only here: it is an extra, and slow to load
-    except ImportError as error:
-        reason = f"cannot use store {url}: obstore is not installed"
-        raise StoreUnavailableError(reason, hint="pip install 'mirrord[fleet]'") from error
+    donor = load("donor")
     known = (await mirrors.catalog.list_generations([name.key])).get(name.key)
     found: StoreDonor | None = await anyio.to_thread.run_sync(donor.find_donor, url, name, known)
     return found

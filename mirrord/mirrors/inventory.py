@@ -316,10 +316,13 @@ class Inventory:
     async def make_again(
         self, name: MirrorName, fill: Callable[[Repository], Awaitable[object]] | None = None
     ) -> None:
-        """Put a repository in the place of a lost mirror, empty or filled, for a heal to finish."""
-        async with self.lock(name), self._building(name) as repository:
-            if fill:
-                await fill(repository)
+        """Put a repository in the place of a mirror that is not on disk, empty or filled."""
+        async with self.lock(name):
+            if self.path(name).exists():
+                return
+            async with self._building(name) as repository:
+                if fill:
+                    await fill(repository)
 
     @asynccontextmanager
     async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:

@@ -76,6 +76,21 @@ class BundleImported(Answer):
     datasets_refused: list[str] = []
 
 
+class NotRestored(Answer):
+    """A mirror of the store that could not be restored; the same request tries it again."""
+
+    mirror: str
+    error: Problem
+
+
+class Restored(Answer):
+    """What came from the store. `audit`, at level `closure`, is of the mirrors restored."""
+
+    mirrors: list[BundleImported]
+    failed: list[NotRestored] = []
+    audit: Audit | None = None
+
+
 class Prewarmed(Answer):
     """Counts of commits. `left` had no room."""
 
@@ -89,6 +104,7 @@ RESULTS: dict[str, type[Answer]] = {
     "mirror.sync": Synced,
     "refs.restore": RefDiff,
     "bundle.import": BundleImported,
+    "restore": Restored,
     "dataset.import": DatasetImported,
     "dataset.compare": DatasetDiff,
     "audit": Audit,

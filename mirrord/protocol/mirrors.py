@@ -280,6 +280,12 @@ class StartHeal(Request):
     mirrors: list[Repo] = []
 
 
+class StartRestore(Request):
+    """Without mirrors it restores all that the store has."""
+
+    mirrors: list[Repo] = []
+
+
 class Finding(Answer):
     """A recorded commit that cannot be served, or a fault of its mirror (`commit` is then empty).
 

@@ -228,6 +228,7 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("POST", "/v1/mirrors/{name}/refs/restore"): [("mirrors/o__r/refs/restore", {"at": "1"})],
         ("GET", "/v1/mirrors/{name}/bundle"): [("mirrors/o__r/bundle", None)],
         ("POST", "/v1/bundles"): [("bundles", {})],
+        ("POST", "/v1/restores"): [("restores", {})],
         ("GET", "/v1/pins"): [("pins", None), ("pins?mirror=o/r", None)],
         ("POST", "/v1/pins"): [("pins", {"mirror": "o/r", "commit": base})],
         ("DELETE", "/v1/pins/{name}/{commit}"): [(f"pins/o__r/{base}", None)],

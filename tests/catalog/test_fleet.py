@@ -246,6 +246,31 @@ def test_a_generation_is_published_by_the_holder_of_its_epoch_on_the_one_before(
         assert fleet.list_generations(connection, ["o__b"]) == {}
 
 
+def test_a_generation_of_the_store_is_adopted_and_later_ones_come_after_it(
+    database: Database,
+) -> None:
+    """Who holds the claim at a lower epoch loses it; a newer generation stays."""
+
+    def adopt(epoch: int, number: int) -> Generation | None:
+        with database.write() as connection:
+            found = Generation(epoch, number, f"{epoch:064x}")
+            fleet.adopt_generation(connection, "n2", "o__a", found)
+        with database.read() as connection:
+            return fleet.list_generations(connection).get("o__a")
+
+    enrol(database, "a")
+    claim(database, "n1", "mirror/o__a")
+    seventh = Generation(7, 3, f"{7:064x}")
+    assert adopt(7, 3) == seventh
+    assert not publish(database, "n1", (1, 1), None)
+    with database.write() as connection:
+        assert fleet.renew(connection, "n1", TTL) == set()
+    assert claim(database, "n1", "mirror/o__a") == Claim("mirror/o__a", 8)
+    assert (adopt(7, 3), adopt(7, 2), adopt(6, 9)) == (seventh, seventh, seventh)
+    assert publish(database, "n1", (8, 4), seventh)  # it kept its claim
+    assert adopt(7, 9) == Generation(8, 4, f"{8:064x}")
+
+
 def test_a_holder_that_slept_past_its_lease_publishes_nothing(database: Database) -> None:
     enrol(database, "a")
     claim(database, "n1", "mirror/o__a", BRIEF)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
-import anyio
 import pytest
 from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
@@ -15,9 +14,9 @@ from mirrorlab import NAME, Builder, House
 from mirrord.catalog import DatasetHead, Generation, InstanceRow, spooled
 from mirrord.errors import StoreDamagedError
 from mirrord.fleet.exchange import Exchange
-from mirrord.fleet.generations import pack_key, read_generation, read_manifest
+from mirrord.fleet.generations import list_published, pack_key, read_generation, read_manifest
 from mirrord.fleet.objects import ObjectStore
-from mirrord.fleet.restore import Restoration, list_mirrors
+from mirrord.fleet.restore import Restoration
 from mirrord.mirrors.bundles import Bundles
 from mirrord.model import CommitId, CommitRole, Direction, parse_dataset_name
 
@@ -94,13 +93,15 @@ def test_mirror_pins_and_rows_come_back(
         states.append(await state(it))
 
     async def restore(it: House) -> None:
-        found = await anyio.to_thread.run_sync(list_mirrors, store)
-        assert found == {NAME.key: made[0]}
+        assert list_published(store, NAME)[-1] == made[0]
         result = await _restoration(it, store).restore(NAME.key, made[0], 0)
         assert (result.mirror, result.created, result.pins) == (str(NAME), True, 2)
         assert result.datasets == {"tasks": 1}
         assert await state(it) == states[0]
         assert read_generation(it.mirrors.path(NAME)) == made[0]
+        assert await it.catalog.list_generations() == {NAME.key: made[0]}
+        claim = await it.catalog.claim("node", f"mirror/{NAME.key}", timedelta(seconds=20))
+        assert claim and claim.epoch > made[0].epoch
         again = await _restoration(it, store).restore(NAME.key, made[0], 0)
         assert (again.created, again.datasets) == (False, {"tasks": 0})
         assert await state(it) == states[0]

@@ -178,6 +178,11 @@ class AsyncClient:
         content = _upload(Path(file), progress)
         return await self._start("POST", "bundles", content=content, mirror=mirror)
 
+    async def start_restore(self, *mirrors: str) -> protocol.Operation:
+        """Restore these mirrors, or all, from the daemon's store, and audit them."""
+        body = http.message(protocol.StartRestore, mirrors=list(mirrors))
+        return await self._start("POST", "restores", body=body)
+
     # -- pins
 
     async def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:

@@ -179,6 +179,11 @@ class Client:
         content = _upload(Path(file), progress)
         return self._start("POST", "bundles", content=content, mirror=mirror)
 
+    def start_restore(self, *mirrors: str) -> protocol.Operation:
+        """Restore these mirrors, or all, from the daemon's store, and audit them."""
+        body = http.message(protocol.StartRestore, mirrors=list(mirrors))
+        return self._start("POST", "restores", body=body)
+
     # -- pins
 
     def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:

@@ -1,0 +1,196 @@
+"""`mirrord restore --from-store` on a machine that lost everything, with a real daemon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream, git
+from mirrorlab import Builder, House
+from waiting import until
+
+from mirrord.catalog import Generation
+from mirrord.fleet.exchange import Exchange
+from mirrord.fleet.generations import list_published, pack_key, read_manifest
+from mirrord.fleet.objects import ObjectStore
+from mirrord.mirrors.bundles import Bundles
+from mirrord.model import MirrorName
+
+pytestmark = [pytest.mark.slow, pytest.mark.root]
+
+NAMES = [MirrorName("o", "one"), MirrorName("o", "two")]
+
+
+class Lost:
+    """What a daemon published before its machine was lost: two mirrors, pins, one dataset."""
+
+    def __init__(self, store: ObjectStore, state: dict[str, Any]) -> None:
+        self.store, self.state = store, state
+
+    @property
+    def config(self) -> str:
+        """Of a new machine, whose upstreams are gone."""
+        return f'[upstream]\nurl = "file:///nonexistent/{{name}}"\n[store]\nurl = "{self.store.shown}"\n'
+
+    def packs(self, name: MirrorName) -> list[str]:
+        newest = list_published(self.store, name)[-1]
+        return [pack_key(name, pack) for pack in read_manifest(self.store, name, newest).packs]
+
+
+def done(running: Daemon, path: str, body: Any) -> Any:
+    started = running.json("POST", path, body)
+    until(lambda: running.json("GET", f"/v1/operations/{started['id']}")["state"] != "running")
+    ended = running.json("GET", f"/v1/operations/{started['id']}")
+    assert ended["state"] == "done", ended
+    return ended["result"]
+
+
+def state_of(running: Daemon) -> dict[str, Any]:
+    """The same wherever it is restored; times of imports are not."""
+    dataset = running.json("GET", "/v1/datasets/d")
+    mirrors = running.json("GET", "/v1/mirrors")
+    logs = [running.json("GET", f"/v1/mirrors/{name}/refs/log") for name in NAMES]
+    pins = running.json("GET", "/v1/pins")
+    return {
+        "dataset": {name: dataset[name] for name in ("digest", "instance_count", "commit_count")},
+        "mirrors": [(it["name"], it["url"], it["default_branch"]) for it in mirrors],
+        "refs": [git(running.state_dir / f"mirrors/{name}", "for-each-ref") for name in NAMES],
+        "history": [[record["id"] for record in log] for log in logs],
+        "pins": sorted((it["mirror"], it["commit"], it["owner"], it["reason"]) for it in pins),
+    }
+
+
+async def publish(store: ObjectStore, it: House) -> None:
+    for name in NAMES:
+        if list_published(store, name):
+            continue  # the daemon published it by itself
+        repository, row = it.mirrors.repository(name), await it.mirrors.get(str(name))
+
+        async def accept(_: Generation) -> bool:
+            return True
+
+        await Exchange(store, it.mirrors.quarantine).publish(
+            repository, await repository.all_refs(), await repository.head(), url=row.url, epoch=4,
+            previous=None, accept=accept,
+            record=partial(Bundles(it.mirrors).write_records, row, repository),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def lost(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> Iterator[Lost]:
+    rows, bases = [], []
+    for name in NAMES:
+        upstream = make_upstream(name.repo.partition("/")[2])
+        commits = upstream.history(4)
+        upstream.git("tag", "-a", "-m", "one", "v1")
+        bases.append(commits[1])
+        rows += [
+            {"instance_id": f"{name}-{n}", "repo": name.repo, "base_commit": commit}
+            for n, commit in enumerate(commits[:2])
+        ]
+    template = f"file://{tmp_path}/upstreams/{{name}}"
+    store = ObjectStore(f"file://{tmp_path}/store")
+    with daemon(f'[upstream]\nurl = "{template}"\n') as made:
+        body = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        done(made, "/v1/datasets?name=d", body)
+        pin = {"mirror": "o/one", "commit": bases[0], "reason": "paper"}
+        assert made.request("POST", "/v1/pins", pin)[0] == 201
+        state = state_of(made)
+        made.stop()
+        Builder(made.root, template).run(partial(publish, store))
+    yield Lost(store, state)
+
+
+def run(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
+    """Refs, their history, pins with reasons, rows, URLs; without any upstream. Twice is harmless."""
+    with daemon(lost.config) as new:
+        ended = run(new, "restore", "--from-store")
+        assert ended.returncode == 0, ended.stderr
+        assert state_of(new) == lost.state
+        assert "made mirror o__one" in ended.stdout
+        assert "4 recorded commits in 2 mirrors at level closure: 4 ok" in ended.stdout
+        audit = ended.stdout.split()[-1]
+        assert new.json("GET", f"/v1/audits/{audit}")["open_count"] == 0
+        taken = new.request("POST", "/v1/checkouts", {"instance": "o__two-1"})
+        assert taken[0] == 201
+        assert (Path(json.loads(taken[2])["path"]) / "README").is_file()
+        again = run(new, "restore", "--from-store", "o/two", "--json")
+        assert again.returncode == 0
+        result = json.loads(again.stdout)
+        assert [it["mirror"] for it in result["mirrors"]] == ["o__two"]
+        assert (result["mirrors"][0]["created"], result["failed"]) == (False, [])
+        assert result["audit"]["counts"] == {"ok": 2}
+        assert state_of(new) == lost.state
+
+
+def test_a_mirror_that_is_damaged_in_the_store_is_named_and_costs_no_other(lost: Lost) -> None:
+    file = Path(lost.store.shown.removeprefix("file://")) / lost.packs(NAMES[0])[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with daemon(lost.config) as new:
+        ended = run(new, "restore", "--from-store", "--json")
+        assert ended.returncode == 8
+        assert "o__one" in ended.stderr
+        result = json.loads(ended.stdout)
+        assert [it["mirror"] for it in result["mirrors"]] == ["o__two"]
+        failed = result["failed"][0]
+        assert (failed["mirror"], failed["error"]["code"]) == ("o__one", "store-damaged")
+        assert [it["name"] for it in new.json("GET", "/v1/mirrors")] == ["o__two"]
+        assert new.request("POST", "/v1/checkouts", {"instance": "o__two-0"})[0] == 201
+        file.write_bytes(content)
+        assert run(new, "restore", "--from-store").returncode == 0
+        assert state_of(new) == lost.state
+
+
+def test_what_the_store_does_not_have_is_told(lost: Lost) -> None:
+    with daemon(lost.config) as new:
+        ended = run(new, "restore", "--from-store", "o/three", "o/one")
+        assert ended.returncode == 4
+        assert "cannot restore mirror o__three: the store has nothing of that name" in ended.stderr
+        assert [it["name"] for it in new.json("GET", "/v1/mirrors")] == ["o__one"]
+    with daemon() as none:
+        ended = run(none, "restore", "--from-store")
+        assert ended.returncode == 2
+        assert "there is none" in ended.stderr
+        assert "[store] url" in ended.stderr
+
+
+def test_a_store_that_cannot_be_reached_ends_the_restoration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    with daemon('[store]\nurl = "s3://bucket/prefix"\n') as new:
+        ended = run(new, "restore", "--from-store")
+        assert ended.returncode == 7
+        assert "cannot list mirrors/ in store s3://bucket/prefix" in ended.stderr
+
+
+def test_a_killed_restoration_is_finished_by_the_next(lost: Lost) -> None:
+    """Killed at a few moments of its way."""
+    with daemon(lost.config) as new:
+        killed = 0
+        for delay_s in (0.1, 0.4, 0.8):
+            started = new.json("POST", "/v1/restores", {})
+            time.sleep(delay_s)
+            ended = new.json("GET", f"/v1/operations/{started['id']}")
+            killed += ended["state"] == "running"
+            new.kill()
+            new.start()
+        assert killed
+        result = done(new, "/v1/restores", {})
+        assert (result["failed"], result["audit"]["open_count"]) == ([], 0)
+        assert state_of(new) == lost.state
