@@ -66,7 +66,7 @@ def test_daemon_plugin_and_kubelet_meet_at_the_same_places(
     file = tmp_path / "config.toml"
     file.write_text(kinds["ConfigMap"]["data"]["config.toml"])
     settings = config.load(file)
-    plugin = dict(each.split("=") for each in containers["csi"]["args"] if each.startswith("--"))
+    plugin = dict(each.split("=") for each in containers["csi"]["command"] if each.startswith("--"))
     registrar = dict(each.split("=") for each in containers["registrar"]["args"])
     assert plugin["--socket"] == str(settings.socket)
     assert plugin["--endpoint"] == f"unix://{registrar['--csi-address']}"

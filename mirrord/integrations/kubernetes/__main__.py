@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True, help="unix:///csi/csi.sock")
     parser.add_argument("--node", required=True, help="the node's name")
     parser.add_argument("--socket", help="the daemon's; default: MIRRORD_SOCKET, or as configured")
-    parser.add_argument("--kubelet", type=Path, default=Path("/var/lib/kubelet"))
+    parser.add_argument(
+        "--kubelet", type=Path, default=Path("/var/lib/kubelet"), help="the kubelet's directory"
+    )
     parser.add_argument(
         "--ttl",
         type=parse_duration,
@@ -40,6 +42,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if not chosen.endpoint.startswith("unix:"):
         parser.error("--endpoint: only a Unix socket, unix:///…, keeps others out")
+    if chosen.ttl < timedelta(seconds=1):
+        parser.error("--ttl: at least a second")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
