@@ -236,6 +236,49 @@ def test_a_volume_whose_checkout_was_released_gets_a_new_one(on: Node) -> None:
     assert len(on.mounts()) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_calls_that_come_again_end_well_whoever_is_killed_when(on: Node) -> None:
+    """A kubelet asks until it is done: then each volume has one checkout, and in the end none."""
+    names = [f"csi-{number}" for number in range(12)]
+    ended = threading.Event()
+
+    def keep_asking(call: Callable[[str], object], name: str) -> None:
+        while True:
+            try:
+                call(name)
+                return
+            except grpc.RpcError as error:
+                assert error.code() in {Code.UNAVAILABLE, Code.ABORTED, Code.CANCELLED}, error
+                time.sleep(0.05)
+
+    def keep_calling(name: str) -> None:
+        while not ended.is_set():
+            keep_asking(lambda volume: on.publish(volume, instance="o__r-0"), name)
+            keep_asking(on.unpublish, name)
+        keep_asking(lambda volume: on.publish(volume, instance="o__r-0"), name)
+
+    threads = [threading.Thread(target=keep_calling, args=(name,)) for name in names]
+    for each in threads:
+        each.start()
+    for number in range(4):
+        time.sleep(0.5 + number / 7)
+        on.kill_daemon()
+        on.start_daemon()
+        time.sleep(0.3 + number / 7)
+        on.stop(signal.SIGKILL)
+        on.start()
+    ended.set()
+    for each in threads:
+        each.join()
+    assert sorted(map(str, on.labels())) == sorted(f"csi/{name}" for name in names)
+    assert all((on.place(name) / "README").exists() for name in names)
+    assert len(on.mounts()) == 2 * len(names)
+    for name in names:
+        on.unpublish(name)
+    assert (on.labels(), on.mounts()) == ([], [])
+
+
 def test_leases_of_mounted_volumes_are_renewed_and_others_expire(on: Node) -> None:
     on.stop()
     on.start("--ttl", "4s")
@@ -311,6 +354,23 @@ def test_nothing_is_published_outside_the_kubelets_directory(on: Node, target: s
     assert (code, str(on.kubelet) in message) == (Code.INVALID_ARGUMENT, True)
     assert refusal(on.unpublish, "csi-1", target)[0] is Code.INVALID_ARGUMENT
     assert on.labels() == []
+
+
+def test_the_kubelets_directory_may_be_behind_a_link(on: Node) -> None:
+    link = on.daemon.root / "link"
+    link.symlink_to(on.kubelet)
+    target = link / on.place("csi-1").relative_to(on.kubelet)
+    on.stop()
+    on.start("--kubelet", str(link))
+    try:
+        for _ in range(2):
+            on.publish("csi-1", target, instance="o__r-0")
+        assert len(on.mounts()) == 2
+        on.unpublish("csi-1", target)
+        assert (on.labels(), on.mounts()) == ([], [])
+    finally:
+        on.stop()
+        on.start()
 
 
 @pytest.mark.parametrize("volume", ["", "-a", "a/b", "a b", "a" * 129])

@@ -45,8 +45,8 @@ class Node:
 
     def start(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "mirrord.integrations.kubernetes"]
-        command += ["--endpoint", self.endpoint, "--node", "node-1", *arguments]
-        command += ["--socket", str(self.daemon.socket), "--kubelet", str(self.kubelet)]
+        command += ["--endpoint", self.endpoint, "--node", "node-1"]
+        command += ["--socket", str(self.daemon.socket), "--kubelet", str(self.kubelet), *arguments]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen([*_CONTAINER, *command], stderr=log)
         ready = csi.GetPluginInfoRequest()
