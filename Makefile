@@ -42,7 +42,7 @@ setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
 LOCKS := tests/integrations/requirements
 
-harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kubernetes/ready ## install the harnesses, the S3 server and the schemas of the tests
+harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kubernetes/ready .venv/ray/ready ## install the harnesses, the S3 server and the schemas of the tests
 
 .venv/moto/ready: tests/fleet/requirements/moto.lock .venv/ready
 	@$(UV) venv --clear --python $(PYTHON) .venv/moto
@@ -68,6 +68,12 @@ harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kuber
 	set -e; $(UV) venv --clear --python $$python .venv/harbor; \
 	$(UV) pip sync --python .venv/harbor --require-hashes $(LOCKS)/harbor.lock; \
 	$(UV) pip install --python .venv/harbor --no-deps -e packaging/client
+	@touch $@
+
+.venv/ray/ready: $(LOCKS)/ray.lock packaging/client/pyproject.toml .venv/ready
+	@$(UV) venv --clear --python $(PYTHON) .venv/ray
+	@$(UV) pip sync --python .venv/ray --require-hashes $(LOCKS)/ray.lock
+	@$(UV) pip install --python .venv/ray --no-deps -e packaging/client
 	@touch $@
 
 run: setup ## run the daemon in the foreground

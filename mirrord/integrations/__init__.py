@@ -9,6 +9,7 @@
 | `verifiers` | verifiers | a runtime |
 | `swe_rex` | swe-rex, SWE-agent | a deployment |
 | `swebench` | swebench | its evaluation, without docker |
+| `ray` | Ray | an actor, and what a node tells Ray of itself |
 
 `kubernetes` is a CSI plugin, a process of its own, and shares nothing with these.
 
