@@ -6,7 +6,7 @@ the same restoration finishes.
 """
 
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anyio import to_thread
 
@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..host.files import full_disk_named, host_error
 from ..mirrors.bundles import Bundles, sort_refs
-from ..mirrors.refs import write_durably
+from ..mirrors.refs import theirs, write_durably
 from ..mirrors.repository import Repository
 from ..mirrors.upstream import public_url
 from ..model import MirrorName
@@ -91,15 +91,18 @@ class Restoration:
         manifest = await to_thread.run_sync(read_manifest, self.exchange.store, name, generation)
         row = await mirrors.catalog.find_mirror(key)
         name = row.name if row else MirrorName.parse(manifest.mirror)
+        is_new = not mirrors.path(name).exists()
         await self._bring(name, generation)
         if row is None:
             await mirrors.add(str(name), public_url(manifest.url))
         await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation)
         try:
-            return await self._take(name, manifest, owner_uid)
+            result = await self._take(name, manifest, owner_uid)
         except InvalidBundleError as error:
             fact = error.message.partition(": ")[2]
             raise StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
+        summary = f"{len(theirs(manifest.refs))} created"  # before the merge, which found them
+        return replace(result, summary=summary) if is_new else result
 
     async def _bring(self, name: MirrorName, generation: Generation) -> None:
         """Have all objects of a generation in a mirror; one that is not there gets its refs too."""
