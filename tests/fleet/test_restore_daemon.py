@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -133,6 +134,16 @@ def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
         assert [it["mirror"] for it in result["mirrors"]] == ["o__two"]
         assert (result["mirrors"][0]["created"], result["failed"]) == (False, [])
         assert result["audit"]["counts"] == {"ok": 2}
+        assert state_of(new) == lost.state
+
+
+def test_a_heal_brings_a_mirror_back_that_was_deleted(lost: Lost) -> None:
+    """Without an upstream, while the daemon runs."""
+    with daemon(lost.config) as new:
+        assert run(new, "restore", "--from-store").returncode == 0
+        shutil.rmtree(new.state_dir / "mirrors/o__one")
+        healed = run(new, "heal", "o/one")
+        assert healed.returncode == 0, healed.stdout
         assert state_of(new) == lost.state
 
 
