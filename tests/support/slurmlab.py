@@ -101,7 +101,11 @@ def slurm(more: str) -> Iterator[Slurm]:
             running.append(_start(home, "slurmctld", "-D", "-f", str(made.conf)))
             running.append(_start(home, "slurmd", "-D", "-f", str(made.conf)))
             until(lambda: _is_idle(made), told=made.logs)
-            yield made
+            try:
+                yield made
+            finally:  # a job that a failed test left would outlive its slurmd
+                made.run("scancel", "--partition=all")
+                until(lambda: _is_idle(made), told=made.logs)
         finally:
             for process in reversed(running):
                 process.send_signal(signal.SIGTERM)
