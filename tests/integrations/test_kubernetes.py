@@ -115,6 +115,8 @@ def test_a_running_pod_follows_resets_in_the_directory_of_both(on: Node) -> None
     pod = on.pod(place, script, propagation="slave")
     assert pod.stdout is not None
     before = [pod.stdout.readline(), pod.stdout.readline()]
+    on.kill_daemon()
+    on.start_daemon()  # in a namespace of its own, as the next container's
     on.client.reset_checkout(held.id, "o__r-1")
     after = pod.communicate("\n", timeout=60)[0]
     expected = (place / "tree/README").read_text()
