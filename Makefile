@@ -12,7 +12,7 @@ SEED ?= 1
 MINUTES ?= 30
 
 # What the tests need from Debian; nothing of it is needed to run the daemon but git.
-DEBIAN_PACKAGES := git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
+DEBIAN_PACKAGES := libfaketime git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
 
 # Supported, as uv finds them; pyenv's wrappers need to be told which one is asked for.
 PYTHONS ?= 3.11 3.12 3.13

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
@@ -30,6 +32,7 @@ from .datasets.service import Datasets
 from .environments.building import Builds, Preparations
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
+from .fleet.claims import Claims
 from .git.command import Git
 from .git.turns import HOUSEKEEPING, Askers, Gate
 from .git.workers import Workers
@@ -48,6 +51,9 @@ from .protocol import Activity, Configuration, ReloadAnswer, Status
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm
+
+if TYPE_CHECKING:
+    from .fleet.service import Fleet
 
 
 class Engine:
@@ -122,16 +128,46 @@ class Engine:
             events=self.events, trash=self.trash, room=self.room,
         )  # fmt: skip
         self._closing.push_async_callback(self.mirrors.close)
+        self.bundles, self.datasets = Bundles(self.mirrors), Datasets(self.mirrors)
+        self.fleet = await self._join_fleet()
         await self.mirrors.open()
-        self.bundles = Bundles(self.mirrors)
         # datasets drop stale pins when they open, which needs mirrors in line with the catalog
-        self.datasets = Datasets(self.mirrors)
         await self.datasets.open()
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
         self.health.degrade_by(self.mirrors.outages)
         self.health.degrade_by(self.catalog.outages)
+
+    async def _join_fleet(self) -> "Fleet | None":
+        """With a store, work with others on its mirrors; without one, have the catalog alone."""
+        if not self._settings.store.url:
+            if self.catalog.is_shared:
+                claims = Claims(self.catalog, lambda: 0)
+                hold = await claims.take_catalog()
+                keeping = asyncio.create_task(claims.keep())
+                self._closing.push_async_callback(claims.give_back, [hold])
+                self._closing.callback(keeping.cancel)
+            return None
+        try:
+            # only here: they are an extra, and take 0.1 s to load
+            objects = await anyio.to_thread.run_sync(import_module, "mirrord.fleet.objects")
+            service = import_module("mirrord.fleet.service")
+        except ImportError as error:
+            fact = "cannot use [store] url: obstore is not installed"
+            raise InvalidConfigError(fact, hint="pip install 'mirrord[fleet]'") from error
+        self.catalog.node = await anyio.to_thread.run_sync(service.read_node, self.layout.root)
+        store = await anyio.to_thread.run_sync(objects.ObjectStore, self._settings.store.url)
+        fleet: Fleet = service.Fleet(
+            store=store, bundles=self.bundles, datasets=self.datasets, operations=self.operations,
+            on_gone=lambda name: self.work.forget_mirror(name),  # noqa: PLW0108 - made below
+            on_mirrors=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
+        )  # fmt: skip
+        self.mirrors.sharing = fleet
+        await fleet.open()
+        self._closing.push_async_callback(fleet.close)
+        self.health.degrade_by(fleet.outages)
+        return fleet
 
     def _configure_log(self) -> Callable[[], None]:
         """Log as the settings say; answers how another process does the same."""
@@ -246,7 +282,7 @@ class Engine:
         )  # fmt: skip
         self._watches: list[Watch] = []
         # datasets drop pins that mirrors adopt
-        cleanup = Cleanup([self.mirrors.clean_up, self.datasets.clean_up, self.trash.retry])
+        cleanup = Cleanup([self.mirrors.clean_up, self.trash.retry, self.datasets.clean_up])
         jobs = Timetable(
             self.started_at, self.checkouts, self.work, cleanup, self.storage, self._watches,
             self.monitor.sample,
@@ -255,6 +291,8 @@ class Engine:
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()
+        if self.fleet:
+            self.fleet.start()
         self._closing.push_async_callback(self._close_watches)
         self._dataset_watch: Watch | None = None
         await self._watch_datasets()
@@ -274,7 +312,7 @@ class Engine:
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
         """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
-        self.mirrors.get_name(str(name))  # it may have been removed since
+        await self.mirrors.resolve(name, commit)  # it may have been removed, or not be here yet
         limit = await self.datasets.find_history_limit(name, commit)
         if limit is not None and not history.is_within(limit):
             history = limit

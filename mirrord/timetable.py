@@ -221,7 +221,7 @@ class Timetable:
         catalog = self.work.mirrors.catalog
         mirrors = await catalog.list_mirrors()
         names = {str(row.name) for row in mirrors}
-        audits = await catalog.list_audits()
+        audits = await catalog.list_audits(node=catalog.node or None)
         whole = [each for each in audits if names <= set(each.mirrors) and not each.left]
         content = [each for each in whole if each.level is AuditLevel.CONTENT]
 
@@ -250,6 +250,7 @@ class Timetable:
                 Job(f"sync/{row.name}", sync.interval, partial(self._sync, row.name),
                     sync.jitter, row.attempted_at, _MINUTE)
                 for row in mirrors
+                if not self.work.mirrors.sharing.is_fleet  # one daemon of which syncs what is due
             ),
             await auditing("audit", audit.interval, None, whole),
             await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),

@@ -149,11 +149,20 @@ class BackgroundWork:
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a mirror and everything built from it. Raises MirrorInUseError."""
+        await self._forget(name, self.mirrors.remove)
+        await self.on_mirrors_changed()
+
+    async def forget_mirror(self, name: MirrorName) -> None:
+        """Remove what is here of a mirror that another daemon removed."""
+        await self._forget(name, self.mirrors.discard)
+
+    async def _forget(
+        self, name: MirrorName, remove: Callable[[MirrorName], Awaitable[None]]
+    ) -> None:
         async with self.prewarm.paused(name):
-            await self.mirrors.remove(name)
+            await remove(name)
             await self.templates.forget(name)
             await self.stores.forget(name)
-        await self.on_mirrors_changed()
 
     async def import_upload(
         self,

@@ -38,6 +38,14 @@ async def get_status(call: Call) -> protocol.Status:
     return replace(status, mirrors=mirrors, jobs=jobs)
 
 
+async def get_fleet(call: Call) -> protocol.Fleet:
+    """Empty without a store."""
+    fleet = call.engine.fleet
+    if fleet is None:
+        return protocol.Fleet(node="", store="", generations=0, behind=[], nodes=[], claims=[])
+    return await fleet.status()
+
+
 async def get_configuration(call: Call) -> protocol.Configuration:
     return call.engine.configuration()
 

@@ -79,9 +79,9 @@ class Audits:
     async def open(self) -> None:
         """Read what earlier audits found."""
         for level in (AuditLevel.CLOSURE, AuditLevel.CONTENT):
-            for row in await self.catalog.list_judgements(level):
+            for row in await self.catalog.list_judgements(level, self.catalog.node):
                 self._note(row.key, row.judged_at, row.part)
-        for audit in await self.list(1):
+        for audit in await self.catalog.list_audits(1, self.catalog.node or None):
             self.last = _summary(audit)
             if not audit.dataset:  # of quick audits there are no judgements
                 bad = {(each.mirror, each.commit) for each in audit.findings if _is_bad(each.state)}
@@ -107,7 +107,9 @@ class Audits:
         """
         level = request.level or self.settings().audit.level
         recorded = await self._names(request)
-        past = await self.catalog.list_judgements(level) if _is_of_everything(request) else []
+        past: builtins.list[JudgementRow] = []
+        if _is_of_everything(request):
+            past = await self.catalog.list_judgements(level, self.catalog.node)
         begun = await self._unfinished(level, past) if resume else []
         run = AuditRun(
             request, level, progress,
@@ -134,7 +136,7 @@ class Audits:
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """When the audit of everything began that a scheduled one at this level would resume."""
-        newest = await self.catalog.find_newest_judgement(level)
+        newest = await self.catalog.find_newest_judgement(level, self.catalog.node)
         found = await self._unfinished(level, [newest] if newest else [])
         return found[0].started_at if found else None
 
@@ -168,6 +170,8 @@ class Audits:
                 names.setdefault(recorded.mirror.key, recorded.mirror)
             for mirror in map(MirrorName.parse, dataset.mirrors if dataset else ()):
                 names.setdefault(mirror.key, mirror)  # of which a branch is recorded only
+            elsewhere = self.mirrors.sharing.is_kept_elsewhere
+            names = {key: name for key, name in names.items() if not elsewhere(key)}
         return names.values()
 
     async def _unfinished(
@@ -208,13 +212,15 @@ class Audits:
                 self._note(name.key, utc_now(), part)
             # a quick audit begins again in less time than it resumes
             if _is_of_everything(run.request) and run.level is not AuditLevel.QUICK:
-                row = JudgementRow(name.key, run.level, run.id, run.started_at, utc_now(), part)
+                row = JudgementRow(
+                    name.key, run.level, run.id, run.started_at, utc_now(), part, self.catalog.node
+                )
                 with _unless_refused("judgement", name.key):
                     await self.catalog.put_judgement(row)
 
     async def _record(self, audit: Audit) -> None:
         with _unless_refused("audit", audit.id):
-            await self.catalog.put_audit(audit)
+            await self.catalog.put_audit(audit, self.catalog.node)
         self.last = _summary(audit)
         counts = {str(state): count for state, count in audit.counts.items()}
         self.events.publish(
@@ -260,6 +266,8 @@ class Audits:
         alone = {pin.commit for pin in pins if stands_alone(pin) and not dataset}
         commits = sorted({row.commit for row in rows} | alone)
         record = mirror.history if mirror else None
+        if await self.mirrors.sharing.is_behind(self.mirrors.repository(name), ask=True):
+            record = None  # of a generation that is not here yet
         accept = tuple(self.settings().audit.accept)
         if not path.is_dir():  # nothing can be served
             absent = f"there is no mirror {name}, or it was never synced"

@@ -208,6 +208,7 @@ class Catalog:
     list_instance_ids = _reads(datasets.list_instance_ids)
     list_recorded = _reads(datasets.list_recorded)
     list_unresolved = _reads(datasets.list_unresolved)
+    list_unresolved_mirrors = _reads(datasets.list_unresolved_mirrors)
     resolve_instances = _writes(spool.resolve_instances)
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)

@@ -491,6 +491,12 @@ def list_unresolved(
     return [(DatasetName(name), *rest) for name, *rest in connection.execute(query)]
 
 
+def list_unresolved_mirrors(connection: Connection) -> set[str]:
+    """The keys of mirrors that lack the branch of an instance."""
+    query = select(func.lower(instances.c.mirror_name).distinct()).where(_UNRESOLVED)
+    return set(connection.execute(query).scalars())
+
+
 def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId | None:
     """The one base commit of a mirror's instances that begins with these digits."""
     query = select(recorded.c.commit_id).where(

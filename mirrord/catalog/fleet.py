@@ -105,12 +105,14 @@ _is_free = or_(claims.c.node.is_(None), claims.c.expires_ms <= _now())
 
 
 def enrol(connection: Connection, hosts: Mapping[str, str]) -> None:
-    """Have mirrors synced by the fleet; `hosts` are of their upstreams, by mirror key."""
+    """Have work done by the clock, now for the first time: by the claim's key, its upstream's host.
+
+    Work without an upstream has no host.
+    """
     query = select(claims.c.key).where(claims.c.due_ms.is_not(None))
     known = set(connection.execute(query).scalars())
-    fresh = [key for key in sorted(hosts) if f"{MIRROR}{key}" not in known]
-    for key in fresh:
-        values = _new_claim(f"{MIRROR}{key}") | {"host": hosts[key], "due_ms": 0}
+    for key in sorted(hosts.keys() - known):
+        values = _new_claim(key) | {"host": hosts[key], "due_ms": 0}
         statement = insert_of(connection, claims).values(values)
         renewed = {"host": hosts[key], "due_ms": 0, "failures": 0}
         connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_=renewed))
@@ -173,9 +175,13 @@ def claim_due(
     return _take(connection, node, keys, ttl, is_batch=True) if keys else []
 
 
-def renew(connection: Connection, node: str, ttl: timedelta) -> set[Claim]:
-    """Prolong all claims of a node; answers them. One that expired and is free is prolonged too."""
-    query = update(claims).where(claims.c.node == node).values(expires_ms=_now() + _ms(ttl))
+def renew(connection: Connection, node: str, ttl: timedelta, keys: Collection[str]) -> set[Claim]:
+    """Prolong claims of a node; answers them. One that expired and is free is prolonged too.
+
+    Those that it does not name expire: their answer may have been lost on its way to it.
+    """
+    mine = (claims.c.node == node, claims.c.key.in_(list(keys)))
+    query = update(claims).where(*mine).values(expires_ms=_now() + _ms(ttl))
     rows = connection.execute(query.returning(claims.c.key, claims.c.epoch))
     return {Claim(*row) for row in rows}
 

@@ -67,6 +67,35 @@ def status(
         print_line("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
 
 
+def fleet(session: Session) -> None:
+    """The daemons that share the catalog and the store, and what they do now."""
+    found = session.client.fleet()
+    if not found.store:
+        session.answer(found, ["no daemon shares mirrors with this one: it has no [store] url"])
+        return
+    named = {node.holder: node.name for node in found.nodes}
+    nodes = [
+        [it.name, it.id, it.version, f"{it.age_s:.0f} s", it.mirrors, it.behind, it.fault]
+        for it in found.nodes
+    ]
+    claims = [
+        [it.work, named.get(it.holder, it.holder), it.epoch, f"{it.left_s:.0f} s"]
+        for it in found.claims
+    ]
+    pairs = [
+        ("node", found.node),
+        ("store", found.store),
+        ("fault", found.fault),
+        ("generations", found.generations),
+        ("behind", ", ".join(found.behind) or None),
+    ]
+    lines = [*facts(pairs), ""]
+    lines += table(["node", "id", "version", "seen", "mirrors", "behind", "fault"], nodes)
+    if claims:
+        lines += ["", *table(["work", "node", "epoch", "left"], claims)]
+    session.answer(found, lines)
+
+
 def _asked(session: Session, wait: str | None) -> Status:
     patience = read_duration(wait, "--wait") or timedelta()
     deadline = time.monotonic() + patience.total_seconds()

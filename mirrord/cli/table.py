@@ -89,6 +89,7 @@ receipt; receipts:receipt; 345789; Print what a checkout is and how that was pro
 exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
 rehearse; rehearse:rehearse; 3456789; Try every instance: checkout, seal, patches and back, reset.
+fleet; status:fleet; 39; Show the daemons that share mirrors with this one.
 du; status:du; 379; Show what is on disk, shared, and only a cache.
 gc; status:gc; 379; Drop what is only a cache and not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.

@@ -119,11 +119,14 @@ class Datasets:
             kept = [row for row in rows if before is None or pin_key(row) in before]
             if len(kept) < len(rows):
                 log.warning("import.undone", owner=owner, pins=len(rows) - len(kept))
-            if any(row.reason == ADOPTED for row in kept):
+            is_unknown = any(row.reason == ADOPTED for row in kept)
+            if is_unknown:
                 self._unknown.add(owner.removeprefix(owner_of("")))
-                await self._remove_stale_pins(owner, frozenset(map(pin_key, kept)))
+            but = frozenset(map(pin_key, kept)) if is_unknown else frozenset()
+            if self._mirrors.sharing.is_fleet:  # another daemon may be importing it now
+                self._uncleaned[owner] = but
             else:
-                await self._remove_stale_pins(owner)
+                await self._remove_stale_pins(owner, but)
         if self._unknown:
             log.warning("datasets.unknown", datasets=sorted(self._unknown))
         for path in await anyio.to_thread.run_sync(lambda: [*root.glob(f"{SPOOL_PREFIX}*")]):
@@ -132,7 +135,7 @@ class Datasets:
     async def clean_up(self) -> bool:
         """Remove the pins that could not be removed before; answers whether none is left."""
         for owner, kept in list(self._uncleaned.items()):
-            async with self._lock(owner):
+            async with self._sole(owner):
                 await self._remove_stale_pins(owner, kept)
         return not self._uncleaned
 
@@ -169,7 +172,7 @@ class Datasets:
         # a file name that is not UTF-8 has surrogates in Python, which no database takes
         source = source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
         kind = SPOOL_PREFIX.rstrip("-")
-        async with self._lock(owner), self._quarantine.directory(kind) as directory:
+        async with self._sole(owner), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
             label = Path(source).name or source
             read = await self._mirrors.workers.run(
@@ -204,6 +207,7 @@ class Datasets:
             )
             found = {key: its.found for key, its in outcomes.items()}
             change = await self._catalog.replace_dataset(head, spool, found)
+            self._mirrors.sharing.records_changed(read.names)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._remove_stale_pins(owner, but=before)
@@ -283,7 +287,7 @@ class Datasets:
         for dataset in sorted(
             {DatasetName(row.dataset) for row in rows} | {d for d, *_ in waiting}
         ):
-            async with self._lock(owner_of(dataset)):
+            async with self._sole(owner_of(dataset)):
                 # read again: an import or a removal may have ended before the lock was free
                 roles: dict[CommitId, set[str]] = {}
                 for row in await self._catalog.list_recorded(key, dataset, unpinned=True):
@@ -302,6 +306,16 @@ class Datasets:
                     self._changed("dataset.resolved", dataset, instances=count)
         return pinned
 
+    async def list_waiting(self) -> set[str]:
+        """The keys of mirrors of which some recorded commit or branch is not pinned yet."""
+        recorded = await self._catalog.list_recorded(unpinned=True)
+        unresolved = await self._catalog.list_unresolved_mirrors()
+        return {row.mirror.key for row in recorded} | unresolved
+
+    def forget(self) -> None:
+        """Remember no rows: another daemon changed some."""
+        self._forget()
+
     def rows_changed(self, names: Iterable[str]) -> None:
         """A bundle put rows of these datasets into the catalog."""
         self._forget()
@@ -311,7 +325,7 @@ class Datasets:
     async def remove(self, name: str) -> None:
         """Delete a dataset and remove its pins. Raises DatasetNotFoundError."""
         dataset = parse_dataset_name(name)
-        async with self._lock(owner_of(dataset)):
+        async with self._sole(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _not_found(name)
             self._forget()
@@ -401,8 +415,11 @@ class Datasets:
         self._base_commits = {}
         self._limits = {}
 
-    def _lock(self, owner: str) -> anyio.Lock:
-        return self._locks.setdefault(owner, anyio.Lock())
+    @asynccontextmanager
+    async def _sole(self, owner: str) -> AsyncIterator[None]:
+        """Do other work on the dataset neither here nor on other daemons."""
+        async with self._locks.setdefault(owner, anyio.Lock()), self._mirrors.sharing.sole(owner):
+            yield
 
     async def _remove_stale_pins(self, owner: str, but: PinKeys = frozenset()) -> None:
         """Remove the dataset's pins of commits that it does not record. Needs the dataset's lock.

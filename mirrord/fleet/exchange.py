@@ -21,6 +21,7 @@ from ..mirrors.quarantine import Quarantine, accept_objects
 from ..mirrors.refs import Moves, classify, commit, compare, recover, theirs, write_durably
 from ..mirrors.repository import HISTORY, KEPT, Refs, Repository
 from ..model import MirrorName
+from ..telemetry import log
 from .generations import (
     Manifest,
     PublishedPack,
@@ -67,12 +68,16 @@ class Exchange:
     ) -> Generation | None:
         """Publish `refs`, all objects of which are in the mirror, as the next generation.
 
-        None where they are those of `previous`. Raises ClaimLostError where `accept` says
-        that another node has published meanwhile; then nobody sees what was uploaded.
+        None where they are those of `previous`, which is published anew where the store has lost
+        its manifest. Raises ClaimLostError where `accept` says that another node has published
+        meanwhile; then nobody sees what was uploaded.
         """
         name, old = repository.name, None
         if previous is not None:
-            old = await to_thread.run_sync(read_manifest, self.store, name, previous)
+            try:
+                old = await to_thread.run_sync(read_manifest, self.store, name, previous)
+            except StoreDamagedError as error:
+                log.warning("store.damaged", mirror=str(name), detail=error.message)
         async with self.quarantine.directory("publish") as directory:
             await self.quarantine.room.ensure(f"publish mirror {name}")
             refs = refs | await record(directory)
@@ -80,7 +85,7 @@ class Exchange:
             await to_thread.run_sync(accept_objects, directory, repository.objects)
             if old and (old.refs, old.head) == (refs, head):
                 return None
-            number = old.number + 1 if old else 1
+            number = previous.number + 1 if previous else 1
             packs = [*old.packs] if old else []
             known = set(old.refs.values()) if old else set[str]()
             if old and _is_scattered(packs):

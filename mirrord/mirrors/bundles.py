@@ -324,7 +324,8 @@ class Bundles:
             await self.mirrors.add(str(name), records.url)
         # or a crash ended its first import after it was registered
         is_new = found is None or found.synced_at is None
-        async with self.mirrors.lock(name):
+        async with self.mirrors.sharing.turn(name) as turn, self.mirrors.lock(name):
+            await self.mirrors.catch_up(name)
             restored: dict[str, int] = {}
             for dataset, (head, spool) in spools.items():
                 if (added := await self.mirrors.catalog.merge_dataset(head, spool)) is not None:
@@ -333,6 +334,7 @@ class Bundles:
             plan = await self._move(scratch, bundle, pins, records.default_branch)
             await self.mirrors.catalog.put_pins(pins)
             await self.mirrors.pins.remove_unrecorded(self.mirrors.repository(name), pins)
+            await turn.publish(self.mirrors.repository(name))
             await self._record(name, is_new=is_new)
         return BundleImported(
             mirror=str(name),

@@ -9,7 +9,7 @@ that only the catalog knows stays there until a heal has made it again.
 import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from .pins import Pins, adopt_pins, read_pins, stands_alone
 from .quarantine import Quarantine
 from .refs import JOURNAL, recover
 from .repository import Repository, read_refs_of
+from .sharing import Sharing
 from .sync import INCOMING, unmark
 from .upstream import default_url, parse_upstream
 
@@ -86,10 +87,11 @@ class Inventory:
     events: Events
     trash: Trash
     room: Room = UNBOUNDED
+    sharing: Sharing = field(default_factory=Sharing)
 
     def __post_init__(self) -> None:
         state = self.settings().state_dir
-        self._root = state / "mirrors"
+        self.root = state / "mirrors"
         self.quarantine = Quarantine(state / "quarantine", self.trash, self.room)
         self.pins = Pins(self.catalog)
         self._names: dict[str, MirrorName] = {}
@@ -102,7 +104,7 @@ class Inventory:
 
         Mirrors for which that fails are marked as failed, and stop no other.
         """
-        for directory in (self._root, self.quarantine.root):
+        for directory in (self.root, self.quarantine.root):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         await self.quarantine.clean()
         rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
@@ -122,6 +124,10 @@ class Inventory:
                     log.warning("mirror.ignored", path=path.name)
                     continue
                 row = gone.pop(name.key, None)
+                if row is None and await self.sharing.is_known(Repository(self.git, name, path)):
+                    log.warning("mirror.removed_elsewhere", mirror=str(name))
+                    await self.quarantine.discard(path)
+                    continue
                 if row is None:
                     url = default_url(self.settings(), name)
                     row = MirrorRow(name=name, url=url, added_at=utc_now())
@@ -130,6 +136,8 @@ class Inventory:
                 if row.history is None or found != pins.get(name.key, set()):
                     tasks.start_soon(self._reconcile_at_start, name, limiter)
         for row in gone.values():  # never synced, or deleted by hand: the next sync clones it
+            if self.sharing.is_fleet:  # it comes when it is asked for
+                continue
             for pin in await self.catalog.list_pins(row.name.key):
                 if not stands_alone(pin):
                     await self.catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
@@ -137,13 +145,19 @@ class Inventory:
                 log.warning("mirror.gone", mirror=str(row.name))
                 state = dict.fromkeys(("synced_at", "ref_count", "kept_count", "size_bytes"))
                 await self.catalog.update_mirror(row.name.key, **state)
+        await self.refresh()
+
+    async def refresh(self) -> builtins.list[MirrorName]:
+        """Read the catalog's mirrors again; answers those that are no longer there."""
         listed = await self.catalog.list_mirrors()
-        self._names = {row.name.key: row.name for row in listed}
+        before, self._names = self._names, {row.name.key: row.name for row in listed}
         self._unsynced = {row.name.key: str(row.error["detail"]) for row in listed if row.error}
+        await self.sharing.enrol(listed)
+        return [before[key] for key in before.keys() - self._names.keys()]
 
     async def _survey(self) -> builtins.list[tuple[Path, OwnedCommits | None]]:
         """The directories of mirrors with their pins; None where more has to be looked at."""
-        paths = sorted(await to_thread.run_sync(lambda: list(self._root.iterdir())))
+        paths = sorted(await to_thread.run_sync(lambda: list(self.root.iterdir())))
         found: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
 
         async def look(some: Sequence[Path]) -> None:
@@ -190,10 +204,17 @@ class Inventory:
         await repair_incomplete_packs(repository)
         await recover(repository)
         await unmark(repository)
-        await adopt_pins(self.catalog, repository)
+        if await self.sharing.is_known(repository):
+            await self.pins.follow(repository)
+        else:
+            await adopt_pins(self.catalog, repository)
         row = await self.catalog.find_mirror(key)
         if row is not None and row.history is None:
             await self.catalog.update_mirror(key, **await columns_of(repository, None))
+
+    def names(self) -> builtins.list[MirrorName]:
+        """Those of all mirrors, from memory."""
+        return [*self._names.values()]
 
     def get_name(self, text: str) -> MirrorName:
         """The name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
@@ -202,16 +223,34 @@ class Inventory:
         except (InvalidNameError, KeyError) as error:
             raise _not_found(text) from error
 
+    async def find_name(self, text: str) -> MirrorName:
+        """The name of a mirror, which another daemon may have added just now."""
+        try:
+            return self.get_name(text)
+        except errors.MirrorNotFoundError:
+            if not self.sharing.is_fleet:
+                raise
+            return (await self.get(text)).name
+
     async def get(self, text: str) -> MirrorRow:
-        """A mirror by any spelling; raises MirrorNotFoundError."""
-        found = await self.catalog.find_mirror(self.get_name(text).key)
+        """A mirror by any spelling; raises MirrorNotFoundError.
+
+        From the catalog: another daemon may have added it just now.
+        """
+        try:
+            name = MirrorName.parse(text)
+        except InvalidNameError as error:
+            raise _not_found(text) from error
+        found = await self.catalog.find_mirror(name.key)
         if found is None:
             raise _not_found(text)
+        if self.sharing.is_fleet:
+            self._names.setdefault(name.key, found.name)
         return found
 
     def path(self, name: MirrorName) -> Path:
         """The bare repository of a mirror, by any spelling."""
-        return self._root / str(self._names.get(name.key, name))
+        return self.root / str(self._names.get(name.key, name))
 
     def repository(self, name: MirrorName) -> Repository:
         """The repository of a mirror, which may not exist yet."""
@@ -272,8 +311,12 @@ class Inventory:
             found = await self.catalog.find_mirror(name.key)
             if found is None:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
+                published = await self.sharing.find_published(name)
                 await self.catalog.put_mirror(row)
+                if published:  # after it comes what is published next
+                    await self.catalog.adopt_generation(self.catalog.node, name.key, published)
                 self._names[name.key] = name
+                await self.sharing.enrol([row])
                 self.events.publish("mirror.added", mirror=str(name), url=upstream.shown)
                 return row
         if url is not None and found.url != upstream.url:
@@ -288,7 +331,7 @@ class Inventory:
         """Delete a mirror; raises MirrorInUseError while something needs it."""
         row = await self.get(str(name))
         path = self.path(row.name)
-        async with self.lock(row.name):
+        async with self.sharing.turn(row.name), self.lock(row.name):
             recorded = await self.catalog.list_recorded(row.name.key)
             pinned = await self.catalog.list_pins(row.name.key)
             used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]
@@ -324,6 +367,13 @@ class Inventory:
                 if fill:
                     await fill(repository)
 
+    async def discard(self, name: MirrorName) -> None:
+        """Remove what is on this disk of a mirror that another daemon removed."""
+        path = self.root / str(name)
+        async with self.lock(name):
+            if path.exists():
+                await self.quarantine.discard(path)
+
     @asynccontextmanager
     async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:
         """A new repository in quarantine, renamed into its place when the block succeeds."""
@@ -332,7 +382,7 @@ class Inventory:
             await building.create()
             yield building
             building.path.rename(self.path(name))
-            await to_thread.run_sync(sync_directory, self._root)
+            await to_thread.run_sync(sync_directory, self.root)
 
 
 def _shown(row: MirrorRow, pin_count: int) -> Mirror:

@@ -7,7 +7,7 @@ leaves at worst a ref without a row, and a start brings them in line.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ..errors import GitFailedError, InvalidRequestError, MirrordError, Resource
 from ..git.command import object_info
 from ..model import CommitId, shown, utc_now
 from ..telemetry import log
-from .refs import commit, recover
+from .refs import Moves, commit, recover
 from .repository import PINS, Refs, Repository
 from .upstream import find_bad
 
@@ -113,11 +113,17 @@ class Pins:
         self._pending: dict[str, list[_Pending]] = {}
 
     async def add(
-        self, repository: Repository, commits: Collection[CommitId], owner: str, reason: str
+        self,
+        repository: Repository,
+        commits: Collection[CommitId],
+        owner: str,
+        reason: str,
+        publish: Callable[[Repository], Awaitable[None]],
     ) -> dict[CommitId, str]:
         """Pin the commits that can be served; answers the others, each with the reason.
 
-        A pin that is made again keeps its row, and its reason where there is no new one.
+        A pin that is made again keeps its row, and its reason where there is no new one. Objects
+        are published before the catalog, which other daemons follow, says that they are pinned.
         """
         refused = await verify_commits(repository, commits)
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
@@ -127,8 +133,26 @@ class Pins:
             new = PinRow(repository.name, commit_id, owner, reason, utc_now())
             old = before.get(commit_id, new)
             rows.append(replace(old, reason=reason or old.reason))
-        await self._write(repository, rows, owner)
+        await self._write(repository, rows, owner, publish)
         return refused
+
+    async def follow(self, repository: Repository) -> None:
+        """Make the refs of pins those of the catalog, to which other daemons write too.
+
+        A pin whose commit is not here yet waits for what they publish.
+        """
+        refs, key = await repository.all_refs(), repository.name.key
+        there = {pin_ref(owner, oid): oid for owner, oid in read_pins(refs)}
+        wanted = {
+            pin_ref(row.owner, row.commit): row.commit for row in await self._catalog.list_pins(key)
+        }
+        new = {ref: oid for ref, oid in wanted.items() if ref not in there}
+        refused = await verify_commits(repository, {*new.values()}) if new else {}
+        moves: Moves = {ref: (oid, None) for ref, oid in there.items() if ref not in wanted}
+        moves |= {ref: (None, oid) for ref, oid in new.items() if oid not in refused}
+        await commit(repository, moves)
+        if refused:
+            log.warning("pins.waiting", mirror=str(repository.name), count=len(refused))
 
     async def restore(self, repository: Repository) -> tuple[int, int]:
         """Make lost pins again, the catalog's and those of recorded commits, once they are proven.
@@ -193,13 +217,21 @@ class Pins:
             await self._settle(repository, pending[0])
             del pending[0]
 
-    async def _write(self, repository: Repository, rows: Sequence[PinRow], owner: str) -> None:
+    async def _write(
+        self,
+        repository: Repository,
+        rows: Sequence[PinRow],
+        owner: str,
+        publish: Callable[[Repository], Awaitable[None]] | None = None,
+    ) -> None:
         """Write refs, then rows; where the rows cannot be written no ref stays."""
         present = await repository.all_refs()
         fresh = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
         with anyio.CancelScope(shield=True):
             await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in fresh})
             try:
+                if publish and fresh:
+                    await publish(repository)
                 await self._catalog.put_pins(rows)
             except Exception:
                 await self._undo(repository, _Pending(owner, fresh))

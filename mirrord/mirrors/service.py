@@ -15,19 +15,35 @@ from typing import Any
 from anyio import to_thread
 
 from ..catalog import MirrorRow
-from ..errors import AccessError, CommitNotFoundError, MirrordError, UpstreamError
+from ..errors import (
+    AccessError,
+    ClaimLostError,
+    CommitNotFoundError,
+    MirrordError,
+    UpstreamError,
+)
 from ..git.command import object_info
 from ..git.errors import masked_url
 from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefRecord, Synced
+from ..protocol import (
+    QUEUED,
+    Pin,
+    Progress,
+    ProgressSink,
+    RefDiff,
+    RefFault,
+    RefRecord,
+    Synced,
+)
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
 from .refs import is_followed
-from .repository import Repository
+from .repository import HISTORY, Repository
+from .sharing import Turn, is_same
 from .sync import Fetcher, move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
@@ -55,7 +71,7 @@ class Mirrors(Inventory):
         Raises an UpstreamError, which is also recorded in the row: an UpstreamLossError where
         upstream lost most of what it had, unless the loss is accepted.
         """
-        found = self.get_name(str(name))
+        found = await self.find_name(str(name))
         key = f"{found.key}{' accepted' if accept_loss else ''}"
         run = partial(self._sync, found, accept_loss)
         return await self._syncs.join(key, run, progress)
@@ -64,25 +80,18 @@ class Mirrors(Inventory):
         started_at = utc_now()
         work.report(Progress(unit="syncs", note=QUEUED))
         try:
-            async with self.lock(name):
-                row = await self.get(str(name))
-                mirror, upstream = self.repository(row.name), parse_upstream(row.url)
-                if await to_thread.run_sync(mirror.is_stub):
-                    await self.quarantine.discard(mirror.path)
-                if exists := mirror.path.exists():
-                    await mirror.must_be_ours()
-                async with self._hosts.turn(upstream.host):
-                    work.close()
-                    work.report(Progress(unit="syncs", note="ask upstream for its refs"))
-                    place = nullcontext(mirror) if exists else self._building(row.name)
-                    async with place as repository:
-                        result = await sync(
-                            self._fetcher(repository, upstream, work.report),
-                            self.settings().upstream.refs,
-                            known_faults={it["commit"]: it["reason"] for it in row.ref_faults},
-                            accept_loss=accept_loss and exists,
-                        )
-                await self._record(row, result)
+            async with self.sharing.turn(name, work.report) as turn, self.lock(name):
+                row = turn.row or await self.get(str(name))
+                is_done = turn.is_fresh and not accept_loss
+                if not is_done:
+                    result = await self._ask(row, accept_loss, work)
+                    await self._record(row, result, turn)
+            if is_done:  # without the claim, which others wait for
+                work.close()
+                await self.follow(row.name)
+                return _as_synced(row)
+        except ClaimLostError:
+            raise  # the row tells of the other node's sync
         except MirrordError as error:
             problem = error.problem()
             await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
@@ -98,22 +107,62 @@ class Mirrors(Inventory):
         self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **facts)
         return result
 
-    async def _record(self, row: MirrorRow, result: Synced) -> None:
+    async def _ask(self, row: MirrorRow, accept_loss: bool, work: SharedWork[Synced]) -> Synced:
+        """Bring a mirror up to date with its upstream, after all that is published of it."""
+        mirror, upstream = self.repository(row.name), parse_upstream(row.url)
+        if await to_thread.run_sync(mirror.is_stub):
+            await self.quarantine.discard(mirror.path)
+        await self.catch_up(row.name)
+        if exists := mirror.path.exists():
+            await mirror.must_be_ours()
+        async with self._hosts.turn(upstream.host):
+            work.close()
+            work.report(Progress(unit="syncs", note="ask upstream for its refs"))
+            place = nullcontext(mirror) if exists else self._building(row.name)
+            async with place as repository:
+                return await sync(
+                    self._fetcher(repository, upstream, work.report),
+                    self.settings().upstream.refs,
+                    known_faults={it["commit"]: it["reason"] for it in row.ref_faults},
+                    accept_loss=accept_loss and exists,
+                )
+
+    async def _record(self, row: MirrorRow, result: Synced, turn: Turn) -> None:
+        """Publish what is new, then say so in the row."""
         self._unsynced.pop(row.name.key, None)
-        now = utc_now()
+        turn.is_synced = True
+        now, repository = utc_now(), self.repository(row.name)
         columns: dict[str, Any] = {"ref_count": result.ref_count, "kept_count": result.kept_count}
-        if result.changed or None in {row.history, row.size_bytes}:
-            columns = await columns_of(self.repository(row.name), row.history)
-            columns["size_bytes"] = await to_thread.run_sync(size_bytes, self.path(row.name))
-        await self.catalog.update_mirror(
-            row.name.key,
-            **columns,
-            default_branch=result.default_branch,
-            synced_at=now,
-            attempted_at=now,
-            error=None,
-            ref_faults=[fault.to_json() for fault in result.faults],
-        )
+        refs = await repository.all_refs()
+        # an earlier sync may have ended before it was recorded
+        if result.changed or row.size_bytes is None or row.history != refs.get(HISTORY):
+            await turn.publish(repository)
+            columns = await columns_of(repository, row.history)
+            columns["size_bytes"] = await to_thread.run_sync(size_bytes, repository.path)
+        faults = [fault.to_json() for fault in result.faults]
+        columns |= {"default_branch": result.default_branch, "error": None, "ref_faults": faults}
+        if not (is_same(row, columns) and turn.is_noted(row)):
+            columns |= {"synced_at": now, "attempted_at": now}
+            await self.catalog.update_mirror(row.name.key, **columns)
+
+    # -- what other daemons published -----------------------------------------------------------
+
+    async def follow(self, name: MirrorName) -> bool:
+        """Bring a mirror to what another daemon published last; answers whether that was new."""
+        async with self.lock(name):
+            return await self.catch_up(name, ask=True)
+
+    async def catch_up(self, name: MirrorName, *, ask: bool = False) -> bool:
+        """Follow under the mirror's lock; without `ask`, what the catalog said last."""
+        mirror = self.repository(name)
+        if not await self.sharing.is_behind(mirror, ask=ask):
+            return False
+        place = nullcontext(mirror) if mirror.path.exists() else self._building(name)
+        async with place as repository:
+            await self.sharing.follow(repository)
+        await self.pins.follow(self.repository(name))
+        self.events.publish("mirror.followed", mirror=str(name))
+        return True
 
     def outages(self) -> list[str]:
         """Why nothing is up to date: the last sync of every mirror failed."""
@@ -138,11 +187,14 @@ class Mirrors(Inventory):
         self.events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
 
     async def _synced(self, name: MirrorName, progress: ProgressSink | None = None) -> MirrorRow:
-        """The row of a mirror that is on disk; syncs one that is not, unless a sync is running."""
+        """The row of a mirror that is on disk.
+
+        Takes one that is not from the store, or syncs it, unless that is being done.
+        """
         row = await self.get(str(name))
         if not self.path(row.name).exists():
             async with self.lock(row.name):
-                is_filled = self.path(row.name).exists()
+                is_filled = self.path(row.name).exists() or await self.catch_up(row.name, ask=True)
             if not is_filled:
                 await self.sync(row.name, progress)
         return row
@@ -152,8 +204,13 @@ class Mirrors(Inventory):
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
         """The commit of a branch, tag or id; raises CommitNotFoundError."""
         row = await self._synced(name)
-        timeout = timedelta(seconds=30)
-        return await self.workers.run(resolve, self.path(row.name), commitish, timeout=timeout)
+        path, timeout = self.path(row.name), timedelta(seconds=30)
+        try:
+            return await self.workers.run(resolve, path, commitish, timeout=timeout)
+        except CommitNotFoundError:
+            if not await self.follow(row.name):
+                raise
+            return await self.workers.run(resolve, path, commitish, timeout=timeout)
 
     async def resolve_revisions(
         self, name: MirrorName, revisions: Collection[str]
@@ -252,9 +309,11 @@ class Mirrors(Inventory):
         check_owner(owner)
         row = await self._synced(name)
         repository = self.repository(row.name)
-        async with self.lock(row.name):
+        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+            await self.catch_up(row.name)
             await repository.must_be_ours()
-            refused = await self.pins.add(repository, commits, owner, reason)
+            refused = await self.pins.add(repository, commits, owner, reason, turn.publish)
+        self.sharing.records_changed([row.name.key])
         if pinned := set(commits) - refused.keys():
             counts = {"count": len(pinned), "refused": len(refused)}
             self.events.publish("commits.pinned", mirror=str(row.name), owner=owner, **counts)
@@ -271,12 +330,16 @@ class Mirrors(Inventory):
         row = await self.get(str(name))
         async with self.lock(row.name):
             await self.pins.remove(self.repository(row.name), commits, owner)
+        self.sharing.records_changed([row.name.key])
         fact = {"owner": owner, "count": len(commits)}
         self.events.publish("commits.unpinned", mirror=str(row.name), **fact)
 
     async def restore_pins(self, name: MirrorName) -> None:
         """Make lost pins again: the catalog's, and those of what datasets record now."""
         async with self.lock(name):
+            if self.sharing.is_fleet:
+                await self.pins.follow(self.repository(name))
+                return
             lost, refused = await self.pins.restore(self.repository(name))
         if lost:
             self.events.publish("pins.restored", mirror=str(name), count=lost, refused=refused)
@@ -315,15 +378,31 @@ class Mirrors(Inventory):
         """
         row = await self._synced(name)
         repository = self.repository(row.name)
-        async with self.lock(row.name):
+        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+            await self.catch_up(row.name)
             record = await find_record(repository, at)
             before = await find_record(repository, "latest")
             recorded = await read_record(repository, record.id)
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
             refs, head = recorded.followed, recorded.head
             changes, _ = await move_refs(repository, present, refs, head, why=why)
+            await turn.publish(repository)
             columns = await columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)
         fact = {"at": record.id, "changes": len(changes)}
         self.events.publish("refs.restored", mirror=str(row.name), **fact)
         return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
+
+
+def _as_synced(row: MirrorRow) -> Synced:
+    """What another daemon's sync found."""
+    return Synced(
+        mirror=str(row.name),
+        changed=False,
+        summary="another daemon synced it",
+        ref_count=row.ref_count or 0,
+        kept_count=row.kept_count or 0,
+        default_branch=row.default_branch,
+        changes=[],
+        faults=[RefFault.from_json(fault) for fault in row.ref_faults],
+    )

@@ -231,6 +231,43 @@ class Garbage(Answer):
     dropped: list[Dropped]
 
 
+class FleetNode(Answer):
+    """A daemon of a fleet; `holder` is its name in claims, `fault` why it lacks the store."""
+
+    id: str
+    name: str
+    version: str
+    age_s: float
+    mirrors: int
+    behind: int
+    holder: str
+    fault: str | None = None
+
+
+class FleetClaim(Answer):
+    """Work that one daemon does now, for another `left_s` seconds unless it renews its claim."""
+
+    work: str
+    holder: str
+    epoch: int
+    left_s: float
+
+
+class Fleet(Answer):
+    """`generations` counts published mirrors; `behind` are those to be brought up to date here.
+
+    `nodes` are the daemons that were seen within a month, the last one first.
+    """
+
+    node: str
+    store: str
+    generations: int
+    behind: list[str]
+    nodes: list[FleetNode]
+    claims: list[FleetClaim]
+    fault: str | None = None
+
+
 class Configuration(Answer):
     """The settings in force, with secrets in URLs masked; without `path` they are the defaults."""
 

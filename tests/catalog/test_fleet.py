@@ -48,7 +48,7 @@ def enrol(database: Database, *names: str, host: str = "") -> None:
         for name in names:
             row = MirrorRow(MirrorName("o", name), f"https://example.com/o/{name}", NOW)
             mirrors.put_mirror(connection, row)
-        fleet.enrol(connection, {f"o__{name}": host for name in names})
+        fleet.enrol(connection, {f"mirror/o__{name}": host for name in names})
 
 
 def claim(
@@ -97,8 +97,9 @@ def test_a_claim_that_expired_is_prolonged_while_nobody_took_it(database: Databa
     claim(database, "n1", "b", BRIEF)
     time.sleep(0.02)
     claim(database, "n2", "b")
+    claim(database, "n1", "c", BRIEF)
     with database.write() as connection:
-        assert fleet.renew(connection, "n1", TTL) == {Claim("a", 1)}
+        assert fleet.renew(connection, "n1", TTL, ["a", "b"]) == {Claim("a", 1)}
     assert claim(database, "n2", "a") is None
     with database.read() as connection:
         held = {each.key: (each.node, each.epoch) for each in fleet.list_claims(connection)}
@@ -264,7 +265,7 @@ def test_a_generation_of_the_store_is_adopted_and_later_ones_come_after_it(
     assert adopt(7, 3) == seventh
     assert not publish(database, "n1", (1, 1), None)
     with database.write() as connection:
-        assert fleet.renew(connection, "n1", TTL) == set()
+        assert fleet.renew(connection, "n1", TTL, ["mirror/o__a"]) == set()
     assert claim(database, "n1", "mirror/o__a") == Claim("mirror/o__a", 8)
     assert (adopt(7, 3), adopt(7, 2), adopt(6, 9)) == (seventh, seventh, seventh)
     assert publish(database, "n1", (8, 4), seventh)  # it kept its claim

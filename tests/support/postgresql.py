@@ -24,6 +24,7 @@ class Server:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.is_up = True
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -33,7 +34,7 @@ class Server:
     def start(self) -> None:
         options = (
             f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.home}"
-            " -c fsync=off -c timezone=Asia/Tokyo -c max_connections=200"
+            " -c fsync=off -c log_statement=all -c timezone=Asia/Tokyo -c max_connections=200"
         )
         self._run(
             "pg_ctl",
@@ -79,6 +80,22 @@ class Server:
         with psycopg.connect(url, autocommit=True) as connection:
             for statement in statements:
                 done = connection.execute(statement.encode())
+            return done.fetchall() if done.description else []
+
+    def statements(self) -> list[str]:
+        """What it was asked since its start, without the ends of transactions."""
+        lines = (self.home / "log").read_text(errors="replace").splitlines()
+        asked = (
+            line.partition("LOG:  ")[2].partition(": ")[2] for line in lines if "LOG:  " in line
+        )
+        ends = ("BEGIN", "COMMIT", "ROLLBACK", "SELECT 1")
+        words = ("SELECT", "INSERT", "UPDATE", "DELETE")
+        return [it for it in asked if it.startswith(words) and not it.startswith(ends)]
+
+    def execute_in(self, url: str, statement: str) -> list[tuple[object, ...]]:
+        """In a database of `create`; answers the rows."""
+        with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
+            done = connection.execute(statement.encode())
             return done.fetchall() if done.description else []
 
     def _run(self, program: str, *args: str) -> None:

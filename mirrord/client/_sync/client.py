@@ -84,6 +84,10 @@ class Client:
         """What the daemon does now; `history` adds a point for each minute of the last day."""
         return self._one(protocol.Activity, "GET", "activity", history=history)
 
+    def fleet(self) -> protocol.Fleet:
+        """The daemons that share mirrors with this one; empty where it has no store."""
+        return self._one(protocol.Fleet, "GET", "fleet")
+
     def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
         return self._one(protocol.Configuration, "GET", "config")

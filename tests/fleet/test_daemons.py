@@ -1,0 +1,185 @@
+"""Several daemons on one PostgreSQL and one store: what one has, all have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fleetlab
+import postgresql
+import pytest
+from daemons import daemon
+from fleetlab import Fleet, become_like, done, eventually, refs, rows
+from gitrepos import Upstream, git
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgresql.Server]:
+    with postgresql.running() as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(server: postgresql.Server, tmp_path: Path, upstream: Upstream) -> Iterator[Fleet]:
+    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
+        yield made
+
+
+def test_a_second_daemon_serves_what_the_first_one_mirrored(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    a, b = fleet.make(), fleet.make()
+    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    commit = upstream.git("rev-parse", "HEAD~2")
+    done(a, "POST", "/v1/datasets?name=d&filename=d.jsonl", rows(commit))
+    upstream.path.rename(upstream.path.with_name("gone"))  # the forge is not asked any more
+    eventually(lambda: b.get("/v1/instances/i-0")[0] == 200)
+    status, _, body = b.request("POST", "/v1/checkouts", {"instance": "i-0"})
+    assert status == 201, body
+    eventually(lambda: refs(b) == refs(a), 20)
+    assert "refs/mirrord/pins/dataset/d" in refs(b)
+    known = b.json("GET", "/v1/fleet")
+    assert len(known["nodes"]) == 2
+    assert known["behind"] == []
+
+
+def test_a_sync_on_one_daemon_moves_the_refs_of_all(fleet: Fleet, upstream: Upstream) -> None:
+    nodes = [fleet.make() for _ in range(4)]
+    done(nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
+    for node in nodes[1:]:  # it comes when somebody asks for it
+        body = {"mirror": "owner/name", "commit": "main"}
+        assert node.request("POST", "/v1/checkouts", body)[0] == 201
+    first = refs(nodes[0])
+    assert {refs(node) for node in nodes} == {first}
+    upstream.git("reset", "--quiet", "--hard", "HEAD~2")
+    newest = upstream.commit({"new": "line\n"})
+    done(nodes[2], "POST", "/v1/mirrors/owner__name/sync")
+    assert newest in refs(nodes[2])
+    become_like(nodes[2], *nodes)
+
+
+def test_what_is_due_is_synced_by_one_of_them(fleet: Fleet, upstream: Upstream) -> None:
+    nodes = [fleet.make(interval="3s") for _ in range(3)]
+    done(nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
+    newest = upstream.commit({"new": "line\n"})
+    eventually(lambda: any(newest in refs(node) for node in nodes), 30)
+    row = fleet.server.execute_in(fleet.catalog, "SELECT ref_count, error FROM mirrors")
+    assert len(row) == 1
+
+
+def test_a_pin_and_its_end_reach_every_daemon(fleet: Fleet, upstream: Upstream) -> None:
+    a, b = fleet.make(), fleet.make()
+    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    assert b.request("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": "main"})[0] == 201
+    # no ref leads to it any more: only the pin keeps it, and only its publication brings it
+    commit = upstream.commit({"left": "behind\n"})
+    done(a, "POST", "/v1/mirrors/owner__name/sync")
+    paper = {"mirror": "owner/name", "commit": commit, "reason": "paper"}
+    assert a.request("POST", "/v1/pins", paper)[0] == 201
+    ref = f"refs/mirrord/pins/person/0/{commit}"
+    eventually(lambda: ref in refs(b), 20)
+    assert b.request("DELETE", f"/v1/pins/owner__name/{commit}")[0] == 204
+    assert ref not in refs(b)
+    eventually(lambda: ref not in refs(a), 20)
+
+
+def test_a_removed_mirror_goes_everywhere(fleet: Fleet, upstream: Upstream) -> None:
+    a, b = fleet.make(), fleet.make()
+    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    made = b.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": "main"})
+    assert b.request("DELETE", f"/v1/checkouts/{made['id']}")[0] == 204
+    assert a.request("DELETE", "/v1/mirrors/owner__name")[0] == 204
+    eventually(lambda: not (b.state_dir / "mirrors/owner__name").exists(), 20)
+    assert b.json("GET", "/v1/mirrors") == []
+    # and continues from what is published should it be added again
+    kept = upstream.git("rev-parse", "HEAD")
+    upstream.git("reset", "--quiet", "--hard", "HEAD~1")
+    done(b, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    tips = git(b.state_dir / "mirrors/owner__name", "for-each-ref", "refs/mirrord/kept")
+    assert kept in tips
+
+
+def test_syncs_at_the_same_time_ask_the_forge_twice_at_most(
+    fleet: Fleet, upstream: Upstream, tmp_path: Path
+) -> None:
+    nodes = [fleet.make() for _ in range(4)]
+    done(nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
+    newest = upstream.commit({"new": "line\n"})
+    started = [node.json("POST", "/v1/mirrors/owner__name/sync") for node in nodes]
+    results = []
+    for node, operation in zip(nodes, started, strict=True):
+        answer = operation
+        while answer["state"] == "running":
+            answer = node.json("GET", f"/v1/operations/{operation['id']}")
+        assert answer["state"] == "done", answer
+        results.append(answer["result"])
+    assert all(newest in refs(node) for node in nodes)
+    asked = [it for it in results if it["summary"] != "another daemon synced it"]
+    assert len(asked) <= 2, results
+
+
+def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fleet: Fleet) -> None:
+    text = f'[catalog]\nurl = "{server.create()}"\n'
+    with daemon(text) as first, daemon(text, start=False) as second:
+        second.start(wait=False)
+        assert second.process is not None
+        assert second.process.wait(60) == 5
+        assert "[store] url" in second.log
+        second.process = None
+        assert first.get("/v1/health")[0] == 200
+
+
+def test_a_catalog_of_sqlite_may_have_a_store(tmp_path: Path, upstream: Upstream) -> None:
+    text = f"""
+[store]
+url = "file://{tmp_path}/store"
+[upstream]
+url = "file://{upstream.path.parent}/{{owner}}+{{name}}"
+"""
+    with daemon(text) as one:
+        done(one, "POST", "/v1/mirrors", {"repo": "owner/name"})
+        done(
+            one,
+            "POST",
+            "/v1/datasets?name=d&filename=d.jsonl",
+            rows(upstream.git("rev-parse", "HEAD")),
+        )
+        generations = tmp_path / "store/mirrors/owner__name/generations"
+        count = len(list(generations.iterdir()))
+        assert count
+        one.stop()
+        one.start()
+        done(one, "POST", "/v1/mirrors/owner__name/sync")
+        known = one.json("GET", "/v1/fleet")
+        assert known["generations"] == 1
+        assert [it["id"] for it in known["nodes"]] in ([], [known["node"]])
+
+
+def test_a_round_without_news_costs_few_statements(fleet: Fleet, upstream: Upstream) -> None:
+    """Mirrors of one upstream; what is asked from one claim of them all to their release."""
+    count = 30
+    names = "".join(
+        f'[[mirror]]\nrepo = "owner/n{number}"\nurl = "{upstream.url}"\n' for number in range(count)
+    )
+    one = fleet.make(names, interval="15s")
+    synced = "SELECT count(*) FROM mirrors WHERE synced_at IS NOT NULL"
+    eventually(lambda: fleet.server.execute_in(fleet.catalog, synced) == [(count,)], 90)
+    store = sorted((fleet.store_path / "mirrors").rglob("*"))
+
+    def rounds() -> list[int]:
+        """How many statements each had."""
+        asked = fleet.server.statements()
+        batches = (n for n, it in enumerate(asked) if "is_batch=" in it and f"${count}" in it)
+        ends = [n for n, it in enumerate(asked) if "due_ms=CASE" in it]
+        return [
+            min(end for end in ends if end > first) - first
+            for first in batches
+            if ends and ends[-1] > first
+        ]
+
+    found = eventually(rounds, 60)
+    assert min(found) < 25, found
+    assert sorted((fleet.store_path / "mirrors").rglob("*")) == store
+    assert one.get("/v1/health")[0] == 200

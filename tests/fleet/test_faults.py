@@ -1,0 +1,257 @@
+"""What breaks in a fleet: daemons, the catalog's database, the store, clocks. Nothing recorded is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import fleetlab
+import forge
+import link
+import postgresql
+import pytest
+import s3
+from daemons import Daemon
+from fleetlab import Fleet, become_like, checkout, done, eventually, have, refs, rows
+from gitrepos import Upstream
+
+pytestmark = pytest.mark.slow
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+_OWN = '[[mirror]]\nrepo = "owner/name"\n'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgresql.Server]:
+    with postgresql.running() as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(server: postgresql.Server, tmp_path: Path, upstream: Upstream) -> Iterator[Fleet]:
+    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
+        yield made
+
+
+def newest(fleet: Fleet) -> tuple[int, int]:
+    query = "SELECT epoch, number FROM generations WHERE mirror_key = 'owner__name'"
+    found = fleet.server.execute_in(fleet.catalog, query)
+    return (int(str(found[0][0])), int(str(found[0][1]))) if found else (0, 0)
+
+
+def test_a_daemon_that_slept_past_its_claim_publishes_nothing(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    with forge.serving(upstream.path.parent) as web:
+        text = f'[[mirror]]\nrepo = "owner/name"\nurl = "{web.url}/owner+name"\n'
+        a, b, c, d = (fleet.make(text) for _ in range(4))
+        done(a, "POST", "/v1/mirrors/owner__name/sync")
+        assert checkout(b, mirror="owner/name", commit="main")
+        web.delay_s = 3.0
+        upstream.commit({"seen": "by a\n"})
+        started = a.json("POST", "/v1/mirrors/owner__name/sync")
+        eventually(lambda: web.active)
+        os.kill(a.pid, signal.SIGSTOP)
+        try:
+            web.delay_s = 0.0
+            upstream.git("reset", "--quiet", "--hard", "HEAD~1")
+            seen_by_b = upstream.commit({"seen": "by b\n"})
+            done(b, "POST", "/v1/mirrors/owner__name/sync")
+            at = newest(fleet)
+        finally:
+            os.kill(a.pid, signal.SIGCONT)
+        eventually(
+            lambda: a.json("GET", f"/v1/operations/{started['id']}")["state"] != "running", 60
+        )
+        assert newest(fleet) >= at
+        for node in (c, d):
+            assert checkout(node, mirror="owner/name", commit=seen_by_b)
+        become_like(b, a, c, d)
+        assert seen_by_b in refs(b)
+
+
+def test_another_daemon_takes_over_what_a_killed_one_synced(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    with forge.serving(upstream.path.parent) as web:
+        text = f'[[mirror]]\nrepo = "owner/name"\nurl = "{web.url}/owner+name"\n'
+        a, b = fleet.make(text, interval="4s"), fleet.make(text, interval="4s")
+        eventually(lambda: refs(a) or refs(b))
+        for node in (a, b):
+            assert checkout(node, mirror="owner/name", commit="main")
+        web.delay_s = 2.0
+        query = "SELECT node FROM claims WHERE key = 'mirror/owner__name' AND node IS NOT NULL"
+        holder = eventually(lambda: fleet.server.execute_in(fleet.catalog, query))[0][0]
+        nodes = {it["holder"]: it["id"] for it in a.json("GET", "/v1/fleet")["nodes"]}
+        first = next(n for n in (a, b) if n.json("GET", "/v1/fleet")["node"] == nodes[holder])
+        first.kill()
+        web.delay_s = 0.0
+        commit = upstream.commit({"new": "line\n"})
+        second = b if first is a else a
+        eventually(lambda: commit in refs(second), 60)
+
+
+def test_without_the_store_a_daemon_serves_and_says_so(
+    server: postgresql.Server, tmp_path: Path, upstream: Upstream
+) -> None:
+    with s3.running() as bucket, link.to(bucket.port) as wire:
+        environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+        with fleetlab.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+            a = fleet.make(_OWN, environment=environment)
+            done(a, "POST", "/v1/mirrors/owner__name/sync")
+            wire.cut()
+            commit = upstream.commit({"new": "line\n"})
+            failed = a.json("POST", "/v1/mirrors/owner__name/sync")
+            ended = eventually(lambda: _ended(a, failed["id"]), 120)
+            assert ended["error"]["code"] == "store-unavailable"
+            assert checkout(a, mirror="owner/name", commit=commit)
+            assert b"the store cannot be reached" in a.get("/v1/health")[2]
+            wire.mend()
+            wire.delay_s = 0.02
+            done(a, "POST", "/v1/mirrors/owner__name/sync")
+            b = fleet.make(environment=environment)
+            assert checkout(b, mirror="owner/name", commit=commit)
+            assert a.get("/v1/health")[0] == 200
+
+
+def _ended(one: Daemon, operation: str) -> dict[str, dict[str, str]] | None:
+    found: dict[str, dict[str, str]] = one.json("GET", f"/v1/operations/{operation}")
+    return None if str(found["state"]) == "running" else found
+
+
+def test_bytes_that_the_store_has_not_kept_move_no_ref(
+    fleet: Fleet, upstream: Upstream, tmp_path: Path
+) -> None:
+    a, b = fleet.make(_OWN), fleet.make(_OWN)
+    done(a, "POST", "/v1/mirrors/owner__name/sync")
+    assert checkout(b, mirror="owner/name", commit="main")
+    before = refs(b)
+    kept = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*.pack")}
+    os.kill(b.pid, signal.SIGSTOP)
+    commit = upstream.commit({"new": "line\n"})
+    done(a, "POST", "/v1/mirrors/owner__name/sync")
+    fresh = next(p for p in (tmp_path / "store").rglob("*.pack") if p not in kept)
+    whole = fresh.read_bytes()
+    fresh.write_bytes(whole[: len(whole) // 2])
+    os.kill(b.pid, signal.SIGCONT)
+    eventually(lambda: "mirror.behind" in b.log, 40)
+    assert refs(b) == before
+    assert b.json("GET", "/v1/fleet")["behind"] == ["owner__name"]
+    fresh.write_bytes(whole)
+    eventually(lambda: commit in refs(b), 30)
+    fleetlab.sound(b)
+
+
+def test_a_manifest_that_is_gone_is_published_anew(
+    fleet: Fleet, upstream: Upstream, tmp_path: Path
+) -> None:
+    a = fleet.make(_OWN)
+    done(a, "POST", "/v1/mirrors/owner__name/sync")
+    for path in (tmp_path / "store/mirrors").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    commit = upstream.commit({"new": "line\n"})
+    done(a, "POST", "/v1/mirrors/owner__name/sync")
+    b = fleet.make()
+    assert checkout(b, mirror="owner/name", commit=commit)
+    eventually(lambda: refs(a) == refs(b), 30)
+    fleetlab.sound(b)
+
+
+@pytest.mark.skipif(not FAKETIME.exists(), reason="needs libfaketime")
+def test_clocks_that_differ_by_minutes_do_not_matter(fleet: Fleet, upstream: Upstream) -> None:
+    early = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "-7m", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    a = fleet.make(_OWN, interval="3s", environment=early)
+    b = fleet.make(_OWN, interval="3s", environment=early | {"FAKETIME": "+7m"})
+    for number in range(3):
+        node = (a, b)[number % 2]
+        done(node, "POST", "/v1/mirrors/owner__name/sync")
+        commit = upstream.commit({"new": f"{number}\n"})
+        eventually(lambda: any(commit in refs(it) for it in (a, b)))  # noqa: B023
+    for node in (a, b):  # a moment later it is published, too
+        eventually(partial(checkout, node, mirror="owner/name", commit=commit))
+    assert "claim.lost" not in a.log + b.log
+
+
+def test_a_storm_loses_nothing(fleet: Fleet, upstream: Upstream) -> None:
+    """Four daemons, killed, paused and cut off at random moments while upstream moves on."""
+    seed = int(os.environ.get("MIRRORD_SEED", "17"))
+    chance = random.Random(seed)
+    nodes = [fleet.make(_OWN, interval="2s") for _ in range(4)]
+    done(nodes[0], "POST", "/v1/mirrors/owner__name/sync")
+    base = upstream.git("rev-parse", "HEAD~2")
+    done(nodes[1], "POST", "/v1/datasets?name=d&filename=d.jsonl", rows(base))
+    stop, seen, pinned = threading.Event(), [newest(fleet)], {base}
+
+    def watch() -> None:
+        while not stop.wait(0.1):
+            if fleet.server.is_up:
+                seen.append(newest(fleet))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        deadline = time.monotonic() + float(os.environ.get("MIRRORD_STORM_S", "40"))
+        while time.monotonic() < deadline:
+            if chance.random() < 0.3:
+                upstream.git("reset", "--quiet", "--hard", "HEAD~1")
+            commit = upstream.commit({"file": f"{chance.random()}\n"})
+            _break_one(chance, fleet, nodes)
+            _start_again(nodes)
+            time.sleep(chance.uniform(0.2, 2))
+            node = chance.choice(nodes)
+            try:
+                if (
+                    node.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": commit})[0]
+                    == 201
+                ):
+                    pinned.add(commit)
+            except OSError:
+                pass
+    finally:
+        stop.set()
+        watcher.join()
+    _start_again(nodes)
+    for node in nodes:
+        node.wait_until_healthy()
+    assert seen == sorted(seen), f"a generation went backwards, seed {seed}"
+    commit = upstream.commit({"file": "the last one\n"})
+    done(nodes[0], "POST", "/v1/mirrors/owner__name/sync")
+    for node in nodes:
+        assert checkout(node, mirror="owner/name", commit=commit)
+        have(commit, node)
+        for oid in pinned:
+            have(f"/{oid}", node)
+        fleetlab.sound(node)
+    audit = done(nodes[2], "POST", "/v1/audits", {"mirrors": ["owner/name"], "level": "closure"})
+    assert audit["open_count"] == 0, audit
+
+
+def _start_again(nodes: list[Daemon]) -> None:
+    """Those that were killed, or that began while the database was away, as systemd would."""
+    for node in nodes:
+        if node.process is None or node.process.poll() is not None:
+            node.start(wait=False)
+
+
+def _break_one(chance: random.Random, fleet: Fleet, nodes: list[Daemon]) -> None:
+    node = chance.choice(nodes)
+    match chance.choice(["kill", "kill", "pause", "database", "nothing"]):
+        case "kill":
+            node.kill()
+        case "pause":
+            os.kill(node.pid, signal.SIGSTOP)
+            time.sleep(chance.uniform(0.5, 4))
+            os.kill(node.pid, signal.SIGCONT)
+        case "database":
+            fleet.server.is_up = False
+            fleet.server.stop()
+            time.sleep(chance.uniform(0.2, 3))
+            fleet.server.start()
+            fleet.server.is_up = True

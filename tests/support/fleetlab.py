@@ -1,0 +1,141 @@
+"""Fleets for tests: several real daemons on one PostgreSQL and one store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import postgresql
+from daemons import Daemon, daemon
+from gitrepos import git
+
+TEXT = """
+[catalog]
+url = "{catalog}"
+[store]
+url = "{store}"
+[sync]
+interval = "{interval}"
+jitter = "0s"
+[upstream]
+url = "file://{upstreams}/{{owner}}+{{name}}"
+"""
+
+
+def eventually(look: Callable[[], Any], bound_s: float = 60.0) -> Any:
+    """What `look` answers once that is true."""
+    deadline = time.monotonic() + bound_s
+    while not (found := look()):
+        assert time.monotonic() < deadline, "it did not become so"
+        time.sleep(0.2)
+    return found
+
+
+def done(one: Daemon, method: str, path: str, body: Any = None, bound_s: float = 90.0) -> Any:
+    """The result of an operation."""
+    answer = one.json(method, path, body)
+    assert "id" in answer, answer
+    deadline = time.monotonic() + bound_s
+    while answer["state"] == "running":
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.05)
+        answer = one.json("GET", f"/v1/operations/{answer['id']}")
+    assert answer["state"] == "done", answer
+    return answer["result"]
+
+
+def rows(*commits: str, prefix: str = "i") -> bytes:
+    """A dataset of one instance a commit."""
+    empty = {"repo": "owner/name", "patch": "", "test_patch": ""}
+    lines = [
+        {"instance_id": f"{prefix}-{number}", "base_commit": oid, **empty}
+        for number, oid in enumerate(commits)
+    ]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def refs(one: Daemon) -> str:
+    """All refs of its mirror but kept ones, and HEAD; empty without it.
+
+    A daemon whose sync nobody took keeps what it had fetched.
+    """
+    path = one.state_dir / "mirrors/owner__name"
+    if not path.exists():
+        return ""
+    listed = "".join(
+        line
+        for line in git(path, "for-each-ref").splitlines(True)
+        if "refs/mirrord/kept/" not in line
+    )
+    return listed + git(path, "symbolic-ref", "HEAD")
+
+
+def become_like(model: Daemon, *nodes: Daemon, bound_s: float = 60.0) -> None:
+    """Wait until they have its refs, with all that those reach."""
+    for node in nodes:
+        eventually(partial(_are_alike, model, node), bound_s)
+        sound(node)
+
+
+def _are_alike(one: Daemon, other: Daemon) -> bool:
+    return refs(one) == refs(other)
+
+
+def have(text: str, *nodes: Daemon, bound_s: float = 60.0) -> None:
+    """Wait until a ref, or a commit that one names, is in their mirrors."""
+    for node in nodes:
+        eventually(partial(_has, text, node), bound_s)
+
+
+def _has(text: str, one: Daemon) -> bool:
+    return text in refs(one)
+
+
+def checkout(one: Daemon, **body: str) -> bool:
+    """Whether a checkout can be had."""
+    return one.request("POST", "/v1/checkouts", body)[0] == 201
+
+
+def sound(one: Daemon) -> None:
+    git(one.state_dir / "mirrors/owner__name", "fsck", "--strict", "--connectivity-only")
+
+
+class Fleet:
+    """`make` adds a daemon to those that share a catalog and a store."""
+
+    def __init__(
+        self, server: postgresql.Server, store: str, upstreams: Path, stack: ExitStack
+    ) -> None:
+        self.server, self.store, self.upstreams = server, store, upstreams
+        self.store_path = Path(store.removeprefix("file://"))
+        self.catalog = server.create()
+        self._stack = stack
+        self.nodes: list[Daemon] = []
+
+    def make(
+        self,
+        text: str = "",
+        *,
+        interval: str = "1h",
+        start: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> Daemon:
+        settings = TEXT.format(
+            catalog=self.catalog, store=self.store, interval=interval, upstreams=self.upstreams
+        )
+        made = self._stack.enter_context(
+            daemon(settings + text, start=start, environment=environment)
+        )
+        self.nodes.append(made)
+        return made
+
+
+@contextmanager
+def fleet(server: postgresql.Server, store: str, upstreams: Path) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(server, store, upstreams, stack)
