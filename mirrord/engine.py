@@ -167,6 +167,7 @@ class Engine:
         await fleet.open()
         self._closing.push_async_callback(fleet.close)
         self.health.degrade_by(fleet.outages)
+        self.on_reload(fleet.apply)
         return fleet
 
     def _configure_log(self) -> Callable[[], None]:

@@ -44,7 +44,6 @@ from .schema import (
     MirrorRow,
     NodeRow,
     PinRow,
-    PublishedTemplate,
     RecordedRow,
 )
 from .spool import digest_of, roles_of, spooled, unspooled
@@ -64,7 +63,6 @@ __all__ = [
     "MirrorRow",
     "NodeRow",
     "PinRow",
-    "PublishedTemplate",
     "RecordedRow",
     "Servable",
     "digest_of",
@@ -240,10 +238,6 @@ class Catalog:
     put_node = _writes(fleet.put_node)
     list_nodes = _reads(fleet.list_nodes)
     delete_node = _writes(fleet.delete_node)
-    put_template = _writes(fleet.put_template)
-    find_template = _reads(fleet.find_template)
-    list_templates = _reads(fleet.list_templates)
-    delete_template = _writes(fleet.delete_template)
 
     async def replace_dataset(
         self, head: DatasetHead, rows: Path, found: spool.Found | None = None

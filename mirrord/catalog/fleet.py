@@ -1,4 +1,4 @@
-"""Queries of a fleet: claims, generations, nodes, templates, changes. Sync, on one connection.
+"""Queries of a fleet: claims, generations, nodes, changes. Sync, on one connection.
 
 Leases end and ages are told by the database's clock, since those of nodes differ by minutes. What
 two nodes may do at the same time is decided in one transaction each; nothing is held between them,
@@ -13,7 +13,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
-    RowMapping,
     and_,
     case,
     delete,
@@ -28,19 +27,16 @@ from sqlalchemy import (
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from ..model import CommitId, History
 from .database import insert_of, lock, upsert
 from .schema import (
     Claim,
     Generation,
     HeldClaim,
     NodeRow,
-    PublishedTemplate,
     changes,
     claims,
     generations,
     nodes,
-    published_templates,
 )
 
 MIRROR = "mirror/"
@@ -349,49 +345,3 @@ def delete_node(connection: Connection, identity: str) -> None:
     connection.execute(delete(nodes).where(gone))
     free = update(claims).where(claims.c.node == identity)
     connection.execute(free.values(node=None, expires_ms=0))
-
-
-# -- templates -------------------------------------------------------------------------------------
-
-
-def put_template(connection: Connection, row: PublishedTemplate) -> None:
-    values = {
-        "mirror_key": row.key, "commit_id": row.commit, "history": row.history,
-        "digest": row.digest, "size_bytes": row.size_bytes, "node": row.node,
-        "document": row.document, "published_ms": 0,
-    }  # fmt: skip
-    upsert(connection, published_templates, [values])
-    mine = published_templates.c.digest == row.digest
-    connection.execute(update(published_templates).where(mine).values(published_ms=_now()))
-
-
-def find_template(
-    connection: Connection, key: str, commit: CommitId, history: History
-) -> PublishedTemplate | None:
-    query = select(published_templates).where(
-        published_templates.c.mirror_key == key,
-        published_templates.c.commit_id == commit,
-        published_templates.c.history == history,
-    )
-    return next(iter(_templates(connection.execute(query).mappings())), None)
-
-
-def list_templates(connection: Connection, key: str | None = None) -> list[PublishedTemplate]:
-    query = select(published_templates)
-    if key is not None:
-        query = query.where(published_templates.c.mirror_key == key)
-    columns = (published_templates.c.mirror_key, published_templates.c.commit_id)
-    return list(_templates(connection.execute(query.order_by(*columns)).mappings()))
-
-
-def delete_template(connection: Connection, digest: str) -> None:
-    query = delete(published_templates).where(published_templates.c.digest == digest)
-    connection.execute(query)
-
-
-def _templates(rows: Iterable[RowMapping]) -> Iterable[PublishedTemplate]:
-    for row in rows:
-        yield PublishedTemplate(
-            row["mirror_key"], CommitId(row["commit_id"]), History(row["history"]), row["digest"],
-            row["size_bytes"], row["node"], row["document"],
-        )  # fmt: skip

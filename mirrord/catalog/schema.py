@@ -219,19 +219,6 @@ nodes = sa.Table(
     sa.Column("document", sa.JSON, nullable=False),
 )
 
-published_templates = sa.Table(
-    "published_templates",
-    metadata,
-    sa.Column("mirror_key", sa.Text, primary_key=True),
-    sa.Column("commit_id", sa.String(40), primary_key=True),
-    sa.Column("history", sa.String(16), primary_key=True),
-    sa.Column("digest", sa.String(64), nullable=False),
-    sa.Column("size_bytes", sa.BigInteger, nullable=False),
-    sa.Column("node", sa.Text, nullable=False),
-    sa.Column("published_ms", sa.BigInteger, nullable=False),
-    sa.Column("document", sa.JSON, nullable=False),
-)
-
 changes = sa.Table(
     "changes",
     metadata,
@@ -329,19 +316,6 @@ class HeldClaim:
     node: str
     epoch: int
     left_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedTemplate:
-    """A template in the store; `digest` names its object, `document` is the publisher's."""
-
-    key: str
-    commit: CommitId
-    history: History
-    digest: str
-    size_bytes: int
-    node: str
-    document: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from datetime import timedelta
 import anyio
 
 from ..catalog import Catalog, Claim, Generation, HeldClaim, MirrorRow
-from ..errors import AlreadyRunningError, CatalogUnavailableError
+from ..errors import AlreadyRunningError, CatalogUnavailableError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
@@ -123,8 +123,12 @@ class Claims:
     async def keep(self) -> None:
         """Renew for ever."""
         while True:
-            with suppress(CatalogUnavailableError):
+            try:
                 await self.renew()
+            except CatalogUnavailableError:
+                pass  # health says so
+            except MirrordError as error:
+                log.warning("claims.not_renewed", detail=error.message)
             await anyio.sleep(RENEWAL.total_seconds())
 
     async def take_catalog(self) -> Hold:

@@ -145,6 +145,11 @@ class Fleet(Sharing):
         with suppress(CatalogUnavailableError):
             await self.catalog.delete_node(self.catalog.node)
 
+    async def apply(self) -> None:
+        """Have mirrors due no later than the settings say now."""
+        if interval := self.settings().sync.interval:
+            await self.catalog.hasten(interval)
+
     def outages(self) -> list[str]:
         """Why what is new cannot be published or followed."""
         return [self._fault] if self._fault else []

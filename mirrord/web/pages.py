@@ -51,6 +51,7 @@ ROUTES = (
     _route("/reports", views.show_reports, "Reports"),
     _route("/reports/(?P<identity>[^/]{1,100})", views.show_report),
     _route("/activity", views.show_activity, "Activity"),
+    _route("/fleet", views.show_fleet, "Fleet"),
 )
 
 
@@ -110,7 +111,11 @@ class Pages:
         facts = {
             "now": utc_now(), "version": __version__, "path": path, "link": link, "age": age,
             "given": given, "renew": renew if renew in _RENEWALS_S else "",
-            "navigation": [(each.pattern.pattern, each.title) for each in ROUTES if each.title],
+            "navigation": [
+                (each.pattern.pattern, each.title)
+                for each in ROUTES
+                if each.title and (self._engine.fleet or each.gather is not views.show_fleet)
+            ],
             **facts,
         }  # fmt: skip
         found = self._environment.get_template(template)

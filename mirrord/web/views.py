@@ -331,6 +331,16 @@ async def show_environments(engine: Engine, values: Values) -> Facts:
     return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": _TONES}
 
 
+async def show_fleet(engine: Engine, values: Values) -> Facts:
+    """Raises NotFoundError where mirrors are shared with nobody."""
+    if engine.fleet is None:
+        raise NotFoundError("cannot show a fleet: this daemon has no store")
+    fleet = await engine.fleet.status()
+    named = {node.holder: node.name for node in fleet.nodes}
+    claims = [(claim, named.get(claim.holder, "–")) for claim in fleet.claims]
+    return {"fleet": fleet, "slice": Slice.of(fleet.nodes, values), "claims": claims}
+
+
 # -- the daemon ------------------------------------------------------------------------------------
 
 

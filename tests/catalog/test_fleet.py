@@ -20,13 +20,12 @@ from mirrord.catalog import (
     Generation,
     MirrorRow,
     PinRow,
-    PublishedTemplate,
     fleet,
     mirrors,
     schema,
 )
 from mirrord.catalog.database import Database, prepare
-from mirrord.model import History, MirrorName
+from mirrord.model import MirrorName
 
 pytestmark = pytest.mark.slow
 
@@ -384,18 +383,6 @@ def test_nodes_are_listed_with_their_age_and_forgotten(database: Database) -> No
         fleet.delete_node(connection, "n1")
         assert [node.id for node in fleet.list_nodes(connection)] == ["n2"]
         assert fleet.list_claims(connection) == []
-
-
-def test_published_templates_are_found_replaced_and_deleted(database: Database) -> None:
-    row = PublishedTemplate("o__a", commit(1), History.SEALED, "d" * 64, 7, "n1", {"files": 2})
-    with database.write() as connection:
-        fleet.put_template(connection, row)
-        fleet.put_template(connection, row)
-        assert fleet.list_templates(connection) == [row]
-        assert fleet.find_template(connection, "o__a", commit(1), History.SEALED) == row
-        assert fleet.find_template(connection, "o__a", commit(1), History.SQUASHED) is None
-        fleet.delete_template(connection, "d" * 64)
-        assert fleet.list_templates(connection, "o__a") == []
 
 
 def test_unchanged_mirrors_are_recorded_in_one_statement(database: Database) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +122,31 @@ def test_syncs_at_the_same_time_ask_the_forge_twice_at_most(
     assert all(newest in refs(node) for node in nodes)
     asked = [it for it in results if it["summary"] != "another daemon synced it"]
     assert len(asked) <= 2, results
+
+
+def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    a, b = fleet.make(), fleet.make(f'[web]\nlisten = "127.0.0.1:{port}"\n')
+    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    audit = done(a, "POST", "/v1/audits", {"mirrors": ["owner/name"]})
+    eventually(lambda: len(b.json("GET", "/v1/fleet")["nodes"]) == 2)
+
+    def page(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
+            return str(answer.read(), "utf-8")
+
+    shown = page("/fleet")
+    assert shown.count(a.json("GET", "/v1/status")["version"]) >= 2
+    assert "(this one)" in shown
+    assert "owner__name" in page("/mirrors")
+    assert audit["id"] in page("/audits")
+    words = ["--config", str(b.config), "fleet"]
+    listed = subprocess.run(
+        [sys.executable, "-m", "mirrord", *words], check=True, capture_output=True, text=True
+    ).stdout
+    assert (a.state_dir / "node").read_text().strip() in listed
 
 
 def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fleet: Fleet) -> None:

@@ -36,17 +36,6 @@ def upgrade() -> None:
         sa.Column("document", sa.JSON, nullable=False),
     )
     op.create_table(
-        "published_templates",
-        sa.Column("mirror_key", sa.Text, primary_key=True),
-        sa.Column("commit_id", sa.String(40), primary_key=True),
-        sa.Column("history", sa.String(16), primary_key=True),
-        sa.Column("digest", sa.String(64), nullable=False),
-        sa.Column("size_bytes", sa.BigInteger, nullable=False),
-        sa.Column("node", sa.Text, nullable=False),
-        sa.Column("published_ms", sa.BigInteger, nullable=False),
-        sa.Column("document", sa.JSON, nullable=False),
-    )
-    op.create_table(
         "changes",
         sa.Column("topic", sa.Text, primary_key=True),
         sa.Column("version", sa.BigInteger, nullable=False),
