@@ -330,8 +330,15 @@ class Fleet(Sharing):
         await self._read_changes()
         self._begin("follow", self._catch_up)
         self._begin("records", self._publish_records)
+        if self._fault:
+            self._begin("store", self._try_store)
         if "round" not in self._work and self.settings().sync.interval:
             await self._claim_round(here)
+
+    async def _try_store(self) -> None:
+        """So that health does not wait for the next sync."""
+        with suppress(StoreUnavailableError), self._noting():
+            await to_thread.run_sync(partial(self.store.get, "checks/none", limit_bytes=1))
 
     async def _read_changes(self) -> None:
         version, topics = await self.catalog.list_changes(self._version)

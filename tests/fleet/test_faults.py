@@ -113,6 +113,7 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             assert checkout(a, mirror="owner/name", commit=commit)
             assert b"the store cannot be reached" in a.get("/v1/health")[2]
             wire.mend()
+            eventually(lambda: a.get("/v1/health")[0] == 200)
             wire.delay_s = 0.02
             done(a, "POST", "/v1/mirrors/owner__name/sync")
             b = fleet.make(environment=environment)
