@@ -148,6 +148,9 @@ from .protocol import Environment as Environment
 from .protocol import Event as Event
 from .protocol import FailedBuild as FailedBuild
 from .protocol import Finding as Finding
+from .protocol import FleetClaim as FleetClaim
+from .protocol import FleetNode as FleetNode
+from .protocol import FleetStatus as FleetStatus
 from .protocol import Fork as Fork
 from .protocol import FormatInfo as FormatInfo
 from .protocol import Garbage as Garbage

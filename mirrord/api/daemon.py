@@ -38,11 +38,13 @@ async def get_status(call: Call) -> protocol.Status:
     return replace(status, mirrors=mirrors, jobs=jobs)
 
 
-async def get_fleet(call: Call) -> protocol.Fleet:
+async def get_fleet(call: Call) -> protocol.FleetStatus:
     """Empty without a store."""
     fleet = call.engine.fleet
     if fleet is None:
-        return protocol.Fleet(node="", store="", generations=0, behind=[], nodes=[], claims=[])
+        return protocol.FleetStatus(
+            node="", store="", generations=0, behind=[], nodes=[], claims=[]
+        )
     return await fleet.status()
 
 

@@ -154,11 +154,11 @@ class Fleet(Sharing):
         """Why what is new cannot be published or followed."""
         return [self._fault] if self._fault else []
 
-    async def status(self) -> protocol.Fleet:
+    async def status(self) -> protocol.FleetStatus:
         """The daemons of the fleet, what they claim, and how far this one is."""
         nodes = await self.catalog.list_nodes()
         held = await self.catalog.list_claims()
-        return protocol.Fleet(
+        return protocol.FleetStatus(
             node=self.catalog.node,
             store=self.store.shown,
             fault=self._fault,

@@ -253,7 +253,7 @@ class FleetClaim(Answer):
     left_s: float
 
 
-class Fleet(Answer):
+class FleetStatus(Answer):
     """`generations` counts published mirrors; `behind` are those to be brought up to date here.
 
     `nodes` are the daemons that were seen within a month, the last one first.

@@ -49,6 +49,7 @@ DESIGNED = [
     "heal",
     "checkout",
     "reset",
+    "fleet",
     "fork",
     "snapshot",
     "save",

@@ -83,9 +83,9 @@ class AsyncClient:
         """What the daemon does now; `history` adds a point for each minute of the last day."""
         return await self._one(protocol.Activity, "GET", "activity", history=history)
 
-    async def fleet(self) -> protocol.Fleet:
+    async def fleet(self) -> protocol.FleetStatus:
         """The daemons that share mirrors with this one; empty where it has no store."""
-        return await self._one(protocol.Fleet, "GET", "fleet")
+        return await self._one(protocol.FleetStatus, "GET", "fleet")
 
     async def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""

@@ -84,9 +84,9 @@ class Client:
         """What the daemon does now; `history` adds a point for each minute of the last day."""
         return self._one(protocol.Activity, "GET", "activity", history=history)
 
-    def fleet(self) -> protocol.Fleet:
+    def fleet(self) -> protocol.FleetStatus:
         """The daemons that share mirrors with this one; empty where it has no store."""
-        return self._one(protocol.Fleet, "GET", "fleet")
+        return self._one(protocol.FleetStatus, "GET", "fleet")
 
     def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
