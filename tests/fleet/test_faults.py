@@ -113,7 +113,7 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             assert checkout(a, mirror="owner/name", commit=commit)
             assert b"the store cannot be reached" in a.get("/v1/health")[2]
             wire.mend()
-            eventually(lambda: a.get("/v1/health")[0] == 200)
+            eventually(lambda: b"the store cannot" not in a.get("/v1/health")[2])
             wire.delay_s = 0.02
             done(a, "POST", "/v1/mirrors/owner__name/sync")
             b = fleet.make(environment=environment)
@@ -198,7 +198,7 @@ def test_a_storm_loses_nothing(fleet: Fleet, upstream: Upstream) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        deadline = time.monotonic() + float(os.environ.get("MIRRORD_STORM_S", "40"))
+        deadline = time.monotonic() + float(os.environ.get("MIRRORD_STORM_S", "20"))
         while time.monotonic() < deadline:
             if chance.random() < 0.3:
                 upstream.git("reset", "--quiet", "--hard", "HEAD~1")
