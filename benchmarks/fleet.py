@@ -106,8 +106,10 @@ def rounds(fleet: Fleet, upstream: Upstream, count: int) -> None:
     one.wait_until_healthy(600)
     synced = "SELECT count(*) FROM mirrors WHERE name LIKE 'many%' AND synced_at IS NOT NULL"
     eventually(lambda: fleet.server.execute_in(fleet.catalog, synced) == [(count,)], 1200)
-    due = "SELECT count(*) FROM claims WHERE key LIKE 'mirror/many%' AND node IS NULL"
-    eventually(lambda: fleet.server.execute_in(fleet.catalog, due) == [(count,)], 600)
+    # the first collection of the store, which claims each mirror, has ended too
+    due = "SELECT count(*) FROM claims WHERE (key LIKE 'mirror/many%' OR key = 'store/collect') AND due_ms > 0 AND node IS NULL"
+    eventually(lambda: fleet.server.execute_in(fleet.catalog, due) == [(count + 1,)], 600)
+    time.sleep(10)  # and what that changed was seen
     stored = sorted(fleet.store_path.rglob("*"))
     newest = "SELECT min(synced_at), max(synced_at) FROM mirrors WHERE name LIKE 'many%'"
     before, asked = fleet.server.execute_in(fleet.catalog, newest), len(fleet.server.statements())

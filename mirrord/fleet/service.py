@@ -112,6 +112,7 @@ class Fleet(Sharing):
     _generations: dict[str, Generation] = field(default_factory=dict)
     _version: int = -1
     _behind: set[str] = field(default_factory=set)
+    _repinned: set[str] = field(default_factory=set)  # of those, mirrors whose pins changed
     _unrecorded: set[str] = field(default_factory=set)  # mirrors whose records are to be published
     _fault: str | None = None
     _looks: int = 0
@@ -134,6 +135,7 @@ class Fleet(Sharing):
     def start(self) -> None:
         """Begin to follow other daemons, and to sync what is due."""
         self._behind = {key for key in self._generations if self._is_here(key)}
+        self._repinned = {*self._behind}
         self._tasks.append(asyncio.create_task(self._look_forever()))
 
     async def close(self) -> None:
@@ -357,6 +359,7 @@ class Fleet(Sharing):
         if any(it.startswith("dataset/") for it in topics):
             self.datasets.forget()
         self._behind |= {key for key in kinds[MIRROR] | kinds[PINS] if self._is_here(key)}
+        self._repinned |= self._behind & kinds[PINS]
         self._version = version
 
     def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -382,12 +385,16 @@ class Fleet(Sharing):
             name = MirrorName.parse(key)
             try:
                 async with self.mirrors.lock(name):
-                    if self._is_here(key) and not await self.mirrors.catch_up(name):
+                    has_pins = key in self._repinned
+                    self._repinned.discard(key)
+                    if self._is_here(key) and not await self.mirrors.catch_up(name) and has_pins:
                         await self.mirrors.pins.follow(self.mirrors.repository(name))
                 self._behind.discard(key)
             except CatalogUnavailableError:
+                self._repinned.add(key)
                 raise
             except (MirrordError, OSError) as error:  # again at the next look
+                self._repinned.add(key)
                 log.warning("mirror.behind", mirror=str(name), detail=str(error))
                 if isinstance(error, StoreUnavailableError | DiskFullError):
                     return
