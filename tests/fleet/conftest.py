@@ -1,10 +1,12 @@
-"""Stores of both kinds."""
+"""Stores of both kinds; fleets of real daemons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fleetlab
+import postgresql
 import pytest
 import s3
 from gitrepos import Upstream
@@ -36,3 +38,17 @@ def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
     made.history(5)
     made.git("tag", "-a", "-m", "one", "v1")
     return made
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgresql.Server]:
+    with postgresql.running() as made:
+        yield made
+
+
+@pytest.fixture
+def fleet(
+    server: postgresql.Server, tmp_path: Path, upstream: Upstream
+) -> Iterator[fleetlab.Fleet]:
+    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
+        yield made

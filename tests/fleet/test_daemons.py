@@ -6,10 +6,8 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
-import fleetlab
 import postgresql
 import pytest
 from daemons import daemon
@@ -17,18 +15,6 @@ from fleetlab import Fleet, become_like, done, eventually, refs, rows
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgresql.Server]:
-    with postgresql.running() as made:
-        yield made
-
-
-@pytest.fixture
-def fleet(server: postgresql.Server, tmp_path: Path, upstream: Upstream) -> Iterator[Fleet]:
-    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
-        yield made
 
 
 def test_a_second_daemon_serves_what_the_first_one_mirrored(

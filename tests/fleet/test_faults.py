@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,18 +24,6 @@ pytestmark = pytest.mark.slow
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 _OWN = '[[mirror]]\nrepo = "owner/name"\n'
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgresql.Server]:
-    with postgresql.running() as made:
-        yield made
-
-
-@pytest.fixture
-def fleet(server: postgresql.Server, tmp_path: Path, upstream: Upstream) -> Iterator[Fleet]:
-    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
-        yield made
 
 
 def newest(fleet: Fleet) -> tuple[int, int]:
