@@ -158,11 +158,7 @@ class Engine:
             raise InvalidConfigError(fact, hint="pip install 'mirrord[fleet]'") from error
         self.catalog.node = await anyio.to_thread.run_sync(service.read_node, self.layout.root)
         store = await anyio.to_thread.run_sync(objects.ObjectStore, self._settings.store.url)
-        fleet: Fleet = service.Fleet(
-            store=store, bundles=self.bundles, datasets=self.datasets, operations=self.operations,
-            on_gone=lambda name: self.work.forget_mirror(name),  # noqa: PLW0108 - made below
-            on_mirrors=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
-        )  # fmt: skip
+        fleet: Fleet = service.Fleet(store, self.bundles)
         self.mirrors.sharing = fleet
         await fleet.open()
         self._closing.push_async_callback(fleet.close)
@@ -293,7 +289,12 @@ class Engine:
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()
         if self.fleet:
-            self.fleet.start()
+            rounds = import_module("mirrord.fleet.rounds").Rounds(
+                fleet=self.fleet, datasets=self.datasets, operations=self.operations,
+                on_gone=self.work.forget_mirror, on_mirrors=self.schedule.reconcile,
+            )  # fmt: skip
+            await rounds.open()
+            self._closing.push_async_callback(rounds.close)
         self._closing.push_async_callback(self._close_watches)
         self._dataset_watch: Watch | None = None
         await self._watch_datasets()

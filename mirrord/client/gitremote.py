@@ -28,7 +28,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}\n?")
 _BRANCH = "refs/heads/main"
 
 
-class RefusedError(Exception):
+class AddressRefusedError(Exception):
     """A sentence for whoever called git."""
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         sys.exit(_converse(sys.argv[-1]))
-    except RefusedError as error:
+    except AddressRefusedError as error:
         sys.exit(f"mirrord: {error}")
 
 
@@ -56,7 +56,7 @@ def _converse(address: str) -> int:
         else:
             what = "push to" if command == "connect git-receive-pack" else f"{command} at"
             hint = "take changes out with `mirrord diff`"
-            raise RefusedError(f"cannot {what} {address!r}: it can be read only; {hint}")
+            raise AddressRefusedError(f"cannot {what} {address!r}: it can be read only; {hint}")
     return 0
 
 
@@ -91,17 +91,17 @@ def _store(address: str) -> Iterator[Path]:
         address = instance
     elif is_forge:
         fact = f"this is a checkout of {repository}" if repository else "no checkout is here"
-        raise RefusedError(f"cannot read {address!r}: {fact}; name an instance")
+        raise AddressRefusedError(f"cannot read {address!r}: {fact}; name an instance")
     try:
         errors, client = import_module("mirrord.errors"), import_module("mirrord").Client()
     except ImportError as error:
         fact = "the tree here is of another one, and there is no mirrord to ask"
-        raise RefusedError(f"cannot find {address!r}: {fact}") from error
+        raise AddressRefusedError(f"cannot find {address!r}: {fact}") from error
     try:
         with client, client.checkout(address, bind="process") as checkout:
             yield _sealed(Path(checkout.path, ".git"))
     except errors.MirrordError as error:
-        raise RefusedError(": ".join(filter(None, [error.message, error.hint]))) from error
+        raise AddressRefusedError(": ".join(filter(None, [error.message, error.hint]))) from error
 
 
 def _sealed(git: Path) -> Path:
@@ -109,7 +109,7 @@ def _sealed(git: Path) -> Path:
     objects = git / "objects"
     leads_out = git.is_symlink() or objects.is_symlink() or (objects / "info/alternates").exists()
     if leads_out or not objects.is_dir():
-        raise RefusedError(f"cannot serve {git}: it is no sealed store")
+        raise AddressRefusedError(f"cannot serve {git}: it is no sealed store")
     return git
 
 
@@ -135,7 +135,7 @@ def _head(git: Path, packed: list[str]) -> str:
         known = (line[:40] for line in packed if line[41:] == ref)
         text = "".join(_lines(git / ref)) or next(known, "")
     if not _COMMIT.fullmatch(text):
-        raise RefusedError(f"cannot serve {git}: its HEAD names no commit")
+        raise AddressRefusedError(f"cannot serve {git}: its HEAD names no commit")
     return text
 
 

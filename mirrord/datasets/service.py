@@ -213,7 +213,7 @@ class Datasets:
                 await self._remove_stale_pins(owner, but=before)
             raise
         finally:
-            self._forget()
+            self.forget()
         await self._remove_stale_pins(owner)
         ambiguous = await self._catalog.list_ambiguous(dataset)
         counts = {kind: len(getattr(change, kind)) for kind in ("added", "changed", "removed")}
@@ -302,7 +302,7 @@ class Datasets:
                 pinned += 0 if EVERY in refused else len(roles) + len(found) - len(refused)
                 if found:
                     count = await self._catalog.resolve_instances(dataset, key, found)
-                    self._forget()
+                    self.forget()
                     self._changed("dataset.resolved", dataset, instances=count)
         return pinned
 
@@ -313,12 +313,14 @@ class Datasets:
         return {row.mirror.key for row in recorded} | unresolved
 
     def forget(self) -> None:
-        """Remember no rows: another daemon changed some."""
-        self._forget()
+        """Remember no rows: some were changed, perhaps by another daemon."""
+        self._cache.clear()
+        self._base_commits = {}
+        self._limits = {}
 
     def rows_changed(self, names: Iterable[str]) -> None:
         """A bundle put rows of these datasets into the catalog."""
-        self._forget()
+        self.forget()
         for name in names:
             self._changed("dataset.restored", parse_dataset_name(name))
 
@@ -328,7 +330,7 @@ class Datasets:
         async with self._sole(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _not_found(name)
-            self._forget()
+            self.forget()
             await self._remove_stale_pins(owner_of(dataset))
         self._changed("dataset.removed", dataset)
 
@@ -409,11 +411,6 @@ class Datasets:
         return replace(agents, commits=commits, **more)
 
     # -- how --------------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        self._cache.clear()
-        self._base_commits = {}
-        self._limits = {}
 
     @asynccontextmanager
     async def _sole(self, owner: str) -> AsyncIterator[None]:

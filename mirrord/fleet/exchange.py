@@ -23,7 +23,7 @@ from ..mirrors.repository import HISTORY, KEPT, Refs, Repository
 from ..model import MirrorName
 from ..telemetry import log
 from .generations import (
-    Manifest,
+    GenerationManifest,
     PublishedPack,
     generation_file,
     index_key,
@@ -92,7 +92,7 @@ class Exchange:
                 packs = await self._upload(repository, directory, known, (), old.number)
             fresh = set(refs.values()) - known
             packs += await self._upload(repository, directory, fresh, known, number)
-        manifest = Manifest(str(name), url, epoch, number, head, refs, tuple(packs))
+        manifest = GenerationManifest(str(name), url, epoch, number, head, refs, tuple(packs))
         generation = await to_thread.run_sync(put_manifest, self.store, name, manifest)
         if not await accept(generation):
             raise ClaimLostError(
@@ -127,7 +127,7 @@ class Exchange:
 
     # -- from the store -------------------------------------------------------------------------
 
-    async def follow(self, repository: Repository, generation: Generation) -> Manifest:
+    async def follow(self, repository: Repository, generation: Generation) -> GenerationManifest:
         """Bring a mirror, which may be empty, to a generation; what it has besides is kept.
 
         Pins stay as they are: the catalog says which there are. Raises StoreDamagedError where
@@ -139,7 +139,7 @@ class Exchange:
         await to_thread.run_sync(write_durably, *generation_file(repository.path, generation))
         return manifest
 
-    async def fetch(self, repository: Repository, generation: Generation) -> Manifest:
+    async def fetch(self, repository: Repository, generation: Generation) -> GenerationManifest:
         """Bring all objects of a generation into a repository, and prove that none is missing."""
         manifest = await to_thread.run_sync(read_manifest, self.store, repository.name, generation)
         at = await to_thread.run_sync(read_generation, repository.path)
@@ -202,7 +202,7 @@ def download_packs(
             file.rename(into / f"pack-{checksum.hex()}{file.suffix}")
 
 
-async def _must_be_whole(repository: Repository, manifest: Manifest) -> None:
+async def _must_be_whole(repository: Repository, manifest: GenerationManifest) -> None:
     """Prove that all a generation reaches beyond the refs of the mirror is there.
 
     A mirror without refs took every pack of the manifest, whose maker proved that they are whole:
@@ -229,7 +229,7 @@ async def _must_be_whole(repository: Repository, manifest: Manifest) -> None:
         raise StoreDamagedError(f"{failure}: {fact}")
 
 
-async def _move(repository: Repository, manifest: Manifest) -> None:
+async def _move(repository: Repository, manifest: GenerationManifest) -> None:
     """Move refs and HEAD to those of the manifest in one transaction; keep every tip they leave."""
     present, target = await repository.all_refs(), manifest.refs
     changes = await classify(repository, compare(theirs(present), theirs(target)))

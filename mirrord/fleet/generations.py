@@ -38,7 +38,7 @@ class PublishedPack:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class GenerationManifest:
     """All refs of a mirror at one generation, HEAD, and the packs of everything they reach."""
 
     mirror: str
@@ -64,7 +64,7 @@ class Manifest:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> "Manifest":
+    def decode(cls, content: bytes) -> "GenerationManifest":
         """Read a manifest as if an enemy had written it; raises ValueError, KeyError, TypeError."""
         value: Any = json.loads(content)
         if value["format"] != _FORMAT:
@@ -153,7 +153,7 @@ def list_published(store: ObjectStore, name: MirrorName) -> list[Generation]:
 # -- manifests -------------------------------------------------------------------------------------
 
 
-def put_manifest(store: ObjectStore, name: MirrorName, manifest: Manifest) -> Generation:
+def put_manifest(store: ObjectStore, name: MirrorName, manifest: GenerationManifest) -> Generation:
     content = manifest.encode()
     digest = hashlib.sha256(content).hexdigest()
     generation = Generation(manifest.epoch, manifest.number, digest)
@@ -163,7 +163,7 @@ def put_manifest(store: ObjectStore, name: MirrorName, manifest: Manifest) -> Ge
 
 def read_manifest(
     store: ObjectStore, name: MirrorName, generation: Generation, *, tries: int = 3
-) -> Manifest:
+) -> GenerationManifest:
     """The manifest of a generation; raises StoreDamagedError where the store has other bytes."""
     key, fact = manifest_key(name, generation), "it is gone"
     for _ in range(tries):
@@ -174,7 +174,7 @@ def read_manifest(
             fact = "its bytes are not those that were published"
             continue
         try:
-            manifest = Manifest.decode(content)
+            manifest = GenerationManifest.decode(content)
         except (ValueError, KeyError, TypeError, MirrordError) as error:
             fact = f"it is no manifest: {error}"
             break

@@ -29,7 +29,7 @@ from ..protocol import BundleImported, NotRestored, Problem, Progress, ProgressS
 from ..telemetry import log
 from .exchange import Exchange
 from .generations import (
-    Manifest,
+    GenerationManifest,
     generation_file,
     list_published,
     read_generation,
@@ -118,7 +118,9 @@ class Restoration:
                         write_durably, *generation_file(repository.path, generation)
                     )
 
-    async def _take(self, name: MirrorName, manifest: Manifest, owner_uid: int) -> BundleImported:
+    async def _take(
+        self, name: MirrorName, manifest: GenerationManifest, owner_uid: int
+    ) -> BundleImported:
         """Merge refs, pins and rows, once everything that they need was proven."""
         mirrors = self.bundles.mirrors
         async with mirrors.quarantine.directory("restore") as directory:

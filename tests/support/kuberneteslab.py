@@ -6,7 +6,6 @@ directory, the plugin the kubelet's directory. Neither sees the other's processe
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,8 +17,7 @@ from typing import Any
 
 import grpc
 from daemons import Daemon, daemon
-from gitrepos import Upstream
-from volumelab import put_environment
+from volumelab import put_environment, write_tasks
 from waiting import until
 
 from mirrord import Client
@@ -154,11 +152,9 @@ def _share(directory: Path) -> None:
 
 @contextmanager
 def node(root: Path) -> Iterator[Node]:
-    commits = Upstream(root / "o" / "r").history(3)
-    rows = ({"instance_id": f"o__r-{n}", "repo": "o/r", "base_commit": commits[n]} for n in (0, 1))
-    (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    url = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
-    with daemon(f'{url}[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n', start=False) as made:
+    commits, settings = write_tasks(root)
+    quiet = '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n'
+    with daemon(settings + quiet, start=False) as made:
         on = Node(made, commits)
         _share(made.state_dir)
         _share(on.kubelet)

@@ -91,17 +91,24 @@ def put_environment(state_dir: Path, key: str) -> None:
     (place / "environment.json").write_text(json.dumps(facts))
 
 
-@contextmanager
-def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
-    upstream = Upstream(root / "o" / "r")
-    commits = upstream.history(3)
+def write_tasks(root: Path) -> tuple[list[str], str]:
+    """Write `rows.jsonl`, and the upstream that its instances are of.
+
+    Answers the upstream's commits, and the settings that find it.
+    """
+    commits = Upstream(root / "o" / "r").history(3)
     rows = "".join(
         json.dumps({"instance_id": name, "repo": "o/r", "base_commit": commits[n]}) + "\n"
         for name, n in (("o__r-0", 0), ("o__r-1", 1), ("psf__requests-2317", 0))
     )
     (root / "rows.jsonl").write_text(rows)
-    url = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[docker]\nvolumes = true\n'
-    with daemon(url + text, start=False) as running:
+    return commits, f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
+
+
+@contextmanager
+def volume_world(root: Path, text: str = "") -> Iterator[VolumeWorld]:
+    commits, settings = write_tasks(root)
+    with daemon(f"{settings}[docker]\nvolumes = true\n{text}", start=False) as running:
         world = VolumeWorld(running, commits)
         put_environment(running.state_dir, "tools")
         world.start()

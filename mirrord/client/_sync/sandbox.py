@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ... import errors, protocol
 from ..primitives_sync import in_thread
 from ..sandboxes import Keeper, box_of, choose_environment
-from ..sandboxes.calls import Call, Capped, Executed, Output, pack, unpack
+from ..sandboxes.calls import Capped, Executed, Output, SandboxCall, pack, unpack
 
 if TYPE_CHECKING:
     from .checkout import Checkout
@@ -81,12 +81,12 @@ class Sandbox:
         """
         source = io.BytesIO(input) if input else None
         limits: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
-        return self._run(Call(command, source=source, **limits))
+        return self._run(SandboxCall(command, source=source, **limits))
 
     def read(self, path: str) -> bytes:
         """The content of a file, as a command sees it."""
         content = Output(2 * _READ_BYTES)
-        call = Call(["head", "-c", str(_READ_BYTES + 1), "--", path], stdout=content)
+        call = SandboxCall(["head", "-c", str(_READ_BYTES + 1), "--", path], stdout=content)
         found = self._must("read", path, call)
         if len(found.stdout) > _READ_BYTES:
             hint = "take it with `download`"
@@ -96,14 +96,14 @@ class Sandbox:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, and the directories on its way, as a command would."""
-        call = Call(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
+        call = SandboxCall(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
         self._must("write", path, call)
 
     def upload(self, local: Path | str, path: str) -> None:
         """Copy a file or directory of the host to `path`."""
         with tempfile.TemporaryFile() as packed:
             above = in_thread(lambda: pack(Path(local), path, packed))
-            call = Call(["sh", "-c", _UNPACK, "sh", above], source=packed)
+            call = SandboxCall(["sh", "-c", _UNPACK, "sh", above], source=packed)
             self._must("write", path, call)
 
     def download(self, path: str, local: Path | str) -> None:
@@ -112,11 +112,11 @@ class Sandbox:
         Whoever follows one of the links on the host follows an agent's.
         """
         with tempfile.TemporaryFile() as packed:
-            call = Call(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed))
+            call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed))
             self._must("read", path, call)
             in_thread(lambda: unpack(packed, path, Path(local)))
 
-    def _must(self, verb: str, path: str, call: Call) -> Executed:
+    def _must(self, verb: str, path: str, call: SandboxCall) -> Executed:
         done = self._run(call)
         if done.exit_code:
             fact = done.stderr.decode(errors="replace").strip() or f"status {done.exit_code}"
@@ -124,7 +124,7 @@ class Sandbox:
             raise errors.PathNotFoundError(f"cannot {verb} {path} in a sandbox: {fact}", hint=hint)
         return done
 
-    def _run(self, call: Call) -> Executed:
+    def _run(self, call: SandboxCall) -> Executed:
         return in_thread(lambda: self._keeper.run(call), call.cancel)
 
     def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:

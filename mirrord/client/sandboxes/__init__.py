@@ -14,8 +14,8 @@ from ...bubblewrap import Box
 from ...errors import CheckoutNotFoundError, PathNotFoundError, UsageError
 from ...places import PROGRAMS
 from .. import gitremote
-from .calls import Call, Executed
-from .rooms import EndedError, Limits, Room
+from .calls import Executed, SandboxCall
+from .rooms import EndedError, Limits, SandboxRoom
 
 _GIT_CONFIG = b"""\
 [url "mirrord::https://github.com/"]
@@ -38,10 +38,10 @@ class Keeper:
         self._lease, self._box = lease, box
         self._limits = memory_bytes, processes
         self._lock = threading.Lock()
-        self._room: Room | None = None
+        self._room: SandboxRoom | None = None
         self._seen: object = None
 
-    def run(self, call: Call) -> Executed:
+    def run(self, call: SandboxCall) -> Executed:
         try:
             while True:
                 with self._lock:
@@ -51,12 +51,12 @@ class Keeper:
         finally:
             call.close()
 
-    def _enter(self) -> Room:
+    def _enter(self) -> SandboxRoom:
         lease = self._lease()
         seen = _look(lease)
         if self._room is None or not self._room.is_open or seen != self._seen:
             self._close()
-            self._room, self._seen = Room(self._box(lease), Limits(*self._limits)), seen
+            self._room, self._seen = SandboxRoom(self._box(lease), Limits(*self._limits)), seen
         return self._room
 
     def close(self) -> None:

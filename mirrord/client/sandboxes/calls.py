@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal
 from ...errors import PathOutsideCheckoutError, ResourceError, UsageError
 from ...model import shown
 from ...places import ACTIVATE, TESTBED
-from .rooms import Pipes, Room, read_some
+from .rooms import Pipes, SandboxRoom, read_some
 
 OUTPUT_BYTES = 16 * 1024 * 1024
 _CHUNK = 64 * 1024
@@ -87,7 +87,7 @@ class Capped:
 Sink = Output | Capped
 
 
-class Call:
+class SandboxCall:
     """One command: what it is, where its bytes come from and go, and a way to end it early."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Call:
         self._cancel.close()
         os.close(self._cancelled)
 
-    def follow(self, room: Room) -> Executed:
+    def follow(self, room: SandboxRoom) -> Executed:
         """Run it there to its end."""
         before = room.strikes()
         with room.pipes(self.script) as pipes:
@@ -142,7 +142,7 @@ class Call:
         printed = self.stdout.bytes() if isinstance(self.stdout, Output) else b""
         return Executed(status, printed, self.stderr.bytes(), _one_of(struck, is_late))
 
-    def _watch(self, room: Room, pipes: Pipes) -> tuple[int, bool]:
+    def _watch(self, room: SandboxRoom, pipes: Pipes) -> tuple[int, bool]:
         """Move bytes until the command has ended; answers its status and whether it was late."""
         poll = select.poll()
         for stream in (pipes.out, pipes.err, pipes.end, self._cancelled):

@@ -92,7 +92,7 @@ class EndedError(Exception):
     """A box ended before it began a command: a command of before had killed its shell."""
 
 
-class Room:
+class SandboxRoom:
     """A box with its shell; `has_worked` once it began a command."""
 
     has_worked = False

@@ -17,7 +17,7 @@ from ... import Client
 from ...errors import MirrordError
 from ...units import parse_duration
 from .server import NAME, add_services
-from .volumes import Volumes
+from .volumes import PodVolumes
 
 _CALLS_MAX = 128  # at once: more than pods that start together; a kubelet has 110 in all
 _RETRY = timedelta(seconds=30)
@@ -50,7 +50,7 @@ def main() -> None:
         signal.signal(number, lambda *_: stopping.set())
     # the kubelet asks a busy daemon again, ever more slowly, and one that starts
     with Client(chosen.socket, patience=timedelta(), retries=0) as client:
-        volumes = Volumes(client, chosen.kubelet, chosen.ttl)
+        volumes = PodVolumes(client, chosen.kubelet, chosen.ttl)
         server = grpc.server(ThreadPoolExecutor(_CALLS_MAX))
         add_services(server, chosen.node, volumes)
         server.add_insecure_port(chosen.endpoint)
@@ -62,7 +62,7 @@ def main() -> None:
         server.stop(grace=5).wait()
 
 
-def _renew(volumes: Volumes) -> timedelta:
+def _renew(volumes: PodVolumes) -> timedelta:
     """How long to wait before the next time."""
     pause = volumes.ttl / 4
     try:

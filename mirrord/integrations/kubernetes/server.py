@@ -13,9 +13,9 @@ from ...errors import InvalidRequestError, MirrordError, NoDaemonError
 from . import csi_pb2 as csi
 from . import csi_pb2_grpc as services
 from .volumes import (
+    PodVolumes,
     PublishedElsewhereError,
     PublishedOtherwiseError,
-    Volumes,
     read_attributes,
 )
 
@@ -106,7 +106,7 @@ class Identity(services.IdentityServicer):
 class Node(services.NodeServicer):
     """Volumes of the pods of one node."""
 
-    def __init__(self, name: str, volumes: Volumes) -> None:
+    def __init__(self, name: str, volumes: PodVolumes) -> None:
         self._name, self._volumes = name, volumes
 
     @_answering
@@ -147,6 +147,6 @@ def _check(wanted: csi.VolumeCapability) -> None:
         raise InvalidRequestError("cannot publish the volume: access from many nodes", hint=hint)
 
 
-def add_services(server: grpc.Server, name: str, volumes: Volumes) -> None:
+def add_services(server: grpc.Server, name: str, volumes: PodVolumes) -> None:
     services.add_IdentityServicer_to_server(Identity(volumes.client), server)  # type: ignore[no-untyped-call]
     services.add_NodeServicer_to_server(Node(name, volumes), server)  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ class PublishedElsewhereError(ConflictError):
     """The volume is at another path."""
 
 
-class Attributes(NamedTuple):
+class VolumeAttributes(NamedTuple):
     """What a pod asks for. `what` is the tree, or the directory with tree and environment."""
 
     instance: str | None
@@ -61,7 +61,7 @@ class Attributes(NamedTuple):
     what: model.Target
 
 
-def read_attributes(context: Mapping[str, str]) -> Attributes:
+def read_attributes(context: Mapping[str, str]) -> VolumeAttributes:
     """Read the context of a volume; raises InvalidRequestError, which says what is allowed."""
     given = {key: value for key, value in context.items() if not key.startswith(_KUBELETS)}
     if context.get(f"{_KUBELETS}ephemeral") != "true":
@@ -82,7 +82,7 @@ def read_attributes(context: Mapping[str, str]) -> Attributes:
     what = given.get("what", _WHAT[bool(environment)])
     if what not in _WHAT:
         raise _refused(f"what is not {what}", f"what is {' or '.join(_WHAT)}")
-    return Attributes(
+    return VolumeAttributes(
         given.get("instance"),
         given.get("repo"),
         given.get("commit"),
@@ -95,7 +95,7 @@ def read_attributes(context: Mapping[str, str]) -> Attributes:
 
 
 @dataclass(eq=False, repr=False)
-class Volumes:
+class PodVolumes:
     """The volumes of a node. `kubelet` is the kubelet's directory; any thread may call."""
 
     client: Client
@@ -106,7 +106,9 @@ class Volumes:
         self._lock = threading.Lock()
         self._busy: set[str] = set()
 
-    def publish(self, volume: str, target: str, attributes: Attributes, *, read_only: bool) -> None:
+    def publish(
+        self, volume: str, target: str, attributes: VolumeAttributes, *, read_only: bool
+    ) -> None:
         """Attach the volume's checkout at the path, which is made; take one where there is none.
 
         Raises PublishedOtherwiseError, PublishedElsewhereError, CheckoutBusyError while another
@@ -190,7 +192,7 @@ class Volumes:
         labelled = self.client.list_checkouts(f"{LABEL}{volume}")
         return [each for each in labelled if each.parent is None]
 
-    def _take(self, volume: str, attributes: Attributes) -> protocol.Checkout:
+    def _take(self, volume: str, attributes: VolumeAttributes) -> protocol.Checkout:
         chosen = attributes._asdict()
         del chosen["what"]
         return self.client.checkout(

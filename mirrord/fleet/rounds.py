@@ -1,0 +1,296 @@
+"""What a daemon of a fleet does all the time: follow the others, sync what is due, tidy the store.
+
+Every few seconds each looks at what changed in the catalog, and one of them claims what is due.
+What fails is done again at a later look; without the catalog nothing is done, and health says so.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import anyio
+from anyio import to_thread
+
+from .. import __version__
+from ..catalog import MIRROR, PINS, MirrorRow
+from ..datasets.service import Datasets
+from ..errors import (
+    CatalogUnavailableError,
+    DiskFullError,
+    MirrordError,
+    StoreDamagedError,
+    StoreUnavailableError,
+    UpstreamAuthError,
+    UpstreamNotFoundError,
+)
+from ..jobs.operations import Operations, Work
+from ..model import MirrorName, utc_now
+from ..protocol import Progress, ProgressSink
+from ..telemetry import log
+from .claims import Hold
+from .collect import clock_of, collect
+from .service import Fleet
+
+LOOK = timedelta(seconds=5)
+"""Between two looks at what other daemons changed."""
+_HEARTBEAT = 3  # looks
+_ROUND = 250  # mirrors that one daemon claims at a time
+_PATIENCE = timedelta(seconds=10)  # until a mirror is synced by a daemon that does not have it
+_COLLECTION = "store/collect"
+_COLLECTION_INTERVAL = timedelta(hours=24)
+_RETRY = timedelta(minutes=1)
+_NEVER_FOUND_INTERVAL = timedelta(days=7)
+
+
+@dataclass(eq=False, kw_only=True)
+class Rounds:
+    """Opened when everything else is.
+
+    `on_gone` forgets what was built from a mirror that another daemon removed, `on_mirrors` is
+    called when mirrors came or went.
+    """
+
+    fleet: Fleet
+    datasets: Datasets
+    operations: Operations
+    on_gone: Callable[[MirrorName], Awaitable[None]]
+    on_mirrors: Callable[[], Awaitable[None]]
+    _repinned: set[str] = field(default_factory=set)  # mirrors behind whose pins changed
+    _looks: int = 0
+    _work: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mirrors, self.catalog = self.fleet.mirrors, self.fleet.catalog
+
+    async def open(self) -> None:
+        """Begin to follow other daemons, and to sync what is due."""
+        await self.catalog.enrol({_COLLECTION: ""})
+        self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_here(key)}
+        self._repinned |= self.fleet.behind
+        self._looking = asyncio.create_task(self._look_forever())
+
+    async def close(self) -> None:
+        tasks = [self._looking, *self._work.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- looks ----------------------------------------------------------------------------------
+
+    async def _look_forever(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except CatalogUnavailableError:
+                pass  # health says so
+            except MirrordError as error:
+                log.warning("fleet.failed", detail=error.message)
+            except Exception:
+                log.exception("fleet.crashed")
+            await anyio.sleep(LOOK.total_seconds())
+
+    async def _look(self) -> None:
+        here = await self._list_here()
+        if self._looks % _HEARTBEAT == 0:
+            fleet, name = self.fleet, socket.gethostname()
+            state = {"mirrors": len(here), "behind": len(fleet.behind), "fault": fleet.fault}
+            state["holder"] = fleet.claims.holder
+            await self.catalog.put_node(self.catalog.node, name, __version__, state)
+        self._looks += 1
+        await self._read_changes()
+        self._begin("follow", self._catch_up)
+        self._begin("records", self._publish_records)
+        if self.fleet.fault:
+            self._begin("store", self._try_store)
+        if "round" not in self._work and self.fleet.settings().sync.interval:
+            await self._claim_round(here)
+
+    async def _list_here(self) -> set[str]:
+        """The keys of mirrors on this disk."""
+        known = {str(name): name.key for name in self.mirrors.names()}
+        paths = await to_thread.run_sync(os.listdir, self.mirrors.root)
+        return {known[path] for path in paths if path in known}
+
+    async def _try_store(self) -> None:
+        """So that health does not wait for the next sync."""
+        with suppress(StoreUnavailableError), self.fleet.noting():
+            await to_thread.run_sync(partial(self.fleet.store.get, "checks/none", limit_bytes=1))
+
+    async def _read_changes(self) -> None:
+        version, topics = await self.catalog.list_changes(self.fleet.version)
+        if not topics:
+            return
+        kinds = {kind: {it.removeprefix(kind) for it in topics if it.startswith(kind)}
+                 for kind in (MIRROR, PINS)}  # fmt: skip
+        if "mirrors" in topics:
+            for name in await self.mirrors.refresh():
+                log.info("mirror.removed_elsewhere", mirror=str(name))
+                self.fleet.generations.pop(name.key, None)
+                await self.on_gone(name)
+            await self.on_mirrors()
+        if kinds[MIRROR]:
+            await self.fleet.refresh(kinds[MIRROR])
+        if any(it.startswith("dataset/") for it in topics):
+            self.datasets.forget()
+        self.fleet.behind |= {key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_here(key)}
+        self._repinned |= self.fleet.behind & kinds[PINS]
+        self.fleet.version = version
+
+    def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Have work done beside the looks, one of each kind at a time."""
+        if name in self._work:
+            return
+
+        async def run() -> None:
+            try:
+                await work()
+            except CatalogUnavailableError:
+                pass
+            except Exception:
+                log.exception("fleet.crashed", work=name)
+            finally:
+                del self._work[name]
+
+        self._work[name] = asyncio.create_task(run())
+
+    async def _catch_up(self) -> None:
+        """Follow what was published of the mirrors here, and their pins."""
+        for key in sorted(self.fleet.behind):
+            name = MirrorName.parse(key)
+            try:
+                async with self.mirrors.lock(name):
+                    has_pins = key in self._repinned
+                    self._repinned.discard(key)
+                    is_here = self.fleet.is_here(key)
+                    if is_here and not await self.mirrors.catch_up(name) and has_pins:
+                        await self.mirrors.pins.follow(self.mirrors.repository(name))
+                self.fleet.behind.discard(key)
+            except CatalogUnavailableError:
+                self._repinned.add(key)
+                raise
+            except (MirrordError, OSError) as error:  # again at the next look
+                self._repinned.add(key)
+                log.warning("mirror.behind", mirror=str(name), detail=str(error))
+                if isinstance(error, StoreUnavailableError | DiskFullError):
+                    return
+
+    async def _publish_records(self) -> None:
+        keys, self.fleet.unrecorded = self.fleet.unrecorded, set()
+        for key in sorted(keys):
+            name = MirrorName.parse(key)
+            try:
+                async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
+                    if self.fleet.is_here(key):
+                        await turn.publish(self.mirrors.repository(name))
+            except (MirrordError, OSError) as error:
+                log.warning("mirror.unpublished", mirror=str(name), detail=str(error))
+                self.fleet.unrecorded.add(key)
+
+    # -- what is due ----------------------------------------------------------------------------
+
+    async def _claim_round(self, here: set[str]) -> None:
+        holds = await self.fleet.claims.claim_due(most=_ROUND, here=here, patience=_PATIENCE)
+        for hold in holds:
+            if hold.claim.key == _COLLECTION:
+                hold.after = _COLLECTION_INTERVAL
+                work = partial(self._operate, "store.collect", "the store", self._collect)
+                self._begin("collection", partial(self._round, [hold], work))
+        if syncs := [hold for hold in holds if hold.claim.key != _COLLECTION]:
+            first, count = syncs[0].claim.key.removeprefix(MIRROR), len(syncs)
+            subject = first if count == 1 else f"{count} mirrors"
+            run = partial(self._sync_all, syncs)  # takes out what it gives back
+            work = partial(self._operate, "mirror.sync", subject, run)
+            self._begin("round", partial(self._round, syncs, work))
+
+    async def _operate(self, kind: str, subject: str, run: Work) -> None:
+        await self.operations.wait(self.operations.start(kind, subject, run).id)
+
+    async def _round(self, holds: list[Hold], work: Callable[[], Awaitable[None]]) -> None:
+        """Do work under claims that were due, and give those back that it has not given back."""
+        try:
+            await work()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._end(holds)
+
+    async def _end(self, holds: list[Hold]) -> None:
+        for hold in holds:
+            hold.users -= 1
+        ended = [hold for hold in holds if not hold.users]
+        holds.clear()
+        await self.fleet.claims.give_back(ended)
+
+    async def _sync_all(self, holds: list[Hold], progress: ProgressSink) -> dict[str, int]:
+        """Sync mirrors that are due; those that did not change are recorded together."""
+        rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
+        await self.fleet.refresh([hold.claim.key.removeprefix(MIRROR) for hold in holds])
+        waiting, unchanged = await self.datasets.list_waiting(), list[str]()
+        slots = anyio.CapacityLimiter(self.fleet.settings().sync.concurrency)
+        counts, total = {"done": 0, "failed": 0}, len(holds)
+
+        async def sync(hold: Hold) -> None:
+            row = rows.get(hold.claim.key.removeprefix(MIRROR))
+            if row is None:
+                return  # removed since
+            hold.row, hold.unchanged = row, unchanged
+            async with slots:
+                try:
+                    result = await self.mirrors.sync(row.name)
+                    if result.changed or row.name.key in waiting:
+                        # others may wait for it; and who has a dataset's claim may, too
+                        holds.remove(hold)
+                        await self._end([hold])
+                        await self.datasets.repin(row.name)
+                except (MirrordError, OSError) as error:
+                    counts["failed"] += 1
+                    hold.after, hold.has_failed = await self._retry_after(hold, row, error), True
+            counts["done"] += 1
+            note = row.name.repo
+            progress(Progress(done=counts["done"], total=total, unit="mirrors", note=note))
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for hold in [*holds]:
+                    tasks.start_soon(sync, hold)
+        finally:
+            with anyio.CancelScope(shield=True):
+                if unchanged:
+                    await self.catalog.record_unchanged(unchanged, utc_now())
+        return counts
+
+    async def _retry_after(self, hold: Hold, row: MirrorRow, error: Exception) -> timedelta:
+        """A mirror never synced and unknown upstream is probably a mistyped name."""
+        interval = self.fleet.settings().sync.interval
+        if isinstance(error, UpstreamNotFoundError | UpstreamAuthError) and not row.synced_at:
+            return _NEVER_FOUND_INTERVAL
+        failures = await self.catalog.count_failures(hold.claim.key)
+        asked = error.facts.get("retry_after_s") if isinstance(error, MirrordError) else None
+        pause: timedelta = min(_RETRY * 2.0 ** min(failures, 16), interval)
+        return max(pause, min(timedelta(seconds=asked or 0), timedelta(days=1)))
+
+    async def _collect(self, progress: ProgressSink) -> dict[str, int]:
+        """Drop what no generation needs any more from the store, of the mirrors there are."""
+        now, objects, size = await to_thread.run_sync(clock_of, self.fleet.store), 0, 0
+        keys = await to_thread.run_sync(self.fleet.store.directories, "mirrors/")
+        for number, key in enumerate(keys):
+            progress(Progress(done=number, total=len(keys), unit="mirrors", note=key))
+            row = await self.catalog.find_mirror(key)
+            if row is None:
+                continue  # what is left of a removed mirror, or of a catalog that is lost
+            async with self.fleet.turn(row.name):
+                newest = self.fleet.generations.get(key)
+                try:
+                    with self.fleet.noting():
+                        dropped = await to_thread.run_sync(
+                            collect, self.fleet.store, row.name, newest, now
+                        )
+                except StoreDamagedError as error:
+                    log.warning("store.damaged", mirror=str(row.name), detail=error.message)
+                    continue
+            objects, size = objects + dropped.objects, size + dropped.size_bytes
+        return {"objects": objects, "size_bytes": size}
