@@ -32,7 +32,7 @@ from ..telemetry import log
 from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .datasets import EVERY, Servable
-from .fleet import MIRROR
+from .fleet import MIRROR, REPAIR
 from .mirrors import PINS, MirrorFigures
 from .schema import (
     Claim,
@@ -52,6 +52,7 @@ __all__ = [
     "EVERY",
     "MIRROR",
     "PINS",
+    "REPAIR",
     "Catalog",
     "Claim",
     "DatasetHead",
@@ -228,6 +229,7 @@ class Catalog:
     claim_due = _writes(fleet.claim_due)
     renew = _writes(fleet.renew)
     release = _writes(fleet.release)
+    finish = _writes(fleet.finish)
     hasten = _writes(fleet.hasten)
     count_failures = _reads(fleet.count_failures)
     find_holder = _reads(fleet.find_holder)

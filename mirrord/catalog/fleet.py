@@ -41,6 +41,8 @@ from .schema import (
 
 MIRROR = "mirror/"
 """Before the key of a mirror in the key of its claim, and in the topic of its changes."""
+REPAIR = "repair/"
+"""Before the key of a mirror of whose newest generation the store has lost something."""
 _CLOCK = ""
 _FORGOTTEN_MS = 30 * 24 * 3600 * 1000  # a node that was not seen for so long is gone
 
@@ -146,11 +148,11 @@ def claim_due(
     here: Collection[str],
     patience: timedelta,
 ) -> list[Claim]:
-    """Claim mirrors that are due, the longest due first.
+    """Claim what is due, the longest due first.
 
-    Those that are not `here` (keys of mirrors) only when nobody took them for `patience`. All that
-    is due of one host is of one node, which holds the host's limit by itself; a host with several
-    claims by request is left alone.
+    What is not `here` (keys of claims) only when nobody took it for `patience`; repairs never. All
+    that is due of one host is of one node, which holds the host's limit by itself; a host with
+    several claims by request is left alone.
     """
     is_due = and_(claims.c.due_ms <= _now(), _is_free)
     if connection.execute(select(claims.c.key).where(is_due).limit(1)).first() is None:
@@ -161,8 +163,8 @@ def claim_due(
     same_host = and_(other.c.host == claims.c.host, other.c.key != claims.c.key)
     in_batch = exists().where(same_host, is_held, other.c.is_batch, other.c.node != node)
     asked = select(func.count()).where(same_host, is_held, ~other.c.is_batch).scalar_subquery()
-    is_here = claims.c.key.in_([f"{MIRROR}{key}" for key in here])
-    is_left = claims.c.due_ms <= _now() - _ms(patience)
+    is_here = claims.c.key.in_(list(here))
+    is_left = and_(claims.c.due_ms <= _now() - _ms(patience), ~claims.c.key.startswith(REPAIR))
     query = select(claims.c.key).where(
         is_due, or_(is_here, is_left), or_(claims.c.host == "", and_(~in_batch, asked < 2))
     )
@@ -197,6 +199,12 @@ def release(
         values["failures"] = claims.c.failures + 1 if has_failed else 0
     theirs = tuple_(claims.c.key, claims.c.epoch).in_(list(held))
     connection.execute(update(claims).where(claims.c.node == node, theirs).values(values))
+
+
+def finish(connection: Connection, done: Claim) -> None:
+    """Forget work that is not to be done again, with its claim."""
+    mine = and_(claims.c.key == done.key, claims.c.epoch == done.epoch)
+    connection.execute(delete(claims).where(mine))
 
 
 def hasten(connection: Connection, within: timedelta) -> None:

@@ -20,17 +20,18 @@ from .generations import (
     prefix_of,
     read_manifest,
 )
-from .objects import ObjectStore
+from .objects import ObjectInfo, ObjectStore
 
 GRACE = timedelta(days=1)
 """Followers read what was the newest generation a while ago; restores of a catalog too."""
 
 
 class Collected(NamedTuple):
-    """What was dropped."""
+    """What was dropped, and what the newest generation needs that the store has not, or not so."""
 
     objects: int
     size_bytes: int
+    lost: list[str]
 
 
 def clock_of(store: ObjectStore) -> datetime:
@@ -62,11 +63,19 @@ def collect(
     published = list_published(store, name)
     stays = [it for it in published if manifest_key(name, it) not in old]
     stays += {*published[-1:], *([newest] if newest else [])} - {*stays}
-    needed = {manifest_key(name, generation) for generation in stays}
+    needed, lost = {manifest_key(name, generation) for generation in stays}, list[str]()
     for generation in stays:
         for pack in read_manifest(store, name, generation).packs:
-            needed |= {pack_key(name, pack), index_key(name, pack)}
+            sizes = {pack_key(name, pack): pack.pack.size_bytes,
+                     index_key(name, pack): pack.index.size_bytes}  # fmt: skip
+            needed |= sizes.keys()
+            if generation == newest:
+                lost += [key for key, size in sizes.items() if _size(found.get(key)) != size]
     # manifests first: one that stayed alone would name packs that are gone
     dropped = sorted(old - needed, key=lambda key: ("/packs/" in key, key))
     store.delete(dropped)
-    return Collected(len(dropped), sum(found[key].size_bytes for key in dropped))
+    return Collected(len(dropped), sum(found[key].size_bytes for key in dropped), lost)
+
+
+def _size(found: ObjectInfo | None) -> int | None:
+    return found.size_bytes if found else None

@@ -65,15 +65,16 @@ class Exchange:
         previous: Generation | None,
         accept: Accept,
         record: Record = record_nothing,
+        is_whole: bool = True,
     ) -> Generation | None:
         """Publish `refs`, all objects of which are in the mirror, as the next generation.
 
-        None where they are those of `previous`, which is published anew where the store has lost
-        its manifest. Raises ClaimLostError where `accept` says that another node has published
-        meanwhile; then nobody sees what was uploaded.
+        None where they are those of `previous`. Where that `is_whole` no longer in the store, or
+        its manifest is not, everything is uploaded again. Raises ClaimLostError where `accept` says
+        that another node has published meanwhile; then nobody sees what was uploaded.
         """
         name, old = repository.name, None
-        if previous is not None:
+        if previous is not None and is_whole:
             try:
                 old = await to_thread.run_sync(read_manifest, self.store, name, previous)
             except StoreDamagedError as error:
@@ -113,6 +114,7 @@ class Exchange:
         if not tips:
             return []
         revisions = [*sorted(tips), *(f"^{oid}" for oid in sorted(known))]
+        is_again = not known and upto > 1  # what the store has of that name may be damaged
         with low_priority():
             made = await repository.run(
                 "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
@@ -122,10 +124,18 @@ class Exchange:
             )  # fmt: skip
         paths = [directory / f"published-{name}.pack" for name in made.lines]
         return await to_thread.run_sync(
-            lambda: [_put_pack(self.store, repository.name, path, upto) for path in paths]
+            lambda: [_put_pack(self.store, repository.name, it, upto, is_again) for it in paths]
         )
 
     # -- from the store -------------------------------------------------------------------------
+
+    async def prove(self, name: MirrorName, generation: Generation) -> None:
+        """Download a generation, and keep nothing; raises StoreDamagedError."""
+        manifest = await to_thread.run_sync(read_manifest, self.store, name, generation)
+        await self.quarantine.room.ensure(f"prove what the store has of mirror {name}")
+        async with self.quarantine.directory("prove") as directory:
+            packs = directory / "pack"
+            await to_thread.run_sync(download_packs, self.store, name, manifest.packs, packs)
 
     async def follow(self, repository: Repository, generation: Generation) -> GenerationManifest:
         """Bring a mirror, which may be empty, to a generation; what it has besides is kept.
@@ -172,11 +182,13 @@ def _is_scattered(packs: Collection[PublishedPack]) -> bool:
     return len(tail) > _LONGEST_TAIL or (len(tail) > 1 and 2 * sum(tail) > first)
 
 
-def _put_pack(store: ObjectStore, name: MirrorName, path: Path, upto: int) -> PublishedPack:
+def _put_pack(
+    store: ObjectStore, name: MirrorName, path: Path, upto: int, is_again: bool
+) -> PublishedPack:
     index = path.with_suffix(".idx")
     pack = PublishedPack(_blob(path), _blob(index), upto)
-    store.put_file(pack_key(name, pack), path)
-    store.put_file(index_key(name, pack), index)
+    store.put_file(pack_key(name, pack), path, replace=is_again)
+    store.put_file(index_key(name, pack), index, replace=is_again)
     return pack
 
 

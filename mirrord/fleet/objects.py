@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -81,23 +81,27 @@ class ObjectStore:
         except OSError as error:
             raise ResourceError(f"cannot open store {url}: {error.strerror}") from error
 
-    def put(self, key: str, content: bytes) -> bool:
-        """Write an object that is not there; answers whether it was written."""
+    def put(self, key: str, content: bytes, *, replace: bool = False) -> bool:
+        """Write an object that is not there, or any; answers whether it was written."""
+        mode: Literal["create", "overwrite"] = "overwrite" if replace else "create"
         with self._translated(f"write {key}"):
             try:
-                obstore.put(self._store, key, content, mode="create", use_multipart=False)
+                obstore.put(self._store, key, content, mode=mode, use_multipart=False)
             except exceptions.AlreadyExistsError:
                 return False
         return True
 
-    def put_file(self, key: str, path: Path) -> bool:
-        """Write a file as an object named by its content; answers whether it was missing."""
+    def put_file(self, key: str, path: Path, *, replace: bool = False) -> bool:
+        """Write a file as an object named by its content; answers whether it was written.
+
+        `replace` writes it over an object of that name, whose bytes may have become others.
+        """
         size = path.stat().st_size
         if size <= _WHOLE_BYTES:
-            return self.put(key, path.read_bytes())
+            return self.put(key, path.read_bytes(), replace=replace)
         with self._translated(f"write {key}"):
             try:
-                if obstore.head(self._store, key)["size"] == size:
+                if not replace and obstore.head(self._store, key)["size"] == size:
                     return False
             except (exceptions.NotFoundError, FileNotFoundError):
                 pass

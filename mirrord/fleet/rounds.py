@@ -17,7 +17,7 @@ import anyio
 from anyio import to_thread
 
 from .. import __version__
-from ..catalog import MIRROR, PINS, MirrorRow
+from ..catalog import MIRROR, PINS, REPAIR, MirrorRow
 from ..datasets.service import Datasets
 from ..errors import (
     CatalogUnavailableError,
@@ -194,13 +194,22 @@ class Rounds:
     # -- what is due ----------------------------------------------------------------------------
 
     async def _claim_round(self, here: set[str]) -> None:
-        holds = await self.fleet.claims.claim_due(most=_ROUND, here=here, patience=_PATIENCE)
-        for hold in holds:
+        ours = {f"{MIRROR}{key}" for key in here}
+        ours |= {f"{REPAIR}{key}" for key in here - self.fleet.behind}
+        syncs = []
+        for hold in await self.fleet.claims.claim_due(most=_ROUND, here=ours, patience=_PATIENCE):
             if hold.claim.key == _COLLECTION:
                 hold.after = _COLLECTION_INTERVAL
                 work = partial(self._operate, "store.collect", "the store", self._collect)
                 self._begin("collection", partial(self._round, [hold], work))
-        if syncs := [hold for hold in holds if hold.claim.key != _COLLECTION]:
+            elif hold.claim.key.startswith(REPAIR):
+                name = self.mirrors.get_name(hold.claim.key.removeprefix(REPAIR))
+                repair = partial(self._repair, hold, name)
+                work = partial(self._operate, "store.repair", str(name), repair)
+                self._begin(hold.claim.key, partial(self._round, [hold], work))
+            else:
+                syncs.append(hold)
+        if syncs:
             first, count = syncs[0].claim.key.removeprefix(MIRROR), len(syncs)
             subject = first if count == 1 else f"{count} mirrors"
             run = partial(self._sync_all, syncs)  # takes out what it gives back
@@ -263,6 +272,21 @@ class Rounds:
                     await self.catalog.record_unchanged(unchanged, utc_now())
         return counts
 
+    async def _repair(
+        self, hold: Hold, name: MirrorName, progress: ProgressSink
+    ) -> dict[str, bool]:
+        """Have a mirror whole in the store again that is whole here."""
+        progress(Progress(done=0, total=1, unit="mirrors", note=name.repo))
+        try:
+            async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
+                is_damaged = await self.fleet.repair(turn, self.mirrors.repository(name))
+            await self.catalog.finish(hold.claim)
+        except (MirrordError, OSError):
+            failures = await self.catalog.count_failures(hold.claim.key)
+            hold.after, hold.has_failed = _RETRY * 2.0 ** min(failures, 10), True
+            raise
+        return {"was_damaged": is_damaged}
+
     async def _retry_after(self, hold: Hold, row: MirrorRow, error: Exception) -> timedelta:
         """A mirror never synced and unknown upstream is probably a mistyped name."""
         interval = self.fleet.settings().sync.interval
@@ -291,6 +315,9 @@ class Rounds:
                         )
                 except StoreDamagedError as error:
                     log.warning("store.damaged", mirror=str(row.name), detail=error.message)
+                    await self.fleet.ask_for_repair(key)
                     continue
+            if dropped.lost:
+                await self.fleet.ask_for_repair(key)
             objects, size = objects + dropped.objects, size + dropped.size_bytes
         return {"objects": objects, "size_bytes": size}

@@ -15,7 +15,7 @@ from pathlib import Path
 from anyio import to_thread
 
 from .. import protocol
-from ..catalog import MIRROR, Generation, HeldClaim, MirrorRow
+from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..errors import (
     CatalogUnavailableError,
     StoreDamagedError,
@@ -145,7 +145,7 @@ class Fleet(Sharing):
     @asynccontextmanager
     async def turn(
         self, name: MirrorName, progress: ProgressSink | None = None
-    ) -> AsyncIterator[Turn]:
+    ) -> AsyncIterator[FleetTurn]:
         def wait(holder: HeldClaim | None) -> None:
             if progress:
                 note = f"another daemon has {name}" if holder else "its host has enough connections"
@@ -169,8 +169,10 @@ class Fleet(Sharing):
         async with self.claims.holding(work):
             yield
 
-    async def publish(self, turn: "FleetTurn", repository: Repository) -> None:
-        """Make what a mirror has its next generation."""
+    async def publish(
+        self, turn: FleetTurn, repository: Repository, *, is_whole: bool = True
+    ) -> None:
+        """Make what a mirror has its next generation; all of it, if the last one is not whole."""
         name, epoch = turn.name, turn.hold.claim.epoch
         if await self.is_behind(repository):
             await self.follow(repository)
@@ -189,13 +191,33 @@ class Fleet(Sharing):
             made = await self.exchange.publish(
                 repository, theirs(present) | ours, await repository.head(),
                 url=row.url, epoch=epoch, previous=previous, accept=accept,
-                record=partial(self.bundles.write_records, row, repository),
+                record=partial(self.bundles.write_records, row, repository), is_whole=is_whole,
             )  # fmt: skip
         if made is None:
             return
         self.generations[name.key] = made
         await self._write(repository, made)
         log.info("mirror.published", mirror=str(name), epoch=made.epoch, number=made.number)
+
+    async def repair(self, turn: FleetTurn, repository: Repository) -> bool:
+        """Publish a mirror again where the store lacks some of it; answers whether it does."""
+        newest = self.generations.get(repository.name.key)
+        if newest is None:
+            return False  # removed
+        try:
+            with self.noting():
+                await self.exchange.prove(repository.name, newest)
+        except StoreDamagedError as error:
+            log.warning("store.damaged", mirror=str(repository.name), detail=error.message)
+        else:
+            return False
+        await self.publish(turn, repository, is_whole=False)
+        return True
+
+    async def ask_for_repair(self, key: str) -> None:
+        """Have a daemon that has the whole mirror look whether the store has it."""
+        with suppress(CatalogUnavailableError):
+            await self.catalog.enrol({f"{REPAIR}{key}": ""})
 
     # -- generations ----------------------------------------------------------------------------
 
@@ -213,9 +235,14 @@ class Fleet(Sharing):
         return await to_thread.run_sync(read_generation, repository.path) is not None
 
     async def follow(self, repository: Repository) -> None:
-        with self.noting():
-            await self.exchange.follow(repository, self.generations[repository.name.key])
-        self.behind.discard(repository.name.key)
+        key = repository.name.key
+        try:
+            with self.noting():
+                await self.exchange.follow(repository, self.generations[key])
+        except StoreDamagedError:
+            await self.ask_for_repair(key)
+            raise
+        self.behind.discard(key)
 
     async def refresh(self, keys: Collection[str]) -> None:
         found = await self.catalog.list_generations(keys)

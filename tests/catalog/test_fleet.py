@@ -61,7 +61,8 @@ def claim_due(
     database: Database, node: str, *here: str, most: int = 100, patience: timedelta = NOTHING
 ) -> list[str]:
     with database.write() as connection:
-        found = fleet.claim_due(connection, node, TTL, most=most, here=here, patience=patience)
+        keys = [key if "/" in key else f"mirror/{key}" for key in here]
+        found = fleet.claim_due(connection, node, TTL, most=most, here=keys, patience=patience)
     return sorted(each.key.removeprefix("mirror/o__") for each in found)
 
 
@@ -131,6 +132,19 @@ def test_what_is_not_on_the_disk_is_left_to_others_for_a_while(database: Databas
     assert claim_due(database, "n1", "o__b", patience=HOUR) == ["b"]
     assert claim_due(database, "n1", "o__b", patience=HOUR) == []
     assert claim_due(database, "n1") == ["a"]
+
+
+def test_a_repair_waits_for_who_has_the_mirror_and_is_done_once(database: Database) -> None:
+    with database.write() as connection:
+        fleet.enrol(connection, {"repair/o__a": ""})
+        fleet.enrol(connection, {"repair/o__a": ""})
+    assert claim_due(database, "n1", "o__a") == []
+    assert claim_due(database, "n2", "repair/o__a") == ["repair/o__a"]
+    with database.write() as connection:
+        fleet.finish(connection, Claim("repair/o__a", 0))  # of an earlier claim
+        assert fleet.find_holder(connection, "repair/o__a")
+        fleet.finish(connection, Claim("repair/o__a", 1))
+    assert claim_due(database, "n2", "repair/o__a") == []
 
 
 def test_a_removed_mirror_is_not_due_and_its_epochs_go_on_when_it_is_back(

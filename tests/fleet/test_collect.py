@@ -7,13 +7,19 @@ from pathlib import Path
 
 import anyio
 import pytest
-from exchanges import NAME, Node
+from exchanges import NAME, Node, accepted
 from gitrepos import Upstream
 
 from mirrord.catalog import Generation
 from mirrord.errors import StoreDamagedError
 from mirrord.fleet.collect import clock_of, collect
-from mirrord.fleet.generations import list_published, manifest_key
+from mirrord.fleet.generations import (
+    index_key,
+    list_published,
+    manifest_key,
+    pack_key,
+    read_manifest,
+)
 from mirrord.fleet.objects import ObjectStore
 
 SOON, LATER = timedelta(), timedelta(days=2)
@@ -94,5 +100,43 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(
         with pytest.raises(StoreDamagedError):
             collect(store, NAME, made[-1], clock_of(store) + LATER)
         assert sorted(it.key for it in store.iterate("mirrors/")) == before
+
+    anyio.run(body)
+
+
+def test_what_the_newest_needs_and_the_store_has_lost_is_named(
+    store: ObjectStore, upstream: Upstream, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        made = await _published(Node(tmp_path / "a", store), upstream, 2)
+        assert collect(store, NAME, made[-1], clock_of(store)).lost == []
+        packs = read_manifest(store, NAME, made[-1]).packs
+        gone, short = index_key(NAME, packs[0]), pack_key(NAME, packs[-1])
+        store.delete([gone, short])
+        store.put(short, b"short")
+        assert collect(store, NAME, made[-1], clock_of(store)).lost == [gone, short]
+
+    anyio.run(body)
+
+
+def test_a_generation_that_is_not_whole_is_written_over(
+    store: ObjectStore, upstream: Upstream, tmp_path: Path
+) -> None:
+    """The pack of the next one has the same name: nothing else changed."""
+
+    async def body() -> None:
+        a = Node(tmp_path / "a", store)
+        (made,) = await _published(a, upstream, 1)
+        (pack,) = read_manifest(store, NAME, made).packs
+        store.put(pack_key(NAME, pack), bytes(pack.pack.size_bytes), replace=True)
+        with pytest.raises(StoreDamagedError):
+            await a.exchange.prove(NAME, made)
+        again = await a.exchange.publish(
+            a.mirror, await a.mirror.all_refs(), await a.mirror.head(), url="", epoch=2,
+            previous=made, accept=accepted, is_whole=False,
+        )  # fmt: skip
+        assert again
+        assert [it.pack for it in read_manifest(store, NAME, again).packs] == [pack.pack]
+        await a.exchange.prove(NAME, again)
 
     anyio.run(body)
