@@ -290,17 +290,20 @@ def publish_generation(
     return True
 
 
-def adopt_generation(connection: Connection, node: str, key: str, found: Generation) -> None:
+def adopt_generation(
+    connection: Connection, node: str, key: str, found: Generation, epoch: int = 0
+) -> None:
     """Have a generation of the store as a mirror's newest one, unless a newer one is known.
 
-    Later claims have a higher epoch, so what they publish is newer; one that is held now with a
-    lower one is lost, and publishes nothing.
+    Later claims have a higher epoch, also than `epoch`, so what they publish is newer; one that is
+    held now with a lower one is lost, and publishes nothing.
     """
     lock(connection, "claims")
-    values = _new_claim(f"{MIRROR}{key}") | {"epoch": found.epoch}
+    last = max(found.epoch, epoch)
+    values = _new_claim(f"{MIRROR}{key}") | {"epoch": last}
     claimed = insert_of(connection, claims).values(values)
-    raised = {"epoch": found.epoch, "node": None, "expires_ms": 0}
-    is_lower = claims.c.epoch < found.epoch
+    raised = {"epoch": last, "node": None, "expires_ms": 0}
+    is_lower = claims.c.epoch < last
     connection.execute(
         claimed.on_conflict_do_update(index_elements=["key"], set_=raised, where=is_lower)
     )

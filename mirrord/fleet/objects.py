@@ -149,12 +149,13 @@ class ObjectStore:
                     digest.update(piece)
                     file.write(piece)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
-                raise StoreDamagedError(f"cannot read {key} of the store: it is gone") from error
+                failure = f"cannot read {key} of the store: it is gone"
+                raise StoreDamagedError(failure, object=key) from error
             file.flush()
             os.fsync(file.fileno())
         if (digest.hexdigest(), size) != blob:
             fact = f"its {size} bytes are not what its manifest says"
-            raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
+            raise StoreDamagedError(f"cannot use {key} of the store: {fact}", object=key)
 
     def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose names begin with `prefix`, which ends with a slash."""

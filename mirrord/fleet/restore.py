@@ -5,7 +5,7 @@ its reader trusts nothing, proves every closure, and merges into what is there. 
 the same restoration finishes.
 """
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from anyio import to_thread
@@ -31,7 +31,9 @@ from .exchange import Exchange
 from .generations import (
     GenerationManifest,
     generation_file,
+    index_key,
     list_published,
+    pack_key,
     read_generation,
     read_manifest,
 )
@@ -50,8 +52,9 @@ class Restoration:
     ) -> AsyncIterator[BundleImported | NotRestored]:
         """Restore these mirrors, or all of the store, to their newest generation there.
 
-        One that fails does not stop the others. Raises StoreUnavailableError where the store cannot
-        be reached for two in turn.
+        Where that is damaged, to the newest one that is whole, and both are answered. One that
+        fails does not stop the others. Raises StoreUnavailableError where the store cannot be
+        reached for two in turn.
         """
         store, is_away = self.exchange.store, False
         keys = {MirrorName.parse(name).key for name in names}
@@ -67,7 +70,7 @@ class Restoration:
                 if not published:
                     fact = "the store has nothing of that name"
                     raise MirrorNotFoundError(f"cannot restore mirror {key}: {fact}")
-                restored = await self.restore(key, published[-1], owner_uid)
+                restored, damage = await self._restore_newest(key, published, owner_uid)
             except StoppingError:
                 raise
             except (MirrordError, OSError) as error:
@@ -79,13 +82,44 @@ class Restoration:
                 yield NotRestored(mirror=key, error=Problem.from_json(known.problem()))
             else:
                 is_away = False
+                if damage:
+                    log.warning("store.damaged", mirror=key, detail=damage.message)
+                    yield NotRestored(mirror=key, error=Problem.from_json(damage.problem()))
                 yield restored
 
-    async def restore(self, key: str, generation: Generation, owner_uid: int) -> BundleImported:
+    async def _restore_newest(
+        self, key: str, published: Sequence[Generation], owner_uid: int
+    ) -> tuple[BundleImported, StoreDamagedError | None]:
+        """Restore the newest generation that is whole; answers why a newer one is not."""
+        store, name, newest = self.exchange.store, MirrorName.parse(key), published[-1]
+        first, damaged = None, set[str]()
+        for generation in reversed(published):
+            try:
+                manifest = await to_thread.run_sync(read_manifest, store, name, generation)
+                needed = {of(name, pack) for pack in manifest.packs for of in (pack_key, index_key)}
+                if needed & damaged:
+                    continue
+                restored = await self.restore(key, generation, owner_uid, newest.epoch)
+            except StoreDamagedError as error:
+                damaged.add(str(error.facts.get("object")))
+                first = first or error
+            else:
+                if first is None:
+                    return restored, None
+                wanted, made = (f"{it.epoch}-{it.number}" for it in (newest, generation))
+                failure = f"cannot restore generation {wanted} of mirror {key}, but {made}"
+                return restored, StoreDamagedError(f"{failure}: {first.message}")
+        assert first
+        raise first
+
+    async def restore(
+        self, key: str, generation: Generation, owner_uid: int, epoch: int = 0
+    ) -> BundleImported:
         """Restore a mirror, its pins, its datasets' rows; what is there already stays.
 
-        The generation becomes the catalog's, unless that knows a newer one. Raises
-        StoreDamagedError where the store lacks something.
+        The generation becomes the catalog's, unless that knows a newer one; `epoch` is the last one
+        in the store, which whatever is published later comes after. Raises StoreDamagedError where
+        the store lacks something.
         """
         mirrors, name = self.bundles.mirrors, MirrorName.parse(key)
         manifest = await to_thread.run_sync(read_manifest, self.exchange.store, name, generation)
@@ -94,8 +128,8 @@ class Restoration:
         is_new = not mirrors.path(name).exists()
         await self._bring(name, generation)
         if row is None:
-            await mirrors.add(str(name), public_url(manifest.url))
-        await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation)
+            await mirrors.add(str(name), public_url(manifest.url), at=generation)
+        await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
         try:
             result = await self._take(name, manifest, owner_uid)
         except InvalidBundleError as error:

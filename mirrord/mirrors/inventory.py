@@ -17,7 +17,7 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..catalog import Catalog, MirrorRow
+from ..catalog import Catalog, Generation, MirrorRow
 from ..config import Settings
 from ..errors import DamagedMirrorError, InvalidNameError, MirrordError
 from ..git.command import Git
@@ -300,10 +300,13 @@ class Inventory:
         row = await self.get(str(name))
         return _shown(row, (await self.catalog.count_pins()).get(row.name.key, 0))
 
-    async def add(self, repo: str, url: str | None = None) -> MirrorRow:
+    async def add(
+        self, repo: str, url: str | None = None, *, at: Generation | None = None
+    ) -> MirrorRow:
         """Register a mirror, or answer the row that exists; the first sync fills it.
 
-        Raises InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
+        It continues from `at`, else from the newest generation of the store. Raises
+        InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
         """
         name = MirrorName.parse(repo)
         upstream = parse_upstream(url or default_url(self.settings(), name))
@@ -311,7 +314,7 @@ class Inventory:
             found = await self.catalog.find_mirror(name.key)
             if found is None:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
-                published = await self.sharing.find_published(name)
+                published = at or await self.sharing.find_published(name)
                 await self.catalog.put_mirror(row)
                 if published:  # after it comes what is published next
                     await self.catalog.adopt_generation(self.catalog.node, name.key, published)

@@ -20,7 +20,7 @@ from waiting import until
 
 from mirrord.catalog import Generation
 from mirrord.fleet.exchange import Exchange
-from mirrord.fleet.generations import list_published, pack_key, read_manifest
+from mirrord.fleet.generations import list_published, manifest_key, pack_key, read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.mirrors.bundles import Bundles
 from mirrord.model import MirrorName
@@ -164,6 +164,41 @@ def test_a_mirror_that_is_damaged_in_the_store_is_named_and_costs_no_other(lost:
         file.write_bytes(content)
         assert run(new, "restore", "--from-store").returncode == 0
         assert state_of(new) == lost.state
+
+
+@pytest.mark.parametrize("damage", ["manifest", "pack"])
+def test_an_older_generation_is_restored_where_the_newest_is_damaged(
+    lost: Lost, damage: str
+) -> None:
+    """Both are named, the exit status is that of damage, and the next generation is newer."""
+    root, name = Path(lost.store.shown.removeprefix("file://")), NAMES[0]
+    kept = {*lost.packs(name)}
+    with daemon(lost.config) as old:
+        assert run(old, "restore", "--from-store").returncode == 0
+        head = json.loads(run(old, "mirror", "show", "o/one", "--json").stdout)["name"]
+        assert head == "o__one"
+        commit = git(old.state_dir / "mirrors/o__one", "rev-parse", "HEAD~2")
+        pin = {"mirror": "o/one", "commit": commit, "reason": "later"}
+        assert old.request("POST", "/v1/pins", pin)[0] == 201
+        until(lambda: list_published(lost.store, name)[-1].epoch > 1)
+    older, newest = list_published(lost.store, name)[-2:]
+    key = manifest_key(name, newest)
+    if damage == "pack":
+        (key,) = {*lost.packs(name)} - kept
+    (root / key).write_bytes(b"")
+    with daemon(lost.config) as new:
+        ended = run(new, "restore", "--from-store", "--json")
+        assert ended.returncode == 8
+        named = [f"{it.epoch}-{it.number}" for it in (newest, older)]
+        assert (
+            f"cannot restore generation {named[0]} of mirror o__one, but {named[1]}" in ended.stderr
+        )
+        result = json.loads(ended.stdout)
+        assert [it["mirror"] for it in result["mirrors"]] == ["o__one", "o__two"]
+        assert result["audit"]["open_count"] == 0
+        assert state_of(new) == lost.state
+        assert new.request("POST", "/v1/pins", pin)[0] == 201
+        until(lambda: list_published(lost.store, name)[-1] > newest)
 
 
 def test_what_the_store_does_not_have_is_told(lost: Lost) -> None:
