@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import URL
+
+from .schema import instances
 
 CREDENTIAL = "mirrord.catalog"
 _CONNECT_S = 5
 _POOL = 4
+
+# in the schema it would load SQLAlchemy's PostgreSQL where the catalog is SQLite: 40 ms of a start
+_unresolved = next(index for index in instances.indexes if index.name == "unresolved_instances")
+_unresolved.dialect_kwargs["postgresql_where"] = text("base_commit = ''")
 
 
 def open_engine(url: URL, patience: timedelta) -> Engine:

@@ -127,8 +127,7 @@ instances = sa.Table(
         "unresolved_instances",
         "dataset_id",
         "mirror_name",
-        sqlite_where=sa.text("base_commit = ''"),
-        postgresql_where=sa.text("base_commit = ''"),
+        sqlite_where=sa.text("base_commit = ''"),  # PostgreSQL's: in postgresql.py
     ),
 )
 

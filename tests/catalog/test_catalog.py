@@ -22,9 +22,10 @@ from typing import Any
 import anyio
 import pytest
 from postgresql import Server, running
+from sqlalchemy import inspect
 
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
-from mirrord.catalog.database import MIGRATIONS, migrate
+from mirrord.catalog.database import MIGRATIONS, Database, migrate
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.errors import (
     CatalogTooNewError,
@@ -650,12 +651,22 @@ def test_the_files_are_private(tmp_path: Path) -> None:
     anyio.run(work)
 
 
-def test_a_fresh_catalog_loads_no_alembic(tmp_path: Path) -> None:
+def test_a_fresh_catalog_loads_neither_alembic_nor_the_other_dialect(tmp_path: Path) -> None:
     code = (
         "import sys, anyio, mirrord.catalog as c; anyio.run(c.Catalog.open, sys.argv[1]);"
-        " assert 'alembic' not in sys.modules"
+        " assert not {'alembic', 'sqlalchemy.dialects.postgresql'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True)
+
+
+def test_a_fresh_catalog_indexes_none_but_unresolved_rows(using: Any, place: str | Path) -> None:
+    using(lambda _: anyio.sleep(0))
+    database = Database(place)
+    with database.read() as connection:
+        found = {each["name"]: each for each in inspect(connection).get_indexes("instances")}
+        options = found["unresolved_instances"]["dialect_options"]
+        assert "base_commit" in str(options[f"{connection.dialect.name}_where"])
+    database.close()
 
 
 def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) -> None:
@@ -663,8 +674,6 @@ def test_migrations_build_exactly_the_tables_of_the_schema(place: str | Path) ->
     from alembic.config import Config
     from alembic.migration import MigrationContext
     from alembic.script import ScriptDirectory
-
-    from mirrord.catalog.database import Database
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
