@@ -27,7 +27,7 @@ import fleetlab
 import postgresql
 from daemons import Daemon, daemon
 from fleetlab import Fleet, done, eventually, have, refs
-from gitrepos import Upstream
+from gitrepos import Upstream, git
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -87,6 +87,34 @@ def join(fleet: Fleet, sources: list[Path], count: int, nodes: int) -> None:
     last = fleet.make(interval="0s")
     with measured(f"node {len(fleet.nodes)}, {count} mirrors from the store", last):
         take_all(last, [name.replace("/", "__") for name in names])
+
+
+def first_checkouts(fleet: Fleet, source: Path) -> None:
+    """First checkouts of four commits: on the daemon that packs them, and on one that takes its packs."""
+    line = git(source, "rev-list", "--first-parent", "HEAD").split()
+    commits = [line[len(line) * tenths // 10] for tenths in (6, 4, 2, 0)]
+    mirror, quiet = f"owner/{source.parent.name}", "[checkouts]\nprewarm = false\n"
+    (fleet.upstreams / f"owner+{source.parent.name}").symlink_to(source)
+    first, second = fleet.make(quiet, interval="0s"), fleet.make(quiet, interval="0s")
+    done(first, "POST", "/v1/mirrors", {"repo": mirror}, bound_s=600)
+    name = mirror.replace("/", "__")
+    take_all(second, [name])
+    shared = "SELECT count(*) FROM closures WHERE commit_id = '{}'"
+    for one, what in ((first, "packed"), (second, "taken from the store")):
+        for commit in commits:
+            before, began = processor_s(one), time.monotonic()
+            status, _, body = one.request(
+                "POST", "/v1/checkouts", {"mirror": name, "commit": commit}
+            )
+            took = time.monotonic() - began
+            assert status == 201, body
+            eventually(partial(fleet.server.execute_in, fleet.catalog, shared.format(commit)))
+            time.sleep(3)  # what follows an answer
+            used = processor_s(one) - before
+            print(
+                f"first checkout of {commit[:8]} of {mirror}, {what}: {took:.2f} s, {used:.2f} s of processor time",
+                flush=True,
+            )
 
 
 def rest(fleet: Fleet, seconds: float) -> None:
@@ -178,6 +206,7 @@ def main() -> None:
     parser.add_argument("--mirrors", type=int, default=20)
     parser.add_argument("--round", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--first", action="store_true", help="nothing but first checkouts")
     options = parser.parse_args()
     area = Path(tempfile.mkdtemp(prefix="fleet-", dir="/tmp"))
     try:
@@ -185,6 +214,11 @@ def main() -> None:
         upstream = Upstream(area / "upstreams/owner+name")
         upstream.history(5)
         with postgresql.running() as server:
+            with fleetlab.fleet(server, f"file://{area}/store0", area / "upstreams") as fleet:
+                for source in options.repositories:
+                    first_checkouts(fleet, source)
+            if options.first:
+                return
             with fleetlab.fleet(server, f"file://{area}/store", area / "upstreams") as fleet:
                 join(fleet, options.repositories, options.mirrors, options.nodes)
                 rest(fleet, 30)

@@ -187,7 +187,7 @@ class Engine:
         self.stores = StoreBuilder(
             state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
-            room=self.room,
+            room=self.room, shared=self.fleet.closures if self.fleet else None,
         )  # fmt: skip
         self._closing.push_async_callback(self.stores.close)
         await self.stores.open()

@@ -35,7 +35,9 @@ from .schema import (
     NodeRow,
     changes,
     claims,
+    closures,
     generations,
+    mirrors,
     nodes,
 )
 
@@ -328,6 +330,48 @@ def list_generations(
     if keys is not None:
         query = query.where(generations.c.mirror_key.in_(list(keys)))
     return {key: Generation(*rest) for key, *rest in connection.execute(query)}
+
+
+# -- closures that daemons share -------------------------------------------------------------------
+
+
+def put_closure(connection: Connection, key: str, commit: str, document: Mapping[str, Any]) -> None:
+    """Share the closure pack of a commit, unless another node has; not of a removed mirror."""
+    there = select(mirrors.c.key).where(mirrors.c.key == key)
+    if connection.execute(there).first():
+        row = {"mirror_key": key, "commit_id": commit, "document": dict(document)}
+        statement = insert_of(connection, closures).values(**row, used_ms=_now())
+        connection.execute(statement.on_conflict_do_nothing())
+
+
+def list_closures(connection: Connection, key: str) -> dict[str, Mapping[str, Any]]:
+    """What is said of a mirror's shared closure packs, by commit."""
+    query = select(closures.c.commit_id, closures.c.document).where(closures.c.mirror_key == key)
+    return {row.commit_id: row.document for row in connection.execute(query)}
+
+
+def use_closures(
+    connection: Connection, key: str, commits: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    """The same of these commits, which are noted as used."""
+    these = and_(closures.c.mirror_key == key, closures.c.commit_id.in_(list(commits)))
+    query = update(closures).where(these).values(used_ms=_now())
+    rows = connection.execute(query.returning(closures.c.commit_id, closures.c.document))
+    return {row.commit_id: row.document for row in rows}
+
+
+def drop_closures(
+    connection: Connection,
+    key: str,
+    *,
+    commits: Collection[str] = (),
+    unused: timedelta | None = None,
+) -> None:
+    """Share these no longer, nor those that nobody used for so long."""
+    gone: ColumnElement[bool] = closures.c.commit_id.in_(list(commits))
+    if unused is not None:
+        gone = or_(gone, closures.c.used_ms < _now() - _ms(unused))
+    connection.execute(delete(closures).where(closures.c.mirror_key == key, gone))
 
 
 # -- nodes -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ..model import (
 )
 from ..protocol import AuditPart, RowFault
 
-HEAD = "0007"  # the newest migration
+HEAD = "0008"  # the newest migration
 
 _TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
@@ -206,6 +206,15 @@ generations = sa.Table(
     sa.Column("manifest", sa.String(64), nullable=False),  # the hash of its bytes
     sa.Column("node", sa.Text, nullable=False),
     sa.Column("published_ms", sa.BigInteger, nullable=False),
+)
+
+closures = sa.Table(
+    "closures",
+    metadata,
+    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
+    sa.Column("commit_id", sa.Text, primary_key=True),
+    sa.Column("document", sa.JSON, nullable=False),  # its layer, and the digests of its pack
+    sa.Column("used_ms", sa.BigInteger, nullable=False),
 )
 
 nodes = sa.Table(

@@ -6,6 +6,7 @@ catalog that is lost, or another one, drops no backup.
 """
 
 import secrets
+from collections.abc import Collection
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -51,11 +52,12 @@ def collect(
     newest: Generation | None,
     now: datetime,
     grace: timedelta = GRACE,
+    kept: Collection[str] = (),
 ) -> Collected:
     """Drop manifests that are neither the newest nor young, and packs that none of the rest names.
 
-    `newest` is the catalog's. Raises StoreDamagedError, and drops nothing, where a manifest that
-    stays cannot be read.
+    `newest` is the catalog's, and so are the keys `kept`, of closures. Raises StoreDamagedError
+    where a manifest that stays cannot be read, and drops nothing.
     """
     prefix = prefix_of(name)
     found = {each.key: each for each in store.iterate(prefix)}
@@ -63,7 +65,7 @@ def collect(
     published = list_published(store, name)
     stays = [it for it in published if manifest_key(name, it) not in old]
     stays += {*published[-1:], *([newest] if newest else [])} - {*stays}
-    needed, lost = {manifest_key(name, generation) for generation in stays}, list[str]()
+    needed, lost = {*kept, *(manifest_key(name, it) for it in stays)}, list[str]()
     for generation in stays:
         for pack in read_manifest(store, name, generation).packs:
             sizes = {pack_key(name, pack): pack.pack.size_bytes,

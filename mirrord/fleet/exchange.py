@@ -124,7 +124,7 @@ class Exchange:
             )  # fmt: skip
         paths = [directory / f"published-{name}.pack" for name in made.lines]
         return await to_thread.run_sync(
-            lambda: [_put_pack(self.store, repository.name, it, upto, is_again) for it in paths]
+            lambda: [put_pack(self.store, repository.name, it, upto, is_again) for it in paths]
         )
 
     # -- from the store -------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def _is_scattered(packs: Collection[PublishedPack]) -> bool:
     return len(tail) > _LONGEST_TAIL or (len(tail) > 1 and 2 * sum(tail) > first)
 
 
-def _put_pack(
-    store: ObjectStore, name: MirrorName, path: Path, upto: int, is_again: bool
+def put_pack(
+    store: ObjectStore, name: MirrorName, path: Path, upto: int, is_again: bool = False
 ) -> PublishedPack:
     index = path.with_suffix(".idx")
     pack = PublishedPack(_blob(path), _blob(index), upto)

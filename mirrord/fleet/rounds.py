@@ -33,6 +33,7 @@ from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Hold
+from .closures import list_needed
 from .collect import clock_of, collect
 from .service import Fleet
 
@@ -308,11 +309,11 @@ class Rounds:
                 continue  # what is left of a removed mirror, or of a catalog that is lost
             async with self.fleet.turn(row.name):
                 newest = self.fleet.generations.get(key)
+                kept = await list_needed(self.catalog, row.name)
+                work = partial(collect, self.fleet.store, row.name, newest, now, kept=kept)
                 try:
                     with self.fleet.noting():
-                        dropped = await to_thread.run_sync(
-                            collect, self.fleet.store, row.name, newest, now
-                        )
+                        dropped = await to_thread.run_sync(work)
                 except StoreDamagedError as error:
                     log.warning("store.damaged", mirror=str(row.name), detail=error.message)
                     await self.fleet.ask_for_repair(key)

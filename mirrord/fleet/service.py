@@ -32,6 +32,7 @@ from ..model import MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Claims, Hold
+from .closures import SharedClosures
 from .exchange import Exchange
 from .generations import generation_file, list_published, read_generation
 from .objects import ObjectStore
@@ -90,6 +91,9 @@ class Fleet(Sharing):
         self.behind: set[str] = set()
         self.unrecorded: set[str] = set()  # mirrors whose records are to be published
         self.fault: str | None = None
+        self.closures = SharedClosures(
+            self.catalog, self.store, self.noting, lambda: self.fault is not None
+        )
 
     async def open(self) -> None:
         """Read what there is; from now on claims are kept."""

@@ -31,7 +31,7 @@ from ...jobs.operations import Deferred
 from ...model import CommitId, History, MirrorName, Resolved
 from ...telemetry import log
 from . import store as disk
-from .closures import Closures, Recorded, nothing_recorded
+from .closures import Closures, Recorded, SharedLayers, nothing_recorded
 from .packer import PackFile, together, write_graph
 from .store import GRAPH, SealedStore, Tag, Tags, building, link_or_copy, packed_refs, remove_all
 
@@ -66,6 +66,7 @@ class StoreBuilder:
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded = nothing_recorded
     room: Room = UNBOUNDED
+    shared: SharedLayers | None = None
 
     def __post_init__(self) -> None:
         self._root = self.state_dir / "templates"
@@ -74,6 +75,7 @@ class StoreBuilder:
         self._closures = Closures(
             root=self._root, git=self.git, workers=self.workers, trash=self.trash,
             deferred=self._deferred, mirrors_path=self.mirrors_path, recorded=self.recorded,
+            shared=self.shared,
         )  # fmt: skip
         self.commits = self._closures.commits
         self._found: dict[tuple[str, CommitId, History], SealedStore] = {}

@@ -4,22 +4,30 @@ A pack layer is one pack: the closure of its commit without that of its base's c
 layers is exactly the closure of the commit at its end. Way-points on a grid along the first-parent
 line keep chains short, and neighbours share all but their last layer. A layer of a few commits is
 made by a worker without a process of git (`git/objects/repository.py`), a longer one by git
-(`packer.py`); layers that only neighbours will need are made after the answer. Owns
-`templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
+(`packer.py`); layers that only neighbours will need are made after the answer. In a fleet, a chain
+with a layer made by git is shared, and others take it instead. Owns `templates/<mirror>/packs/`, a
+cache: a layer is renamed into place after those it stands on.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import anyio.to_thread
 
 from ... import errors
-from ...errors import CommitNotFoundError, CorruptObjectError
+from ...errors import (
+    CatalogUnavailableError,
+    CommitNotFoundError,
+    CorruptObjectError,
+    StoreDamagedError,
+    StoreUnavailableError,
+)
 from ...git.command import Git, lines_of, object_info
 from ...git.objects.repository import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -29,14 +37,10 @@ from ...host.trash import Trash
 from ...jobs.operations import Deferred
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ...telemetry import log
+from .chains import MARGINS, SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish, remove_all
 
-CHAIN_LIMIT = 96
-STRIDES = (65536, 4096, 256, 32)
-SHORT = 16  # first-parent steps
-NARROW = 4  # way-points laid ahead for neighbours: so many to a step of the narrowest grid
-MARGINS = (256, 8192)
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
 _NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
@@ -47,23 +51,21 @@ _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin"
 Recorded = Callable[[MirrorName], Awaitable[Collection[CommitId]]]
 
 
-@dataclass(frozen=True, slots=True)
-class PackLayer:
-    """`depth` counts first-parent steps from the root layer, `length` the layers up to this one.
+class SharedLayers(Protocol):
+    """The layers of other daemons: what their `layer.json` says, by commit, and their packs.
 
-    A layer that is only planned has no pack yet.
+    Raises CatalogUnavailableError, StoreUnavailableError, StoreDamagedError.
     """
 
-    commit: CommitId
-    base: CommitId | None
-    depth: int
-    length: int
-    pack: str = ""
-    object_count: int = 0
-    size_bytes: int = 0
+    async def find(self, name: MirrorName) -> Mapping[CommitId, Mapping[str, Any]]: ...
 
+    async def take(self, name: MirrorName, places: Mapping[CommitId, Path]) -> None:
+        """Download the pack of each commit, and its index, into a directory."""
 
-Layers = Mapping[CommitId, PackLayer]
+    async def offer(
+        self, name: MirrorName, layers: Collection[tuple[Mapping[str, Any], Path]]
+    ) -> None:
+        """Share layers by what their `layer.json` says and their packs, each after its base."""
 
 
 async def nothing_recorded(name: MirrorName) -> Collection[CommitId]:
@@ -119,6 +121,7 @@ class Closures:
     deferred: Deferred
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded
+    shared: SharedLayers | None
 
     def __post_init__(self) -> None:
         self.packer = Packer(self.git, self.workers)
@@ -189,25 +192,82 @@ class Closures:
                     layers[layer.commit] = layer
         return self._layers[name.key]
 
-    def _is_whole(self, name: MirrorName, commit: CommitId) -> bool:
-        """Whether every layer of the chain is still on disk; forgets those that are not."""
+    def _is_whole(self, name: MirrorName, commit: CommitId, shared: Layers | None = None) -> bool:
+        """Whether each layer of the chain is still on disk, or shared; forgets those that went."""
         layers = self._known(name)
         try:
-            standing = chain(layers, commit)
+            standing = chain(layers if not shared else {**shared, **layers}, commit)
         except KeyError:
             layers.pop(commit, None)
             return False
-        lost = [layer for layer in standing if not self._pack_file(name, layer).path.exists()]
+        here = (layer for layer in standing if layer.commit in layers)
+        lost = [layer for layer in here if not self._pack_file(name, layer).path.exists()]
         for gone in [*(layer.commit for layer in lost), commit] if lost else []:
             layers.pop(gone, None)
         return not lost
 
+    # -- what other daemons packed -----------------------------------------------------------------
+
+    async def _find_shared(self, name: MirrorName) -> dict[CommitId, PackLayer]:
+        """Shared layers, those with all below them, which may be here.
+
+        Daemons count depth from roots of their own: a layer must be deeper than its base.
+        """
+        if not self.shared:
+            return {}
+        listed = await self.shared.find(name)
+        found = dict[CommitId, PackLayer]()
+        with suppress(TypeError, KeyError):  # another version's
+            read = [PackLayer(**facts) for facts in listed.values()]
+            for layer in sorted(read, key=lambda layer: layer.depth):
+                base = self._known(name).get(layer.base) or found.get(layer.base)  # type: ignore[arg-type]
+                if layer.base is None or (base and base.depth < layer.depth):
+                    found[layer.commit] = layer
+        return found
+
+    async def _take(self, name: MirrorName, shared: Layers, commit: CommitId) -> None:
+        """Have the layers of a chain that are only shared on disk."""
+        known = self._known(name)
+        wanted = [it for it in chain({**shared, **known}, commit) if it.commit not in known]
+        if not (wanted and self.shared):
+            return
+        with ExitStack() as stack:
+            begin = partial(building, self.directory(name), self.trash)
+            places = {layer.commit: stack.enter_context(begin()) for layer in wanted}
+            await self.shared.take(name, places)
+            for layer in wanted:
+                self._publish(name, layer, places[layer.commit])
+        facts = {"count": len(wanted), "size_bytes": sum(layer.size_bytes for layer in wanted)}
+        log.info("closures.taken", mirror=str(name), commit=commit, **facts)
+
+    async def _offer(self, name: MirrorName, commit: CommitId) -> None:
+        """Share a chain, so that no other daemon packs it."""
+        if self.shared:
+            there = await self.shared.find(name)
+            new = [it for it in chain(self._known(name), commit) if it.commit not in there]
+            layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
+            await self.shared.offer(name, layers)
+            log.info("closures.shared", mirror=str(name), commit=commit, count=len(new))
+
     # -- building ----------------------------------------------------------------------------------
 
     async def _build(self, name: MirrorName, commit: CommitId) -> None:
-        line = await self._line_to_base(name, commit)
+        try:
+            await self._build_on(name, commit, await self._find_shared(name))
+        except (CatalogUnavailableError, StoreUnavailableError, StoreDamagedError) as error:
+            log.warning("closures.not_taken", mirror=str(name), detail=error.message)
+            await self._build_on(name, commit, {})
+
+    async def _build_on(self, name: MirrorName, commit: CommitId, shared: Layers) -> None:
+        line = [commit]
+        if commit not in shared or not self._is_whole(name, commit, shared):
+            line = await self._line_to_base(name, commit, shared)
         directory = self.directory(name)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if line[-1] in shared or line[-1] in self._known(name):
+            await self._take(name, shared, line[-1])
+        if commit in self._known(name):
+            return
         # a short step has hardly room for a way-point, and no time to read what is recorded
         straight = len(line) > SHORT + 1 and commit in await self.recorded(name)
         steps = plan(self._known(name), line, straight=straight)
@@ -223,7 +283,9 @@ class Closures:
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:  # a short one is packed over those that are in their place
                 layer = packed.get(step.commit) or await self._pack_short(name, step, place)
-                self._publish(name, layer, place)
+                self._log_packed(name, self._publish(name, layer, place))
+        if long and self.shared:
+            self.deferred.begin(("share", commit), partial(self._offer, name, commit))
         if [step.base for step in steps] == [None, line[-1]]:
             work = partial(self._lay_waypoints, name, line[1:])
             self.deferred.begin(("way-points", commit), work)
@@ -239,7 +301,8 @@ class Closures:
                 if step.commit in known or step.base not in known:
                     continue
                 with building(self.directory(name), self.trash) as place:
-                    self._publish(name, await self._pack_short(name, step, place), place)
+                    layer = await self._pack_short(name, step, place)
+                    self._log_packed(name, self._publish(name, layer, place))
 
     async def _pack(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
         """Write a planned layer; it needs the objects of its base from the mirror, not the pack."""
@@ -267,18 +330,23 @@ class Closures:
         count, size = packed.object_count, packed.size_bytes
         return replace(step, pack=packed.name, object_count=count, size_bytes=size)
 
-    def _publish(self, name: MirrorName, layer: PackLayer, place: Path) -> None:
+    def _publish(self, name: MirrorName, layer: PackLayer, place: Path) -> PackLayer:
         (place / "layer.json").write_text(json.dumps(asdict(layer)))
         publish(place, self.directory(name) / layer.commit)
         self._known(name)[layer.commit] = layer
+        return layer
+
+    def _log_packed(self, name: MirrorName, layer: PackLayer) -> None:
         facts = {"commit": layer.commit, "base": layer.base, "objects": layer.object_count}
         log.info("closure.packed", mirror=str(name), **facts)
 
-    async def _line_to_base(self, name: MirrorName, commit: CommitId) -> list[CommitId]:
+    async def _line_to_base(
+        self, name: MirrorName, commit: CommitId, shared: Layers
+    ) -> list[CommitId]:
         """First parents from `commit` back to one that has a layer, or to the root to be packed."""
-        known = self._known(name)
+        known = {**shared, **self._known(name)}
         near: Sequence[CommitId] = (await self.commits.get(name, commit)).line
-        found = self._to_known(name, near)
+        found = self._to_known(name, near, shared)
         if found is None and len(near) == NEAR:
             mirror = self.mirrors_path(name)
             try:  # as far as a root may be away
@@ -287,7 +355,7 @@ class Closures:
                 )
             except (CorruptObjectError, errors.DeadlineError):
                 near = []  # git says why
-            found = self._to_known(name, near)
+            found = self._to_known(name, near, shared)
         if found:
             return found
         recorded = frozenset(await self.recorded(name))
@@ -296,15 +364,19 @@ class Closures:
         line = list[CommitId]()
         for limit in _REACHES if recorded or known else _REACHES[:1]:
             line = await self._first_parents(name, commit, limit)
-            if found := self._to_known(name, line):
+            if found := self._to_known(name, line, shared):
                 return found
             if limit and len(line) < limit:
                 break
         return line[: choose_root(known, line, recorded) + 1]
 
-    def _to_known(self, name: MirrorName, line: Sequence[CommitId]) -> list[CommitId] | None:
+    def _to_known(
+        self, name: MirrorName, line: Sequence[CommitId], shared: Layers
+    ) -> list[CommitId] | None:
+        known = self._known(name)
         for position, at in enumerate(line):
-            if position and at in self._known(name) and self._is_whole(name, at):
+            is_known = position and (at in known or at in shared)
+            if is_known and self._is_whole(name, at, shared):
                 return list(line[: position + 1])
         return None
 
@@ -334,120 +406,3 @@ def _not_found(doing: str, name: MirrorName, commit: CommitId) -> CommitNotFound
         commit=commit,
         mirror=str(name),
     )
-
-
-# -- chains: which layers a commit needs, decided without a look at the disk -----------------------
-
-
-def chain(layers: Layers, commit: CommitId) -> list[PackLayer]:
-    """The layers from the root up to `commit`; KeyError where one is missing."""
-    found = [layers[commit]]
-    while (base := found[-1].base) is not None:
-        found.append(layers[base])
-    return found[::-1]
-
-
-def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[CommitId]) -> int:
-    """The position on `line`, newest first, of the commit whose whole closure is packed.
-
-    The oldest recorded commit: every later one then shares its pack. Where none is older than the
-    one asked for, some steps below it, so that its older neighbours share too; more of them with
-    each root that was placed too high.
-    """
-    oldest = max((position for position, at in enumerate(line) if at in recorded), default=0)
-    roots = sum(layer.base is None for layer in known.values())
-    return oldest or min(MARGINS[min(roots, len(MARGINS) - 1)], len(line) - 1)
-
-
-def plan(
-    known: Layers, line: Sequence[CommitId], *, ahead: bool = False, straight: bool = False
-) -> list[PackLayer]:
-    """The layers to build for the first of `line`, each after those it stands on.
-
-    `line` is first parents, newest first; its last commit has a layer, or becomes a root. `ahead`
-    puts way-points all along it, closer than the grid: fewer objects between two neighbours. A
-    `straight` step has none within a step of the second grid: as recorded commits are mostly asked
-    for oldest first, each stands on the one before, and no object is packed twice.
-    """
-    planned: dict[CommitId, PackLayer] = {}
-    layers = dict(known)
-
-    def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
-        length = base.length + 1 if base else 1
-        on = base.commit if base else None
-        layers[commit] = planned[commit] = PackLayer(commit, on, depth, length)
-
-    def waypoint_at(depth: int) -> PackLayer:
-        """The layer at `depth`: planned, or further down the chain that the line starts with."""
-        if depth in on_line and on_line[depth] in layers:
-            return layers[on_line[depth]]
-        return next(layer for layer in reversed(chain(layers, line[-1])) if layer.depth <= depth)
-
-    if line[-1] not in layers:
-        add(line[-1], None, 0)
-    start = layers[line[-1]].depth
-    end = start + len(line) - 1
-    on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
-    step = max(1, STRIDES[-1] // NARROW)
-    depths: Iterable[int] = grid(start, end)
-    if ahead:
-        depths = range(start - start % step + step, end + 1, step)
-    elif straight:
-        is_near = end - start <= STRIDES[-2]
-        depths = () if is_near else [depth for depth in depths if depth % STRIDES[-2] == 0]
-    for depth in depths:
-        if depth < end and on_line[depth] not in layers:
-            add(
-                on_line[depth],
-                waypoint_at(previous(depth) if is_waypoint(depth) else depth - step),
-                depth,
-            )
-    if line[0] in layers:
-        return list(planned.values())
-    if is_waypoint(end) and not straight:
-        base = waypoint_at(previous(end))
-    else:
-        base = choose_base(layers, next(at for at in line[1:] if at in layers), end)
-    # another commit in just this place is a variant of this one: they should share their parent
-    has_sibling = any(at.base == base.commit and at.depth == end for at in known.values())
-    if base.commit != line[1] and has_sibling:
-        if line[1] not in layers:
-            add(line[1], base, end - 1)
-        base = layers[line[1]]
-    add(line[0], base, end)
-    return list(planned.values())
-
-
-def choose_base(layers: Layers, nearest: CommitId, depth: int) -> PackLayer:
-    """The layer for a step to `depth`: the nearest, or where its chain is full one further down.
-
-    That packs the least again for each place that it makes free in the chain: with thousands of
-    commits asked for in turn an object is in about three packs.
-    """
-    standing = chain(layers, nearest)
-    if len(standing) < CHAIN_LIMIT:
-        return standing[-1]
-    lower = enumerate(standing[: CHAIN_LIMIT * 3 // 4])
-    return min(lower, key=lambda at: (depth - at[1].depth) / (len(standing) - at[0]))[1]
-
-
-def grid(start: int, end: int) -> Iterator[int]:
-    """Depths of the way-points from `start` to `end`: each stride's after the wider one's last."""
-    for stride in STRIDES:
-        for depth in range(start - start % stride + stride, end + 1, stride):
-            start = depth
-            yield depth
-
-
-def is_short(layers: Layers, layer: PackLayer) -> bool:
-    """Whether a layer is so near to its base that a git takes longer to start than to pack it."""
-    return layer.base is not None and layer.depth - layers[layer.base].depth <= SHORT
-
-
-def is_waypoint(depth: int) -> bool:
-    return depth % STRIDES[-1] == 0
-
-
-def previous(depth: int) -> int:
-    """The way-point below a way-point."""
-    return depth - next(stride for stride in STRIDES if depth % stride == 0)

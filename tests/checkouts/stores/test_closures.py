@@ -12,19 +12,9 @@ import anyio
 import pytest
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.stores import closures as closures_module
+from mirrord.checkouts.stores import chains
 from mirrord.checkouts.stores import packer as packing_module
-from mirrord.checkouts.stores.closures import (
-    CHAIN_LIMIT,
-    MARGINS,
-    STRIDES,
-    Closures,
-    PackLayer,
-    choose_root,
-    grid,
-    plan,
-    previous,
-)
+from mirrord.checkouts.stores.closures import Closures
 from mirrord.checkouts.stores.packer import PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
@@ -70,6 +60,7 @@ class Site:
                     deferred=afterwards,
                     mirrors_path=lambda name: self.mirror,
                     recorded=self._recorded,
+                    shared=None,
                 )
                 with nullcontext() if self.answers_at_once else answering():
                     await body(closures)
@@ -134,8 +125,8 @@ def test_the_root_is_the_oldest_recorded_commit_of_the_line(site: Site) -> None:
 
 def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many commits along one line: no chain is longer than the limit, and little is packed twice."""
-    monkeypatch.setattr(closures_module, "STRIDES", (16, 4))
-    monkeypatch.setattr(closures_module, "CHAIN_LIMIT", 8)
+    monkeypatch.setattr(chains, "STRIDES", (16, 4))
+    monkeypatch.setattr(chains, "CHAIN_LIMIT", 8)
     line = [CommitId(oid) for oid in site.upstream.history(40)]
     site.clone()
     site.recorded = line[:1]
@@ -149,18 +140,6 @@ def test_chains_stay_short_and_share_waypoints(site: Site, monkeypatch: pytest.M
         assert sum(kept.values()) < 4 * len(site.closure(line[-1]))
 
     site.run(body)
-
-
-def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
-    """Whatever the distance, the way-points between root and commit leave room in the chain."""
-    for depth in (0, 1, 31, 32, 255, 256, 4095, 4096, 65_535, 65_536, 400_000):
-        waypoints = list(grid(0, depth))
-        assert waypoints == sorted(waypoints)
-        assert not waypoints or depth - waypoints[-1] < STRIDES[-1]
-        chain, at = 1, waypoints[-1] if waypoints else 0
-        while at:
-            chain, at = chain + 1, previous(at)
-        assert chain < CHAIN_LIMIT
 
 
 def test_an_older_neighbour_shares_the_root(site: Site) -> None:
@@ -193,65 +172,6 @@ def test_variants_of_one_commit_share_their_parent(site: Site) -> None:
             assert objects_of(chain) == site.closure(variant)
 
     site.run(body)
-
-
-def test_roots_lie_lower_with_each_that_was_too_high() -> None:
-    line = [CommitId(f"{number:040}") for number in range(20_000)]
-    roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0, 1)}
-    assert choose_root({}, line, ()) == MARGINS[0]
-    assert choose_root(roots, line, ()) == MARGINS[1]
-    assert choose_root({}, line[:5], ()) == 4
-    assert choose_root(roots, line, {line[7], line[3]}) == 7
-
-
-def test_what_is_asked_for_first_needs_two_packs() -> None:
-    """The root lies one wide step below it; its way-points are built when neighbours need them."""
-    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
-    first = plan({}, line)
-    assert [(layer.commit, layer.base) for layer in first] == [
-        (line[-1], None),
-        (line[0], line[-1]),
-    ]
-    layers = {layer.commit: layer for layer in first}
-    neighbour = plan(layers, line[10:])
-    assert [layer.depth for layer in neighbour] == [*range(32, 246, 32), 246]
-
-
-def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
-    """Variants where a way-point would be: the second brings the parent's layer, the third finds it."""
-    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
-    layers: dict[CommitId, PackLayer] = {}
-    counts = []
-    for variant in "abc":
-        planned = plan(
-            layers, [CommitId(variant * 40), *(line[1:2] if line[1] in layers else line[1:])]
-        )
-        layers |= {layer.commit: layer for layer in planned}
-        counts.append(len(planned))
-    assert counts == [2, 2, 1]
-
-
-def test_recorded_commits_in_turn_stand_on_each_other() -> None:
-    """Each object is packed once, until a chain is full: then about once more, and no chain is longer."""
-    line = [CommitId(f"{number:040}") for number in range(40_000)]
-    layers: dict[CommitId, PackLayer] = {}
-    spans = []
-    for depth in range(0, 40_000, 90):
-        at = len(line) - 1 - depth
-        below = next((n for n in range(at + 1, len(line)) if line[n] in layers), at)
-        for layer in plan(layers, line[at : below + 1], straight=True):
-            layers[layer.commit] = layer
-            spans.append(layer.depth - (layers[layer.base].depth if layer.base else 0))
-        if depth == 90 * (CHAIN_LIMIT - 1):
-            assert spans[1:] == [90] * (CHAIN_LIMIT - 1)
-    assert max(layer.length for layer in layers.values()) == CHAIN_LIMIT
-    assert sum(spans) < 3 * 40_000
-
-
-def test_a_far_recorded_commit_has_waypoints_of_the_second_grid_below_it() -> None:
-    line = [CommitId(f"{number:040}") for number in range(1001)]
-    planned = plan({}, line, straight=True)
-    assert [layer.depth for layer in planned] == [0, 256, 512, 768, 1000]
 
 
 def test_packs_are_found_again_by_another_daemon(site: Site) -> None:
@@ -425,7 +345,7 @@ def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a start of the daemon, which knows of no pack that it was read."""
-    monkeypatch.setattr(closures_module, "SHORT", 4)
+    monkeypatch.setattr(chains, "SHORT", 4)
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.recorded = line[:1]
@@ -466,9 +386,9 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer waits for a root and one wide step; what is between follows: a neighbour costs one small layer."""
-    monkeypatch.setattr(closures_module, "STRIDES", (16, 4))
-    monkeypatch.setattr(closures_module, "NARROW", 2)
-    monkeypatch.setattr(closures_module, "MARGINS", (16, 32))
+    monkeypatch.setattr(chains, "STRIDES", (16, 4))
+    monkeypatch.setattr(chains, "NARROW", 2)
+    monkeypatch.setattr(chains, "MARGINS", (16, 32))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.answers_at_once = True
