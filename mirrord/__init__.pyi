@@ -18,6 +18,7 @@ from .errors import BackendUnavailableError as BackendUnavailableError
 from .errors import BodyTooLargeError as BodyTooLargeError
 from .errors import CancelledError as CancelledError
 from .errors import CatalogConflictError as CatalogConflictError
+from .errors import CatalogFullError as CatalogFullError
 from .errors import CatalogTooNewError as CatalogTooNewError
 from .errors import CatalogUnavailableError as CatalogUnavailableError
 from .errors import CheckoutBusyError as CheckoutBusyError
@@ -84,6 +85,7 @@ from .errors import StateTooNewError as StateTooNewError
 from .errors import SteeringRefusedError as SteeringRefusedError
 from .errors import StoppingError as StoppingError
 from .errors import StoreDamagedError as StoreDamagedError
+from .errors import StoreFullError as StoreFullError
 from .errors import StoreUnavailableError as StoreUnavailableError
 from .errors import TooManyCheckoutsError as TooManyCheckoutsError
 from .errors import TooManyConnectionsError as TooManyConnectionsError

@@ -321,12 +321,20 @@ class CatalogUnavailableError(ResourceError):
     code, title = "catalog-unavailable", "The catalog cannot be reached"
 
 
+class CatalogFullError(CatalogUnavailableError):
+    code, title, http_status = "catalog-full", "The catalog's server has no room", 507
+
+
 class CatalogConflictError(ResourceError):
     code, title = "catalog-conflict", "The catalog was changed at the same time"
 
 
 class StoreUnavailableError(ResourceError):
     code, title = "store-unavailable", "The store cannot be reached"
+
+
+class StoreFullError(StoreUnavailableError):
+    code, title, http_status = "store-full", "The store is full", 507
 
 
 class TooManyCheckoutsError(ResourceError):

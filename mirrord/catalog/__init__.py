@@ -25,7 +25,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import anyio
 from sqlalchemy import Connection
 
-from ..errors import CatalogConflictError, CatalogUnavailableError, DiskFullError
+from ..errors import (
+    CatalogConflictError,
+    CatalogFullError,
+    CatalogUnavailableError,
+    DiskFullError,
+)
 from ..git.workers import Workers
 from ..protocol import DatasetChange, RowsChange
 from ..telemetry import log
@@ -81,6 +86,7 @@ _THREADS = 4
 _PATIENCE = timedelta(seconds=10)  # for one statement of the daemon itself
 _TRIES = 5  # of a write that met another one
 _RETRY_S = 2.0
+_FULL_S = 30.0  # what small writes find room for, a large one may not
 
 
 def _reads(query: Query[P, T]) -> Method[P, T]:
@@ -106,11 +112,20 @@ def _writes(query: Query[P, T]) -> Method[P, T]:
 
 
 class _Outage:
-    """Remembers that the database cannot be reached: it is tried every 2 s, the rest fails."""
+    """Remembers that the database cannot be reached: it is tried every 2 s, the rest fails.
+
+    One without room for a write is still read, and written where there is room.
+    """
 
     def __init__(self) -> None:
         self.error: CatalogUnavailableError | None = None
         self._retry_at = 0.0
+        self._full_until = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a write found no room a moment ago."""
+        return time.monotonic() < self._full_until
 
     def check(self) -> None:
         if (error := self.error) is None:
@@ -120,6 +135,11 @@ class _Outage:
         self._retry_at = time.monotonic() + _RETRY_S
 
     def begin(self, error: CatalogUnavailableError) -> None:
+        if isinstance(error, CatalogFullError):
+            if not self.is_full:
+                log.warning("catalog.full", detail=error.message)
+            self._full_until = time.monotonic() + _FULL_S
+            return
         if self.error is None:
             log.warning("catalog.lost", detail=error.message)
         self.error, self._retry_at = error, time.monotonic() + _RETRY_S
@@ -172,9 +192,11 @@ class Catalog:
 
     def outages(self) -> list[str]:
         """Why requests that need the catalog are refused; health tells this to everybody."""
-        if self._outage.error is None:
-            return []
-        return ["the catalog's database cannot be reached; what is on this machine is served"]
+        if self._outage.error is not None:
+            return ["the catalog's database cannot be reached; what is on this machine is served"]
+        if self._outage.is_full:
+            return ["the catalog's database has no room; what it has can be read"]
+        return []
 
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)
@@ -326,6 +348,10 @@ class Catalog:
                 f"cannot write the catalog {self._database.label}: the disk has no room beside it",
                 hint="make room; nothing was changed",
             )
-        if self._workers is not None:
-            return await self._workers.run(work, *args, timeout=timedelta(hours=1), **kwargs)
-        return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))
+        try:
+            if self._workers is not None:
+                return await self._workers.run(work, *args, timeout=timedelta(hours=1), **kwargs)
+            return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))
+        except CatalogUnavailableError as error:
+            self._outage.begin(error)
+            raise

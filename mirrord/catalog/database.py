@@ -164,13 +164,16 @@ class Database:
             if state in _CONFLICTS:
                 hint = "try again: another daemon of the fleet changed the same rows"
                 raise errors.CatalogConflictError(f"{cannot_write}: {fact}", hint=hint) from error
-            is_full = state == "53100"
+            if state == "53100":
+                hint = "make room where PostgreSQL runs; nothing was changed, and it is tried again"
+                message = f"{cannot_write}: {fact}"
+                raise errors.CatalogFullError(message, hint=hint, retry_after_s=10) from error
             if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
                 self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write reopens it
                 hint = "check dmesg; the daemon still serves what it has"
                 message = f"{cannot_write}: its file system is read-only"
                 raise errors.DiskFailedError(message, hint=hint) from error
-            if is_full or code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
+            if code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
                 hint = "make room; nothing was changed"
                 raise errors.DiskFullError(f"{cannot_write}: {fact}", hint=hint) from error
             if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 
@@ -47,46 +47,61 @@ from .pinning import (
 )
 from .reading import ReadResult, read_dataset
 
+K = TypeVar("K")
+T = TypeVar("T")
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
 
 
-class InstanceCache:
-    """Instances asked for lately, so that a warm checkout needs no database. Of one event loop.
+class Answers(Generic[K, T]):
+    """What the catalog answered lately, so that a warm checkout needs none. Of one event loop.
 
-    A change of any dataset clears it, and answers that were under way then are not kept. Over its
-    limit it evicts the least recently used.
+    A change of any dataset has each asked for again; while the catalog cannot be reached the former
+    answer counts. Over its limit it evicts the least recently used.
     """
 
     def __init__(
         self,
-        load: Callable[[str, str | None], Awaitable[InstanceRow | None]],
+        load: Callable[[K], Awaitable[T]],
+        weigh: Callable[[T], int] = lambda found: 200 * (found is not None),
         *,
         limit_bytes: int = 16 * 1024**2,
     ) -> None:
-        self._load = load
-        self._limit_bytes = limit_bytes
-        self.clear()
+        """What weighs nothing is not kept."""
+        self._load, self._weigh, self._limit_bytes = load, weigh, limit_bytes
+        self._kept: dict[K, tuple[T, int, int]] = {}  # with its weight and the round of changes
+        self._size_bytes = self._round = 0
 
-    async def find(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
-        """Of one dataset, or of any."""
-        rows, key = self._rows, (identity, dataset)
-        if known := rows.pop(key, None):
-            rows[key] = known  # the last one now
+    async def find(self, key: K) -> T:
+        since, known = self._round, self._kept.pop(key, None)
+        if known:
+            self._kept[key] = known  # the last one now
+            if known[2] == since:
+                return known[0]
+        try:
+            found = await self._load(key)
+        except errors.CatalogUnavailableError:
+            if known is None:
+                raise
             return known[0]
-        row = await self._load(identity, dataset)
-        if row is not None and rows is self._rows:
-            tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
-            size = 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
-            if size <= self._limit_bytes // 16 and key not in rows:
-                rows[key] = row, size
-                self._size_bytes += size
-            while self._size_bytes > self._limit_bytes:
-                self._size_bytes -= rows.pop(next(iter(rows)))[1]
-        return row
+        self._size_bytes -= self._kept.pop(key, (None, 0, 0))[1]
+        size = self._weigh(found)
+        if 0 < size <= self._limit_bytes // 16:
+            self._kept[key] = found, size, since
+            self._size_bytes += size
+        while self._size_bytes > self._limit_bytes:
+            self._size_bytes -= self._kept.pop(next(iter(self._kept)))[1]
+        return found
 
-    def clear(self) -> None:
-        self._rows: dict[tuple[str, str | None], tuple[InstanceRow, int]] = {}
-        self._size_bytes = 0
+    def outdate(self) -> None:
+        """Ask for each again; also for those that are being asked for."""
+        self._round += 1
+
+
+def _weigh(row: InstanceRow | None) -> int:
+    if row is None:  # anybody can ask for what is not there without end
+        return 0
+    tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
+    return 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
 
 
 class Datasets:
@@ -97,9 +112,16 @@ class Datasets:
         self._catalog, self._quarantine = mirrors.catalog, mirrors.quarantine
         self._uncleaned: dict[str, PinKeys] = {}  # owners of stale pins, and the pins to keep
         self._unknown: set[str] = set()
-        self._cache = InstanceCache(self._catalog.find_instance)
-        self._base_commits: dict[tuple[str, str], CommitId] = {}
-        self._limits: dict[tuple[str, CommitId], History | None] = {}
+        catalog = self._catalog
+        self._instances = Answers[tuple[str, str | None], InstanceRow | None](
+            lambda key: catalog.find_instance(*key), _weigh
+        )
+        self._base_commits = Answers[tuple[str, str], CommitId | None](
+            lambda key: catalog.find_base_commit(*key)
+        )
+        self._limits = Answers[tuple[str, CommitId], History | None](
+            lambda key: catalog.find_history_limit(*key), lambda _: 200
+        )
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -313,10 +335,9 @@ class Datasets:
         return {row.mirror.key for row in recorded} | unresolved
 
     def forget(self) -> None:
-        """Remember no rows: some were changed, perhaps by another daemon."""
-        self._cache.clear()
-        self._base_commits = {}
-        self._limits = {}
+        """Ask for rows again: some were changed, perhaps by another daemon."""
+        for answers in (self._instances, self._base_commits, self._limits):
+            answers.outdate()
 
     def rows_changed(self, names: Iterable[str]) -> None:
         """A bundle put rows of these datasets into the catalog."""
@@ -358,28 +379,15 @@ class Datasets:
         Of several datasets that record the same, the first imported one answers. Raises
         InstanceAmbiguousError where they record other repositories or base commits.
         """
-        return await self._cache.find(identity, dataset)
+        return await self._instances.find((identity, dataset))
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
         """The one base commit of the mirror's instances that begins with these digits."""
-        known = self._base_commits
-        found = known.get((name.key, digits))
-        if found is None:
-            found = await self._catalog.find_base_commit(name.key, digits)
-            # None is not kept: anybody can ask for that without end
-            if found is not None and len(known) < 100_000:
-                known[name.key, digits] = found  # lost if a change replaced the dict meanwhile
-        return found
+        return await self._base_commits.find((name.key, digits))
 
     async def find_history_limit(self, name: MirrorName, commit: CommitId) -> History | None:
         """How much of a base commit's past agents may see, by the datasets that record it."""
-        known, key = self._limits, (name.key, commit)
-        if key not in known:
-            found = await self._catalog.find_history_limit(name.key, commit)
-            if len(known) >= 100_000:
-                known.clear()
-            known[key] = found
-        return known[key]
+        return await self._limits.find((name.key, commit))
 
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
         """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""

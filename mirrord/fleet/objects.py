@@ -6,6 +6,7 @@ Calls block, and retry what the network breaks; the daemon makes them in threads
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -19,16 +20,19 @@ from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
 from ..errors import (
-    DiskFullError,
     InvalidUrlError,
     ResourceError,
     StoreDamagedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from ..host.files import full_disk_named
 
 _PART_BYTES = 16 * 1024**2
 _WHOLE_BYTES = 64 * 1024**2  # more goes in parts, without a condition
+# a directory's file system; HTTP; what MinIO and Ceph call it
+_FULL = re.compile(r"No space left|quota exceeded|507 Insufficient|StorageFull|QuotaExceeded")
+_TRIED_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
 _CLIENT = {"connect_timeout": "5s", "timeout": "10m", "user_agent": "mirrord"}
 _OPTIONS: dict[str, Any] = {
     "retry_config": {
@@ -180,6 +184,12 @@ class ObjectStore:
                 with suppress(exceptions.NotFoundError, FileNotFoundError):
                     obstore.delete(self._store, key)
 
+    def try_write(self) -> None:
+        """See that the store takes an object; raises StoreFullError, StoreUnavailableError."""
+        key = f"checks/{secrets.token_hex(16)}"
+        self.put(key, os.urandom(_TRIED_BYTES))
+        self.delete([key])
+
     def check(self) -> None:
         """Write, read and delete an object, and see that a second write of it is refused.
 
@@ -205,23 +215,22 @@ class ObjectStore:
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
-        failure = f"cannot {doing} in store {self.shown}"
         try:
             yield
-        except (
-            exceptions.PermissionDeniedError,
-            exceptions.UnauthenticatedError,
-            PermissionError,
-        ) as error:
-            hint = "check the store's credentials: docs/fleet.md names where they are looked for"
-            raise StoreUnavailableError(f"{failure}: it refuses us", hint=hint) from error
-        except exceptions.BaseError as error:
-            fact = str(error).partition("\n")[0][:200]
-            if "No space left" in str(error):
-                raise DiskFullError(f"{failure}: no space left on device") from error
-            hint = (
-                "check that it is up and can be reached; what is on this disk is served meanwhile"
-            )
-            raise StoreUnavailableError(f"{failure}: {fact}", hint=hint) from error
-        except OSError as error:
-            raise StoreUnavailableError(f"{failure}: {error.strerror}") from error
+        except (exceptions.BaseError, OSError) as error:
+            raise _translate(error, f"cannot {doing} in store {self.shown}") from error
+
+
+_REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
+
+
+def _translate(error: Exception, failure: str) -> StoreUnavailableError:
+    if _FULL.search(str(error)):
+        hint = "make room in the store; what it refused is published by itself then"
+        return StoreFullError(f"{failure}: it has no room", hint=hint)
+    if isinstance(error, _REFUSALS):
+        hint = "check the store's credentials: docs/fleet.md names where they are looked for"
+        return StoreUnavailableError(f"{failure}: it refuses us", hint=hint)
+    hint = "check that it is up and can be reached; what is on this disk is served meanwhile"
+    fact = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0][:200]
+    return StoreUnavailableError(f"{failure}: {fact}", hint=hint)

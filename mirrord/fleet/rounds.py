@@ -20,6 +20,7 @@ from .. import __version__
 from ..catalog import MIRROR, PINS, REPAIR, MirrorRow
 from ..datasets.service import Datasets
 from ..errors import (
+    CatalogFullError,
     CatalogUnavailableError,
     DiskFullError,
     MirrordError,
@@ -101,13 +102,16 @@ class Rounds:
             fleet, name = self.fleet, socket.gethostname()
             state = {"mirrors": len(here), "behind": len(fleet.behind), "fault": fleet.fault}
             state["holder"] = fleet.claims.holder
-            await self.catalog.put_node(self.catalog.node, name, __version__, state)
+            with suppress(CatalogFullError):  # what it has can be read
+                await self.catalog.put_node(self.catalog.node, name, __version__, state)
         self._looks += 1
         await self._read_changes()
         self._begin("follow", self._catch_up)
-        self._begin("records", self._publish_records)
         if self.fleet.fault:
             self._begin("store", self._try_store)
+        else:
+            self._begin("records", self._publish_records)
+            self._begin("unfinished", self._sync_unfinished)
         if "round" not in self._work and self.fleet.settings().sync.interval:
             await self._claim_round(here)
 
@@ -118,9 +122,9 @@ class Rounds:
         return {known[path] for path in paths if path in known}
 
     async def _try_store(self) -> None:
-        """So that health does not wait for the next sync."""
         with suppress(StoreUnavailableError), self.fleet.noting():
-            await to_thread.run_sync(partial(self.fleet.store.get, "checks/none", limit_bytes=1))
+            await to_thread.run_sync(self.fleet.store.try_write)
+            self.fleet.fault = None
 
     async def _read_changes(self) -> None:
         version, topics = await self.catalog.list_changes(self.fleet.version)
@@ -181,8 +185,8 @@ class Rounds:
                     return
 
     async def _publish_records(self) -> None:
-        keys, self.fleet.unrecorded = self.fleet.unrecorded, set()
-        for key in sorted(keys):
+        for key in sorted(self.fleet.unrecorded):
+            self.fleet.unrecorded.discard(key)
             name = MirrorName.parse(key)
             try:
                 async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
@@ -191,6 +195,21 @@ class Rounds:
             except (MirrordError, OSError) as error:
                 log.warning("mirror.unpublished", mirror=str(name), detail=str(error))
                 self.fleet.unrecorded.add(key)
+                if isinstance(error, StoreUnavailableError):
+                    return
+
+    async def _sync_unfinished(self) -> None:
+        """Sync again what an outage ended, as soon as it is over."""
+        for key in sorted(self.fleet.unfinished):
+            self.fleet.unfinished.discard(key)
+            try:
+                name = (await self.mirrors.sync(MirrorName.parse(key))).mirror
+                await self.datasets.repin(MirrorName.parse(name))
+            except (CatalogUnavailableError, StoreUnavailableError):
+                self.fleet.unfinished.add(key)
+                return
+            except (MirrordError, OSError):
+                pass  # the row has it, and its claim when it is tried again
 
     # -- what is due ----------------------------------------------------------------------------
 

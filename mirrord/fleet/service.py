@@ -19,6 +19,7 @@ from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..errors import (
     CatalogUnavailableError,
     StoreDamagedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from ..host.files import full_disk_named
@@ -90,6 +91,7 @@ class Fleet(Sharing):
         self.version = -1  # of the catalog when the generations were read
         self.behind: set[str] = set()
         self.unrecorded: set[str] = set()  # mirrors whose records are to be published
+        self.unfinished: set[str] = set()  # mirrors whose turn an outage ended
         self.fault: str | None = None
         self.closures = SharedClosures(
             self.catalog, self.store, self.noting, lambda: self.fault is not None
@@ -125,7 +127,7 @@ class Fleet(Sharing):
         return protocol.FleetStatus(
             node=self.catalog.node,
             store=self.store.shown,
-            fault=self.fault,
+            fault=next(iter([*self.outages(), *self.catalog.outages()]), None),
             generations=len(self.generations),
             behind=sorted(self.behind),
             nodes=[
@@ -164,7 +166,11 @@ class Fleet(Sharing):
                 await self.refresh([key])
             if is_second and before and (after := await self.catalog.find_mirror(key)):
                 turn.is_fresh = after.synced_at != before.synced_at and not after.error
-            yield turn
+            try:
+                yield turn
+            except (CatalogUnavailableError, StoreUnavailableError):
+                self.unfinished.add(key)
+                raise
             if turn.is_synced:
                 hold.after, hold.has_failed = self.settings().sync.interval or None, False
 
@@ -281,11 +287,11 @@ class Fleet(Sharing):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Remember for health whether the store could be used."""
+        """Remember for health that the store could not be used, until it takes an object."""
         try:
             yield
-        except (StoreUnavailableError, StoreDamagedError) as error:
-            if isinstance(error, StoreUnavailableError):
-                self.fault = "the store cannot be reached; what is on this machine is served"
+        except StoreUnavailableError as error:
+            is_full = isinstance(error, StoreFullError)
+            fact = "has no room" if is_full else "cannot be reached"
+            self.fault = f"the store {fact}; what is on this machine is served"
             raise
-        self.fault = None

@@ -151,7 +151,7 @@ class Inventory:
         """Read the catalog's mirrors again; answers those that are no longer there."""
         listed = await self.catalog.list_mirrors()
         before, self._names = self._names, {row.name.key: row.name for row in listed}
-        self._unsynced = {row.name.key: str(row.error["detail"]) for row in listed if row.error}
+        self._unsynced = {row.name.key: str(row.error["code"]) for row in listed if row.error}
         await self.sharing.enrol(listed)
         return [before[key] for key in before.keys() - self._names.keys()]
 

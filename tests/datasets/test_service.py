@@ -20,8 +20,9 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import InstanceCache, name_from
+from mirrord.datasets.service import Answers, name_from
 from mirrord.errors import (
+    CatalogUnavailableError,
     DatasetNotFoundError,
     InstanceAmbiguousError,
     InstanceNotFoundError,
@@ -691,10 +692,12 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
 
     async def body() -> None:
         loads: list[str] = []
-        gate = anyio.Event()
+        gate, is_away = anyio.Event(), False
 
-        async def load(identity: str, _: str | None) -> InstanceRow:
+        async def load(identity: str) -> InstanceRow:
             loads.append(identity)
+            if is_away:
+                raise CatalogUnavailableError("away")
             if identity == "slow":
                 await gate.wait()
             big = "x" * 1000
@@ -702,7 +705,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
                 identity, "d", NAME, CommitId(ABSENT), Direction.FORWARD, (), big, None, (), ()
             )
 
-        cache = InstanceCache(load, limit_bytes=64_000)
+        cache = Answers(load, lambda row: len(row.patch or "") + 1000, limit_bytes=64_000)
         for number in range(100):
             await cache.find(str(number))
         await cache.find("99")
@@ -711,10 +714,17 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cache.find, "slow")
             await anyio.wait_all_tasks_blocked()
-            cache.clear()
+            cache.outdate()
             gate.set()
         await cache.find("slow")
         assert loads[-2:] == ["slow", "slow"]
+        is_away, count = True, len(loads)
+        assert (await cache.find("99")).id == "99"
+        with pytest.raises(CatalogUnavailableError):
+            await cache.find("never")
+        is_away = False
+        await cache.find("99")
+        assert len(loads) == count + 3
 
     anyio.run(body)
 

@@ -17,19 +17,24 @@ import postgresql
 import pytest
 import s3
 from daemons import Daemon
-from fleetlab import Fleet, become_like, checkout, done, eventually, have, refs, rows
+from fleetlab import (
+    Fleet,
+    become_like,
+    checkout,
+    done,
+    ended,
+    eventually,
+    have,
+    newest,
+    refs,
+    rows,
+)
 from gitrepos import Upstream
 
 pytestmark = pytest.mark.slow
 
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 _OWN = '[[mirror]]\nrepo = "owner/name"\n'
-
-
-def newest(fleet: Fleet) -> tuple[int, int]:
-    query = "SELECT epoch, number FROM generations WHERE mirror_key = 'owner__name'"
-    found = fleet.server.execute_in(fleet.catalog, query)
-    return (int(str(found[0][0])), int(str(found[0][1]))) if found else (0, 0)
 
 
 def test_a_daemon_that_slept_past_its_claim_publishes_nothing(
@@ -92,25 +97,20 @@ def test_without_the_store_a_daemon_serves_and_says_so(
         with fleetlab.fleet(server, bucket.create(), upstream.path.parent) as fleet:
             a = fleet.make(_OWN, environment=environment)
             done(a, "POST", "/v1/mirrors/owner__name/sync")
+            at = newest(fleet)
             wire.cut()
             commit = upstream.commit({"new": "line\n"})
-            failed = a.json("POST", "/v1/mirrors/owner__name/sync")
-            ended = eventually(lambda: _ended(a, failed["id"]), 120)
-            assert ended["error"]["code"] == "store-unavailable"
+            failed = ended(a, "POST", "/v1/mirrors/owner__name/sync", bound_s=120)
+            assert failed["error"]["code"] == "store-unavailable"
             assert checkout(a, mirror="owner/name", commit=commit)
             assert b"the store cannot be reached" in a.get("/v1/health")[2]
             wire.mend()
-            eventually(lambda: b"the store cannot" not in a.get("/v1/health")[2])
+            eventually(lambda: newest(fleet) > at)
+            eventually(lambda: a.get("/v1/health")[0] == 200)
             wire.delay_s = 0.02
-            done(a, "POST", "/v1/mirrors/owner__name/sync")
             b = fleet.make(environment=environment)
             assert checkout(b, mirror="owner/name", commit=commit)
             assert a.get("/v1/health")[0] == 200
-
-
-def _ended(one: Daemon, operation: str) -> dict[str, dict[str, str]] | None:
-    found: dict[str, dict[str, str]] = one.json("GET", f"/v1/operations/{operation}")
-    return None if str(found["state"]) == "running" else found
 
 
 def test_bytes_that_the_store_has_not_kept_move_no_ref(

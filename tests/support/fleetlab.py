@@ -38,6 +38,13 @@ def eventually(look: Callable[[], Any], bound_s: float = 60.0) -> Any:
 
 def done(one: Daemon, method: str, path: str, body: Any = None, bound_s: float = 90.0) -> Any:
     """The result of an operation."""
+    answer = ended(one, method, path, body, bound_s)
+    assert answer["state"] == "done", answer
+    return answer["result"]
+
+
+def ended(one: Daemon, method: str, path: str, body: Any = None, bound_s: float = 90.0) -> Any:
+    """An operation, well ended or not."""
     answer = one.json(method, path, body)
     assert "id" in answer, answer
     deadline = time.monotonic() + bound_s
@@ -45,13 +52,12 @@ def done(one: Daemon, method: str, path: str, body: Any = None, bound_s: float =
         assert time.monotonic() < deadline, answer
         time.sleep(0.05)
         answer = one.json("GET", f"/v1/operations/{answer['id']}")
-    assert answer["state"] == "done", answer
-    return answer["result"]
+    return answer
 
 
-def rows(*commits: str, prefix: str = "i") -> bytes:
+def rows(*commits: str, prefix: str = "i", patch: str = "") -> bytes:
     """A dataset of one instance a commit."""
-    empty = {"repo": "owner/name", "patch": "", "test_patch": ""}
+    empty = {"repo": "owner/name", "patch": patch, "test_patch": ""}
     lines = [
         {"instance_id": f"{prefix}-{number}", "base_commit": oid, **empty}
         for number, oid in enumerate(commits)
@@ -133,6 +139,13 @@ class Fleet:
         )
         self.nodes.append(made)
         return made
+
+
+def newest(fleet: Fleet) -> tuple[int, int]:
+    """Epoch and number of the mirror's newest generation."""
+    query = "SELECT epoch, number FROM generations WHERE mirror_key = 'owner__name'"
+    found = fleet.server.execute_in(fleet.catalog, query)
+    return (int(str(found[0][0])), int(str(found[0][1]))) if found else (0, 0)
 
 
 @contextmanager

@@ -1,20 +1,30 @@
-"""A TCP connection that can be cut and slowed, for what is behind a port of loopback."""
+"""A TCP connection that can be cut and slowed, for what is behind a port of loopback.
+
+One to an S3 may also answer what is written as a store without room does.
+"""
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+_FULL = b"<Error><Code>XMinioStorageFull</Code><Message>It has no room.</Message></Error>"
+
 
 class Link:
-    """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything."""
+    """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything.
+
+    While `is_full`, requests that write get 507 in the place of the server's answer.
+    """
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.delay_s = 0.0
+        self.is_full = False
         self._is_cut = False
         self._pairs: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -56,13 +66,27 @@ class Link:
         with suppress(OSError):
             while data := source.recv(65536):
                 time.sleep(self.delay_s)
-                sink.sendall(data)
+                if self.is_full and data.startswith((b"PUT ", b"POST ")):
+                    _refuse(source, data)
+                else:
+                    sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
         self._pairs.discard(source)
         if sink not in self._pairs:
             source.close()
             sink.close()
+
+
+def _refuse(client: socket.socket, data: bytes) -> None:
+    """Answer a request once it is read."""
+    head, _, body = data.partition(b"\r\n\r\n")
+    found = re.search(rb"(?i)content-length: (\d+)", head)
+    left = int(found[1]) - len(body) if found else 0
+    while left > 0:
+        left -= len(client.recv(65536))
+    head = b"HTTP/1.1 507 Insufficient Storage\r\ncontent-length: %d\r\n\r\n" % len(_FULL)
+    client.sendall(head + _FULL)
 
 
 @contextmanager

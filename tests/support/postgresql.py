@@ -112,12 +112,15 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
-    """Skips where there is no PostgreSQL, or nobody may become its user."""
+def running(place: Path | None = None) -> Iterator[Server]:
+    """One in an empty directory, which is removed with it. Skips where there is no PostgreSQL, or
+    nobody may become its user.
+    """
     if not PROGRAMS or os.geteuid() != 0:
         pytest.skip("needs PostgreSQL's initdb and root, to become the user postgres")
     user = pwd.getpwnam("postgres")
-    home = Path(tempfile.mkdtemp(prefix="mirrord-pg-", dir="/tmp"))  # its socket's path is short
+    # its socket's path is short
+    home = Path(tempfile.mkdtemp(prefix="mirrord-pg-", dir=place or "/tmp"))
     os.chown(home, user.pw_uid, user.pw_gid)
     try:
         server = Server(home)
