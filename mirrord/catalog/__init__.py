@@ -37,7 +37,7 @@ from ..telemetry import log
 from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .datasets import EVERY, Servable
-from .fleet import MIRROR, REPAIR
+from .fleet import MIRROR, REPAIR, RESTORED
 from .mirrors import PINS, MirrorFigures
 from .schema import (
     Claim,
@@ -58,6 +58,7 @@ __all__ = [
     "MIRROR",
     "PINS",
     "REPAIR",
+    "RESTORED",
     "Catalog",
     "Claim",
     "DatasetHead",
@@ -246,6 +247,7 @@ class Catalog:
     find_newest_judgement = _reads(mirrors.find_newest_judgement)
 
     list_changes = _reads(fleet.list_changes)
+    note_restored = _writes(fleet.note_restored)
     enrol = _writes(fleet.enrol)
     claim = _writes(fleet.claim)
     claim_due = _writes(fleet.claim_due)

@@ -45,7 +45,10 @@ MIRROR = "mirror/"
 """Before the key of a mirror in the key of its claim, and in the topic of its changes."""
 REPAIR = "repair/"
 """Before the key of a mirror of whose newest generation the store has lost something."""
+RESTORED = "restored"
+"""The topic of a catalog that went back to an older state."""
 _CLOCK = ""
+_LEAP = 1_000_000  # versions that no daemon has seen in the state that was lost
 _FORGOTTEN_MS = 30 * 24 * 3600 * 1000  # a node that was not seen for so long is gone
 
 
@@ -92,10 +95,27 @@ def touch(connection: Connection, *topics: str) -> None:
 
 
 def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:
-    """The version now, and the topics that changed after `since`, in order."""
-    query = select(changes.c.topic, changes.c.version).where(changes.c.version > since)
-    rows = connection.execute(query.order_by(changes.c.version)).all()
-    return max((row.version for row in rows), default=since), [r.topic for r in rows if r.topic]
+    """The version now, and the topics that changed after `since`, in order.
+
+    A version before `since` is of a database that was restored from a backup.
+    """
+    none = since if connection.dialect.name == "sqlite" else min(since, 0)
+    is_new = or_(changes.c.version > since, changes.c.topic == _CLOCK)
+    query = select(changes.c.topic, changes.c.version).where(is_new).order_by(changes.c.version)
+    rows = connection.execute(query).all()
+    version = next((row.version for row in rows if row.topic == _CLOCK), none)
+    return version, [row.topic for row in rows if row.topic]
+
+
+def note_restored(connection: Connection, seen: int) -> None:
+    """Tell the fleet that the database is an older one than that of version `seen`; once."""
+    row = {"topic": _CLOCK, "version": seen + _LEAP}
+    statement = insert_of(connection, changes).values(row)
+    leapt = statement.on_conflict_do_update(
+        index_elements=["topic"], set_=row, where=changes.c.version < seen
+    )
+    if connection.execute(leapt.returning(changes.c.version)).first():
+        touch(connection, RESTORED)
 
 
 # -- claims ----------------------------------------------------------------------------------------

@@ -201,5 +201,10 @@ def read_generation(git_dir: Path) -> Generation | None:
         return None
 
 
+def is_before(one: Generation | None, other: Generation) -> bool:
+    """Whether it is none, or an older one."""
+    return one is None or one[:2] < other[:2]
+
+
 def generation_file(git_dir: Path, generation: Generation) -> tuple[Path, bytes]:
     return git_dir / _FILE, " ".join(map(str, generation)).encode() + b"\n"

@@ -32,6 +32,7 @@ from .generations import (
     GenerationManifest,
     generation_file,
     index_key,
+    is_before,
     list_published,
     pack_key,
     read_generation,
@@ -146,7 +147,7 @@ class Restoration:
         async with mirrors.lock(name):
             await self.exchange.fetch(repository, generation)
             at = await to_thread.run_sync(read_generation, repository.path)
-            if at is None or at[:2] < generation[:2]:
+            if is_before(at, generation):
                 with full_disk_named(f"mirror {name}"):
                     await to_thread.run_sync(
                         write_durably, *generation_file(repository.path, generation)

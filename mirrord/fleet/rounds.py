@@ -17,7 +17,7 @@ import anyio
 from anyio import to_thread
 
 from .. import __version__
-from ..catalog import MIRROR, PINS, REPAIR, MirrorRow
+from ..catalog import MIRROR, PINS, REPAIR, RESTORED, MirrorRow
 from ..datasets.service import Datasets
 from ..errors import (
     CatalogFullError,
@@ -36,6 +36,8 @@ from ..telemetry import log
 from .claims import Hold
 from .closures import list_needed
 from .collect import clock_of, collect
+from .generations import is_before
+from .restore import Restoration
 from .service import Fleet
 
 LOOK = timedelta(seconds=5)
@@ -64,6 +66,7 @@ class Rounds:
     on_mirrors: Callable[[], Awaitable[None]]
     _repinned: set[str] = field(default_factory=set)  # mirrors behind whose pins changed
     _looks: int = 0
+    _patience_ends: int = 0  # at this look
     _work: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,9 @@ class Rounds:
     async def open(self) -> None:
         """Begin to follow other daemons, and to sync what is due."""
         await self.catalog.enrol({_COLLECTION: ""})
+        for key in await self._list_here():
+            if at := await self.fleet.find_lost(self.mirrors.repository(MirrorName.parse(key))):
+                self.fleet.lost[key] = at
         self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_here(key)}
         self._repinned |= self.fleet.behind
         self._looking = asyncio.create_task(self._look_forever())
@@ -106,6 +112,8 @@ class Rounds:
                 await self.catalog.put_node(self.catalog.node, name, __version__, state)
         self._looks += 1
         await self._read_changes()
+        if self.fleet.lost:
+            self._begin("adopt", self._adopt)
         self._begin("follow", self._catch_up)
         if self.fleet.fault:
             self._begin("store", self._try_store)
@@ -128,16 +136,17 @@ class Rounds:
 
     async def _read_changes(self) -> None:
         version, topics = await self.catalog.list_changes(self.fleet.version)
+        if version < self.fleet.version:
+            await self.catalog.note_restored(self.fleet.version)
+        if version < self.fleet.version or RESTORED in topics:
+            await self._read_all()
+            return
         if not topics:
             return
         kinds = {kind: {it.removeprefix(kind) for it in topics if it.startswith(kind)}
                  for kind in (MIRROR, PINS)}  # fmt: skip
         if "mirrors" in topics:
-            for name in await self.mirrors.refresh():
-                log.info("mirror.removed_elsewhere", mirror=str(name))
-                self.fleet.generations.pop(name.key, None)
-                await self.on_gone(name)
-            await self.on_mirrors()
+            await self._read_mirrors()
         if kinds[MIRROR]:
             await self.fleet.refresh(kinds[MIRROR])
         if any(it.startswith("dataset/") for it in topics):
@@ -145,6 +154,51 @@ class Rounds:
         self.fleet.behind |= {key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_here(key)}
         self._repinned |= self.fleet.behind & kinds[PINS]
         self.fleet.version = version
+
+    async def _read_mirrors(self) -> None:
+        for name in await self.mirrors.refresh(self.fleet.lost):
+            log.info("mirror.removed_elsewhere", mirror=str(name))
+            self.fleet.generations.pop(name.key, None)
+            await self.on_gone(name)
+        await self.on_mirrors()
+
+    async def _read_all(self) -> None:
+        """Read a catalog that went back, and note what it no longer knows."""
+        version, _ = await self.catalog.list_changes(-1)
+        before, now = self.fleet.generations, await self.catalog.list_generations()
+        lost = {key: old for key, old in before.items() if is_before(now.get(key), old)}
+        log.warning("catalog.went_back", seen=self.fleet.version, mirrors=len(lost))
+        self.fleet.lost |= lost
+        self.fleet.generations = now
+        self._patience_ends = self._looks + _HEARTBEAT
+        await self.catalog.enrol({_COLLECTION: ""})
+        await self._read_mirrors()
+        self.datasets.forget()
+        self.fleet.behind |= await self._list_here()
+        self._repinned |= self.fleet.behind
+        self.fleet.version = version
+
+    async def _adopt(self) -> None:
+        """Have the catalog know again what it has lost of mirrors, their pins and rows.
+
+        One daemon does it, from what is published: one that has the mirror, or later any.
+        """
+        restoration = Restoration(self.fleet.exchange, self.fleet.bundles)
+        for key, known in sorted(self.fleet.lost.items()):
+            if not self.fleet.is_here(key) and self._looks < self._patience_ends:
+                continue
+            try:
+                async with self.fleet.sole(f"adopt/{key}"):
+                    now = (await self.catalog.list_generations([key])).get(key)
+                    if is_before(now, known):
+                        restored = await restoration.restore(key, known, 0)
+                        self.datasets.rows_changed(restored.datasets)
+                        log.warning("mirror.adopted", mirror=restored.mirror)
+                del self.fleet.lost[key]
+            except CatalogUnavailableError:
+                raise
+            except (MirrordError, OSError) as error:  # again at the next look
+                log.warning("mirror.not_adopted", mirror=key, detail=str(error))
 
     def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         """Have work done beside the looks, one of each kind at a time."""
@@ -165,7 +219,7 @@ class Rounds:
 
     async def _catch_up(self) -> None:
         """Follow what was published of the mirrors here, and their pins."""
-        for key in sorted(self.fleet.behind):
+        for key in sorted(self.fleet.behind - self.fleet.lost.keys()):
             name = MirrorName.parse(key)
             try:
                 async with self.mirrors.lock(name):

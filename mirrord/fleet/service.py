@@ -18,6 +18,7 @@ from .. import protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..errors import (
     CatalogUnavailableError,
+    ClaimLostError,
     StoreDamagedError,
     StoreFullError,
     StoreUnavailableError,
@@ -35,7 +36,7 @@ from ..telemetry import log
 from .claims import Claims, Hold
 from .closures import SharedClosures
 from .exchange import Exchange
-from .generations import generation_file, list_published, read_generation
+from .generations import generation_file, is_before, list_published, read_generation
 from .objects import ObjectStore
 
 
@@ -92,6 +93,7 @@ class Fleet(Sharing):
         self.behind: set[str] = set()
         self.unrecorded: set[str] = set()  # mirrors whose records are to be published
         self.unfinished: set[str] = set()  # mirrors whose turn an outage ended
+        self.lost: dict[str, Generation] = {}  # what the catalog knew, and knows no longer
         self.fault: str | None = None
         self.closures = SharedClosures(
             self.catalog, self.store, self.noting, lambda: self.fault is not None
@@ -190,6 +192,10 @@ class Fleet(Sharing):
         if row is None:
             return  # removed
         present, previous = await repository.all_refs(), self.generations.get(name.key)
+        if at := await self.find_lost(repository):
+            self.lost[name.key] = at
+            failure = f"cannot publish mirror {name}: the catalog has an older state"
+            raise ClaimLostError(failure, hint="it is brought up to date; try again in a minute")
         kinds = (KEPT, PIN_REFS, HISTORY)
         ours = {ref: oid for ref, oid in present.items() if ref.startswith(kinds)}
 
@@ -238,8 +244,12 @@ class Fleet(Sharing):
         newest = self.generations.get(key)
         if newest is None:
             return False
+        return is_before(await to_thread.run_sync(read_generation, repository.path), newest)
+
+    async def find_lost(self, repository: Repository) -> Generation | None:
+        """The generation that a mirror is at, if the catalog does not know it yet, or no longer."""
         at = await to_thread.run_sync(read_generation, repository.path)
-        return at is None or at[:2] < newest[:2]
+        return at if at and is_before(self.generations.get(repository.name.key), at) else None
 
     async def is_known(self, repository: Repository) -> bool:
         return await to_thread.run_sync(read_generation, repository.path) is not None

@@ -7,7 +7,7 @@ that only the catalog knows stays there until a heal has made it again.
 """
 
 import builtins
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -147,10 +147,11 @@ class Inventory:
                 await self.catalog.update_mirror(row.name.key, **state)
         await self.refresh()
 
-    async def refresh(self) -> builtins.list[MirrorName]:
-        """Read the catalog's mirrors again; answers those that are no longer there."""
+    async def refresh(self, keep: Collection[str] = ()) -> builtins.list[MirrorName]:
+        """Read the catalog's mirrors again; answers those that are gone, but for `keep` (keys)."""
         listed = await self.catalog.list_mirrors()
         before, self._names = self._names, {row.name.key: row.name for row in listed}
+        self._names |= {key: before[key] for key in keep if key in before}
         self._unsynced = {row.name.key: str(row.error["code"]) for row in listed if row.error}
         await self.sharing.enrol(listed)
         return [before[key] for key in before.keys() - self._names.keys()]

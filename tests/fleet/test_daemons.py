@@ -146,6 +146,23 @@ def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fle
         assert first.get("/v1/health")[0] == 200
 
 
+def test_a_daemon_that_cannot_reach_its_postgresql_ends_to_be_started_again(
+    server: postgresql.Server, fleet: Fleet
+) -> None:
+    """`RestartPreventExitStatus=` of systemd's unit does not name the status."""
+    a = fleet.make(start=False)
+    server.stop()
+    try:
+        a.start(wait=False)
+        assert a.process is not None
+        assert a.process.wait(60) == 7
+    finally:
+        server.start()
+    a.process = None
+    a.start()
+    assert a.get("/v1/health")[0] == 200
+
+
 def test_a_catalog_of_sqlite_may_have_a_store(tmp_path: Path, upstream: Upstream) -> None:
     text = f"""
 [store]

@@ -98,6 +98,19 @@ class Server:
             done = connection.execute(statement.encode())
             return done.fetchall() if done.description else []
 
+    def dump(self, url: str) -> None:
+        """Back a database up, as operators do."""
+        self._run("pg_dump", "-Fc", "-f", f"{self.home}/dump", *self._place(url))
+
+    def restore(self, url: str) -> None:
+        """Have it as it was then, while others use it."""
+        how = ("--clean", "--if-exists", "--single-transaction")
+        self._run("pg_restore", *how, *self._place(url), f"{self.home}/dump")
+
+    def _place(self, url: str) -> tuple[str, ...]:
+        name = url.rpartition("/")[2]
+        return ("-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", "-d", name)
+
     def _run(self, program: str, *args: str) -> None:
         environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", "PGTZ": "Asia/Tokyo"}
         subprocess.run(
