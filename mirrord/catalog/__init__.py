@@ -49,6 +49,7 @@ from .schema import (
     MirrorRow,
     NodeRow,
     PinRow,
+    ReceiptRow,
     RecordedRow,
 )
 from .spool import digest_of, roles_of, spooled, unspooled
@@ -70,6 +71,7 @@ __all__ = [
     "MirrorRow",
     "NodeRow",
     "PinRow",
+    "ReceiptRow",
     "RecordedRow",
     "Servable",
     "digest_of",
@@ -242,6 +244,9 @@ class Catalog:
     put_report = _writes(mirrors.put_report)
     find_report = _reads(mirrors.find_report)
     list_reports = _reads(mirrors.list_reports)
+    put_receipt = _writes(mirrors.put_receipt)
+    find_receipt = _reads(mirrors.find_receipt)
+    list_receipts = _reads(mirrors.list_receipts)
     put_judgement = _writes(mirrors.put_judgement)
     list_judgements = _reads(mirrors.list_judgements)
     find_newest_judgement = _reads(mirrors.find_newest_judgement)

@@ -1,4 +1,4 @@
-"""Queries about mirrors, their pins and audits, and about reports. Sync, on one connection."""
+"""Queries about mirrors, pins, audits, reports and receipts. Sync, on one connection."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
@@ -6,22 +6,35 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, RowMapping, and_, delete, exists, func, select, update
+from sqlalchemy import (
+    Column,
+    Connection,
+    RowMapping,
+    Table,
+    and_,
+    delete,
+    exists,
+    func,
+    select,
+    update,
+)
 
 from ..model import AuditLevel, CommitId, MirrorName
-from ..protocol import Audit, AuditPart, Report
+from ..protocol import Audit, AuditPart, Receipt, Report
 from .database import lock, upsert
 from .fleet import MIRROR, touch
 from .schema import (
     JudgementRow,
     MirrorRow,
     PinRow,
+    ReceiptRow,
     audits,
     claims,
     datasets,
     judgements,
     mirrors,
     pins,
+    receipts,
     recorded,
     reports,
 )
@@ -258,16 +271,22 @@ def _judgement_row(row: RowMapping) -> JudgementRow:
     )
 
 
-# -- reports, of which the newest are kept ---------------------------------------------------------
+# -- reports and receipts, of which the newest are kept --------------------------------------------
+
+_KEPT = 200
 
 
 def put_report(connection: Connection, report: Report) -> None:
     lock(connection, "reports")
     row = {"id": report.id, "received_at": report.at, "document": report.to_json()}
     upsert(connection, reports, [row])
-    newest = select(reports.c.id).order_by(reports.c.received_at.desc(), reports.c.id).limit(200)
+    _drop_old(connection, reports, reports.c.received_at)
+
+
+def _drop_old(connection: Connection, table: Table, at: Column[datetime]) -> None:
+    newest = select(table.c.id).order_by(at.desc(), table.c.id).limit(_KEPT)
     kept = connection.execute(newest).scalars().all()
-    connection.execute(delete(reports).where(reports.c.id.not_in(kept)))
+    connection.execute(delete(table).where(table.c.id.not_in(kept)))
 
 
 def find_report(connection: Connection, identity: str) -> Report | None:
@@ -281,3 +300,30 @@ def list_reports(connection: Connection, limit: int = 200) -> list[Report]:
     query = select(reports.c.document).order_by(reports.c.received_at.desc(), reports.c.id)
     documents = connection.execute(query.limit(limit)).scalars()
     return [Report.from_json(document) for document in documents]
+
+
+def put_receipt(connection: Connection, row: ReceiptRow) -> None:
+    lock(connection, "receipts")
+    values = {name: getattr(row, name) for name in _RECEIPT}
+    document = {"document": row.receipt.to_json(), "issued_at": row.receipt.issued_at}
+    upsert(connection, receipts, [values | document])
+    _drop_old(connection, receipts, receipts.c.issued_at)
+
+
+def find_receipt(connection: Connection, identity: str) -> ReceiptRow | None:
+    rows = connection.execute(select(receipts).where(receipts.c.id == identity)).mappings()
+    return next(map(_receipt, rows), None)
+
+
+def list_receipts(connection: Connection) -> list[ReceiptRow]:
+    """The newest first."""
+    query = select(receipts).order_by(receipts.c.issued_at.desc(), receipts.c.id)
+    return [_receipt(row) for row in connection.execute(query).mappings()]
+
+
+_RECEIPT = ("id", "node", "node_name", "owner_uid", "is_grader")
+
+
+def _receipt(row: RowMapping) -> ReceiptRow:
+    values = {name: row[name] for name in _RECEIPT}
+    return ReceiptRow(**values, receipt=Receipt.from_json(row["document"]))

@@ -24,9 +24,9 @@ from ..model import (
     History,
     MirrorName,
 )
-from ..protocol import AuditPart, RowFault
+from ..protocol import AuditPart, Receipt, RowFault
 
-HEAD = "0008"  # the newest migration
+HEAD = "0009"  # the newest migration
 
 _TELLING_DIGITS = 7  # git's shortest abbreviation by default
 
@@ -168,6 +168,19 @@ reports = sa.Table(
     sa.Index("reports_by_time", "received_at"),
 )
 
+receipts = sa.Table(
+    "receipts",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("issued_at", UtcTime, nullable=False),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("node_name", sa.Text, nullable=False),
+    sa.Column("owner_uid", sa.BigInteger, nullable=False),
+    sa.Column("is_grader", sa.Boolean, nullable=False),
+    sa.Column("document", sa.JSON, nullable=False),
+    sa.Index("receipts_by_time", "issued_at"),
+)
+
 judgements = sa.Table(
     "judgements",
     metadata,
@@ -303,6 +316,21 @@ class Generation(NamedTuple):
     epoch: int
     number: int
     manifest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptRow:
+    """A receipt with what it does not say: who issued it, whose it is, whether a grader's.
+
+    `id` is the SHA-256 of its canonical form.
+    """
+
+    id: str
+    node: str
+    node_name: str
+    owner_uid: int
+    is_grader: bool
+    receipt: Receipt
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,11 @@ class Lease:
         return self.owner_uid, self.owner_gid
 
     @property
+    def is_grader(self) -> bool:
+        """Whether strangers do not learn its instance: that it is graded is the grader's secret."""
+        return self.view is View.GRADER or self.graded is not None
+
+    @property
     def base_tree(self) -> str:
         """git's tree that a diff is relative to."""
         return self.saved.tree if self.saved else self.tree

@@ -5,6 +5,7 @@ and from a walk of the mirror when one is verified: the two know nothing of each
 """
 
 import hashlib
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,8 @@ from pathlib import Path
 import anyio.to_thread
 
 from .. import __version__
+from ..catalog import ReceiptRow
+from ..errors import MirrordError
 from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
 from ..git.turns import Turns
@@ -31,6 +34,7 @@ from ..protocol import (
     Receipt,
     ReceiptReport,
 )
+from ..telemetry import log
 from .leases import Lease
 from .resolve import ResolvedRequest
 from .stores.builder import StoreBuilder, squashed_commit
@@ -101,6 +105,17 @@ class Receipts:
             grade=_grade_of(lease),
             diff=await anyio.to_thread.run_sync(_digest, diff),
         )
+
+    async def keep(self, receipt: Receipt, lease: Lease) -> None:
+        """Keep a receipt for the page, where the catalog can; its owner has it in any case."""
+        catalog, identity = self.mirrors.catalog, hashlib.sha256(receipt.canonical()).hexdigest()
+        row = ReceiptRow(
+            identity, catalog.node, socket.gethostname(), lease.owner_uid, lease.is_grader, receipt
+        )
+        try:
+            await catalog.put_receipt(row)
+        except MirrordError as error:
+            log.warning("receipt.not_kept", checkout=lease.id, detail=error.message)
 
     async def verify(
         self, receipt: Receipt, found: ResolvedRequest, base: CommitId | None

@@ -328,7 +328,9 @@ class Checkouts:
             backend = self._lifecycle.backend_of(lease)
             made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
-            return await self._receipts.issue(lease, made.content, proven_at)
+            receipt = await self._receipts.issue(lease, made.content, proven_at)
+        await self._receipts.keep(receipt, lease)
+        return receipt
 
     async def seal(self, checkout: str, peer: Peer) -> protocol.SealReport:
         """Judge the sealed store that a checkout shows: it is as it was built, and has neither the

@@ -50,6 +50,8 @@ ROUTES = (
     _route("/audits/(?P<identity>[^/]{1,100})", views.show_audit),
     _route("/reports", views.show_reports, "Reports"),
     _route("/reports/(?P<identity>[^/]{1,100})", views.show_report),
+    _route("/receipts", views.show_receipts, "Receipts"),
+    _route("/receipts/(?P<identity>[^/]{1,100})", views.show_receipt),
     _route("/activity", views.show_activity, "Activity"),
     _route("/fleet", views.show_fleet, "Fleet"),
 )

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..catalog import MirrorRow, Servable
-from ..checkouts.leases import Lease
 from ..engine import Engine
 from ..errors import MirrordError, NotFoundError
-from ..model import CommitState, ReportKind, View, parse_dataset_name, utc_now
+from ..model import CommitState, MirrorName, ReportKind, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation
 from . import shown
 from .charts import Chart, Point, chart
@@ -298,6 +297,30 @@ async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
     }
 
 
+# -- receipts --------------------------------------------------------------------------------------
+
+
+async def show_receipts(engine: Engine, values: Values) -> Facts:
+    found = await engine.catalog.list_receipts()
+    return {"slice": Slice.of(found, values), "node": engine.catalog.node}
+
+
+async def show_receipt(engine: Engine, values: Values, identity: str) -> Facts:
+    row = await engine.catalog.find_receipt(identity)
+    if row is None:
+        raise NotFoundError("cannot find the receipt")
+    receipt, key = row.receipt, MirrorName.parse(row.receipt.mirror).key
+    return {
+        "row": row,
+        "receipt": receipt,
+        "node": engine.catalog.node,
+        "upstream": shown.upstream(receipt.upstream) if receipt.upstream else "",
+        # of other commits nothing is told, nor what would let one be recognised
+        "is_base": await engine.catalog.find_base_commit(key, receipt.commit) is not None,
+        "environment": shown.environment(receipt.environment or ""),
+    }
+
+
 # -- what there is now -----------------------------------------------------------------------------
 
 
@@ -313,13 +336,7 @@ async def show_checkouts(engine: Engine, values: Values) -> Facts:
         "owners": by_owner.most_common(50),
         "total": by_owner.total(),
         "max": engine.settings().checkouts.max,
-        "is_grader": _is_grader,
     }
-
-
-def _is_grader(lease: Lease) -> bool:
-    """Whether its instance stays untold: an agent does not learn that it is being graded."""
-    return lease.view is View.GRADER or lease.graded is not None
 
 
 async def show_environments(engine: Engine, values: Values) -> Facts:

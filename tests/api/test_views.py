@@ -25,7 +25,7 @@ from gitrepos import git
 from rowlab import DATA
 from secretrows import AUTHORS, Author, Task
 from waiting import until
-from weblab import ask, free_port, walk
+from weblab import ask, free_port, page, walk
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
@@ -155,6 +155,8 @@ def _use(world: World, client: Client) -> World:
             grader.restore(task.secret, "NEWS")
         grader.receipt()
         grader.reset()
+    for task in world.tasks:
+        client.checkout(task.id, owner=AGENT).receipt()
     first = world.tasks[0]
     world.named = next(task.fix.gold for task in world.tasks if task.secret == task.fix.gold)
     with client.checkout(f"o/r@{world.named}", view=View.GRADER) as held:
@@ -343,9 +345,17 @@ def test_no_page_tells_a_secret(world: World) -> None:
     pages = walk(world.port)
     names = {f"/datasets/{task.dataset}" for task in world.tasks} | {"/mirrors/o__r", "/checkouts"}
     assert names <= set(pages)
-    assert {"/audits/", "/reports/"} <= {path[: path.rfind("/") + 1] for path in pages}
+    assert {"/audits/", "/reports/", "/receipts/"} <= {
+        path[: path.rfind("/") + 1] for path in pages
+    }
     told = {path: world.secrets.found_in(text) for path, text in pages.items()}
     assert {path: names for path, names in told.items() if names} == {}
+    receipts = [
+        page(world.port, path) for path in re.findall(r"/receipts/[0-9a-f]{64}", pages["/receipts"])
+    ]
+    assert len(receipts) >= 2 * len(world.tasks)
+    assert not world.secrets.found_in("".join(receipts))
+    assert {"Of a grader" in text for text in receipts} == {True, False}
     for task in world.tasks:
         if task.id != task.public:  # nobody finds a commit by trying its digits one by one
             asked = re.findall(r"[0-9a-f]{7}", task.id.lower())[0]

@@ -24,7 +24,15 @@ import pytest
 from postgresql import Server, running
 from sqlalchemy import inspect
 
-from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, PinRow, spooled
+from mirrord.catalog import (
+    Catalog,
+    DatasetHead,
+    InstanceRow,
+    MirrorRow,
+    PinRow,
+    ReceiptRow,
+    spooled,
+)
 from mirrord.catalog.database import MIGRATIONS, Database, migrate
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.errors import (
@@ -38,6 +46,7 @@ from mirrord.errors import (
 from mirrord.git.workers import Workers
 from mirrord.model import (
     AuditLevel,
+    Backend,
     CommitId,
     CommitRole,
     CommitState,
@@ -46,8 +55,9 @@ from mirrord.model import (
     History,
     MirrorName,
     ReportKind,
+    View,
 )
-from mirrord.protocol import Audit, Report, RowFault
+from mirrord.protocol import RECEIPT_FORMAT, Audit, Digest, Receipt, Report, RowFault
 
 pytestmark = pytest.mark.slow
 
@@ -510,6 +520,31 @@ def test_the_newest_audits_are_kept(using: Any) -> None:
         assert await catalog.find_audit("audit0") is None
         assert [a.id for a in await catalog.list_audits(limit=2)] == ["audit204", "audit203"]
         assert len(await catalog.list_audits(limit=1000)) == 200
+
+    using(work)
+
+
+def test_the_newest_receipts_are_kept_and_push_out_no_report(using: Any) -> None:
+    def row(number: int) -> ReceiptRow:
+        at = NOW + timedelta(minutes=number)
+        receipt = Receipt(
+            format=RECEIPT_FORMAT, version="1", issued_at=at, checkout="c", mirror="o__r",
+            commit="a" * 40, tree="b" * 40, head="a" * 40, history=History.SEALED,
+            view=View.AGENT, backend=Backend.POOL, created_at=at, expires_at=at, resets=0,
+            diff=Digest(bytes=0, sha256="0" * 64),
+        )  # fmt: skip
+        return ReceiptRow(f"{number}", "n", "host", 7, number % 2 == 0, receipt)
+
+    async def work(catalog: Catalog) -> None:
+        report = Report(id="r", at=NOW, kind=ReportKind.GRADING, total=1)
+        await catalog.put_report(report)
+        for number in range(203):
+            await catalog.put_receipt(row(number))
+        assert await catalog.find_receipt("202") == row(202)
+        assert await catalog.find_receipt("2") is None
+        assert [each.id for each in await catalog.list_receipts()][:2] == ["202", "201"]
+        assert len(await catalog.list_receipts()) == 200
+        assert await catalog.list_reports() == [report]
 
     using(work)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -117,6 +120,16 @@ def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> Non
     a, b = fleet.make(), fleet.make(f'[web]\nlisten = "127.0.0.1:{port}"\n')
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
     audit = done(a, "POST", "/v1/audits", {"mirrors": ["owner/name"]})
+    reports = [
+        a.json("POST", "/v1/reports", {"kind": kind, "total": 3, "results": {"failed": 3}})
+        for kind in ("rehearsal", "grading")
+    ]
+    done(a, "POST", "/v1/datasets?name=d&filename=d.jsonl", rows(upstream.git("rev-parse", "HEAD")))
+    held = a.json("POST", "/v1/checkouts", {"instance": "i-0"})
+    receipt = a.get(f"/v1/checkouts/{held['id']}/receipt")[2]
+    other = upstream.git("rev-parse", "HEAD~1")
+    unlisted = a.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": other})
+    a.get(f"/v1/checkouts/{unlisted['id']}/receipt")
     eventually(lambda: len(b.json("GET", "/v1/fleet")["nodes"]) == 2)
 
     def page(path: str) -> str:
@@ -128,11 +141,37 @@ def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> Non
     assert "(this one)" in shown
     assert "owner__name" in page("/mirrors")
     assert audit["id"] in page("/audits")
+    assert all(each["id"] in page("/reports") for each in reports)
+    assert "Failed" in page(f"/reports/{reports[1]['id']}")
+    assert page("/receipts").count(socket.gethostname()) >= 2
+    issued = page(f"/receipts/{hashlib.sha256(receipt).hexdigest()}")
+    identity = (a.state_dir / "node").read_text().strip()
+    assert all(it in issued for it in (identity, "i-0", upstream.git("rev-parse", "HEAD")))
+    assert "(this one)" not in page("/receipts")
+    paths = re.findall(r"/receipts/[0-9a-f]{64}", page("/receipts"))
+    assert other not in "".join(page(path) for path in paths)
     words = ["--config", str(b.config), "fleet"]
     listed = subprocess.run(
         [sys.executable, "-m", "mirrord", *words], check=True, capture_output=True, text=True
     ).stdout
     assert (a.state_dir / "node").read_text().strip() in listed
+
+
+def test_a_receipt_is_issued_where_the_catalog_cannot_keep_it(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    a = fleet.make()
+    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    held = a.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": "main"})
+    full = "BEGIN RAISE EXCEPTION USING ERRCODE = '53100', MESSAGE = 'no space'; END"
+    fleet.server.execute_in(
+        fleet.catalog,
+        f"CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $${full}$$;"
+        "CREATE TRIGGER full_disk BEFORE INSERT ON receipts EXECUTE FUNCTION full_disk()",
+    )
+    status, _, body = a.get(f"/v1/checkouts/{held['id']}/receipt")
+    assert (status, json.loads(body)["checkout"]) == (200, held["id"])
+    assert "receipt.not_kept" in a.log
 
 
 def test_a_catalog_without_a_store_has_one_daemon(server: postgresql.Server, fleet: Fleet) -> None:

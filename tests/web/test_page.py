@@ -76,7 +76,17 @@ class _Outline(HTMLParser):
 def test_every_page_is_sound_and_has_what_it_is_about(world: World) -> None:
     pages = walk(world.port)
     assert {path.partition("?")[0].split("/")[1] for path in pages} == {
-        *("", "mirrors", "datasets", "checkouts", "environments", "audits", "reports", "activity"),
+        *(
+            "",
+            "mirrors",
+            "datasets",
+            "checkouts",
+            "environments",
+            "audits",
+            "reports",
+            "receipts",
+            "activity",
+        ),
         *("style.css", "icon.svg"),
     }
     for path, text in pages.items():
