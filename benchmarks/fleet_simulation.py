@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -92,7 +92,8 @@ CHANGED_TRANSACTIONS = 3  # of a mirror that changed: published, recorded, pins 
 CHECKOUT_TRANSACTIONS = 1  # the instance
 LOOK, LOOK_TRANSACTIONS = 5, 2  # seconds between two looks of a node; what changed, what is due
 HEARTBEAT, RENEWAL, LIFE = 15, 5, 20  # seconds; renewal and life of a claim
-WAIT, WAIT_TRANSACTIONS = 1, 2  # seconds between two tries for a claim; the claim, its holder
+FIRST_WAIT, LONGEST_WAIT = 0.5, 5  # seconds between two tries for a claim: each doubles
+WAIT_TRANSACTIONS = 2  # of a try: the claim, its holder
 HOLDER = 0  # the node that syncs
 
 
@@ -274,7 +275,7 @@ class Fleet(Way):
         self.followed: list[float] = []  # seconds behind a publication
         self.gets = self.puts = 0
         self.transactions = Counter[int]()  # by second
-        self._waits = Counter[int]()  # how many more a second, from a second on
+        self._waits = defaultdict[int, float](float)  # how many more a second, from a second on
         self._refreshed = set[int]()  # seconds in which looks find something
 
     def _bring(self, node: int, repository: int) -> Process:
@@ -285,14 +286,23 @@ class Fleet(Way):
             return
         if not self.is_there[repository].is_open:
             yield self._is_free[repository] if self.takes_turns else self.is_there[repository]
-            yield self.loop.now + WAIT / 2
+            yield self.loop.now + LONGEST_WAIT / 2
             if self.takes_turns:  # each downloads under the claim
                 seconds = cost.pack_bytes / STORE_CONNECTION + cost.follow_s
                 yield self._turns[repository].take(self.loop.now, seconds) - seconds
-            self._waits[int(asked)] += WAIT_TRANSACTIONS // WAIT
-            self._waits[int(self.loop.now)] -= WAIT_TRANSACTIONS // WAIT
+            self._try(asked, self.loop.now)
         yield from self._download(node, cost.pack_bytes, cost.follow_s)
         self.followers[repository].append(node)
+
+    def _try(self, now: float, end: float) -> None:
+        """Ask for a claim from now to an end; the longest pauses are a rate."""
+        pause = FIRST_WAIT
+        while now < end and pause < LONGEST_WAIT:
+            self.transactions[int(now)] += WAIT_TRANSACTIONS
+            now, pause = now + pause, pause * 2
+        if now < end:
+            self._waits[int(now)] += WAIT_TRANSACTIONS / LONGEST_WAIT
+            self._waits[int(end)] -= WAIT_TRANSACTIONS / LONGEST_WAIT
 
     def _download(self, node: int, size: float, seconds: float) -> Process:
         now, self.gets, self.shared_out = self.loop.now, self.gets + GETS, self.shared_out + size
@@ -327,7 +337,7 @@ class Fleet(Way):
     def load(self) -> list[float]:
         """Transactions in each second of the day."""
         looking = Counter(int(phase) for phase in self.world.phases)
-        waiting, found = 0, list[float]()
+        waiting, found = 0.0, list[float]()
         for second in range(DAY):
             waiting += self._waits[second]
             each = LOOK_TRANSACTIONS + LOOK / HEARTBEAT + (second in self._refreshed)
