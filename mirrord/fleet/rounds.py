@@ -7,6 +7,7 @@ What fails is done again at a later look; without the catalog nothing is done, a
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ LOOK = timedelta(seconds=5)
 _HEARTBEAT = 3  # looks
 _ROUND = 250  # mirrors that one daemon claims at a time
 _PATIENCE = timedelta(seconds=10)  # until a mirror is synced by a daemon that does not have it
+_HOPELESS = timedelta(minutes=10)  # until a mirror that is behind repairs what nobody else does
 _COLLECTION = "store/collect"
 _COLLECTION_INTERVAL = timedelta(hours=24)
 _RETRY = timedelta(minutes=1)
@@ -273,7 +275,9 @@ class Rounds:
 
     async def _claim_round(self, here: set[str]) -> None:
         ours = {f"{MIRROR}{key}" for key in here}
-        ours |= {f"{REPAIR}{key}" for key in here - self.fleet.behind}
+        behind, past = self.fleet.behind, time.monotonic() - _HOPELESS.total_seconds()
+        left = {key for key, since in self.fleet.damaged.items() if since < past}
+        ours |= {f"{REPAIR}{key}" for key in here - (behind - left)}
         syncs = []
         for hold in await self.fleet.claims.claim_due(most=_ROUND, here=ours, patience=_PATIENCE):
             if hold.claim.key == _COLLECTION:

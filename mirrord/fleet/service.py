@@ -6,6 +6,7 @@ catalog or the store a daemon serves what it has, and says so in health.
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Fleet(Sharing):
         self.version = -1  # of the catalog when the generations were read
         self.behind: set[str] = set()
         self.unrecorded: set[str] = set()  # mirrors whose records are to be published
+        self.damaged: dict[str, float] = {}  # since when mirrors could not be followed for it
         self.unfinished: set[str] = set()  # mirrors whose turn an outage ended
         self.lost: dict[str, Generation] = {}  # what the catalog knew, and knows no longer
         self.fault: str | None = None
@@ -186,7 +188,7 @@ class Fleet(Sharing):
     ) -> None:
         """Make what a mirror has its next generation; all of it, if the last one is not whole."""
         name, epoch = turn.name, turn.hold.claim.epoch
-        if await self.is_behind(repository):
+        if is_whole and await self.is_behind(repository):
             await self.follow(repository)
         row = turn.row or await self.catalog.find_mirror(name.key)
         if row is None:
@@ -216,7 +218,11 @@ class Fleet(Sharing):
         log.info("mirror.published", mirror=str(name), epoch=made.epoch, number=made.number)
 
     async def repair(self, turn: FleetTurn, repository: Repository) -> bool:
-        """Publish a mirror again where the store lacks some of it; answers whether it does."""
+        """Publish a mirror again where the store lacks some of it; answers whether it does.
+
+        A mirror that is behind gets of the newest generation what there is; whoever has more of it
+        keeps that, and publishes it later.
+        """
         newest = self.generations.get(repository.name.key)
         if newest is None:
             return False  # removed
@@ -265,9 +271,11 @@ class Fleet(Sharing):
             with self.noting():
                 await self.exchange.follow(repository, self.generations[key])
         except StoreDamagedError:
+            self.damaged.setdefault(key, time.monotonic())
             await self.ask_for_repair(key)
             raise
         self.behind.discard(key)
+        self.damaged.pop(key, None)
 
     async def refresh(self, keys: Collection[str]) -> None:
         found = await self.catalog.list_generations(keys)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from exchanges import Node
 from fleetlab import Fleet, become_like, checkout, done, eventually, refs
 from gitrepos import Upstream
+from mirrorlab import NAME, Builder, House
+
+from mirrord.catalog import Generation
+from mirrord.errors import StoreDamagedError
+from mirrord.fleet import service
+from mirrord.fleet.generations import pack_key, read_manifest
+from mirrord.fleet.objects import ObjectStore
+from mirrord.mirrors.bundles import Bundles
+from mirrord.mirrors.refs import theirs
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +66,51 @@ def test_a_pack_that_is_gone_is_found_by_the_collection(fleet: Fleet, upstream: 
     upstream.path.rename(upstream.path.with_name("gone"))
     assert eventually(lambda: checkout(b, mirror="owner/name", commit="main"))
     become_like(a, b)
+
+
+def test_a_daemon_that_is_behind_publishes_what_it_has(
+    store: ObjectStore, upstream: Upstream, tmp_path: Path
+) -> None:
+    """Where nobody has more: the packs of the newest generation are gone, with the node that made it."""
+
+    async def body(it: House) -> None:
+        fleet = it.mirrors.sharing = service.Fleet(store, Bundles(it.mirrors))
+        await fleet.open()
+        await it.mirrors.add("owner/name")
+        await it.mirrors.sync(NAME)
+        first, repository = fleet.generations[NAME.key], it.mirrors.repository(NAME)
+        second = await _publish_elsewhere(it, first)
+        await fleet.refresh([NAME.key])
+        with pytest.raises(StoreDamagedError):
+            await fleet.follow(repository)
+        before = theirs(await repository.all_refs())
+        async with fleet.turn(NAME) as turn, it.mirrors.lock(NAME):
+            with pytest.raises(StoreDamagedError):
+                await turn.publish(repository)
+            assert await fleet.repair(turn, repository)
+            assert not await fleet.repair(turn, repository)
+        third = fleet.generations[NAME.key]
+        assert third[:2] > second[:2] > first[:2]
+        assert theirs(read_manifest(store, NAME, third).refs) == before
+        await it.mirrors.sync(NAME)
+        assert upstream.git("rev-parse", "HEAD") in (await repository.all_refs()).values()
+        await fleet.close()
+
+    async def _publish_elsewhere(it: House, first: Generation) -> Generation:
+        key = f"mirror/{NAME.key}"
+        claim = await it.catalog.claim("other", key, timedelta(minutes=1))
+        assert claim
+        upstream.commit({"seen": "elsewhere\n"})
+        node = Node(tmp_path / "other", store)
+        await node.follow(first)
+        await node.sync(upstream)
+        made = await node.publish(first, claim.epoch)
+        assert made
+        assert await it.catalog.publish_generation("other", NAME.key, made, first)
+        await it.catalog.release("other", [claim])
+        old = {pack.pack for pack in read_manifest(store, NAME, first).packs}
+        packs = read_manifest(store, NAME, made).packs
+        store.delete([pack_key(NAME, pack) for pack in packs if pack.pack not in old])
+        return made
+
+    Builder(tmp_path, f"file://{upstream.path.parent}/{{owner}}+{{name}}").run(body)
