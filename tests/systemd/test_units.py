@@ -53,6 +53,14 @@ def test_the_services_are_confined(units: list[Path], name: str, threshold: int)
     assert done.returncode == 0, done.stdout
 
 
+def test_a_daemon_that_waits_for_its_catalog_is_started_again_for_ever() -> None:
+    """It ends with status 7 while PostgreSQL is away."""
+    lines = (UNITS / "mirrord.service").read_text().splitlines()
+    assert {"Restart=on-failure", "StartLimitIntervalSec=0"} <= {*lines}
+    (never,) = (line for line in lines if line.startswith("RestartPreventExitStatus="))
+    assert "7" not in never.partition("=")[2].split()
+
+
 def test_what_mounts_stays_in_the_mount_namespace_of_its_clients() -> None:
     """Each of these gives a service a namespace of its own, whose mounts nobody else sees (systemd.exec(5))."""
     private: tuple[str, ...] = (
