@@ -94,6 +94,7 @@ LOOK, LOOK_TRANSACTIONS = 5, 2  # seconds between two looks of a node; what chan
 HEARTBEAT, RENEWAL, LIFE = 15, 5, 20  # seconds; renewal and life of a claim
 FIRST_WAIT, LONGEST_WAIT = 0.5, 5  # seconds between two tries for a claim: each doubles
 WAIT_TRANSACTIONS = 2  # of a try: the claim, its holder
+CLOSURE, TAKEN = 0.3, 0.29  # of a mirror's pack; of the time that packing it takes, as measured
 HOLDER = 0  # the node that syncs
 
 
@@ -227,8 +228,16 @@ class Way:
     def _sync(self) -> Process:
         """Rounds of what is due, by one node for all, until the day ends."""
         due, rounds = [(0.0, it) for it in range(len(self.is_there))], Counter[int]()
-        while due[0][0] < DAY:
-            yield due[0][0]
+        last = 0.0
+
+        def end(batch: list[int]) -> Process:
+            self._record(batch)
+            for each in batch:
+                heapq.heappush(due, (self.loop.now + SYNC_INTERVAL, each))
+            yield self.loop.now
+
+        while (begin := due[0][0] if due else last) < DAY:
+            yield begin
             batch, ends = list[int](), list[float]()
             while len(batch) < BATCH and due and due[0][0] <= self.loop.now:
                 batch.append(heapq.heappop(due)[1])
@@ -248,10 +257,10 @@ class Way:
                 if size:
                     self.loop.start(self._publish(each, size), ends[-1])
                 rounds[each] += 1
-            yield max(ends)
-            self._record(batch)
-            for each in batch:
-                heapq.heappush(due, (self.loop.now + SYNC_INTERVAL, each))
+            if batch:
+                last = max(last, *ends)
+                self.loop.start(end(batch), max(ends))
+                yield sorted(ends)[-min(len(ends), self.at_once)]  # all of it has begun
 
     def _publish(self, repository: int, size: float) -> Process:
         self.shared_in += size
@@ -275,6 +284,7 @@ class Fleet(Way):
         self.followed: list[float] = []  # seconds behind a publication
         self.gets = self.puts = 0
         self.transactions = Counter[int]()  # by second
+        self._packed = set[int]()  # instances whose closures are in the store
         self._waits = defaultdict[int, float](float)  # how many more a second, from a second on
         self._refreshed = set[int]()  # seconds in which looks find something
 
@@ -312,8 +322,18 @@ class Fleet(Way):
     def _build(self, node: int, instance: int, *, is_first: bool) -> Process:
         cost = self.world.costs[self.world.instances[instance]]
         self.transactions[int(self.loop.now)] += CHECKOUT_TRANSACTIONS
-        seconds = cost.first_s if is_first else cost.further_s
-        yield self._workers[node].take(self.loop.now, seconds)
+        seconds, size = cost.first_s if is_first else cost.further_s, CLOSURE * cost.pack_bytes
+        if instance not in self._packed:
+            yield self._workers[node].take(self.loop.now, seconds)
+            self._packed.add(instance)
+            self.puts, self.shared_in = self.puts + 2, self.shared_in + size
+        else:
+            self.gets, self.shared_out = self.gets + 2, self.shared_out + size
+            yield max(
+                self.shared.take(self.loop.now, size / STORE),
+                self.loop.now + size / STORE_CONNECTION,
+            )
+            yield self._workers[node].take(self.loop.now, TAKEN * seconds)
 
     def _publish(self, repository: int, size: float) -> Process:
         now, is_new = self.loop.now, not self.is_there[repository].is_open

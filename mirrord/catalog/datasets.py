@@ -493,7 +493,7 @@ def list_unresolved(
 
 def list_unresolved_mirrors(connection: Connection) -> set[str]:
     """The keys of mirrors that lack the branch of an instance."""
-    query = select(func.lower(instances.c.mirror_name).distinct()).where(_UNRESOLVED)
+    query = select(func.lower(instances.c.mirror_name)).where(_UNRESOLVED).distinct()
     return set(connection.execute(query).scalars())
 
 

@@ -1,6 +1,7 @@
 """What a daemon of a fleet does all the time: follow the others, sync what is due, tidy the store.
 
-Every few seconds each looks at what changed in the catalog, and one of them claims what is due.
+Every few seconds each looks at what changed in the catalog, and one of them claims what is due, as
+often as all that it claimed has begun: the longest sync of a round keeps no other mirror waiting.
 What fails is done again at a later look; without the catalog nothing is done, and health says so.
 """
 
@@ -69,6 +70,8 @@ class Rounds:
     on_gone: Callable[[MirrorName], Awaitable[None]]
     on_mirrors: Callable[[], Awaitable[None]]
     _repinned: set[str] = field(default_factory=set)  # mirrors behind whose pins changed
+    _unbegun: set[str] = field(default_factory=set)  # claims of mirrors that wait for a connection
+    _slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     _looks: int = 0
     _patience_ends: int = 0  # at this look
     _work: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -126,7 +129,7 @@ class Rounds:
         else:
             self._begin("records", self._publish_records)
             self._begin("unfinished", self._sync_unfinished)
-        if "round" not in self._work and self.fleet.settings().sync.interval:
+        if not self._unbegun and self.fleet.settings().sync.interval:
             await self._claim_round(here)
 
     async def _list_here(self) -> set[str]:
@@ -296,16 +299,19 @@ class Rounds:
             subject = first if count == 1 else f"{count} mirrors"
             run = partial(self._sync_all, syncs)  # takes out what it gives back
             work = partial(self._operate, "mirror.sync", subject, run)
-            self._begin("round", partial(self._round, syncs, work))
+            self._unbegun = {hold.claim.key for hold in syncs}
+            self._begin(f"round {syncs[0].claim}", partial(self._round, syncs, work))
 
     async def _operate(self, kind: str, subject: str, run: Work) -> None:
         await self.operations.wait(self.operations.start(kind, subject, run).id)
 
     async def _round(self, holds: list[Hold], work: Callable[[], Awaitable[None]]) -> None:
         """Do work under claims that were due, and give those back that it has not given back."""
+        keys = {hold.claim.key for hold in holds}
         try:
             await work()
         finally:
+            self._unbegun -= keys
             with anyio.CancelScope(shield=True):
                 await self._end(holds)
 
@@ -321,15 +327,16 @@ class Rounds:
         rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
         await self.fleet.refresh([hold.claim.key.removeprefix(MIRROR) for hold in holds])
         waiting, unchanged = await self.datasets.list_waiting(), list[str]()
-        slots = anyio.CapacityLimiter(self.fleet.settings().sync.concurrency)
+        self._slots.total_tokens = self.fleet.settings().sync.concurrency
         counts, total = {"done": 0, "failed": 0}, len(holds)
 
         async def sync(hold: Hold) -> None:
-            row = rows.get(hold.claim.key.removeprefix(MIRROR))
-            if row is None:
-                return  # removed since
-            hold.row, hold.unchanged = row, unchanged
-            async with slots:
+            async with self._slots:
+                self._unbegun.discard(hold.claim.key)
+                row = rows.get(hold.claim.key.removeprefix(MIRROR))
+                if row is None:
+                    return  # removed since
+                hold.row, hold.unchanged = row, unchanged
                 try:
                     result = await self.mirrors.sync(row.name)
                     if result.changed or row.name.key in waiting:

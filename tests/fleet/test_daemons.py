@@ -14,7 +14,7 @@ from pathlib import Path
 import postgresql
 import pytest
 from daemons import daemon
-from fleetlab import Fleet, become_like, done, eventually, refs, rows
+from fleetlab import Fleet, become_like, done, eventually, have, refs, rows
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow
@@ -60,6 +60,19 @@ def test_what_is_due_is_synced_by_one_of_them(fleet: Fleet, upstream: Upstream) 
     eventually(lambda: any(newest in refs(node) for node in nodes), 30)
     row = fleet.server.execute_in(fleet.catalog, "SELECT ref_count, error FROM mirrors")
     assert len(row) == 1
+
+
+def test_an_upstream_that_does_not_answer_keeps_no_other_mirror_waiting(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/one"
+        mirrors = (
+            f'[[mirror]]\nrepo = "owner/name"\n[[mirror]]\nrepo = "silent/one"\nurl = "{url}"\n'
+        )
+        one = fleet.make(mirrors, interval="1s")
+        with silent.accept()[0]:  # it was asked, and its round goes on
+            have(upstream.commit({"new": "line\n"}), one)
 
 
 def test_a_pin_and_its_end_reach_every_daemon(fleet: Fleet, upstream: Upstream) -> None:
