@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +86,27 @@ class World:
         return self.daemon.state_dir / "mirrors/owner__name"
 
 
-@pytest.fixture
-def world(make_upstream: Callable[..., Upstream]) -> Iterator[World]:
-    upstream = make_upstream("owner+name")
-    with _running(upstream) as running:
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    upstream = Upstream(tmp_path_factory.mktemp("upstreams") / "owner+name")
+    url = f"file://{upstream.path.parent}/{{owner}}+{{name}}"
+    with daemon(f'[upstream]\nurl = "{url}"\n[audit]\nheal = false\n') as running:
         made = World(running, upstream.history(5))
         made.furnish()
+        running.state_dir.rename(running.root / "furnished")
         yield made
 
 
-@contextmanager
-def _running(upstream: Upstream) -> Iterator[Daemon]:
-    url = f"file://{upstream.path.parent}/{{owner}}+{{name}}"
-    text = f'[upstream]\nurl = "{url}"\n[audit]\nheal = false\n'
-    with daemon(text) as running:
-        yield running
+@pytest.fixture
+def world(furnished: World) -> Iterator[World]:
+    """As it was furnished, stopped."""
+    running = furnished.daemon
+    shutil.copytree(running.root / "furnished", running.state_dir, symlinks=True)
+    running.log_path.unlink(missing_ok=True)
+    yield furnished
+    if running.process is not None:
+        running.stop()
+    shutil.rmtree(running.state_dir)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ ADDED_LATER = ("dataset", "layer", "environment", "environment_layer", "saved", 
 """Members that leases did not have at first."""
 
 
-@pytest.fixture
-def running(make_upstream: Callable[[str], Upstream]) -> Iterator[Daemon]:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """With a mirror, a dataset, pins, an audit, and a checkout of each backend."""
-    upstream = make_upstream("r")
+    upstream = Upstream(tmp_path_factory.mktemp("upstreams") / "r")
     commits = upstream.history(3)
     rows = [
         {"instance_id": f"o__r-{number}", "repo": "o/r", "base_commit": commit}
@@ -86,6 +86,27 @@ def _ended(running: Daemon) -> tuple[int, str]:
     return status, running.log
 
 
+def test_a_state_version_emptied_by_a_power_cut_is_written_again(running: Daemon) -> None:
+    running.stop()
+    version = running.state_dir / "state_version"
+    version.write_text("")
+    running.start()
+    assert version.read_text() == "1\n"
+
+
+def test_a_later_state_version_is_refused(running: Daemon) -> None:
+    running.stop()
+    version = running.state_dir / "state_version"
+    version.write_text("7\n")
+    status, log = _ended(running)
+    assert status == 5
+    assert "its version is '7', and this mirrord knows 1 and older" in log
+    assert version.read_text() == "7\n"
+    version.write_text("1\n")
+    running.start()
+    assert len(running.json("GET", "/v1/checkouts")) == 2
+
+
 def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
     running: Daemon,
 ) -> None:
@@ -117,24 +138,3 @@ def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
     running.start()
     assert _content(running)["instances"] == before["instances"]
     assert older.exists(), "it was migrated again, after another copy"
-
-
-def test_a_state_version_emptied_by_a_power_cut_is_written_again(running: Daemon) -> None:
-    running.stop()
-    version = running.state_dir / "state_version"
-    version.write_text("")
-    running.start()
-    assert version.read_text() == "1\n"
-
-
-def test_a_later_state_version_is_refused(running: Daemon) -> None:
-    running.stop()
-    version = running.state_dir / "state_version"
-    version.write_text("7\n")
-    status, log = _ended(running)
-    assert status == 5
-    assert "its version is '7', and this mirrord knows 1 and older" in log
-    assert version.read_text() == "7\n"
-    version.write_text("1\n")
-    running.start()
-    assert len(running.json("GET", "/v1/checkouts")) == 2
