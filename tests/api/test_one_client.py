@@ -107,13 +107,19 @@ def _state(pid: int) -> str:
         return "X"
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    with daemon(ADMINS) as made:
+        yield made
+
+
 @pytest.fixture
 def house(make_upstream: Callable[[str], Upstream]) -> Iterator[tuple[Daemon, Upstream]]:
     upstream = make_upstream("up")
     upstream.commit({"a.txt": "a\n"})
-    with daemon(ADMINS) as running:
-        add_mirror(running, upstream)
-        yield running, upstream
+    with daemon(ADMINS) as made:
+        add_mirror(made, upstream)
+        yield made, upstream
 
 
 def add_mirror(running: Daemon, upstream: Upstream) -> None:
@@ -238,10 +244,10 @@ def test_the_first_checkout_of_a_commit_ends_with_the_last_who_wants_it(
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-def test_idle_strangers_keep_nobody_out() -> None:
+def test_idle_strangers_keep_nobody_out(running: Daemon) -> None:
     """Four with as many connections as they can get: others connect, and each of the four is one line in the log."""
     strangers = (62001, 62002, 62003, 62004)
-    with daemon(ADMINS) as running, ExitStack() as stack:
+    with ExitStack() as stack:
         held = {
             uid: [stack.enter_context(connect(running, uid)) for _ in range(64)]
             for uid in strangers
@@ -270,9 +276,9 @@ def read_all(connection: socket.socket) -> bytes:
     return raw
 
 
-def test_a_refused_connection_can_still_send_its_request() -> None:
+def test_a_refused_connection_can_still_send_its_request(running: Daemon) -> None:
     """A client that writes all before it reads gets the answer, and no EPIPE."""
-    with daemon() as running, ExitStack() as stack:
+    with ExitStack() as stack:
         for _ in range(16):
             stack.enter_context(connect(running, 62001))
         for _ in range(20):
@@ -288,41 +294,39 @@ class _Http(http.client.HTTPConnection):
         self.sock = made
 
 
-def test_who_is_refused_reads_why() -> None:
+def test_who_is_refused_reads_why(running: Daemon) -> None:
     """200 of 200 of http.client, which writes the body after the head and reads then."""
-    with daemon() as running:
-        for number in range(200):
-            client = _Http(connect(running, 62001))
-            try:
-                client.request("POST", "/v1/mirrors", b"{" + b" " * (number * 300) + b"}")
-                answer = client.getresponse()
-                assert (answer.status, json.loads(answer.read())["code"]) == (403, "not-allowed")
-            finally:
-                client.close()
-
-
-def test_a_refused_body_is_read_and_the_connection_used_again() -> None:
-    """As long as it is short: a long one ends the connection, and is not read."""
-    with daemon() as running:
-        client = _Http(connect(running, 62001))
-        for _ in range(3):
-            client.request("POST", "/v1/mirrors", b"{}")
+    for number in range(200):
+        client = _Http(connect(running, 62005))
+        try:
+            client.request("POST", "/v1/mirrors", b"{" + b" " * (number * 300) + b"}")
             answer = client.getresponse()
-            assert (answer.status, answer.headers["connection"]) == (403, None)
-            answer.read()
-        client.putrequest("POST", "/v1/mirrors")
-        client.putheader("content-length", str(1 << 30))
-        client.endheaders()
-        assert client.getresponse().headers["connection"] == "close"
-        client.close()
+            assert (answer.status, json.loads(answer.read())["code"]) == (403, "not-allowed")
+        finally:
+            client.close()
+
+
+def test_a_refused_body_is_read_and_the_connection_used_again(running: Daemon) -> None:
+    """As long as it is short: a long one ends the connection, and is not read."""
+    client = _Http(connect(running, 62005))
+    for _ in range(3):
+        client.request("POST", "/v1/mirrors", b"{}")
+        answer = client.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (403, None)
+        answer.read()
+    client.putrequest("POST", "/v1/mirrors")
+    client.putheader("content-length", str(1 << 30))
+    client.endheaders()
+    assert client.getresponse().headers["connection"] == "close"
+    client.close()
 
 
 # -- followers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_user_has_so_many_followers_and_no_more() -> None:
+def test_a_user_has_so_many_followers_and_no_more(running: Daemon) -> None:
     """The next is told so, others follow, and one that ends makes room."""
-    with daemon(ADMINS) as running, ExitStack() as stack:
+    with ExitStack() as stack:
         for _ in range(FOLLOWERS_OF_USER):
             connection = stack.enter_context(connect(running, ALICE))
             send(connection, "GET", "/v1/events")
@@ -398,9 +402,9 @@ def resident_bytes(running: Daemon) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-def test_a_patch_for_no_checkout_is_refused_before_it_is_read() -> None:
+def test_a_patch_for_no_checkout_is_refused_before_it_is_read(running: Daemon) -> None:
     """Each of thirty is answered while none of its 64 MiB was sent."""
-    with daemon(ADMINS) as running, ExitStack() as stack:
+    with ExitStack() as stack:
         for _ in range(30):
             connection = stack.enter_context(connect(running, ALICE))
             announce(connection, f"/v1/checkouts/{'a' * 16}/apply", 64 << 20)

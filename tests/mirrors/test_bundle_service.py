@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
@@ -111,12 +112,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
         yield Source(running, upstream, dataset)
 
 
-@pytest.fixture
-def pair(tmp_path: Path, source: Source) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def other() -> Iterator[Daemon]:
     with daemon(
         '[upstream]\nurl = "file:///nonexistent/{owner}/{name}"\n[checkouts]\nprewarm = false\n'
-    ) as other:
-        yield Pair(source.daemon, other, source.upstream, tmp_path)
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def pair(tmp_path: Path, source: Source, other: Daemon) -> Iterator[Pair]:
+    """The second daemon forgets what each test brought it."""
+    yield Pair(source.daemon, other, source.upstream, tmp_path)
+    with Client(other.socket) as client:
+        for dataset in client.list_datasets():
+            client.remove_dataset(dataset.name)
+        for pin in client.list_pins():
+            client.unpin(pin.mirror, pin.commit, pin.owner)
+        for mirror in client.list_mirrors():
+            client.remove_mirror(mirror.name)
+    until(lambda: not any((other.state_dir / "mirrors").iterdir()))
 
 
 def test_a_bundle_restores_the_whole_mirror_elsewhere(pair: Pair) -> None:

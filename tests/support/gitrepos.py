@@ -92,18 +92,29 @@ class Upstream:
         """Commit everything in the work tree; answers the commit id."""
         self.write(files or {})
         self.git("add", "--all")
-        self.git("commit", "--quiet", "--allow-empty", "--message", message)
+        once = ("-c", "maintenance.auto=false", "commit", "--quiet", "--allow-empty")
+        self.git(*once, "--message", message)
         return self.git("rev-parse", "HEAD")
 
     def history(self, count: int) -> list[str]:
-        """`count` commits, each touching a few files in a few directories."""
-        return [
-            self.commit(
-                {
-                    f"src/mod{n % 5}.py": f"value = {n}\n" * 20,
-                    f"docs/page{n}.txt": f"page {n}\n",
-                    "README": f"number {n}\n",
-                }
-            )
-            for n in range(count)
-        ]
+        """`count` commits, each touching a few files in a few directories; as `commit` makes them."""
+        parent = self.git("rev-parse", "--quiet", "--verify", "HEAD", check=False)
+        stream = []
+        for n in range(count):
+            self._clock += 3600
+            stream += [
+                f"commit HEAD\nmark :{n + 1}\nauthor A U Thor <author@example.com> {self._clock} +0000",
+                f"committer C O Mitter <committer@example.com> {self._clock} +0000",
+                "data 7\nchange\n",
+                *([f"from {parent}"] if parent and not n else []),
+            ]
+            for name, content in {
+                f"src/mod{n % 5}.py": f"value = {n}\n" * 20,
+                f"docs/page{n}.txt": f"page {n}\n",
+                "README": f"number {n}\n",
+            }.items():
+                stream.append(f"M 100644 inline {name}\ndata {len(content)}\n{content}")
+            stream.append(f"get-mark :{n + 1}")
+        made = self.git("fast-import", "--quiet", stdin="\n".join([*stream, ""]).encode())
+        self.git("reset", "--quiet", "--hard")
+        return made.splitlines()

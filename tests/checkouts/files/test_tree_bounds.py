@@ -63,14 +63,21 @@ def bombs(tmp_path_factory: pytest.TempPathFactory) -> Bombs:
     return Bombs(Upstream(tmp_path_factory.mktemp("bombs") / "up"))
 
 
-@pytest.fixture
-def house(bombs: Bombs) -> Iterator[tuple[Daemon, Bombs]]:
-    with daemon() as running:
-        operation = running.json(
+@pytest.fixture(scope="module")
+def running(bombs: Bombs) -> Iterator[Daemon]:
+    with daemon() as made:
+        operation = made.json(
             "POST", "/v1/mirrors", {"repo": "up/stream", "url": bombs.upstream.url}
         )
-        until(lambda: running.json("GET", f"/v1/operations/{operation['id']}")["state"] == "done")
-        yield running, bombs
+        until(lambda: made.json("GET", f"/v1/operations/{operation['id']}")["state"] == "done")
+        yield made
+
+
+@pytest.fixture
+def house(running: Daemon, bombs: Bombs) -> Iterator[tuple[Daemon, Bombs]]:
+    yield running, bombs
+    for checkout in running.json("GET", "/v1/checkouts"):
+        assert running.request("DELETE", f"/v1/checkouts/{checkout['id']}")[0] == 204
 
 
 def check_out(running: Daemon, commit: str, backend: str) -> tuple[int, Any]:
