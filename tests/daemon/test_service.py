@@ -30,6 +30,14 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    """Nobody stops it or changes what it has."""
+    text = "[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n"
+    with daemon(text + "[checkouts]\nmax = 5\n") as made:
+        yield made
+
+
 def ended(made: Daemon) -> tuple[int, str]:
     """Exit status and output of a daemon that does not stay."""
     made.start(wait=False)
@@ -55,24 +63,21 @@ def test_sigint_stops_it_too() -> None:
         assert running.stop(signal.SIGINT) == 0
 
 
-def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts() -> None:
+def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts(running: Daemon) -> None:
     """Only `checkouts` may be entered by others, and not even that may be listed."""
-    with daemon() as running:
-        modes = {
-            path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()
-        }
-        assert oct(running.state_dir.stat().st_mode & 0o777) == "0o711"
-        assert modes["checkouts"] == "0o711"
-        assert {modes[name] for name in ("mirrors", "datasets", "templates", "quarantine")} == {
-            "0o700"
-        }
-        assert {mode for name, mode in modes.items() if name.startswith("catalog")} == {"0o600"}
-        assert oct(running.socket.stat().st_mode & 0o777) == "0o666"
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()}
+    assert oct(running.state_dir.stat().st_mode & 0o777) == "0o711"
+    assert modes["checkouts"] == "0o711"
+    assert {modes[name] for name in ("mirrors", "datasets", "templates", "quarantine")} == {"0o700"}
+    assert {mode for name, mode in modes.items() if name.startswith("catalog")} == {"0o600"}
+    assert oct(running.socket.stat().st_mode & 0o777) == "0o666"
 
 
-def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it() -> None:
+def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it(
+    running: Daemon,
+) -> None:
     """By pid, uid and start time; the first one is not disturbed."""
-    with daemon() as running, daemon(start=False) as second:
+    with daemon(start=False) as second:
         second.state_dir = running.state_dir
         second.write_config("")
         status, log = ended(second)
@@ -81,9 +86,9 @@ def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it() ->
         assert running.get("/v1/health")[0] == 200
 
 
-def test_a_second_daemon_on_the_same_socket_is_refused() -> None:
+def test_a_second_daemon_on_the_same_socket_is_refused(running: Daemon) -> None:
     """Another state directory does not make it another socket."""
-    with daemon() as running, daemon(start=False) as second:
+    with daemon(start=False) as second:
         second.socket = running.socket
         second.write_config("")
         status, log = ended(second)
@@ -216,10 +221,11 @@ def children_of(pid: int) -> list[str]:
     return subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
 
 
-def test_what_workers_come_from_is_in_no_directory_of_a_disk(scratch: Path) -> None:
+def test_what_workers_come_from_is_in_no_directory_of_a_disk(
+    running: Daemon,
+) -> None:
     """A disk can be unmounted as soon as the daemon on it has ended."""
-    with daemon() as running:
-        assert {os.readlink(f"/proc/{child}/cwd") for child in children_of(running.pid)} == {"/"}
+    assert {os.readlink(f"/proc/{child}/cwd") for child in children_of(running.pid)} == {"/"}
 
 
 def test_an_ordinary_user_can_run_it() -> None:
@@ -315,14 +321,13 @@ def test_sighup_applies_what_is_live_and_refuses_the_rest_by_name() -> None:
         assert running.json("GET", "/v1/status")["checkout_max"] == 7
 
 
-def test_a_reload_of_a_bad_file_changes_nothing() -> None:
+def test_a_reload_of_a_bad_file_changes_nothing(running: Daemon) -> None:
     """All faults come back; the old settings stay in force."""
-    with daemon("[checkouts]\nmax = 5\n") as running:
-        running.write_config("[checkouts]\nmax = 0\n")
-        status, _, body = running.request("POST", "/v1/reload")
-        assert (status, json.loads(body)["code"]) == (400, "invalid-config")
-        assert json.loads(body)["faults"][0]["key"] == "checkouts.max"
-        assert running.json("GET", "/v1/status")["checkout_max"] == 5
+    running.write_config("[checkouts]\nmax = 0\n")
+    status, _, body = running.request("POST", "/v1/reload")
+    assert (status, json.loads(body)["code"]) == (400, "invalid-config")
+    assert json.loads(body)["faults"][0]["key"] == "checkouts.max"
+    assert running.json("GET", "/v1/status")["checkout_max"] == 5
 
 
 def test_a_reload_of_what_toml_trips_over_is_a_fault_like_any_other() -> None:
@@ -338,17 +343,16 @@ def test_a_reload_of_what_toml_trips_over_is_a_fault_like_any_other() -> None:
         assert "watch.crashed" not in running.log
 
 
-def test_the_process_is_lean_and_idle() -> None:
+def test_the_process_is_lean_and_idle(running: Daemon) -> None:
     """pyarrow is not loaded, and idling costs neither memory nor CPU."""
-    with daemon() as running:
-        maps = Path(f"/proc/{running.pid}/maps").read_text()
-        assert "pyarrow" not in maps
-        resident = next(
-            line
-            for line in Path(f"/proc/{running.pid}/status").read_text().splitlines()
-            if line.startswith("VmRSS")
-        )
-        assert int(resident.split()[1]) < 90 * 1024
+    maps = Path(f"/proc/{running.pid}/maps").read_text()
+    assert "pyarrow" not in maps
+    resident = next(
+        line
+        for line in Path(f"/proc/{running.pid}/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
+    assert int(resident.split()[1]) < 90 * 1024
 
 
 def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> None:
@@ -362,15 +366,14 @@ def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> 
         assert running.json("GET", "/v1/status")["backend"] == "overlay"
 
 
-def test_what_happens_by_the_clock_follows_the_intervals() -> None:
+def test_what_happens_by_the_clock_follows_the_intervals(running: Daemon) -> None:
     """Templates are proven again as often as content is audited; an interval of nothing switches jobs off."""
-    with daemon("[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n") as running:
-        jobs = {job["name"] for job in running.json("GET", "/v1/status")["jobs"]}
-        assert {
-            "audit",
-            "audit.content",
-            "templates.scrub",
-            "templates.evict",
-            "checkouts.expire",
-        } <= jobs
-        assert "maintenance" not in jobs
+    jobs = {job["name"] for job in running.json("GET", "/v1/status")["jobs"]}
+    assert {
+        "audit",
+        "audit.content",
+        "templates.scrub",
+        "templates.evict",
+        "checkouts.expire",
+    } <= jobs
+    assert "maintenance" not in jobs
