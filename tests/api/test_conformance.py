@@ -7,7 +7,8 @@ reset. Real git, started away from the checkout's configuration, is the oracle.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,7 @@ class Fresh:
 
     def __init__(self, service: Service, checkout: Checkout, uid: int) -> None:
         self._service = service
+        self.checkout = checkout
         self._uid = uid
         self._tree = Path(checkout.path)
         self.state = self.look()
@@ -184,14 +186,20 @@ def reset(service: Service, checkout: Checkout, peer: Peer, **onto: str) -> Rese
     return service.call(service.checkouts.reset, checkout.id, ResetCheckout(**onto), peer)
 
 
+@pytest.fixture(scope="module")
+def sealed(service: Service) -> Callable[[Backend], Fresh]:
+    """A checkout that is as it was when it was made, or the test before this one has failed."""
+    return cache(lambda backend: Fresh(service, start(service, backend, History.SEALED)[0], USER))
+
+
 @pytest.mark.parametrize("what", HOSTILE)
-def test_reset_undoes(service: Service, backend: Backend, what: str) -> None:
+def test_reset_undoes(
+    service: Service, sealed: Callable[[Backend], Fresh], backend: Backend, what: str
+) -> None:
     """Whatever the owner did to a sealed checkout is gone after a reset, and nothing that was planted runs."""
-    checkout, peer = start(service, backend, History.SEALED)
-    fresh = Fresh(service, checkout, USER)
-    run_as(USER, HOSTILE[what], Path(checkout.path), service)
-    fresh.must_be_back(reset(service, checkout, peer))
-    service.call(service.checkouts.release, checkout.id, peer)
+    fresh = sealed(backend)
+    run_as(USER, HOSTILE[what], Path(fresh.checkout.path), service)
+    fresh.must_be_back(reset(service, fresh.checkout, USER_PEER))
 
 
 @pytest.mark.parametrize("what", BY_ROOT)

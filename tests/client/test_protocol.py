@@ -82,7 +82,7 @@ def _instances(message: type[Message]) -> st.SearchStrategy[Message]:
 
 
 @pytest.mark.parametrize("message", ANSWERS + REQUESTS, ids=lambda message: message.__name__)
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_a_message_comes_back_from_json_as_it_was(
     message: type[Message], data: st.DataObject
@@ -103,7 +103,7 @@ def test_a_message_comes_back_from_json_as_it_was(
     ],
     ids=lambda message: message.__name__,
 )
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_pydantic_reads_what_we_write(message: type[Message], data: st.DataObject) -> None:
     """The document that describes the messages is made by it."""

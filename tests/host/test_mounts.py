@@ -223,10 +223,13 @@ def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple
     assert (lab.tree(other) / "src/main.py").read_text() == "print(1)\n"
 
 
-def test_what_one_owner_uses_is_not_taken_from_under_it(lab: Lab) -> None:
+def test_what_one_owner_uses_is_not_taken_from_under_it(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither where many others come, nor where the templates are replaced: each view lasts as long
     as its descriptor.
     """
+    monkeypatch.setattr(MappedTemplates, "MAX", 16)
     mapped = MappedTemplates(str(lab.state / "idmaps"))
     with (
         opened(os.open(lab.state / "templates", os.O_PATH)) as templates,

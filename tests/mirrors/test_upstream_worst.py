@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import misfortunes
@@ -27,11 +27,16 @@ from mirrord.protocol import RefFault, RefRecord, Synced
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
-    made = make_upstream("owner+name")
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
+    made = Upstream(tmp_path_factory.mktemp("furnished") / "owner+name")
     furnish(made)
     return made
+
+
+@pytest.fixture
+def upstream(furnished: Upstream, tmp_path: Path) -> Upstream:
+    return furnished.copy(tmp_path / "upstreams/owner+name")
 
 
 @pytest.fixture
