@@ -19,7 +19,7 @@ def test_rollouts_are_measured_beside_git(tmp_path: Path) -> None:
         {f"package{file % 7}/module{file}.py": f"value = {file}\n" for file in range(90)}
     )
     results = tmp_path / "bench.json"
-    words = f"--rounds 1 --tasks 4 --seconds 2 --cases rollouts --json {results}"
+    words = f"--rounds 1 --tasks 2 --seconds 1 --cases rollouts --json {results}"
     command = [sys.executable, str(BENCH), "--repo", str(upstream.path), *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

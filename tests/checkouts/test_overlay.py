@@ -220,12 +220,12 @@ def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
     monkeypatch: pytest.MonkeyPatch,
     kernel: tuple[int, ...],
 ) -> None:
-    """60 and 82 instances, held by both; then the first asks for all of its own again, at once:
+    """30 and 41 instances, held by both; then the first asks for all of its own again, at once:
     each was built once.
     """
     monkeypatch.setattr(mounts, "KERNEL", kernel)
     upstream = make_upstream("many")
-    commits = [upstream.commit({f"d{n % 7}/f{n}": f"{n}\n"}) for n in range(82)]
+    commits = [upstream.commit({f"d{n % 7}/f{n}": f"{n}\n"}) for n in range(41)]
     with running_service(upstream, with_overlay=True) as service:
         peers = [Peer(uid=uid, gid=uid, pid=os.getpid(), groups=(USER,)) for uid in (USER, 23456)]
 
@@ -234,13 +234,13 @@ def test_two_users_with_dozens_of_templates_each_take_nothing_from_each_other(
             return await service.checkouts.checkout(request, peer)
 
         async def story() -> list[Checkout]:
-            held = [await take(peers[0], commit) for commit in commits[:60]]
+            held = [await take(peers[0], commit) for commit in commits[:30]]
             held += [await take(peers[1], commit) for commit in commits]
-            for each in held[:60]:
+            for each in held[:30]:
                 await service.checkouts.release(each.id, peers[0])
             assert service.events.counts["template.built"] == len(commits)
-            return held[60:] + await asyncio.gather(
-                *(take(peers[0], commit) for commit in commits[:60])
+            return held[30:] + await asyncio.gather(
+                *(take(peers[0], commit) for commit in commits[:30])
             )
 
         held = service.call(story)

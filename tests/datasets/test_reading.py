@@ -440,9 +440,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.dictionaries(st.text(), _VALUES, max_size=3), max_size=4),
     st.integers(1, 50),
@@ -457,9 +455,7 @@ def test_elements_come_out_as_they_went_in_wherever_the_bytes_are_cut(
     assert [json.loads(element.text.decode("utf-8", "surrogatepass")) for element in found] == rows
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.binary(max_size=200).map(lambda tail: b"[" + tail)
     | st.text('[]{},:"\\ a1', max_size=60).map(lambda t: b"[" + t.encode())

@@ -675,7 +675,7 @@ def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> No
     order = lab.checkout(layers=(TREE,))
     tree, aside = lab.tree(order), lab.tree(order).with_name("aside")
     with _turning(tree, aside, victim):
-        for _ in range(150):
+        for _ in range(60):
             with suppress(FileNotFoundError, ResourceError):
                 lab.mount(mounter, order)
             mounter.umount(order.checkout)

@@ -97,15 +97,15 @@ class Upstream:
         return self.git("rev-parse", "HEAD")
 
     def history(self, count: int) -> list[str]:
-        """`count` commits, each touching a few files in a few directories; as `commit` makes them."""
-        parent = self.git("rev-parse", "--quiet", "--verify", "HEAD", check=False)
+        """`count` commits, each touching a few files in a few directories, as `commit` makes them."""
+        parent = git(self.path, "rev-parse", "--quiet", "--verify", "HEAD", check=False)
         stream = []
         for n in range(count):
-            self._clock += 3600
+            date = f"{self._clock + 7200} +0000"
+            self._clock += 10800
             stream += [
-                f"commit HEAD\nmark :{n + 1}\nauthor A U Thor <author@example.com> {self._clock} +0000",
-                f"committer C O Mitter <committer@example.com> {self._clock} +0000",
-                "data 7\nchange\n",
+                f"commit HEAD\nmark :{n + 1}\nauthor A U Thor <author@example.com> {date}",
+                f"committer C O Mitter <committer@example.com> {date}\ndata 7\nchange\n",
                 *([f"from {parent}"] if parent and not n else []),
             ]
             for name, content in {
@@ -115,6 +115,6 @@ class Upstream:
             }.items():
                 stream.append(f"M 100644 inline {name}\ndata {len(content)}\n{content}")
             stream.append(f"get-mark :{n + 1}")
-        made = self.git("fast-import", "--quiet", stdin="\n".join([*stream, ""]).encode())
-        self.git("reset", "--quiet", "--hard")
+        made = git(self.path, "fast-import", "--quiet", stdin="\n".join([*stream, ""]).encode())
+        git(self.path, "reset", "--quiet", "--hard")
         return made.splitlines()
