@@ -261,7 +261,6 @@ class Catalog:
     finish = _writes(fleet.finish)
     hasten = _writes(fleet.hasten)
     count_failures = _reads(fleet.count_failures)
-    find_epoch = _reads(fleet.find_epoch)
     find_holder = _reads(fleet.find_holder)
     list_claims = _reads(fleet.list_claims)
     publish_generation = _writes(fleet.publish_generation)

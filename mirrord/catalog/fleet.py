@@ -242,12 +242,6 @@ def count_failures(connection: Connection, key: str) -> int:
     return connection.execute(query).scalar() or 0
 
 
-def find_epoch(connection: Connection, key: str) -> int | None:
-    """The epoch of a claim's last holder; None where nobody ever claimed it."""
-    query = select(claims.c.epoch).where(claims.c.key == key)
-    return connection.execute(query).scalar()
-
-
 def find_holder(connection: Connection, key: str) -> HeldClaim | None:
     """Who holds a claim now."""
     return next(iter(_held_claims(connection, claims.c.key == key)), None)

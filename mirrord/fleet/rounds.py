@@ -25,7 +25,6 @@ from ..errors import (
     CatalogFullError,
     CatalogUnavailableError,
     DiskFullError,
-    InvalidNameError,
     MirrordError,
     StoreDamagedError,
     StoreUnavailableError,
@@ -33,7 +32,6 @@ from ..errors import (
     UpstreamNotFoundError,
 )
 from ..jobs.operations import Operations, Work
-from ..mirrors.repository import Repository
 from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
@@ -82,11 +80,9 @@ class Rounds:
     async def open(self) -> None:
         """Begin to follow other daemons, and to sync what is due."""
         await self.catalog.enrol({_COLLECTION: ""})
-        for path in await to_thread.run_sync(lambda: sorted(self.mirrors.root.iterdir())):
-            with suppress(InvalidNameError, OSError):
-                repository = Repository(self.mirrors.git, MirrorName.parse(path.name), path)
-                if at := await self.fleet.find_lost(repository):
-                    self.fleet.lost[repository.name.key] = at
+        for key in await self._list_here():
+            if at := await self.fleet.find_lost(self.mirrors.repository(MirrorName.parse(key))):
+                self.fleet.lost[key] = at
         self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_here(key)}
         self._repinned |= self.fleet.behind
         self._looking = asyncio.create_task(self._look_forever())

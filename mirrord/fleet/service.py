@@ -257,11 +257,6 @@ class Fleet(Sharing):
         at = await to_thread.run_sync(read_generation, repository.path)
         return at if at and is_before(self.generations.get(repository.name.key), at) else None
 
-    async def is_removed(self, repository: Repository) -> bool:
-        at = await to_thread.run_sync(read_generation, repository.path)
-        epoch = await self.catalog.find_epoch(f"{MIRROR}{repository.name.key}")
-        return at is not None and epoch is not None and epoch >= at.epoch
-
     async def is_known(self, repository: Repository) -> bool:
         return await to_thread.run_sync(read_generation, repository.path) is not None
 

@@ -124,13 +124,10 @@ class Inventory:
                     log.warning("mirror.ignored", path=path.name)
                     continue
                 row = gone.pop(name.key, None)
-                repository = Repository(self.git, name, path)
-                if row is None and await self.sharing.is_removed(repository):
+                if row is None and await self.sharing.is_known(Repository(self.git, name, path)):
                     log.warning("mirror.removed_elsewhere", mirror=str(name))
                     await self.quarantine.discard(path)
                     continue
-                if row is None and await self.sharing.is_known(repository):
-                    continue  # the catalog is an older one, and is told of it
                 if row is None:
                     url = default_url(self.settings(), name)
                     row = MirrorRow(name=name, url=url, added_at=utc_now())

@@ -52,10 +52,6 @@ class Sharing:
         """Whether other daemons have published what this one lacks; `ask` the catalog now."""
         return False
 
-    async def is_removed(self, repository: Repository) -> bool:
-        """Whether a mirror on this disk that the catalog does not know was removed by another."""
-        return False
-
     async def is_known(self, repository: Repository) -> bool:
         """Whether a mirror on this disk has been published, or is of what was."""
         return False

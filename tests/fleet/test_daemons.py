@@ -107,22 +107,6 @@ def test_a_removed_mirror_goes_everywhere(fleet: Fleet, upstream: Upstream) -> N
     assert kept in tips
 
 
-def test_a_mirror_that_was_removed_meanwhile_goes_at_the_start(
-    fleet: Fleet, upstream: Upstream
-) -> None:
-    a, b = fleet.make(), fleet.make()
-    done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
-    made = b.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": "main"})
-    assert b.request("DELETE", f"/v1/checkouts/{made['id']}")[0] == 204
-    b.stop()
-    assert a.request("DELETE", "/v1/mirrors/owner__name")[0] == 204
-    assert (b.state_dir / "mirrors/owner__name").exists()
-    b.start()
-    b.wait_until_healthy()
-    assert not (b.state_dir / "mirrors/owner__name").exists()
-    assert b.json("GET", "/v1/mirrors") == []
-
-
 def test_syncs_at_the_same_time_ask_the_forge_twice_at_most(
     fleet: Fleet, upstream: Upstream, tmp_path: Path
 ) -> None:

@@ -130,9 +130,13 @@ class Fleet:
         interval: str = "1h",
         start: bool = True,
         environment: Mapping[str, str] | None = None,
+        catalog: str | None = None,
     ) -> Daemon:
         settings = TEXT.format(
-            catalog=self.catalog, store=self.store, interval=interval, upstreams=self.upstreams
+            catalog=catalog or self.catalog,
+            store=self.store,
+            interval=interval,
+            upstreams=self.upstreams,
         )
         made = self._stack.enter_context(
             daemon(settings + text, start=start, environment=environment)

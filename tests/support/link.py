@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 _FULL = b"<Error><Code>XMinioStorageFull</Code><Message>It has no room.</Message></Error>"
@@ -18,13 +18,17 @@ _FULL = b"<Error><Code>XMinioStorageFull</Code><Message>It has no room.</Message
 class Link:
     """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything.
 
-    While `is_full`, requests that write get 507 in the place of the server's answer.
+    While `is_full`, requests that write get 507 in the place of the server's answer. `on_data` sees
+    what is about to be passed on: the connection, whether it goes to the server, the bytes.
     """
+
+    on_data: Callable[[int, bool, bytes], None]
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.delay_s = 0.0
         self.is_full = False
+        self.on_data = lambda *_: None
         self._is_cut = False
         self._pairs: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -58,14 +62,15 @@ class Link:
             except OSError:
                 near.close()
                 continue
-            for pair in ((near, far), (far, near)):
+            for pair in ((near, far, near), (far, near, near)):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, client: socket.socket) -> None:
         self._pairs.add(source)
         with suppress(OSError):
             while data := source.recv(65536):
                 time.sleep(self.delay_s)
+                self.on_data(id(client), source is client, data)
                 if self.is_full and data.startswith((b"PUT ", b"POST ")):
                     _refuse(source, data)
                 else:

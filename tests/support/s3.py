@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
+def running(environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Skips where moto is not installed."""
     if not PROGRAM.exists():
         pytest.skip("needs moto's S3 server: `make harnesses` installs it")
@@ -56,6 +57,7 @@ def running() -> Iterator[Server]:
         port = probe.getsockname()[1]
     process = subprocess.Popen(
         [PROGRAM, "-H", "127.0.0.1", "-p", str(port)],
+        env={**os.environ, **(environment or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
