@@ -48,6 +48,7 @@ _HEARTBEAT = 3  # looks
 _ROUND = 250  # mirrors that one daemon claims at a time
 _PATIENCE = timedelta(seconds=10)  # until a mirror is synced by a daemon that does not have it
 _HOPELESS = timedelta(minutes=10)  # until a mirror that is behind repairs what nobody else does
+_RECORDING = timedelta(seconds=10)  # between two records of mirrors that did not change
 _COLLECTION = "store/collect"
 _COLLECTION_INTERVAL = timedelta(hours=24)
 _RETRY = timedelta(minutes=1)
@@ -347,14 +348,32 @@ class Rounds:
             note = row.name.repo
             progress(Progress(done=counts["done"], total=total, unit="mirrors", note=note))
 
+        async def record() -> None:
+            if keys := {*unchanged}:
+                await self.catalog.record_unchanged(keys, utc_now())
+                unchanged[:] = [key for key in unchanged if key not in keys]
+                ended = [hold for hold in holds if hold.claim.key.removeprefix(MIRROR) in keys]
+                for hold in ended:
+                    holds.remove(hold)
+                await self._end(ended)
+
+        async def record_some() -> None:
+            """Whoever asks for one of them does not wait for the longest of the round."""
+            while True:
+                await anyio.sleep(_RECORDING.total_seconds())
+                with suppress(CatalogUnavailableError):
+                    await record()
+
         try:
-            async with anyio.create_task_group() as tasks:
-                for hold in [*holds]:
-                    tasks.start_soon(sync, hold)
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(record_some)
+                async with anyio.create_task_group() as tasks:
+                    for hold in [*holds]:
+                        tasks.start_soon(sync, hold)
+                beside.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
-                if unchanged:
-                    await self.catalog.record_unchanged(unchanged, utc_now())
+                await record()
         return counts
 
     async def _repair(

@@ -75,6 +75,29 @@ def test_an_upstream_that_does_not_answer_keeps_no_other_mirror_waiting(
             have(upstream.commit({"new": "line\n"}), one)
 
 
+def test_who_asks_for_a_sync_does_not_wait_for_the_longest_of_a_round(
+    fleet: Fleet, upstream: Upstream
+) -> None:
+    one = fleet.make()
+    done(one, "POST", "/v1/mirrors", {"repo": "owner/name"})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/one"
+        add = {"repo": "silent/one", "url": url}
+        other = fleet.make()
+        assert other.request("POST", "/v1/mirrors", add)[0] == 202
+        with silent.accept()[0] as asked:
+            asked.sendall(b"HTTP/1.1 500 no\r\nContent-Length: 0\r\n\r\n")
+        for node in fleet.nodes:
+            node.stop()
+        fleet.server.execute_in(fleet.catalog, "UPDATE claims SET due_ms = 0, failures = 0")
+        one.start()
+        with silent.accept()[0]:  # in one round with the other mirror, which has nothing new
+            other.start()
+            began = "SELECT 1 FROM claims WHERE key = 'mirror/owner__name' AND node IS NOT NULL"
+            assert fleet.server.execute_in(fleet.catalog, began)
+            done(other, "POST", "/v1/mirrors/owner__name/sync", bound_s=40)
+
+
 def test_a_pin_and_its_end_reach_every_daemon(fleet: Fleet, upstream: Upstream) -> None:
     a, b = fleet.make(), fleet.make()
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
