@@ -284,6 +284,7 @@ class Fleet(Way):
         self.followed: list[float] = []  # seconds behind a publication
         self.gets = self.puts = 0
         self.transactions = Counter[int]()  # by second
+        self.closures_in = self.closures_out = 0.0  # of the bytes into the store and out of it
         self._packed = set[int]()  # instances whose closures are in the store
         self._waits = defaultdict[int, float](float)  # how many more a second, from a second on
         self._refreshed = set[int]()  # seconds in which looks find something
@@ -327,8 +328,10 @@ class Fleet(Way):
             yield self._workers[node].take(self.loop.now, seconds)
             self._packed.add(instance)
             self.puts, self.shared_in = self.puts + 2, self.shared_in + size
+            self.closures_in += size
         else:
             self.gets, self.shared_out = self.gets + 2, self.shared_out + size
+            self.closures_out += size
             yield max(
                 self.shared.take(self.loop.now, size / STORE),
                 self.loop.now + size / STORE_CONNECTION,

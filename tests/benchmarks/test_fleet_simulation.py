@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fleet_simulation import HOLDER, Clones, Fleet, Share, Way, World, figures
+from fleet_simulation import CLOSURE, HOLDER, Clones, Fleet, Share, Way, World, figures
 
 SCALE = 40, 300, 1  # repositories, instances, seed
 NODES = [2, 5, 30]
@@ -47,9 +47,21 @@ def test_every_byte_of_a_mirror_comes_from_the_store_once_for_each_node_but_one(
         fleet = Fleet(world, takes_turns=takes_turns)
         fleet.run()
         taken = size(world, [it for node, it in asked(world) if node != HOLDER])
-        changes = fleet.shared_out - taken
-        assert 0 <= changes <= (nodes - 1) * fleet.fetched_bytes + 1
-        assert fleet.shared_in == pytest.approx(fleet.cloned_bytes + fleet.fetched_bytes)
+        changes = fleet.shared_out - fleet.closures_out - taken
+        assert -1 <= changes <= (nodes - 1) * fleet.fetched_bytes + 1
+        mirrors = fleet.shared_in - fleet.closures_in
+        assert mirrors == pytest.approx(fleet.cloned_bytes + fleet.fetched_bytes)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_closure_is_packed_once_and_taken_by_most_others(nodes: int) -> None:
+    world = World(nodes, *SCALE)
+    fleet = Fleet(world, is_full=True)
+    fleet.run()
+    once = sum(CLOSURE * world.costs[it].pack_bytes for it in world.instances)
+    every = min(4, nodes) * once
+    assert fleet.closures_in + fleet.closures_out == pytest.approx(every)
+    assert once <= fleet.closures_in < every  # several nodes may begin at the same moment
 
 
 @pytest.mark.parametrize("nodes", NODES)

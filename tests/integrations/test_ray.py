@@ -71,6 +71,7 @@ def test_rollouts_on_a_cluster(nodes: list[Daemon]) -> None:
             "PATH": os.environ["PATH"],
             "INSTANCE": json.dumps([INSTANCE, COMMAND, TEST]),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(first),  # its own, in /tmp, is only there after a first `ray start`
             "RAY_memory_monitor_refresh_ms": "0",  # a busy machine ends no actor of ours
         },
         cwd=first,
