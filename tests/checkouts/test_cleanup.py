@@ -245,6 +245,7 @@ def finish(it: Daemon, answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:
     """A dataset is removed while its pins cannot be; no start, no sync and no import follows."""
     commit = upstream.git("rev-parse", "HEAD")

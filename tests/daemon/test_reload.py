@@ -20,6 +20,7 @@ def _reload(running: Daemon, text: str) -> None:
     assert running.request("POST", "/v1/reload")[0] == 200
 
 
+@pytest.mark.slow
 def test_the_directory_of_datasets_is_watched_when_that_is_switched_on(
     make_upstream: Callable[[str], Upstream],
 ) -> None:

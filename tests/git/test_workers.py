@@ -88,6 +88,7 @@ def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     run(body, size=2)
 
 
+@pytest.mark.slow
 def test_a_call_waits_while_all_workers_are_busy() -> None:
     """However long that takes."""
 

@@ -72,6 +72,7 @@ def test_a_mirror_that_lost_a_part_is_no_stub(house: Builder, tmp_path: Path) ->
     house.run(body)
 
 
+@pytest.mark.slow
 def test_a_name_that_upstream_never_had_is_not_asked_for_by_the_clock(
     tmp_path: Path, upstream: Upstream
 ) -> None:

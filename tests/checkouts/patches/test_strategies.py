@@ -28,6 +28,7 @@ def ids(files: Files) -> dict[bytes, tuple[int, str]]:
     return {path: (file.mode, blob_id(file.data).hex()) for path, file in files.items()}
 
 
+@pytest.mark.slow
 def test_an_exact_patch_does_what_git_does(tmp_path: Path) -> None:
     """Random edits as patches, spoiled in seventeen ways: taken where git takes them, with its tree."""
     random = Random(SEED)
@@ -97,6 +98,7 @@ def test_binary_files_are_what_git_makes_of_them(
             assert (wanted is None) == (not options)
 
 
+@pytest.mark.slow
 def test_fuzz_does_what_gnu_patch_does(tmp_path: Path) -> None:
     """Where git refuses a patch of one file, patch takes or refuses it as we do, with the same bytes."""
     random = Random(SEED)
@@ -152,6 +154,7 @@ def test_a_file_with_crlf_keeps_it(tmp_path: Path) -> None:
     assert (after[b"f"].data, strategy) == (b"1\r\nx\n2\r\n3\r\n", FoundStrategy.FUZZ)
 
 
+@pytest.mark.slow
 def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
     """A patch and a file; both as exact as small ones."""
     lines = b"".join(b"%07d\n" % at for at in range(2_200_000))
@@ -168,6 +171,7 @@ def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
     assert done.strategy is FoundStrategy.EXACT
 
 
+@pytest.mark.slow
 def test_what_the_chain_of_swe_bench_takes_is_taken_with_its_tree(tmp_path: Path) -> None:
     """Patches spoiled twice, applied by the real commands in a clone: git apply, --3way, --reject, patch."""
     random = Random(SEED)
