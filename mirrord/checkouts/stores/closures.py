@@ -242,8 +242,8 @@ class Closures:
 
     async def _offer(self, name: MirrorName, commit: CommitId) -> None:
         """Share a chain, so that no other daemon packs it."""
-        if self.shared:
-            there = await self.shared.find(name)
+        there = await self.shared.find(name) if self.shared else {}
+        if self.shared and self._is_whole(name, commit):  # else evicted, or its mirror removed
             new = [it for it in chain(self._known(name), commit) if it.commit not in there]
             layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
             await self.shared.offer(name, layers)
