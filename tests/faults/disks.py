@@ -15,7 +15,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/ext4.h, _IOR('X', 125, __u32)
@@ -57,13 +57,18 @@ class SmallDisk:
         run("mount", "-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0711", "tmpfs", path)
 
     def leave_free(self, free_bytes: int) -> None:
-        """Fill it up but for so much."""
+        """Fill it up but for so much, also while others write to it."""
         self.empty()
-        found = os.statvfs(self._path)
+        filled = 0
         with (self._path / "ballast").open("wb") as file:
-            os.posix_fallocate(
-                file.fileno(), 0, max(found.f_bavail * found.f_frsize - free_bytes, 4096)
-            )
+            while (room := self._free_bytes() - free_bytes) > 0:
+                with suppress(OSError):  # somebody took some of it meanwhile
+                    os.posix_fallocate(file.fileno(), filled, room)
+                    filled += room
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self._path)
+        return found.f_bavail * found.f_frsize
 
     def empty(self) -> None:
         (self._path / "ballast").unlink(missing_ok=True)
