@@ -16,6 +16,7 @@ RFC 9457 problem; the client reads it back as the same class. Messages read `can
 <name>: <fact>`; the hint is the remedy.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -40,8 +41,17 @@ class MirrordError(Exception):
         self.hint = hint
         self.facts = facts
 
-    def __init_subclass__(cls) -> None:
-        if "code" in cls.__dict__:
+    def __init_subclass__(
+        cls, *, title: str = "", status: int = 0, exits: int = 0, code: str = ""
+    ) -> None:
+        """With a title it has a code of its own: its name, `InvalidNameError` is `invalid-name`.
+
+        `status` is HTTP's, `exits` the command line's; both are the family's by default.
+        """
+        if title:
+            name = re.sub("(?<=.)(?=[A-Z])", "-", cls.__name__.removesuffix("Error"))
+            cls.title, cls.code = title, code or name.lower()
+            cls.http_status, cls.exit_status = status or cls.http_status, exits or cls.exit_status
             _CLASSES[cls.code] = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,373 +91,292 @@ def from_problem(problem: Mapping[str, Any]) -> MirrordError:
     return cls(message, hint=problem.get("hint"), **facts)
 
 
-class UsageError(MirrordError):
-    code, title, http_status, exit_status = "usage", "Wrong usage", 400, 2
+class UsageError(MirrordError, title="Wrong usage", status=400, exits=2): ...
 
 
-class InvalidConfigError(UsageError):
-    code, title = "invalid-config", "Invalid configuration"
+class InvalidConfigError(UsageError, title="Invalid configuration"): ...
 
 
-class InvalidRequestError(UsageError):
-    code, title = "invalid-request", "Invalid request"
+class InvalidRequestError(UsageError, title="Invalid request"): ...
 
 
-class BodyTooLargeError(UsageError):
-    code, title, http_status = "body-too-large", "Request body too large", 413
+class BodyTooLargeError(UsageError, title="Request body too large", status=413): ...
 
 
-class TtlTooLongError(UsageError):
-    code, title = "ttl-too-long", "Time to live too long"
+class TtlTooLongError(UsageError, title="Time to live too long"): ...
 
 
-class InvalidNameError(UsageError):
-    code, title = "invalid-name", "Invalid name"
+class InvalidNameError(UsageError, title="Invalid name"): ...
 
 
-class InvalidUrlError(UsageError):
-    code, title = "invalid-url", "Invalid upstream URL"
+class InvalidUrlError(UsageError, title="Invalid upstream URL"): ...
 
 
-class InvalidCommitError(UsageError):
-    code, title = "invalid-commit", "Invalid commit"
+class InvalidCommitError(UsageError, title="Invalid commit"): ...
 
 
-class InvalidDatasetError(UsageError):
-    code, title = "invalid-dataset", "Invalid dataset"
+class InvalidDatasetError(UsageError, title="Invalid dataset"): ...
 
 
-class InvalidMappingError(UsageError):
-    code, title = "invalid-mapping", "Invalid mapping"
+class InvalidMappingError(UsageError, title="Invalid mapping"): ...
 
 
-class InvalidRecipeError(UsageError):
-    code, title = "invalid-recipe", "Invalid recipe"
+class InvalidRecipeError(UsageError, title="Invalid recipe"): ...
 
 
-class InvalidBundleError(UsageError):
-    code, title = "invalid-bundle", "Invalid bundle"
+class InvalidBundleError(UsageError, title="Invalid bundle"): ...
 
 
-class InvalidPatchError(UsageError):
-    code, title = "invalid-patch", "Invalid patch"
+class InvalidPatchError(UsageError, title="Invalid patch"): ...
 
 
-class PathOutsideCheckoutError(UsageError):
-    code, title = "path-outside-checkout", "Path outside the checkout"
+class PathOutsideCheckoutError(UsageError, title="Path outside the checkout"): ...
 
 
-class AccessError(MirrordError):
-    code, title, http_status, exit_status = "not-allowed", "Not allowed", 403, 3
+class AccessError(MirrordError, title="Not allowed", status=403, exits=3, code="not-allowed"): ...
 
 
-class OwnerDeniedError(AccessError):
-    code, title = "owner-denied", "The checkout's owner may not"
+class OwnerDeniedError(AccessError, title="The checkout's owner may not"): ...
 
 
-class NotFoundError(MirrordError):
-    code, title, http_status, exit_status = "not-found", "Not found", 404, 4
+class NotFoundError(MirrordError, title="Not found", status=404, exits=4): ...
 
 
-class MirrorNotFoundError(NotFoundError):
-    code, title = "mirror-not-found", "No such mirror"
+class MirrorNotFoundError(NotFoundError, title="No such mirror"): ...
 
 
-class DatasetNotFoundError(NotFoundError):
-    code, title = "dataset-not-found", "No such dataset"
+class DatasetNotFoundError(NotFoundError, title="No such dataset"): ...
 
 
-class InstanceNotFoundError(NotFoundError):
-    code, title = "instance-not-found", "No such instance"
+class InstanceNotFoundError(NotFoundError, title="No such instance"): ...
 
 
-class RecipeNotFoundError(NotFoundError):
-    code, title = "recipe-not-found", "No recipe for the instance"
+class RecipeNotFoundError(NotFoundError, title="No recipe for the instance"): ...
 
 
-class CommitNotFoundError(NotFoundError):
-    code, title = "commit-not-found", "No such commit"
+class CommitNotFoundError(NotFoundError, title="No such commit"): ...
 
 
-class CheckoutNotFoundError(NotFoundError):
-    code, title = "checkout-not-found", "No such checkout"
+class CheckoutNotFoundError(NotFoundError, title="No such checkout"): ...
 
 
-class SnapshotNotFoundError(NotFoundError):
-    code, title = "snapshot-not-found", "No such snapshot"
+class SnapshotNotFoundError(NotFoundError, title="No such snapshot"): ...
 
 
-class EnvironmentNotFoundError(NotFoundError):
-    code, title = "environment-not-found", "No such environment"
+class EnvironmentNotFoundError(NotFoundError, title="No such environment"): ...
 
 
-class LayerNotFoundError(NotFoundError):
-    code, title = "layer-not-found", "No such layer"
+class LayerNotFoundError(NotFoundError, title="No such layer"): ...
 
 
-class OperationNotFoundError(NotFoundError):
-    code, title = "operation-not-found", "No such operation"
+class OperationNotFoundError(NotFoundError, title="No such operation"): ...
 
 
-class AuditNotFoundError(NotFoundError):
-    code, title = "audit-not-found", "No such audit"
+class AuditNotFoundError(NotFoundError, title="No such audit"): ...
 
 
-class PinNotFoundError(NotFoundError):
-    code, title = "pin-not-found", "No such pin"
+class PinNotFoundError(NotFoundError, title="No such pin"): ...
 
 
-class PathNotFoundError(NotFoundError):
-    code, title = "path-not-found", "No such path"
+class PathNotFoundError(NotFoundError, title="No such path"): ...
 
 
-class ConflictError(MirrordError):
-    code, title, http_status, exit_status = "conflict", "Conflict", 409, 5
+class ConflictError(MirrordError, title="Conflict", status=409, exits=5): ...
 
 
-class AlreadyRunningError(ConflictError):
-    code, title = "already-running", "A daemon already holds the state directory"
+class AlreadyRunningError(ConflictError, title="A daemon already holds the state directory"): ...
 
 
-class MirrorExistsError(ConflictError):
-    code, title = "mirror-exists", "The mirror exists"
+class MirrorExistsError(ConflictError, title="The mirror exists"): ...
 
 
-class InstanceAmbiguousError(ConflictError):
-    code, title = "instance-ambiguous", "Several datasets record the instance differently"
+class InstanceAmbiguousError(
+    ConflictError, title="Several datasets record the instance differently"
+): ...
 
 
-class MirrorInUseError(ConflictError):
-    code, title = "mirror-in-use", "The mirror is in use"
+class MirrorInUseError(ConflictError, title="The mirror is in use"): ...
 
 
-class CheckoutBusyError(ConflictError):
-    code, title = "checkout-busy", "The checkout is busy"
+class CheckoutBusyError(ConflictError, title="The checkout is busy"): ...
 
 
-class SnapshotExistsError(ConflictError):
-    code, title = "snapshot-exists", "The snapshot exists"
+class SnapshotExistsError(ConflictError, title="The snapshot exists"): ...
 
 
-class LayerExistsError(ConflictError):
-    code, title = "layer-exists", "The layer exists"
+class LayerExistsError(ConflictError, title="The layer exists"): ...
 
 
-class LayerInUseError(ConflictError):
-    code, title = "layer-in-use", "The layer is in use"
+class LayerInUseError(ConflictError, title="The layer is in use"): ...
 
 
-class EnvironmentInUseError(ConflictError):
-    code, title = "environment-in-use", "The environment is in use"
+class EnvironmentInUseError(ConflictError, title="The environment is in use"): ...
 
 
-class TreeRefusedError(ConflictError):
-    code, title = "tree-refused", "git refuses what is in the checkout"
+class TreeRefusedError(ConflictError, title="git refuses what is in the checkout"): ...
 
 
-class PatchConflictError(ConflictError):
-    code, title = "patch-conflict", "The patch does not apply"
+class PatchConflictError(ConflictError, title="The patch does not apply"): ...
 
 
-class SteeringRefusedError(ConflictError):
-    code, title = "steering-refused", "The change could steer the tests"
+class SteeringRefusedError(ConflictError, title="The change could steer the tests"): ...
 
 
-class CatalogTooNewError(ConflictError):
-    code, title = "catalog-too-new", "The catalog was written by a newer version"
+class CatalogTooNewError(ConflictError, title="The catalog was written by a newer version"): ...
 
 
-class StateTooNewError(ConflictError):
-    code, title = "state-too-new", "The state directory was written by a newer version"
+class StateTooNewError(
+    ConflictError, title="The state directory was written by a newer version"
+): ...
 
 
-class OperationFinishedError(ConflictError):
-    code, title = "operation-finished", "The operation has finished"
+class OperationFinishedError(ConflictError, title="The operation has finished"): ...
 
 
-class CancelledError(ConflictError):
-    code, title = "cancelled", "Cancelled"
+class CancelledError(ConflictError, title="Cancelled"): ...
 
 
-class ProcessGoneError(ConflictError):
-    code, title = "process-gone", "The process has ended"
+class ProcessGoneError(ConflictError, title="The process has ended"): ...
 
 
-class ClaimLostError(ConflictError):
-    code, title = "claim-lost", "Another node has claimed it"
+class ClaimLostError(ConflictError, title="Another node has claimed it"): ...
 
 
-class UpstreamError(MirrordError):
-    code, title, http_status, exit_status = "upstream-failed", "Upstream failed", 502, 6
+class UpstreamError(
+    MirrordError, title="Upstream failed", status=502, exits=6, code="upstream-failed"
+): ...
 
 
-class UpstreamNotFoundError(UpstreamError):
-    code, title = "upstream-not-found", "Upstream not found"
+class UpstreamNotFoundError(UpstreamError, title="Upstream not found"): ...
 
 
-class UpstreamAuthError(UpstreamError):
-    code, title = "upstream-auth", "Upstream wants credentials"
+class UpstreamAuthError(UpstreamError, title="Upstream wants credentials"): ...
 
 
-class UpstreamEmptyError(UpstreamError):
-    code, title = "upstream-empty", "Upstream has no refs"
+class UpstreamEmptyError(UpstreamError, title="Upstream has no refs"): ...
 
 
-class UpstreamLossError(UpstreamError):
-    code, title = "upstream-loss", "Upstream lost most of what it had"
+class UpstreamLossError(UpstreamError, title="Upstream lost most of what it had"): ...
 
 
-class UpstreamTimeoutError(UpstreamError):
-    code, title = "upstream-timeout", "Upstream too slow"
+class UpstreamTimeoutError(UpstreamError, title="Upstream too slow"): ...
 
 
-class UpstreamThrottledError(UpstreamError):
-    code, title = "upstream-throttled", "Upstream throttles us"
+class UpstreamThrottledError(UpstreamError, title="Upstream throttles us"): ...
 
 
-class ResourceError(MirrordError):
-    code, title, http_status, exit_status = "resource", "A resource is missing", 503, 7
+class ResourceError(MirrordError, title="A resource is missing", status=503, exits=7): ...
 
 
-class DiskFullError(ResourceError):
-    code, title, http_status = "disk-full", "Disk full", 507
+class DiskFullError(ResourceError, title="Disk full", status=507): ...
 
 
-class DiskFailedError(ResourceError):
-    code, title = "disk-failed", "The disk failed"
+class DiskFailedError(ResourceError, title="The disk failed"): ...
 
 
-class CatalogUnavailableError(ResourceError):
-    code, title = "catalog-unavailable", "The catalog cannot be reached"
+class CatalogUnavailableError(ResourceError, title="The catalog cannot be reached"): ...
 
 
-class CatalogFullError(CatalogUnavailableError):
-    code, title, http_status = "catalog-full", "The catalog's server has no room", 507
+class CatalogFullError(
+    CatalogUnavailableError, title="The catalog's server has no room", status=507
+): ...
 
 
-class CatalogConflictError(ResourceError):
-    code, title = "catalog-conflict", "The catalog was changed at the same time"
+class CatalogConflictError(ResourceError, title="The catalog was changed at the same time"): ...
 
 
-class StoreUnavailableError(ResourceError):
-    code, title = "store-unavailable", "The store cannot be reached"
+class StoreUnavailableError(ResourceError, title="The store cannot be reached"): ...
 
 
-class StoreFullError(StoreUnavailableError):
-    code, title, http_status = "store-full", "The store is full", 507
+class StoreFullError(StoreUnavailableError, title="The store is full", status=507): ...
 
 
-class TooManyCheckoutsError(ResourceError):
-    code, title = "too-many-checkouts", "Too many checkouts"
+class TooManyCheckoutsError(ResourceError, title="Too many checkouts"): ...
 
 
-class TooManySnapshotsError(ResourceError):
-    code, title = "too-many-snapshots", "Too many snapshots"
+class TooManySnapshotsError(ResourceError, title="Too many snapshots"): ...
 
 
-class TooManyLayersError(ResourceError):
-    code, title = "too-many-layers", "Too many layers"
+class TooManyLayersError(ResourceError, title="Too many layers"): ...
 
 
-class LimitReachedError(ResourceError):
-    code, title = "limit-reached", "A limit is reached"
+class LimitReachedError(ResourceError, title="A limit is reached"): ...
 
 
-class TooManyRequestsError(ResourceError):
-    code, title, http_status = "too-many-requests", "Too many requests of one user", 429
+class TooManyRequestsError(ResourceError, title="Too many requests of one user", status=429): ...
 
 
-class OverloadedError(ResourceError):
-    code, title = "overloaded", "Too many requests of all users"
+class OverloadedError(ResourceError, title="Too many requests of all users"): ...
 
 
-class QuotaExceededError(ResourceError):
-    code, title, http_status = "quota-exceeded", "Too much disk of one user", 507
+class QuotaExceededError(ResourceError, title="Too much disk of one user", status=507): ...
 
 
-class TooManyConnectionsError(ResourceError):
-    code, title = "too-many-connections", "Too many connections"
+class TooManyConnectionsError(ResourceError, title="Too many connections"): ...
 
 
-class TooManyFilesError(ResourceError):
-    code, title = "too-many-files", "Too many open files"
+class TooManyFilesError(ResourceError, title="Too many open files"): ...
 
 
-class DiffTooLargeError(ResourceError):
-    code, title, http_status = "diff-too-large", "The changes are too large", 422
+class DiffTooLargeError(ResourceError, title="The changes are too large", status=422): ...
 
 
-class ForkTooLargeError(ResourceError):
-    code, title, http_status = "fork-too-large", "The checkout has too much to copy", 422
+class ForkTooLargeError(ResourceError, title="The checkout has too much to copy", status=422): ...
 
 
-class TreeTooLargeError(ResourceError):
-    code, title, http_status = "tree-too-large", "The commit's tree is too large", 422
+class TreeTooLargeError(ResourceError, title="The commit's tree is too large", status=422): ...
 
 
-class BackendUnavailableError(ResourceError):
-    code, title = "backend-unavailable", "This host lacks the backend"
+class BackendUnavailableError(ResourceError, title="This host lacks the backend"): ...
 
 
-class DeadlineError(ResourceError):
-    code, title, http_status = "deadline-exceeded", "Deadline exceeded", 504
+class DeadlineError(
+    ResourceError, title="Deadline exceeded", status=504, code="deadline-exceeded"
+): ...
 
 
-class WorkerCrashedError(ResourceError):
-    code, title = "worker-crashed", "A worker process died"
+class WorkerCrashedError(ResourceError, title="A worker process died"): ...
 
 
-class OutOfMemoryError(ResourceError):
-    code, title = "out-of-memory", "Too little memory for the request"
+class OutOfMemoryError(ResourceError, title="Too little memory for the request"): ...
 
 
-class GitFailedError(ResourceError):
-    code, title = "git-failed", "git failed"
+class GitFailedError(ResourceError, title="git failed"): ...
 
 
-class GitKilledError(ResourceError):
-    code, title = "git-killed", "git was killed"
+class GitKilledError(ResourceError, title="git was killed"): ...
 
 
-class StoppingError(ResourceError):
-    code, title = "stopping", "The daemon is stopping"
+class StoppingError(ResourceError, title="The daemon is stopping"): ...
 
 
-class IntegrityError(MirrordError):
-    code, title, http_status, exit_status = "integrity", "Integrity", 424, 8
+class IntegrityError(MirrordError, title="Integrity", status=424, exits=8): ...
 
 
-class CommitUnservableError(IntegrityError):
-    code, title = "commit-unservable", "A recorded commit cannot be served"
+class CommitUnservableError(IntegrityError, title="A recorded commit cannot be served"): ...
 
 
-class EnvironmentFailedError(IntegrityError):
-    code, title = "environment-failed", "The environment cannot be built"
+class EnvironmentFailedError(IntegrityError, title="The environment cannot be built"): ...
 
 
-class ProofFailedError(IntegrityError):
-    code, title = "proof-failed", "A proof failed"
+class ProofFailedError(IntegrityError, title="A proof failed"): ...
 
 
-class CorruptObjectError(IntegrityError):
-    code, title = "corrupt-object", "A corrupt object"
+class CorruptObjectError(IntegrityError, title="A corrupt object"): ...
 
 
-class DamagedMirrorError(CorruptObjectError):
-    code, title = "damaged-mirror", "A mirror is damaged"
+class DamagedMirrorError(CorruptObjectError, title="A mirror is damaged"): ...
 
 
-class StoreDamagedError(IntegrityError):
-    code, title = "store-damaged", "An object of the store is not what it should be"
+class StoreDamagedError(
+    IntegrityError, title="An object of the store is not what it should be"
+): ...
 
 
-class CorruptCatalogError(IntegrityError):
-    code, title = "corrupt-catalog", "The catalog is damaged"
+class CorruptCatalogError(IntegrityError, title="The catalog is damaged"): ...
 
 
-class NoDaemonError(MirrordError):
-    code, title, http_status, exit_status = "no-daemon", "No daemon", 503, 9
+class NoDaemonError(MirrordError, title="No daemon", status=503, exits=9): ...
 
 
-class InternalError(MirrordError):
-    code, title, http_status, exit_status = "internal", "Internal error", 500, 1
+class InternalError(MirrordError, title="Internal error", status=500, exits=1): ...

@@ -262,8 +262,7 @@ _seldom = Seldom()
 MEDIA_TYPE = "application/problem+json"
 
 
-class MethodNotAllowedError(errors.InvalidRequestError):
-    code, title, http_status = "method-not-allowed", "Method not allowed", 405
+class MethodNotAllowedError(errors.InvalidRequestError, title="Method not allowed", status=405): ...
 
 
 def problem_body(error: errors.MirrordError) -> bytes:
