@@ -30,20 +30,19 @@ from .session import (
 )
 
 ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
-Id = Annotated[str, Argument(metavar="ID", help=ID_HELP)]
+Id = Annotated[str, Argument(ID_HELP, "ID")]
 _DATASET_HELP = "Whose instance, where datasets record the id differently."
-_LAYER_HELP = "Start with this prepared layer of the commit."
-Layer = Annotated[str | None, Option(metavar="NAME", help=_LAYER_HELP)]
+Layer = Annotated[str | None, Option("Start with this prepared layer of the commit.", "NAME")]
 _ENVIRONMENT_HELP = "KEY, KEY@DIGEST, or auto: the instance's. Shown beside the tree."
-Environment = Annotated[str | None, Option(metavar="KEY", help=_ENVIRONMENT_HELP)]
-Dataset = Annotated[str | None, Option(metavar="NAME", help=_DATASET_HELP)]
+Environment = Annotated[str | None, Option(_ENVIRONMENT_HELP, "KEY")]
+Dataset = Annotated[str | None, Option(_DATASET_HELP, "NAME")]
 _LABEL_HELP = "A word of your own, to list and release it by [MIRRORD_LABEL]."
-Label = Annotated[str | None, Option(metavar="LABEL", help=_LABEL_HELP)]
+Label = Annotated[str | None, Option(_LABEL_HELP, "LABEL")]
 _PATCH_HELP = (
     "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"
     " (grader view)."
 )
-PatchArgument = Annotated[str, Argument(metavar="PATCH", help=_PATCH_HELP)]
+PatchArgument = Annotated[str, Argument(_PATCH_HELP, "PATCH")]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
 
@@ -58,7 +57,7 @@ def checkout(
     ttl: Ttl = None,
     owner: OwnerOption = None,
     attachable: Annotated[
-        bool, Option("--attach", help="For `mirrord attach`: it need not be visible from here.")
+        bool, Option("For `mirrord attach`: it need not be visible from here.", flags="--attach")
     ] = False,
     layer: Layer = None,
     environment: Environment = None,
@@ -90,11 +89,10 @@ def reset(
     session: Session,
     checkout_id: Id,
     target: Annotated[
-        str | None,
-        Argument(metavar="[INSTANCE|COMMITISH]", help="Another one of the same repository."),
+        str | None, Argument("Another one of the same repository.", "[INSTANCE|COMMITISH]")
     ] = None,
     dataset: Dataset = None,
-    to: Annotated[str | None, Option(metavar="NAME", help="Go back to this snapshot.")] = None,
+    to: Annotated[str | None, Option("Go back to this snapshot.", "NAME")] = None,
     layer: Layer = None,
     environment: Environment = None,
 ) -> None:
@@ -123,7 +121,7 @@ def fork(
     session: Session,
     checkout_id: Id,
     source: Annotated[
-        str | None, Option("--from", metavar="NAME", help="This snapshot; default: as it is.")
+        str | None, Option("This snapshot; default: as it is.", "NAME", flags="--from")
     ] = None,
     ttl: Ttl = None,
 ) -> None:
@@ -143,10 +141,8 @@ def fork(
 def snapshot(
     session: Session,
     checkout_id: Id,
-    name: Annotated[
-        str | None, Argument(metavar="[NAME]", help="Letters, digits, '.', '_' and '-'.")
-    ] = None,
-    remove: Annotated[bool, Option("--remove", help="Forget the snapshot of this name.")] = False,
+    name: Annotated[str | None, Argument("Letters, digits, '.', '_' and '-'.", "[NAME]")] = None,
+    remove: Annotated[bool, Option("Forget the snapshot of this name.")] = False,
 ) -> None:
     """Prints the name, by default s1, s2 and so on. `mirrord reset ID --to NAME` goes back to it,
     `mirrord fork ID --from NAME` continues from it elsewhere. It goes with its checkout.
@@ -175,7 +171,7 @@ def snapshots(session: Session, checkout_id: Id) -> None:
 def save(
     session: Session,
     checkout_id: Id,
-    name: Annotated[str, Argument(metavar="NAME", help="Letters, digits, '.', '_' and '-'.")],
+    name: Annotated[str, Argument("Letters, digits, '.', '_' and '-'.", "NAME")],
 ) -> None:
     """Keeps what was changed in the tree, ignored files too, and in the environment, and nothing of
     .git. `mirrord checkout --layer NAME` starts with it; reset and diff are relative to it. What an
@@ -188,10 +184,8 @@ def save(
 
 def layers(
     session: Session,
-    mirror: Annotated[str | None, Argument(metavar="[NAME]", help="Of this mirror.")] = None,
-    remove: Annotated[
-        list[str] | None, Option("--remove", metavar="ID", help="Remove this layer; repeatable.")
-    ] = None,
+    mirror: Annotated[str | None, Argument("Of this mirror.", "[NAME]")] = None,
+    remove: Annotated[list[str] | None, Option("Remove this layer; repeatable.", "ID")] = None,
 ) -> None:
     """Lists those that you may use, oldest first."""
     if remove:
@@ -211,12 +205,8 @@ def layers(
 def diff(
     session: Session,
     checkout_id: Id,
-    stat: Annotated[
-        bool, Option("--stat", help="Lines changed in each file, as git does.")
-    ] = False,
-    name_status: Annotated[
-        bool, Option("--name-status", help="How each path changed, as git does.")
-    ] = False,
+    stat: Annotated[bool, Option("Lines changed in each file, as git does.")] = False,
+    name_status: Annotated[bool, Option("How each path changed, as git does.")] = False,
 ) -> None:
     """Includes untracked files that .gitignore does not name; apply it to the base commit.
 
@@ -242,9 +232,9 @@ def apply(
     session: Session,
     checkout_id: Id,
     patch: PatchArgument,
-    reverse: Annotated[bool, Option("--reverse", "-R", help="Apply it in reverse.")] = False,
+    reverse: Annotated[bool, Option("Apply it in reverse.", flags="--reverse -R")] = False,
     strategy: Annotated[
-        ApplyStrategy, Option(help="How it may apply: as git does, or as SWE-bench's graders do.")
+        ApplyStrategy, Option("How it may apply: as git does, or as SWE-bench's graders do.")
     ] = ApplyStrategy.EXACT,
 ) -> None:
     """Applies all of it or nothing.
@@ -268,15 +258,10 @@ def restore_paths(session: Session, checkout_id: str, commit: str, paths: list[s
 def attach(
     session: Session,
     checkout_id: Id,
-    path: Annotated[Path, Argument(help="A directory, in the place of which the tree is seen.")],
-    environment: Annotated[
-        Path | None, Option(metavar="PATH", help="Attach its environment too, here.")
-    ] = None,
+    path: Annotated[Path, Argument("A directory, in the place of which the tree is seen.")],
+    environment: Annotated[Path | None, Option("Attach its environment too, here.", "PATH")] = None,
     pid: Annotated[
-        str | None,
-        Option(
-            metavar="PID", help="In the mount namespace of this process, such as a container's."
-        ),
+        str | None, Option("In the mount namespace of this process, such as a container's.", "PID")
     ] = None,
 ) -> None:
     """In this mount namespace, and gone with it; it follows every reset. Prints the path.
@@ -296,12 +281,8 @@ def attach(
 
 def release(
     session: Session,
-    checkout_ids: Annotated[
-        list[str] | None, Argument(metavar="[ID...]", help="Ids or paths.")
-    ] = None,
-    label: Annotated[
-        str | None, Option(metavar="LABEL", help="All that have this label, if any.")
-    ] = None,
+    checkout_ids: Annotated[list[str] | None, Argument("Ids or paths.", "[ID...]")] = None,
+    label: Annotated[str | None, Option("All that have this label, if any.", "LABEL")] = None,
 ) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
     if (label is None) == (not checkout_ids):
@@ -323,7 +304,7 @@ def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
 
 def list_all(
     session: Session,
-    label: Annotated[str | None, Option(metavar="LABEL", help="Those with this label.")] = None,
+    label: Annotated[str | None, Option("Those with this label.", "LABEL")] = None,
 ) -> None:
     """Lists your own; an administrator sees everybody's."""
     held = session.client.list_checkouts(label)
@@ -371,15 +352,15 @@ _REPORT_HELP = "Write what became of the predictions, by suffix: .jsonl or .html
 
 def grade(
     session: Session,
-    target: Annotated[str | None, Argument(metavar="[ID|INSTANCE]", help=_TARGET_HELP)] = None,
+    target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
     patch: Annotated[
-        str | None, Option(metavar="FILE", help="The change of an instance; - is standard input.")
+        str | None, Option("The change of an instance; - is standard input.", "FILE")
     ] = None,
-    predictions: Annotated[Path | None, Option(metavar="FILE", help=_PREDICTIONS_HELP)] = None,
+    predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "FILE")] = None,
     strategy: Annotated[
-        ApplyStrategy, Option(help="How the patch may apply: as git does, or also with fuzz.")
+        ApplyStrategy, Option("How the patch may apply: as git does, or also with fuzz.")
     ] = ApplyStrategy.EXACT,
-    policy: Annotated[list[str] | None, Option(metavar="POLICY", help=_POLICY_HELP)] = None,
+    policy: Annotated[list[str] | None, Option(_POLICY_HELP, "POLICY")] = None,
     dataset: Dataset = None,
     history: HistoryOption = None,
     backend: BackendOption = None,
@@ -387,11 +368,9 @@ def grade(
     owner: OwnerOption = None,
     layer: Layer = None,
     environment: Environment = None,
-    report: Annotated[list[Path] | None, Option(metavar="FILE", help=_REPORT_HELP)] = None,
-    concurrency: Annotated[str, Option(metavar="N", help="How many predictions at a time.")] = "8",
-    keep: Annotated[
-        bool, Option("--keep", help="Keep the predictions' grades; the report names them.")
-    ] = False,
+    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
+    concurrency: Annotated[str, Option("How many predictions at a time.", "N")] = "8",
+    keep: Annotated[bool, Option("Keep the predictions' grades; the report names them.")] = False,
 ) -> None:
     """The tree has the base commit, the agent's change by its content alone, and the tests.
 

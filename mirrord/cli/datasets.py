@@ -20,14 +20,13 @@ from .session import Argument, NoWait, Option, Session, ViewOption
 if TYPE_CHECKING:
     from ..sources.opening import Source
 
-Name = Annotated[str, Argument(help="The dataset's name.")]
-_NAME_HELP = "What to call the dataset; default: the source's name."
-NameOption = Annotated[str | None, Option(help=_NAME_HELP)]
+Name = Annotated[str, Argument("The dataset's name.")]
+NameOption = Annotated[str | None, Option("What to call the dataset; default: the source's name.")]
 _FORMAT_HELP = "See `mirrord dataset formats`; default: found by the columns."
-FormatOption = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
+FormatOption = Annotated[str | None, Option(_FORMAT_HELP, flags="--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML that says which column is what, in place of a format."
-MappingOption = Annotated[Path | None, Option("--mapping", metavar="FILE", help=_MAPPING_HELP)]
+MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
 
@@ -40,11 +39,11 @@ def open_sources(words: list[str]) -> Source:
 
 def add(
     session: Session,
-    sources: Annotated[list[str], Argument(metavar="SOURCE...", help=_SOURCE_HELP)],
+    sources: Annotated[list[str], Argument(_SOURCE_HELP, "SOURCE...")],
     name: NameOption = None,
     format_name: FormatOption = None,
     mapping: MappingOption = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would change.")] = False,
+    dry_run: Annotated[bool, Option("Only say what would change.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """A source is a file (jsonl, json, parquet, csv, arrow), - for standard input, a folder of
@@ -130,7 +129,7 @@ def prepare(
     session: Session,
     name: Name,
     instances: Annotated[
-        list[str], Argument(metavar="[INSTANCE]...", help="These instances; default: all.")
+        list[str], Argument("These instances; default: all.", "[INSTANCE]...")
     ] = [],  # noqa: B006
     no_wait: NoWait = False,
 ) -> None:
@@ -164,7 +163,7 @@ def list_all(session: Session) -> None:
 def show(
     session: Session,
     name: Name,
-    instances: Annotated[bool, Option(help="With the ids of its instances.")] = False,
+    instances: Annotated[bool, Option("With the ids of its instances.")] = False,
 ) -> None:
     """The digest is the same for datasets with the same rows, whatever files they came from."""
     dataset = session.client.get_dataset(name)
@@ -214,8 +213,8 @@ def _ids(instances: list[str]) -> str:
 
 def diff(
     session: Session,
-    a: Annotated[str, Argument(help="A dataset.")],
-    b: Annotated[str, Argument(help="Another one.")],
+    a: Annotated[str, Argument("A dataset.")],
+    b: Annotated[str, Argument("Another one.")],
 ) -> None:
     """Rows that B has and A has not are added. `dataset import --dry-run` does it with a file."""
     found = session.client.diff_datasets(a, b)
@@ -254,7 +253,7 @@ def export(session: Session, name: Name) -> None:
 
 def list_instances(
     session: Session,
-    dataset: Annotated[str | None, Option(metavar="NAME", help="Of this dataset only.")] = None,
+    dataset: Annotated[str | None, Option("Of this dataset only.", "NAME")] = None,
 ) -> None:
     """For administrators: an id can tell the answer."""
     found = session.client.list_instances(dataset)
@@ -263,8 +262,8 @@ def list_instances(
 
 def show_instance(
     session: Session,
-    instance: Annotated[str, Argument(metavar="INSTANCE", help="An instance id.")],
-    dataset: Annotated[str | None, Option(metavar="NAME", help="Of this dataset.")] = None,
+    instance: Annotated[str, Argument("An instance id.", "INSTANCE")],
+    dataset: Annotated[str | None, Option("Of this dataset.", "NAME")] = None,
     view: ViewOption = View.AGENT,
 ) -> None:
     """The grader view has the commits, patches and tests; patches and lists are in --json."""

@@ -21,7 +21,6 @@ from .operations import watching
 from .output import cell, count, table
 from .session import Argument, Option, Session
 
-_SOURCE_HELP = "As for `dataset import`."
 _ONLY_HELP = "A column to derive; repeatable; default: all. Only `version` needs the daemon."
 _RULE_HELP = "How tests are told from the solution."
 _AT_ONCE = 4
@@ -30,12 +29,12 @@ _SOURCE_LIMIT_BYTES = 1024**2
 
 def derive(
     session: Session,
-    sources: Annotated[list[str], Argument(metavar="SOURCE...", help=_SOURCE_HELP)],
+    sources: Annotated[list[str], Argument("As for `dataset import`.", "SOURCE...")],
     output: Annotated[
-        Path | None, Option(metavar="FILE", help="Where the rows go; default: standard output.")
+        Path | None, Option("Where the rows go; default: standard output.", "FILE")
     ] = None,
-    only: Annotated[list[Column] | None, Option(metavar="COLUMN", help=_ONLY_HELP)] = None,
-    rule: Annotated[SplitRule, Option(help=_RULE_HELP)] = SplitRule.SWEBENCH_V1,
+    only: Annotated[list[Column] | None, Option(_ONLY_HELP, "COLUMN")] = None,
+    rule: Annotated[SplitRule, Option(_RULE_HELP)] = SplitRule.SWEBENCH_V1,
 ) -> None:
     """Writes JSON lines. A column that a row has stays; where its rule says something else, that
     is listed on stderr, and in the answer of --json, which needs --output.

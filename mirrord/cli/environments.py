@@ -14,23 +14,17 @@ from .output import count, facts, short, size, table
 from .session import Argument, NoWait, Option, Session
 
 _NAME_HELP = "KEY, or KEY@DIGEST, of which the first digits will do."
-Name = Annotated[str, Argument(metavar="KEY", help=_NAME_HELP)]
+Name = Annotated[str, Argument(_NAME_HELP, "KEY")]
 _NAMES_HELP = "Instances, or keys of imported recipes and of earlier builds."
 
 
 def build(
     session: Session,
-    names: Annotated[list[str], Argument(metavar="[NAME]...", help=_NAMES_HELP)] = [],  # noqa: B006
-    dataset: Annotated[str | None, Option(help="All instances of a dataset, or NAME's.")] = None,
-    prewarm: Annotated[
-        bool, Option("--prewarm", help="Prepare each instance of the dataset, too.")
-    ] = False,
-    again: Annotated[
-        bool, Option("--again", help="Try failed builds again although nothing changed.")
-    ] = False,
-    frozen: Annotated[
-        bool, Option("--frozen", help="Take no package released after the instance's date.")
-    ] = False,
+    names: Annotated[list[str], Argument(_NAMES_HELP, "[NAME]...")] = [],  # noqa: B006
+    dataset: Annotated[str | None, Option("All instances of a dataset, or NAME's.")] = None,
+    prewarm: Annotated[bool, Option("Prepare each instance of the dataset, too.")] = False,
+    again: Annotated[bool, Option("Try failed builds again although nothing changed.")] = False,
+    frozen: Annotated[bool, Option("Take no package released after the instance's date.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """What is built already is not built again. An instance is prepared, too: its recipe's install
@@ -64,7 +58,7 @@ def _built(operation: Operation) -> Iterator[str]:
 
 def add(
     session: Session,
-    file: Annotated[Path, Argument(help="TOML with tables [[environment]].")],
+    file: Annotated[Path, Argument("TOML with tables [[environment]].")],
 ) -> None:
     """A recipe that is imported comes before that of rows with the same key."""
     try:
@@ -118,7 +112,7 @@ def _described(found: Environment) -> Iterator[str]:
 def log(
     session: Session,
     key: Name,
-    follow: Annotated[bool, Option("--follow", help="Until the build has ended.")] = False,
+    follow: Annotated[bool, Option("Until the build has ended.")] = False,
 ) -> None:
     """What the build printed, and the preparations of instances after it."""
     for piece in session.client.environment_log(key, follow=follow):
@@ -126,8 +120,6 @@ def log(
         sys.stdout.buffer.flush()
 
 
-def remove(
-    session: Session, keys: Annotated[list[str], Argument(metavar="KEY...", help=_NAME_HELP)]
-) -> None:
+def remove(session: Session, keys: Annotated[list[str], Argument(_NAME_HELP, "KEY...")]) -> None:
     """By its key alone, all that was built of it goes, and its imported recipe."""
     session.each(keys, session.client.remove_environment)

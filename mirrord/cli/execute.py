@@ -53,43 +53,27 @@ _SHOWN = ("/usr/", "/bin/", "/sbin/")
 def execute(
     session: Session,
     target: Annotated[
-        str,
-        Argument(metavar="INSTANCE|ID", help="An instance id, NAME@COMMITISH, or a held checkout."),
+        str, Argument("An instance id, NAME@COMMITISH, or a held checkout.", "INSTANCE|ID")
     ],
-    command: Annotated[
-        list[str], Argument(metavar="COMMAND...", help="After --; runs in the checkout's tree.")
-    ],
-    diff: Annotated[
-        Path | None, Option(metavar="FILE", help="Write the patch of its changes to FILE.")
-    ] = None,
+    command: Annotated[list[str], Argument("After --; runs in the checkout's tree.", "COMMAND...")],
+    diff: Annotated[Path | None, Option("Write the patch of its changes to FILE.", "FILE")] = None,
     environment: Environment = None,
     layer: Layer = None,
     history: HistoryOption = None,
     view: ViewOption = View.AGENT,
     backend: BackendOption = None,
     owner: OwnerOption = None,
-    network: Annotated[
-        bool, Option("--network", help="With the host's network, its localhost too.")
-    ] = False,
+    network: Annotated[bool, Option("With the host's network, its localhost too.")] = False,
     show: Annotated[
-        list[str],
-        Option(metavar="PATH", help="Show this of the host too, read-only; may be repeated."),
+        list[str], Option("Show this of the host too, read-only; may be repeated.", "PATH")
     ] = [],  # noqa: B006
     variable: Annotated[
-        list[str], Option(metavar="NAME[=VALUE]", help="Set or pass a variable; may be repeated.")
+        list[str], Option("Set or pass a variable; may be repeated.", "NAME[=VALUE]")
     ] = [],  # noqa: B006
-    timeout: Annotated[
-        str | None, Option(metavar="DURATION", help="End the command after this time.")
-    ] = None,
-    memory: Annotated[
-        str | None, Option(metavar="SIZE", help="Bound its memory, such as 2GiB.")
-    ] = None,
-    processes: Annotated[
-        str | None, Option(metavar="NUMBER", help="Bound the number of its processes.")
-    ] = None,
-    keep_access: Annotated[
-        bool, Option("--keep-access", help="No sandbox: all of the host stays within reach.")
-    ] = False,
+    timeout: Annotated[str | None, Option("End the command after this time.", "DURATION")] = None,
+    memory: Annotated[str | None, Option("Bound its memory, such as 2GiB.", "SIZE")] = None,
+    processes: Annotated[str | None, Option("Bound the number of its processes.", "NUMBER")] = None,
+    keep_access: Annotated[bool, Option("No sandbox: all of the host stays within reach.")] = False,
 ) -> None:
     """The tree is at /testbed, its environment is active, HOME and /tmp are the command's own; it
     sees the host's /usr and no other process, network, file or socket. Ends with its exit status;

@@ -28,9 +28,7 @@ _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 def config_check(
     session: Session,
-    file: Annotated[
-        Path | None, Argument(metavar="[FILE]", help="Default: the one in use.")
-    ] = None,
+    file: Annotated[Path | None, Argument("Default: the one in use.", "[FILE]")] = None,
 ) -> None:
     """Reports every fault at once, each with its key and line."""
     path = file or find_config(session)
@@ -88,8 +86,8 @@ def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
 def doctor(
     session: Session,
     *,
-    fix: Annotated[bool, Option(help="Put right what needs no decision, then look again.")] = False,
-    dry_run: Annotated[bool, Option(help="With --fix: only say what it would do.")] = False,
+    fix: Annotated[bool, Option("Put right what needs no decision, then look again.")] = False,
+    dry_run: Annotated[bool, Option("With --fix: only say what it would do.")] = False,
 ) -> None:
     """Changes nothing without --fix. Status 7 when something that mirrord needs is missing."""
     if dry_run and not fix:
@@ -132,20 +130,18 @@ def _checked(checks: list[Check]) -> Iterator[str]:
 def verify_seal(
     session: Session,
     path: Annotated[
-        Path | None,
-        Argument(metavar="[PATH]", help="A working tree or a .git directory, ours or not."),
+        Path | None, Argument("A working tree or a .git directory, ours or not.", "[PATH]")
     ] = None,
     *,
-    base: Annotated[str, Option(metavar="SHA", help="Base commit; anything newer is a leak.")],
+    base: Annotated[str, Option("Base commit; anything newer is a leak.", "SHA")],
     mirror: Annotated[
-        str | None,
-        Option(metavar="NAME", help="A mirror, or a repository's path, that knows the history."),
+        str | None, Option("A mirror, or a repository's path, that knows the history.", "NAME")
     ] = None,
     root: Annotated[
         Path | None,
         Option(
-            metavar="DIR|IMAGE.tar",
-            help="Judge everything in a directory, or in what `docker save` wrote; needs --mirror.",
+            "Judge everything in a directory, or in what `docker save` wrote; needs --mirror.",
+            "DIR|IMAGE.tar",
         ),
     ] = None,
 ) -> None:

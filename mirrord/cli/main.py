@@ -191,7 +191,7 @@ def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
             nargs = -1 if is_list else 1
             yield _Argument([given.name], type=value_type, nargs=nargs, **common)
             continue
-        flags = described.flags or [f"--{given.name.replace('_', '-')}"]
+        flags = (described.flags or f"--{given.name.replace('_', '-')}").split()
         if kind is bool:
             common |= {"is_flag": True}
         else:

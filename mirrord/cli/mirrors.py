@@ -14,18 +14,17 @@ from .operations import finish, finish_all, started, watching
 from .output import cell, count, facts, problem_of, short, size, table
 from .session import Argument, MirrorArgument, NoWait, Option, Session
 
-_REPOS_HELP = "owner/name; the upstream is the configured one."
-Repos = Annotated[list[str], Argument(metavar="REPO...", help=_REPOS_HELP)]
-RecordArgument = Annotated[str, Argument(help="A record: its id, or a time in ISO 8601.")]
+Repos = Annotated[list[str], Argument("owner/name; the upstream is the configured one.", "REPO...")]
+RecordArgument = Annotated[str, Argument("A record: its id, or a time in ISO 8601.")]
 _LOSS_HELP = "Follow an upstream that lost most of its refs; the mirror keeps them."
-AcceptLoss = Annotated[bool, Option("--accept-loss", help=_LOSS_HELP)]
-CommitArgument = Annotated[str, Argument(help="A full commit id.")]
+AcceptLoss = Annotated[bool, Option(_LOSS_HELP)]
+CommitArgument = Annotated[str, Argument("A full commit id.")]
 
 
 def add(
     session: Session,
     repos: Repos,
-    url: Annotated[str | None, Option(help="Another upstream for this one REPO.")] = None,
+    url: Annotated[str | None, Option("Another upstream for this one REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
     """A mirror that exists already, with the same upstream, is synced again."""
@@ -37,7 +36,7 @@ def add(
 
 def sync(
     session: Session,
-    names: Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Default: all.")] = None,
+    names: Annotated[list[str] | None, Argument("Default: all.", "[NAME]...")] = None,
     accept_loss: AcceptLoss = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -142,7 +141,7 @@ def pin(
     session: Session,
     name: MirrorArgument,
     commit: CommitArgument,
-    reason: Annotated[str, Option(help="Why; shown in `mirrord pins`.")] = "",
+    reason: Annotated[str, Option("Why; shown in `mirrord pins`.")] = "",
 ) -> None:
     """Fetches the commit when the mirror lacks it, and pins it once its closure is verified."""
     made = session.client.pin(name, commit, reason)
@@ -155,7 +154,7 @@ def unpin(
     commit: CommitArgument,
     owner: Annotated[
         str | None,
-        Option(help="dataset/NAME or person/UID; default: you. Others need an administrator."),
+        Option("dataset/NAME or person/UID; default: you. Others need an administrator."),
     ] = None,
 ) -> None:
     """A pin of another owner keeps the commit alive."""
@@ -166,7 +165,7 @@ def unpin(
 
 def pins(
     session: Session,
-    name: Annotated[str | None, Argument(metavar="[NAME]", help="Default: all mirrors.")] = None,
+    name: Annotated[str | None, Argument("Default: all mirrors.", "[NAME]")] = None,
 ) -> None:
     found = session.client.list_pins(name)
     rows = [(each.mirror, each.commit, each.owner, each.created_at, each.reason) for each in found]
@@ -213,10 +212,9 @@ def _changes(found: RefDiff) -> Iterator[str]:
 def bundle(
     session: Session,
     name: MirrorArgument,
-    file: Annotated[Path, Argument(help="The file to write; it appears when it is whole.")],
+    file: Annotated[Path, Argument("The file to write; it appears when it is whole.")],
     since: Annotated[
-        str | None,
-        Option(metavar="RECORD", help="Only what is newer than this record: id, time, or latest."),
+        str | None, Option("Only what is newer than this record: id, time, or latest.", "RECORD")
     ] = None,
 ) -> None:
     """The file holds refs, pins, kept refs, ref history, and the dataset rows of the mirror.
@@ -240,10 +238,9 @@ def bundle(
 
 def bundle_import(
     session: Session,
-    file: Annotated[Path, Argument(help="A bundle of mirrord, or of git.")],
+    file: Annotated[Path, Argument("A bundle of mirrord, or of git.")],
     mirror: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Into this mirror; default: the one that the bundle names."),
+        str | None, Option("Into this mirror; default: the one that the bundle names.", "NAME")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
@@ -277,23 +274,19 @@ def _merged(result: BundleImported) -> Iterator[str]:
         yield f"dataset {name}: another dataset has this name; its pins are yours now"
 
 
+_WORDS_HELP = (
+    "A checkout and files of that commit, from the top of its tree; with --from-store mirrors,"
+    " default: all."
+)
+
+
 def restore(
     session: Session,
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[ID PATH...|MIRROR...]",
-            help="A checkout and files of that commit, from the top of its tree; with --from-store"
-            " mirrors, default: all.",
-        ),
-    ] = None,
+    words: Annotated[list[str] | None, Argument(_WORDS_HELP, "[ID PATH...|MIRROR...]")] = None,
     commit: Annotated[
-        str | None,
-        Option(metavar="SHA", help="A pinned commit, or the instance's by its role: gold."),
+        str | None, Option("A pinned commit, or the instance's by its role: gold.", "SHA")
     ] = None,
-    from_store: Annotated[
-        bool, Option("--from-store", help="Restore mirrors, pins and rows from [store] url.")
-    ] = False,
+    from_store: Annotated[bool, Option("Restore mirrors, pins and rows from [store] url.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """Files need a checkout of the grader view.
@@ -336,15 +329,15 @@ def _restored(result: Restored) -> Iterator[str]:
         yield f"audit {result.audit.id}"
 
 
-Names = Annotated[list[str] | None, Argument(metavar="[NAME]...", help="Mirrors; default: all.")]
+Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")]
 
 
 def audit(
     session: Session,
     names: Names = None,
-    dataset: Annotated[str | None, Option(help="Only what this dataset records.")] = None,
-    level: Annotated[AuditLevel | None, Option(help="How deep; default: as configured.")] = None,
-    no_heal: Annotated[bool, Option("--no-heal", help="Do not repair.")] = False,
+    dataset: Annotated[str | None, Option("Only what this dataset records.")] = None,
+    level: Annotated[AuditLevel | None, Option("How deep; default: as configured.")] = None,
+    no_heal: Annotated[bool, Option("Do not repair.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """Prints one line per finding, then a total; repairs go to stderr.
@@ -423,8 +416,7 @@ def heal(
     session: Session,
     names: Names = None,
     bundle: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Also take objects from this bundle, of any repository."),
+        Path | None, Option("Also take objects from this bundle, of any repository.", "FILE")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:

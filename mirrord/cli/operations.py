@@ -12,8 +12,7 @@ from ..protocol import Operation, Progress
 from .output import cell, facts, table
 from .session import Argument, Option, Session, plain, print_line
 
-_ID_HELP = "An operation's id, as `mirrord operations list` shows it."
-Id = Annotated[str, Argument(metavar="ID", help=_ID_HELP)]
+Id = Annotated[str, Argument("An operation's id, as `mirrord operations list` shows it.", "ID")]
 
 
 @contextmanager
@@ -88,7 +87,7 @@ def started(operation: Operation) -> list[str]:
 
 def list_all(
     session: Session,
-    running: Annotated[bool, Option("--running", help="Only those that have not ended.")] = False,
+    running: Annotated[bool, Option("Only those that have not ended.")] = False,
 ) -> None:
     """Lists your own; an administrator sees everybody's. A restart clears the list."""
     known = [o for o in session.client.list_operations() if not running or o.state == "running"]

@@ -20,16 +20,16 @@ _SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the privat
 
 def receipt(
     session: Session,
-    checkout_id: Annotated[str | None, Argument(metavar="[ID]", help=ID_HELP)] = None,
-    sign: Annotated[Path | None, Option(metavar="KEYFILE", help=_SIGN_HELP)] = None,
+    checkout_id: Annotated[str | None, Argument(ID_HELP, "[ID]")] = None,
+    sign: Annotated[Path | None, Option(_SIGN_HELP, "KEYFILE")] = None,
     verify: Annotated[
-        str | None, Option(metavar="FILE", help="Verify this receipt; - is standard input.")
+        str | None, Option("Verify this receipt; - is standard input.", "FILE")
     ] = None,
     allowed_signers: Annotated[
-        Path | None, Option(metavar="FILE", help="Who may sign, as ssh-keygen reads it.")
+        Path | None, Option("Who may sign, as ssh-keygen reads it.", "FILE")
     ] = None,
     identity: Annotated[
-        str | None, Option(metavar="NAME", help="Who of the allowed signers it must be.")
+        str | None, Option("Who of the allowed signers it must be.", "NAME")
     ] = None,
 ) -> None:
     """The receipt is canonical JSON; docs/receipts.md defines its members.

@@ -34,16 +34,14 @@ _RESUME_HELP = "Note each result in this file, and leave out those in it that st
 
 def rehearse(
     session: Session,
-    instances: Annotated[
-        list[str] | None, Argument(metavar="[INSTANCE]...", help="Default: all.")
-    ] = None,
-    dataset: Annotated[str | None, Option(help="All instances of this dataset.")] = None,
-    jobs: Annotated[str, Option(metavar="N", help="How many instances at a time.")] = "8",
-    report: Annotated[list[Path] | None, Option(metavar="FILE", help=_REPORT_HELP)] = None,
-    resume: Annotated[Path | None, Option(metavar="FILE", help=_RESUME_HELP)] = None,
-    run: Annotated[bool, Option(help=_RUN_HELP)] = False,
-    logs: Annotated[Path | None, Option(metavar="DIR", help=_LOGS_HELP)] = None,
-    timeout: Annotated[str, Option(help="For one run of an instance's tests.")] = "30m",
+    instances: Annotated[list[str] | None, Argument("Default: all.", "[INSTANCE]...")] = None,
+    dataset: Annotated[str | None, Option("All instances of this dataset.")] = None,
+    jobs: Annotated[str, Option("How many instances at a time.", "N")] = "8",
+    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
+    resume: Annotated[Path | None, Option(_RESUME_HELP, "FILE")] = None,
+    run: Annotated[bool, Option(_RUN_HELP)] = False,
+    logs: Annotated[Path | None, Option(_LOGS_HELP, "DIR")] = None,
+    timeout: Annotated[str, Option("For one run of an instance's tests.")] = "30m",
 ) -> None:
     """Each is checked out and compared with its base commit, its seal is judged, its test patch and
     gold patch are applied and taken back, and it is reset. Recorded commits are audited. With

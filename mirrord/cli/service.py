@@ -38,10 +38,9 @@ def reload(session: Session) -> None:
 def events(
     session: Session,
     follow: Annotated[
-        bool,
-        Option("--follow", "-f", help="Print new events, through restarts of the daemon."),
+        bool, Option("Print new events, through restarts of the daemon.", flags="--follow -f")
     ] = False,
-    after: Annotated[str | None, Option(metavar="BOOT:ID", help="Start after this event.")] = None,
+    after: Annotated[str | None, Option("Start after this event.", "BOOT:ID")] = None,
 ) -> None:
     """Prints those since the daemon's start. With --json, one object per line."""
     for event in session.client.events(after=after, follow=follow):

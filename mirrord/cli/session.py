@@ -125,30 +125,25 @@ class Argument(NamedTuple):
     metavar: str | None = None
 
 
-class Option:
-    """`--name` by default, after the parameter."""
+class Option(NamedTuple):
+    """`flags` are `--name` by default, after the parameter."""
 
-    def __init__(self, *flags: str, help: str, metavar: str | None = None) -> None:  # noqa: A002
-        self.flags = flags
-        self.help = help
-        self.metavar = metavar
+    help: str
+    metavar: str | None = None
+    flags: str = ""
 
 
-MirrorArgument = Annotated[str, Argument(help="owner/name or owner__name, in any letter case.")]
-NoWait = Annotated[bool, Option("--no-wait", help="Answer with the operation at once.")]
-InstanceArgument = Annotated[
-    str, Argument(metavar="INSTANCE", help="An instance id, or NAME@COMMITISH.")
-]
+MirrorArgument = Annotated[str, Argument("owner/name or owner__name, in any letter case.")]
+NoWait = Annotated[bool, Option("Answer with the operation at once.")]
+InstanceArgument = Annotated[str, Argument("An instance id, or NAME@COMMITISH.", "INSTANCE")]
 HistoryOption = Annotated[
-    History | None, Option(help="How much of the past it shows; default: as configured.")
+    History | None, Option("How much of the past it shows; default: as configured.")
 ]
-ViewOption = Annotated[View, Option(help="For an agent, or for the grader of one.")]
-BackendOption = Annotated[Backend | None, Option(help="How it is made; default: as configured.")]
-OwnerOption = Annotated[
-    str | None, Option(metavar="USER", help="The owner, by name or uid; default: you.")
-]
+ViewOption = Annotated[View, Option("For an agent, or for the grader of one.")]
+BackendOption = Annotated[Backend | None, Option("How it is made; default: as configured.")]
+OwnerOption = Annotated[str | None, Option("The owner, by name or uid; default: you.", "USER")]
 _TTL_HELP = "How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured."
-Ttl = Annotated[str | None, Option(metavar="DURATION", help=_TTL_HELP)]
+Ttl = Annotated[str | None, Option(_TTL_HELP, "DURATION")]
 
 
 def read_duration(text: str | None, option: str) -> timedelta | None:

@@ -10,7 +10,7 @@ from .. import installer
 from ..doctor.checks import Step
 from .session import Option, Session, print_line
 
-DryRun = Annotated[bool, Option(help="Print what it would do, and change nothing.")]
+DryRun = Annotated[bool, Option("Print what it would do, and change nothing.")]
 
 
 def install(session: Session, *, dry_run: DryRun = False) -> None:

@@ -34,15 +34,13 @@ class Attention(NamedTuple):
 def status(
     session: Session,
     wait: Annotated[
-        str | None,
-        Option(metavar="DURATION", help="Wait so long for a starting daemon, such as 30s."),
+        str | None, Option("Wait so long for a starting daemon, such as 30s.", "DURATION")
     ] = None,
-    every: Annotated[bool, Option("--all", help="Show every mirror, dataset and job.")] = False,
+    every: Annotated[bool, Option("Show every mirror, dataset and job.", flags="--all")] = False,
     problems: Annotated[
-        bool,
-        Option("--problems", help="Show only what needs attention; nothing if all is well."),
+        bool, Option("Show only what needs attention; nothing if all is well.")
     ] = False,
-    watch: Annotated[bool, Option("--watch", help="Print it every two seconds.")] = False,
+    watch: Annotated[bool, Option("Print it every two seconds.")] = False,
 ) -> None:
     """First what needs attention, with a command to begin with.
 
@@ -290,7 +288,7 @@ _VERBOSE_HELP = "With a line for each mirror, dataset, template, checkout and so
 
 def du(
     session: Session,
-    verbose: Annotated[bool, Option("--verbose", "-v", help=_VERBOSE_HELP)] = False,
+    verbose: Annotated[bool, Option(_VERBOSE_HELP, flags="--verbose -v")] = False,
 ) -> None:
     """Shared bytes are in other lines of the same kind, too; RECLAIMABLE is what a gc would free.
 
@@ -327,7 +325,7 @@ def _weighed(found: Usage) -> Iterator[str]:
 
 def gc(
     session: Session,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, Option("Only say what would go.")] = False,
 ) -> None:
     """Drops templates, sealed stores and closure packs that no checkout needs, released trees,
     leftovers and trash. Nothing recorded, pinned or leased goes. The next checkout of what went

@@ -49,8 +49,7 @@ throughout. Read it before you send it.
 def support_bundle(
     session: Session,
     file: Annotated[
-        Path | None,
-        Argument(metavar="[FILE]", help="Default: mirrord-support-TIME.tar.gz, here."),
+        Path | None, Argument("Default: mirrord-support-TIME.tar.gz, here.", "[FILE]")
     ] = None,
 ) -> None:
     """Works without a daemon, and as any user; what could not be had is listed. Mode 0600.

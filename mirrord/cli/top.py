@@ -32,9 +32,9 @@ _SHORTEST = timedelta(milliseconds=100)
 def top(
     session: Session,
     interval: Annotated[
-        str, Option(metavar="DURATION", help="How long a picture stays, such as 500ms or 5s.")
+        str, Option("How long a picture stays, such as 500ms or 5s.", "DURATION")
     ] = "2s",
-    once: Annotated[bool, Option("--once", help="Print one picture and end.")] = False,
+    once: Annotated[bool, Option("Print one picture and end.")] = False,
 ) -> None:
     """Rates and times are of the last minute. q or Ctrl-C ends it.
 
