@@ -6,12 +6,10 @@ row of each instance, which counts as it does for SWE-bench, then row by row. A 
 kept ends with this process, whatever happens to it.
 """
 
-import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Awaitable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +18,8 @@ from .. import errors
 from ..client._async import AsyncClient, AsyncGrade
 from ..datasets.readers import Element, iter_elements
 from ..model import Bind
-from ..protocol import Progress
-from .operations import watching
 from .predictions_report import GradedPrediction, GradingReport, State
+from .reports import run
 from .session import Session
 
 _BOM = b"\xef\xbb\xbf"
@@ -156,73 +153,40 @@ def grade_all(
         if isinstance(row, Prediction):
             last[row.key] = row.line
     choices |= {"dataset": dataset, "strategy": "tolerant"}
-    with (
-        closing(GradingReport(reports, source=path.name, dataset=dataset, total=total)) as report,
-        watching(session, "grade") as watch,
-    ):
+    report = GradingReport(reports, source=path.name, dataset=dataset, total=total)
 
-        def note(outcome: GradedPrediction) -> None:
-            report.add(outcome)
-            note = outcome.instance or ""
-            watch(Progress(done=len(report.outcomes), total=total, unit="predictions", note=note))
+    async def begin(client: AsyncClient) -> Iterator[Awaitable[GradedPrediction]]:
+        return map(_Grader(client, last, keep, choices).grade, read_predictions(path))
 
-        try:
-            asyncio.run(_grade_rows(session, path, last, concurrency, keep, choices, note))
-        except KeyboardInterrupt:
-            session.note(f"interrupted after {len(report.outcomes)} of {total} predictions")
-            raise
-        finally:
-            session.report(report.report())
+    run(session, "grade", report, concurrency, begin)
     session.answer(report.answer(), report.lines())
     if status := report.exit_status:
         raise SystemExit(status)
 
 
-async def _grade_rows(
-    session: Session,
-    path: Path,
-    last: dict[tuple[str, str], int],
-    concurrency: int,
-    keep: bool,
-    choices: dict[str, Any],
-    note: Callable[[GradedPrediction], None],
-) -> None:
-    rows = read_predictions(path)  # shared: each worker takes the next row
-    async with AsyncClient(session.socket, config=session.config) as client:
-        grader = _Grader(client, keep, choices)
-
-        async def work() -> None:
-            for row in rows:
-                if isinstance(row, Fault):
-                    error = errors.UsageError(f"cannot read line {row.line}: {row.reason}")
-                    note(GradedPrediction(row.line, State.INVALID, error=error))
-                elif (line := last.get(row.key, row.line)) != row.line:
-                    names = (row.instance, row.model)
-                    note(GradedPrediction(row.line, State.DUPLICATE, *names, counts=line))
-                else:
-                    note(await grader.grade(row))
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(concurrency):
-                    tasks.create_task(work())
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-
 class _Grader:
     """Grades one prediction at a time, any number of times at once."""
 
-    def __init__(self, client: AsyncClient, keep: bool, choices: dict[str, Any]) -> None:
-        self._client = client
-        self._keep = keep
-        self._choices = choices
+    def __init__(
+        self,
+        client: AsyncClient,
+        last: dict[tuple[str, str], int],
+        keep: bool,
+        choices: dict[str, Any],
+    ) -> None:
+        self._client, self._last = client, last
+        self._keep, self._choices = keep, choices
         self._bind = Bind.LEASE if keep else Bind.PROCESS
 
-    async def grade(self, row: Prediction) -> GradedPrediction:
+    async def grade(self, row: Prediction | Fault) -> GradedPrediction:
         """Grade a prediction, and release the grade unless it is kept."""
-        began = time.perf_counter()
+        if isinstance(row, Fault):
+            fault = errors.UsageError(f"cannot read line {row.line}: {row.reason}")
+            return GradedPrediction(row.line, State.INVALID, error=fault)
         names = row.instance, row.model
+        if (line := self._last.get(row.key, row.line)) != row.line:
+            return GradedPrediction(row.line, State.DUPLICATE, *names, counts=line)
+        began = time.perf_counter()
         try:
             grade = await self._prepare(row)
         except (*_FATAL, errors.AccessError):  # as for all others
