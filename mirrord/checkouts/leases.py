@@ -10,14 +10,14 @@ never half one.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import datetime
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from ..errors import CheckoutNotFoundError
 from ..host.files import admit, full_disk_named, opened, write_all
@@ -31,8 +31,6 @@ _OF_BASE = (
     *("commit", "tree", "instance", "dataset", "layer"),
     *("saved", "environment", "environment_layer"),
 )
-_PLAIN = ("id", "commit", "tree", "instance", "owner_uid", "owner_gid", "taken_by")
-_OPTIONAL = ("dataset", "layer", "environment", "environment_layer")
 
 
 class LeaseState(StrEnum):
@@ -71,11 +69,6 @@ class SavedLayer(NamedTuple):
     layers: tuple[LayerId, ...]
     environment_layers: tuple[LayerId, ...] = ()
 
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> Self:
-        *plain, layers, environment_layers = value
-        return cls._make([*plain, tuple(layers), tuple(environment_layers)])
-
 
 class EnvironmentName(NamedTuple):
     """The environment of a checkout."""
@@ -87,7 +80,7 @@ class EnvironmentName(NamedTuple):
         return f"{self.key}@{self.digest[:12]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
     """A kept state of a checkout: a layer over the commit that the checkout had, with what the
     copy was made of (`backend.Taken`); likewise over its environment.
@@ -98,7 +91,7 @@ class SavedState:
     commit: CommitId
     tree: str
     instance: str | None
-    dataset: str | None
+    dataset: str | None = None
     taken_at: datetime
     files: int
     size_bytes: int
@@ -386,24 +379,9 @@ def not_found(text: str) -> CheckoutNotFoundError:
 
 
 def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
-    # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
-    facts = {name: getattr(lease, name) for name in (*_PLAIN, "history", "view", "backend")} | {
-        **{name: getattr(lease, name) for name in (*_OPTIONAL, "saved", "parent", "label")},
-        "mirror": str(lease.mirror),
-        "graded": _facts_of(lease.graded) if lease.graded else None,
-        "snapshots": [
-            {**_facts_of(each), "taken_at": each.taken_at.isoformat()} for each in lease.snapshots
-        ],
-        "volumes": [_facts_of(each) for each in lease.volumes],
-        "created_at": lease.created_at.isoformat(),
-        "expires_at": lease.expires_at.isoformat(),
-        "bound_to": [lease.bound_to.pid, lease.bound_to.mark] if lease.bound_to else None,
-        "resets": lease.resets,
-        "reset_at": lease.reset_at.isoformat() if lease.reset_at else None,
-    }
     try:
         with opened(os.open(path, _CREATE, 0o600)) as fd:
-            write_all(fd, json.dumps(facts).encode())
+            write_all(fd, to_json(lease, "directories", "state"))
             if durably:
                 os.fsync(fd)
     except OSError:
@@ -422,53 +400,58 @@ def _replace(path: str) -> None:
         raise
 
 
-def _read_base(facts: dict[str, Any]) -> dict[str, Any]:
-    """The members that what was written by an earlier version may lack."""
-    saved, environment = facts.get("saved"), facts.get("environment")
-    return {name: facts.get(name) for name in _OPTIONAL} | {
-        "saved": SavedLayer.from_json(saved) if saved else None,
-        "environment": EnvironmentName(*environment) if environment else None,
-    }
-
-
-def _facts_of(part: SavedState | Graded | Volume) -> dict[str, Any]:
-    return {each.name: getattr(part, each.name) for each in fields(part)}
-
-
 def _read(directories: Directories, state: LeaseState) -> Lease | None:
     """The lease of a checkout; None where its file is missing, torn, or another checkout's."""
     try:
         facts = json.loads((directories.private / state).read_bytes())
-        graded = facts.get("graded")
-        lease = Lease(
-            **{name: facts[name] for name in _PLAIN},
-            directories=directories,
-            mirror=MirrorName.parse(facts["mirror"]),
-            **_read_base(facts),
-            parent=facts.get("parent"),
-            label=facts.get("label"),
-            graded=Graded(**{**graded, "dropped": tuple(graded["dropped"])}) if graded else None,
-            snapshots=tuple(
-                SavedState(
-                    **{**each, **_read_base(each)}
-                    | {"taken_at": datetime.fromisoformat(each["taken_at"])}
-                )
-                for each in facts.get("snapshots", ())
-            ),
-            volumes=tuple(
-                Volume(**{**each, "mounts": tuple(each["mounts"])})
-                for each in facts.get("volumes", ())
-            ),
-            history=History(facts["history"]),
-            view=View(facts["view"]),
-            backend=Backend(facts["backend"]),
-            created_at=datetime.fromisoformat(facts["created_at"]),
-            expires_at=datetime.fromisoformat(facts["expires_at"]),
-            bound_to=Process(*facts["bound_to"]) if facts["bound_to"] else None,
-            resets=facts.get("resets", 0),
-            reset_at=datetime.fromisoformat(at) if (at := facts.get("reset_at")) else None,
-            state=state,
-        )
+        lease = Lease(**from_json(Lease, facts), directories=directories, state=state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return lease if lease.id == directories.public.name and directories.public.is_dir() else None
+
+
+# -- leases and prepared layers as JSON ------------------------------------------------------------
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "mirror": MirrorName.parse,
+    "history": History,
+    "view": View,
+    "backend": Backend,
+    "bound_to": lambda value: Process(*value),
+    "environment": lambda value: EnvironmentName(*value),
+    "saved": lambda value: SavedLayer(*value[:4], *map(tuple, value[4:])),
+    "graded": lambda value: Graded(**from_json(Graded, value)),
+    "snapshots": lambda value: tuple(SavedState(**from_json(SavedState, each)) for each in value),
+    "volumes": lambda value: tuple(Volume(**from_json(Volume, each)) for each in value),
+    **dict.fromkeys(("dropped", "mounts"), tuple),
+    **dict.fromkeys(
+        ("created_at", "expires_at", "reset_at", "saved_at", "taken_at"), datetime.fromisoformat
+    ),
+}
+
+
+def to_json(value: Any, *without: str) -> bytes:
+    """A dataclass by its members, but for these."""
+    return json.dumps(_members(value, without), default=_members).encode()
+
+
+def _members(value: Any, without: Collection[str] = ()) -> Any:
+    # Not `asdict`, which copies deeply: a third of the processor time of a checkout.
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, MirrorName):
+        return str(value)
+    return {name: getattr(value, name) for name in value.__slots__ if name not in without}
+
+
+def from_json(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
+    """The members of a dataclass; of its optional ones another version may have written none, and
+    some of its own.
+    """
+    return {
+        each.name: _READERS[each.name](value)
+        if each.name in _READERS and value is not None
+        else value
+        for each in fields(kind)
+        if (value := facts.get(each.name, MISSING)) is not MISSING
+    }

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ..model import CommitId, History, LayerId, MirrorName, View, shown
 from ..protocol import Copied, PreparedLayer
 from .backend import ChangedPaths, CopyRule, Taken
 from .environments import EnvironmentStore
-from .leases import EnvironmentName, Lease, Leases, SavedLayer
+from .leases import EnvironmentName, Lease, Leases, SavedLayer, from_json, to_json
 from .lifecycle import Lifecycle
 from .patches.diff import write_repository
 from .patches.worktree import PatchJob
@@ -315,7 +315,7 @@ class PreparedLayers:
             try:
                 fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
                 with opened(fd):
-                    write_all(fd, json.dumps(_facts_of(record)).encode())
+                    write_all(fd, to_json(record))
                     os.fsync(fd)
                 new.rename(path)
             except OSError:
@@ -356,29 +356,15 @@ def _counts(taken: Taken) -> dict[str, Any]:
     return {"files": taken.files, "size_bytes": taken.size_bytes, "left_out": taken.left_out}
 
 
-def _facts_of(record: LayerRecord) -> dict[str, Any]:
-    facts = {each.name: getattr(record, each.name) for each in fields(record)}
-    return facts | {"mirror": str(record.mirror), "saved_at": record.saved_at.isoformat()}
-
-
 def _read(path: Path) -> LayerRecord | None:
     """The record in a file; None where it is torn, or its layers are gone."""
     try:
         facts = json.loads(path.read_bytes())
-        saved = SavedLayer.from_json(facts["saved"])
-        environment = facts["environment"]
-        facts |= {
-            "saved": saved,
-            "mirror": MirrorName.parse(facts["mirror"]),
-            "history": History(facts["history"]),
-            "saved_at": datetime.fromisoformat(facts["saved_at"]),
-            "environment": EnvironmentName(*environment) if environment else None,
-        }
-        record = LayerRecord(**facts)
+        record = LayerRecord(**from_json(LayerRecord, facts))
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None
     is_whole = all(path.with_name(layer).is_dir() for layer in record.layers)
-    return record if is_whole and saved.id == path.stem else None
+    return record if is_whole and record.saved.id == path.stem else None
 
 
 def _not_found(name: str, place: tuple[str, str, str]) -> LayerNotFoundError:
