@@ -28,13 +28,7 @@ from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
 
-from ..errors import (
-    BackendUnavailableError,
-    MirrordError,
-    PathNotFoundError,
-    ProofFailedError,
-    ResourceError,
-)
+from .. import errors
 from ..git.workers import Workers
 from ..host.files import full_disk_named, open_child, open_directory, open_regular, opened
 from ..host.mounting import ENVIRONMENT, TREE, Mounter, OverlayOrder
@@ -55,17 +49,21 @@ T = TypeVar("T")
 
 class _Part(NamedTuple):
     """One overlay of a checkout: where it is mounted, its standing directory in the private one,
-    the one of a reset, and what it is mounted over, top first.
+    and that of a reset; its own layer over those `below`, top first.
     """
 
     target: str
     layer: str
     next: str
+    own: Path | None
     below: tuple[Path, ...]
 
 
-_LAYER, _NEXT = "layer", "next"
-_ENVIRONMENT_NEXT = f"{ENVIRONMENT}-next"
+class _Held(NamedTuple):
+    """What a checkout keeps on disk; environments by their digests."""
+
+    template: Template
+    environments: frozenset[str]
 
 
 @dataclass(eq=False, repr=False)
@@ -85,12 +83,9 @@ class OverlayBackend:
     may_map_owners: bool
 
     def __post_init__(self) -> None:
-        self._kept: dict[CheckoutId, frozenset[str]] = {}  # digests of environments
         self._store = f"{self.state_dir}/templates/"
-        self._leases = self.state_dir / "leases"
         self._me = (os.geteuid(), os.getegid())
-        self._held: dict[CheckoutId, Template] = {}
-        self._facts: dict[tuple[tuple[Path, ...], int], TemplateFacts] = {}
+        self._held: dict[CheckoutId, _Held] = {}
         self._mapping = anyio.Lock()
         self._mounted: set[str] = set()
 
@@ -99,7 +94,8 @@ class OverlayBackend:
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
 
     async def close(self) -> None:
-        is_leased = any(not path.name.startswith(".") for path in self._leases.iterdir())
+        leases = (self.state_dir / "leases").iterdir()
+        is_leased = any(not path.name.startswith(".") for path in leases)
         self.mounter.close(unbind=not is_leased)
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
@@ -107,7 +103,7 @@ class OverlayBackend:
 
         async def mount_layer(template: Template) -> tuple[str, dict[str, float]]:
             ready = time.perf_counter()
-            for part in self._parts(lease, template):
+            for part in self._parts(lease, template.layers):
                 with opened(self._make(lease, part, part.layer)) as mount:
                     self.mounter.attach(lease.id, mount, part.target)
             mounted_s = time.perf_counter() - ready
@@ -121,25 +117,19 @@ class OverlayBackend:
         await self.trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
-            # evicted and built again, it may have other packs: another inode
-            key = template.layers, os.stat(template.layers[1]).st_ino
-            if key not in self._facts:
-                found = await anyio.to_thread.run_sync(read_facts, template.layers)
-                if len(self._facts) >= 4096:
-                    self._facts.clear()
-                self._facts[key] = found
-            facts = self._facts[key]
+            if (facts := template.facts) is None:
+                facts = await anyio.to_thread.run_sync(read_facts, template.layers)
+                template.facts = facts
             before = leases.get(to.id)
             leases.save(resetting(to))
-            parts = self._parts(to, template)
+            parts = self._parts(to, template.layers)
             with ExitStack() as stack:
                 try:
                     made = [
                         stack.enter_context(opened(self._make(to, part, part.next)))
                         for part in parts
                     ]
-                    own = self._layer_of(to.layer) if to.layer else None
-                    proof = _prove(made[0], template, facts, to, own)
+                    proof = _prove(made[0], template, facts, to, parts[0].own)
                 except BaseException:
                     leases.save(before)
                     raise
@@ -165,7 +155,7 @@ class OverlayBackend:
         async def mount_again(template: Template) -> None:
             if lease.state is not LeaseState.LIVE:
                 return
-            parts = self._parts(lease, template)
+            parts = self._parts(lease, template.layers)
             missing = [each for each in parts if not is_mounted(each.target)]
             if missing == parts:
                 self.mounter.umount(lease.id)
@@ -179,7 +169,7 @@ class OverlayBackend:
 
         try:
             await self._with_template(lease, mount_again)
-        except (MirrordError, OSError) as error:
+        except (errors.MirrordError, OSError) as error:
             facts = {"mounted": is_mounted(TREE), "error": str(error)}
             log.warning("checkout.orphaned", checkout=lease.id, **facts)
             return is_mounted(TREE)
@@ -193,14 +183,12 @@ class OverlayBackend:
         try:
             return await self.trash.in_thread(unmount)
         finally:
-            if lease is not None and (template := self._held.pop(lease.id, None)):
-                self.templates.drop(template)
-            if lease is not None:
-                self._keep_environments(lease.id, frozenset())
+            if lease is not None and (held := self._held.pop(lease.id, None)):
+                self._drop(held)
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
-        template = self._held.get(lease.id)
-        return await anyio.to_thread.run_sync(proven_at, template) if template else None
+        held = self._held.get(lease.id)
+        return await anyio.to_thread.run_sync(proven_at, held.template) if held else None
 
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
@@ -214,7 +202,7 @@ class OverlayBackend:
         try:
             return self.mounter.clone(lease.id, target, lease.owner)
         except FileNotFoundError as error:
-            raise PathNotFoundError(
+            raise errors.PathNotFoundError(
                 f"cannot attach the {target} of checkout {lease.id}: it has none",
                 hint="ask for a checkout with an environment",
             ) from error
@@ -226,19 +214,10 @@ class OverlayBackend:
         return partial(changed_paths, parts, objects, lease.base_tree)
 
     def _opened_by_workers(self, lease: Lease, *, of_environment: bool = False) -> OverlayParts:
-        target, layer, own = TREE, _LAYER, lease.layer
-        if of_environment:
-            target, layer, own = ENVIRONMENT, str(ENVIRONMENT), lease.environment_layer
-            below = self._below_environment(lease)
-        else:
-            below = self._below(lease, self._held.get(lease.id))
-        return OverlayParts(
-            lease.directory / target,
-            lease.private / layer / "upper",
-            self._layer_of(own) if own else None,
-            below,
-            lease.owner,
-        )
+        held = self._held.get(lease.id)
+        part = self._parts(lease, held.template.layers if held else ())[of_environment]
+        upper = lease.private / part.layer / "upper"
+        return OverlayParts(lease.directory / part.target, upper, part.own, part.below, lease.owner)
 
     # -- templates ---------------------------------------------------------------------------------
 
@@ -249,7 +228,7 @@ class OverlayBackend:
         made again, once.
         """
         if lease.owner != self._me and not self.may_map_owners:
-            raise BackendUnavailableError(
+            raise errors.BackendUnavailableError(
                 f"cannot give an overlay checkout to uid {lease.owner_uid}: this host has no"
                 " idmapped mounts for it",
                 hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
@@ -262,61 +241,53 @@ class OverlayBackend:
                         await anyio.to_thread.run_sync(self.mounter.map_owner, lease.owner)
             found = self.templates.find(*wanted) if attempt == 1 else None
             template = found or await self.templates.ensure(*wanted)
-            self.templates.hold(template)
-            held = self._kept.get(lease.id, frozenset())
-            self._keep_environments(lease.id, held | lease.environments)
+            self._hold(held := _Held(template, lease.environments))
             try:
                 used = await use(template)
             except FileNotFoundError as error:
-                self.templates.drop(template)
+                self._drop(held)
                 if attempt == 2:
-                    raise ResourceError(
+                    raise errors.ResourceError(
                         f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again"
                     ) from error
             except BaseException:
-                self.templates.drop(template)
+                self._drop(held)
                 raise
             else:
                 break
         if before := self._held.get(lease.id):
-            self.templates.drop(before)
-        self._held[lease.id] = template
-        self._keep_environments(lease.id, lease.environments)
+            self._drop(before)
+        self._held[lease.id] = held
         return used
 
-    def _keep_environments(self, checkout: CheckoutId, digests: frozenset[str]) -> None:
-        """Hold these environments for a checkout instead of those before."""
-        before = self._kept.pop(checkout, frozenset())
-        if digests:
-            self._kept[checkout] = digests
-        for digest in digests - before:
+    def _hold(self, held: _Held) -> None:
+        self.templates.hold(held.template)
+        for digest in held.environments:
             self.environments.hold(digest)
-        for digest in before - digests:
+
+    def _drop(self, held: _Held) -> None:
+        self.templates.drop(held.template)
+        for digest in held.environments:
             self.environments.drop(digest)
 
     # -- layers and mounts -------------------------------------------------------------------------
 
-    def _parts(self, lease: Lease, template: Template) -> list[_Part]:
-        """The overlays of a checkout, the tree's first."""
-        below = self._below(lease, template)
-        own = (self._layer_of(lease.layer),) if lease.layer else ()
-        parts = [_Part(TREE, _LAYER, _NEXT, (*own, *below))]
+    def _parts(self, lease: Lease, template: tuple[Path, ...]) -> list[_Part]:
+        """The overlays of a checkout, the tree's first, over the layers of its template."""
+
+        def path(layer: LayerId) -> Path:
+            return layer_path(self.state_dir, layer)
+
+        saved = lease.saved
+        below = (*map(path, saved.layers if saved else ()), *template)
+        own = path(lease.layer) if lease.layer else None
+        parts = [_Part(TREE, "layer", "next", own, below)]
         if lease.environment is not None:
-            below = self._below_environment(lease)
-            own = (self._layer_of(lease.environment_layer),) if lease.environment_layer else ()
-            parts.append(_Part(ENVIRONMENT, ENVIRONMENT, _ENVIRONMENT_NEXT, (*own, *below)))
+            prefix = self.environments.directory(lease.environment.digest)
+            below = (*map(path, saved.environment_layers if saved else ()), prefix)
+            own = path(lease.environment_layer) if lease.environment_layer else None
+            parts.append(_Part(ENVIRONMENT, ENVIRONMENT, f"{ENVIRONMENT}-next", own, below))
         return parts
-
-    def _below(self, lease: Lease, template: Template | None) -> tuple[Path, ...]:
-        """What changes of the tree are relative to."""
-        saved = lease.saved.layers if lease.saved else ()
-        return (*map(self._layer_of, saved), *(template.layers if template else ()))
-
-    def _below_environment(self, lease: Lease) -> tuple[Path, ...]:
-        assert lease.environment is not None
-        saved = lease.saved.environment_layers if lease.saved else ()
-        prefix = self.environments.directory(lease.environment.digest)
-        return (*map(self._layer_of, saved), prefix)
 
     def _make(self, lease: Lease, part: _Part, layer: str) -> int:
         """Make an empty layer, and an overlay of it that is attached nowhere."""
@@ -337,12 +308,10 @@ class OverlayBackend:
         return self._mount(lease, part, layer)
 
     def _mount(self, lease: Lease, part: _Part, layer: str) -> int:
-        layers = tuple(str(path).removeprefix(self._store) for path in part.below)
+        below = (part.own, *part.below) if part.own else part.below
+        layers = tuple(str(path).removeprefix(self._store) for path in below)
         owner = None if lease.owner == self._me else lease.owner
         return self.mounter.make(OverlayOrder(lease.id, layer, layers, owner))
-
-    def _layer_of(self, layer: LayerId) -> Path:
-        return layer_path(self.state_dir, layer)
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
         """Remove a layer later, and before that close the descriptor `holding`."""
@@ -374,7 +343,7 @@ def _remove(directories: Directories) -> bool:
                 raise
             is_gone = False  # a tree that another backend made
     try:
-        for layer in (_LAYER, *environment):
+        for layer in ("layer", *environment):
             if not remove_layer(directories.private / layer):
                 return False
         with suppress(FileNotFoundError):
@@ -413,7 +382,7 @@ def _prove(
             with suppress(FileNotFoundError), opened(open_directory(layer)) as own:
                 expected = _read_head(own)
     except (OSError, ValueError) as error:
-        raise ProofFailedError(
+        raise errors.ProofFailedError(
             f"cannot prove the checkout clean: its HEAD cannot be read: {error}",
             hint="audit the mirror",
         ) from error

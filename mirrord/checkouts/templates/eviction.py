@@ -185,8 +185,8 @@ class Eviction:
             tree is not None
             and tree in templates.layers
             and not inventory.needed[tree]
-            and not templates.layers.carries(tree)
-            and templates.files[tree] not in self.registry.held
+            and not templates.carries(tree)
+            and templates.files(tree) not in self.registry.held
         ):
             base = templates.layers[tree].base
             self.registry.retire(templates, tree)
@@ -250,12 +250,11 @@ class _Inventory:
 
     def strays(self) -> list[Layer]:
         """Layers without a store that are not new."""
-        files, used_at = self.templates.files, self.templates.used_at
-        before = time.time() - _NEW_S
+        templates, before = self.templates, time.time() - _NEW_S
         return [
             layer
-            for tree, layer in list(self.templates.layers.items())
-            if not self.needed[tree] and tree in files and used_at.get(files[tree], 0.0) < before
+            for tree, layer in list(templates.layers.items())
+            if not self.needed[tree] and templates.used_at.get(templates.files(tree), 0.0) < before
         ]
 
     def chain(self, store: SealedStore) -> list[Layer]:

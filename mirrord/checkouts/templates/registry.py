@@ -5,17 +5,14 @@ without a sound record. A layer is removed by renaming it out of use at once; it
 when no checkout holds them any more.
 """
 
-import heapq
 import os
 import secrets
 import time
-from bisect import bisect_left, insort
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
 import anyio.to_thread
@@ -34,92 +31,22 @@ _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)
 
 
-class LayerIndex(dict[str, Layer]):
-    """Layers by tree, with thousands of which no question looks at all. Touches no disk.
-
-    Change it by `add` and `remove` only. `size_bytes` is the sum of their own bytes.
-    """
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._above: defaultdict[str, set[str]] = defaultdict(set)
-        self._times: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-
-    def add(self, layer: Layer) -> None:
-        """Add a layer, in place of the former one of its tree."""
-        if layer.tree in self:
-            self.remove(layer.tree)
-        self[layer.tree] = layer
-        self.size_bytes += layer.size_bytes
-        insort(self._times[layer.depth], (layer.time, layer.tree))
-        if layer.base is not None:
-            self._above[layer.base].add(layer.tree)
-
-    def remove(self, tree: str) -> Layer:
-        """Remove a layer; those above it stay."""
-        layer = self.pop(tree)
-        self.size_bytes -= layer.size_bytes
-        times = self._times[layer.depth]
-        del times[bisect_left(times, (layer.time, tree))]
-        if layer.base is not None:
-            self._above[layer.base].discard(tree)
-            if not self._above[layer.base]:
-                del self._above[layer.base]
-        return layer
-
-    def above(self, tree: str) -> set[str]:
-        """A tree and all whose layers lie on it, however high."""
-        found, left = {tree}, [tree]
-        while left:
-            more = self._above.get(left.pop(), set()) - found
-            found |= more
-            left += more
-        return found
-
-    def carries(self, tree: str) -> bool:
-        """Whether another layer lies on this one."""
-        return tree in self._above
-
-    def is_whole(self, tree: str, unproven: Container[str] = ()) -> bool:
-        """Whether a layer and all below it exist and are proven."""
-        try:
-            chain = chain_of(self[tree], self)
-        except KeyError:
-            return False
-        return all(layer.tree not in unproven for layer in chain)
-
-    def near(self, time: int, unproven: Container[str] = ()) -> list[Layer]:
-        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
-        those below it.
-        """
-        found: dict[str, Layer] = {}
-        for times in self._times.values():
-            at = bisect_left(times, (time, ""))
-            nearest = heapq.merge(
-                reversed(times[:at]), times[at:], key=lambda each: abs(each[0] - time)
-            )
-            whole = (tree for _, tree in nearest if self.is_whole(tree, unproven))
-            for tree in islice(whole, NEAR):
-                found |= {each.tree: each for each in chain_of(self[tree], self)}
-        return list(found.values())
-
-
 @dataclass
 class MirrorTemplates:
-    """One mirror's layers. `unproven` are trees whose layer was proven in an earlier boot only.
+    """One mirror's layers by tree. `unproven` are trees whose layer was proven in an earlier boot
+    only.
 
-    `files` are the directories for overlayfs by tree: one path for all templates that show it.
-    `shared_bytes`, the size of the files that layers share, is a guess until it `is_weighed`.
-    `used_at` has the time when a sealed store was used, or a layer made. Take a turn of `changes`
-    before changing layers.
+    `own_bytes` is the sum of the layers' own bytes; `shared_bytes`, the size of the files that they
+    share, is a guess until it `is_weighed`. `used_at` has the time when a sealed store was used, or
+    a layer made. Take a turn of `changes` before changing layers, by `enter` and `remove` only.
     """
 
     directory: Path
     trash: Trash
-    layers: LayerIndex = field(default_factory=LayerIndex)
-    files: dict[str, Path] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
     used_at: dict[Path, float] = field(default_factory=dict)
+    own_bytes: int = 0
     shared_bytes: int = 0
     is_weighed: bool = False
     changes: Turns = field(default_factory=Turns)
@@ -130,7 +57,7 @@ class MirrorTemplates:
 
     @property
     def size_bytes(self) -> int:
-        return self.layers.size_bytes + self.shared_bytes
+        return self.own_bytes + self.shared_bytes
 
     def load(self) -> None:
         """Read the layers on disk; remove what is not whole."""
@@ -146,20 +73,55 @@ class MirrorTemplates:
                 and Manifest.is_current(path / "manifest")
             ):
                 layer, is_proven = record
-                self._enter(layer, (path / "layer.json").stat().st_mtime)
+                self.enter(layer, (path / "layer.json").stat().st_mtime)
                 if not is_proven:
                     self.unproven.add(layer.tree)
             else:
                 with suppress(OSError):
                     self.trash.discard(path)
 
+    def files(self, tree: str) -> Path:
+        """The directory of a layer for overlayfs: one path for all templates that show it."""
+        return self.trees / self.layers[tree].name / "files"
+
     def index(self, tree: str) -> Path:
         """The directory with the index of a layer and those below it: one more for overlayfs."""
-        return self.trees / self.layers[tree].name / "index"
+        return self.files(tree).with_name("index")
 
     def chain(self, tree: str) -> list[Layer]:
         """A layer and those it lies on, top first; KeyError where one is gone."""
         return chain_of(self.layers[tree], self.layers)
+
+    def carries(self, tree: str) -> bool:
+        """Whether another layer lies on this one."""
+        return any(layer.base == tree for layer in self.layers.values())
+
+    def above(self, tree: str) -> set[str]:
+        """A tree and all whose layers lie on it, however high."""
+        found = more = {tree}
+        while more:
+            more = {each for each, layer in self.layers.items() if layer.base in found} - found
+            found = found | more
+        return found
+
+    def is_whole(self, tree: str) -> bool:
+        """Whether a layer and all below it exist and are proven."""
+        try:
+            return self.unproven.isdisjoint(layer.tree for layer in self.chain(tree))
+        except KeyError:
+            return False
+
+    def near(self, time: int) -> list[Layer]:
+        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
+        those below it.
+        """
+        found: dict[str, Layer] = {}
+        seen: Counter[int] = Counter()
+        for layer in sorted(self.layers.values(), key=lambda layer: abs(layer.time - time)):
+            if seen[layer.depth] < NEAR and self.is_whole(layer.tree):
+                seen[layer.depth] += 1
+                found |= {each.tree: each for each in self.chain(layer.tree)}
+        return list(found.values())
 
     def new_path(self) -> Path:
         """A path to build a layer at."""
@@ -172,21 +134,25 @@ class MirrorTemplates:
         with suppress(OSError):
             self.trash.discard(target)
         built.rename(target)
-        self._enter(layer, time.time())
+        self.enter(layer, time.time())
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
 
-    def _enter(self, layer: Layer, used_at: float) -> None:
-        self.layers.add(layer)
-        self.files[layer.tree] = files = self.trees / layer.name / "files"
-        self.used_at[files] = used_at
+    def enter(self, layer: Layer, used_at: float) -> None:
+        """Note a layer on disk, in place of the former one of its tree."""
+        if layer.tree in self.layers:
+            self.own_bytes -= self.layers[layer.tree].size_bytes
+        self.layers[layer.tree] = layer
+        self.own_bytes += layer.size_bytes
+        self.used_at[self.files(layer.tree)] = used_at
 
     def remove(self, tree: str) -> Path:
-        """Remove a layer from the books; answers the path of its files."""
-        self.shared_bytes -= self.layers.remove(tree).shared_bytes
+        """Forget a layer, not those above it; answers the path of its files."""
+        files, layer = self.files(tree), self.layers.pop(tree)
+        self.own_bytes -= layer.size_bytes
+        self.shared_bytes -= layer.shared_bytes
         self.is_weighed = False
         self.unproven.discard(tree)
-        files = self.files.pop(tree)
         self.used_at.pop(files, None)
         return files
 
@@ -254,7 +220,7 @@ class TemplateRegistry:
 
         A mounted overlay keeps the directories it has open, whatever their names.
         """
-        for each in templates.layers.above(tree) & templates.layers.keys():
+        for each in templates.above(tree) & templates.layers.keys():
             files, target = templates.remove(each), new_trash(templates.trees)
             with suppress(FileNotFoundError):
                 os.rename(files.parent, target)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import anyio.to_thread
 
@@ -39,24 +39,6 @@ _BUILD_TIMEOUT = timedelta(minutes=10)
 _SCRUB_TIMEOUT = timedelta(hours=1)
 
 
-class Template(NamedTuple):
-    """`layers` are the lower directories, top first."""
-
-    mirror: MirrorName
-    commit: CommitId
-    history: History
-    head: CommitId
-    tree: str
-    layers: tuple[Path, ...]
-
-
-def proven_at(template: Template) -> datetime:
-    """When the last of its layers was proven by content: its record is written then."""
-    _, _, *files = template.layers
-    times = [(each.parent / RECORD).stat().st_mtime for each in files]
-    return datetime.fromtimestamp(max(times), UTC)
-
-
 class TemplateFacts(TypedDict):
     """What proofs say of a template's `.git`: the checksum at the end of the index, how many files
     there are, and the names of packs and refs.
@@ -66,6 +48,26 @@ class TemplateFacts(TypedDict):
     control_files: int
     packs: list[str]
     refs: list[str]
+
+
+@dataclass(eq=False)
+class Template:
+    """`layers` are the lower directories, top first; `facts` are read when a proof needs them."""
+
+    mirror: MirrorName
+    commit: CommitId
+    history: History
+    head: CommitId
+    tree: str
+    layers: tuple[Path, ...]
+    facts: TemplateFacts | None = None
+
+
+def proven_at(template: Template) -> datetime:
+    """When the last of its layers was proven by content: its record is written then."""
+    _, _, *files = template.layers
+    times = [(each.parent / RECORD).stat().st_mtime for each in files]
+    return datetime.fromtimestamp(max(times), UTC)
 
 
 def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
@@ -161,9 +163,9 @@ class Templates:
                     f"cannot make a template of {commit}: its store and its layer have different"
                     " trees"
                 )
-            if templates.layers.is_whole(tree, templates.unproven):
+            if templates.is_whole(tree):
                 break  # else evicted while the store was built
-        files = (templates.files[layer.tree] for layer in templates.chain(tree))
+        files = (templates.files(layer.tree) for layer in templates.chain(tree))
         layers = (templates.index(tree), store.path, *files)
         template = Template(name, commit, history, store.head, tree, layers)
         self._found[name.key, commit, history] = template
@@ -178,7 +180,7 @@ class Templates:
                 return
             await self._registry.sweep()
             commit_time = (await self.stores.commits.get(name, commit)).time
-            near = templates.layers.near(commit_time, templates.unproven)
+            near = templates.near(commit_time)
             path, mirror = templates.new_path(), self.mirrors_path(name)
             try:
                 layer = await self.workers.run(
@@ -200,7 +202,7 @@ class Templates:
             return False
         for layer in reversed(chain):
             index = templates.index(layer.tree) / ".git" / "index"
-            is_good = templates.files[layer.tree].is_dir() and index.is_file()
+            is_good = templates.files(layer.tree).is_dir() and index.is_file()
             if is_good and layer.tree in templates.unproven:
                 is_good = await self._registry.is_sound(templates, layer.tree)
                 if is_good:
@@ -262,7 +264,7 @@ class Templates:
         """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""
         templates = self._registry.get(name)
         async with templates.changes.turn():
-            if any(files in self._registry.held for files in templates.files.values()):
+            if any(templates.files(tree) in self._registry.held for tree in templates.layers):
                 raise CheckoutBusyError(
                     f"cannot remove the templates of {name}: a checkout uses them",
                     hint="release its checkouts",
