@@ -31,21 +31,49 @@ from .lifecycle import Expiry, Lifecycle
 from .quotas import Quotas
 from .resolve import Naming, ResolvedRequest
 
+_SHOWN = (
+    *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),
+    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
+)
+
+
+class Admitted(NamedTuple):
+    """A checkout that its asker may have."""
+
+    owner: Owner
+    taken_by: int
+    backends: list[Backend]
+    ttl: timedelta
+    history: History
+    view: View
+    process: Process | None
+    label: str | None
+
 
 @dataclass(eq=False, repr=False)
-class Admission:
-    """Judges peers by the settings and the leases there are."""
+class Leasing:
+    """The leases of a daemon, for those who may have them. Belongs to one event loop."""
 
     settings: Callable[[], Settings]
     access: Access
     leases: Leases
+    lifecycle: Lifecycle
+    quotas: Quotas
+    events: Events
+    trash: Trash
+    clock: Callable[[], datetime]
     _: KW_ONLY
     has_overlay: bool
+    is_closing: bool = False
 
     def __post_init__(self) -> None:
+        self._owners = Owners(self.settings, self.access)
         self._directory = self.leases.public
         self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self._may_give_files_away = may_give_files_away()
+        self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
+
+    # -- who may have what -------------------------------------------------------------------------
 
     def may_see(self, lease: Lease, peer: Peer) -> bool:
         return peer.uid in {lease.owner_uid, lease.taken_by} or self.access.is_admin(peer.uid)
@@ -189,73 +217,24 @@ class Admission:
             hint="see `mirrord doctor`",
         )
 
-
-def must_mount(backends: list[Backend]) -> list[Backend]:
-    """Those that can show an environment; raises BackendUnavailableError where none can."""
-    if Backend.OVERLAY in backends:
-        return [Backend.OVERLAY]
-    raise errors.BackendUnavailableError(
-        "cannot show an environment: the backend pool mounts nothing",
-        hint="ask for the backend overlay, which needs a host that `mirrord doctor` finds fit,"
-        " or for no environment",
-    )
-
-
-# -- leases, for those who may have them -----------------------------------------------------------
-
-_SHOWN = (
-    *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),
-    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
-)
-
-
-class Admitted(NamedTuple):
-    """A checkout that its asker may have."""
-
-    owner: Owner
-    taken_by: int
-    backends: list[Backend]
-    ttl: timedelta
-    history: History
-    view: View
-    process: Process | None
-    label: str | None
-
-
-@dataclass(eq=False, repr=False)
-class Leasing:
-    """The leases of a daemon. Belongs to one event loop."""
-
-    admission: Admission
-    owners: Owners
-    leases: Leases
-    lifecycle: Lifecycle
-    quotas: Quotas
-    events: Events
-    trash: Trash
-    clock: Callable[[], datetime]
-    default_history: Callable[[], History]
-    is_closing: bool = False
-
-    def __post_init__(self) -> None:
-        self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
+    # -- handed out and held -----------------------------------------------------------------------
 
     async def admit(
         self, request: protocol.StartCheckout, peer: Peer, process: Process | None
     ) -> Admitted:
         """Judge whether the peer may have such a checkout; nothing was looked up before."""
         self.must_be_open()
-        history = request.history or self.default_history()
-        ttl = self.admission.ttl(request.ttl, peer)
-        owner = await self.owners.find(request.owner, peer)
-        self.admission.check(peer, owner, request.view, history)
+        history = request.history or self.settings().checkouts.history
+        ttl = self.ttl(request.ttl, peer)
+        owner = await self._owners.find(request.owner, peer)
+        self.check(peer, owner, request.view, history)
         await self.quotas.ensure("make a checkout", peer.uid, owner[0])
         asked, visible = request.backend, Visible.MOUNTS
         if request.attach:
             asked = asked or Backend.OVERLAY
         else:
-            visible = await self.admission.visible_to(peer)
-        backends = self.admission.choose_backends(asked, history, visible)
+            visible = await self.visible_to(peer)
+        backends = self.choose_backends(asked, history, visible)
         if request.environment is not None:
             backends = must_mount(backends)
         return Admitted(
@@ -281,7 +260,7 @@ class Leasing:
             label=admitted.label,
             **more,
         )
-        with self.admission.counted(admitted.taken_by, admitted.owner[0]):
+        with self.counted(admitted.taken_by, admitted.owner[0]):
             return await self.hand_out(draft, admitted.backends, admitted.process)
 
     async def hand_out(
@@ -306,7 +285,7 @@ class Leasing:
 
     def get(self, checkout: str, peer: Peer) -> Lease:
         lease = self.leases.get(checkout)
-        if not self.admission.may_see(lease, peer):
+        if not self.may_see(lease, peer):
             raise not_found(checkout)
         return lease
 
@@ -321,6 +300,17 @@ class Leasing:
         for enum in ("mirror", "backend", "history"):
             fields[enum] = str(getattr(lease, enum))
         self.events.publish(name, checkout=lease.id, **fields)
+
+
+def must_mount(backends: list[Backend]) -> list[Backend]:
+    """Those that can show an environment; raises BackendUnavailableError where none can."""
+    if Backend.OVERLAY in backends:
+        return [Backend.OVERLAY]
+    raise errors.BackendUnavailableError(
+        "cannot show an environment: the backend pool mounts nothing",
+        hint="ask for the backend overlay, which needs a host that `mirrord doctor` finds fit,"
+        " or for no environment",
+    )
 
 
 def must_be_whole(lease: Lease) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import EnvironmentInUseError, EnvironmentNotFoundError
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
 from ..model import ENVIRONMENT_KEY, shown
+from .leases import EnvironmentName
 
 DIRECTORY = ".environments"
 """Below `templates`, which the mounter shows to other owners as theirs."""
@@ -27,11 +28,6 @@ RECORD = "environment.json"
 _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(rf"({ENVIRONMENT_KEY.pattern})(?:@([0-9a-f]{{4,64}}))?")
-
-
-def environment_name(key: str, digest: str) -> str:
-    """KEY@DIGEST, shortened: what requests may name an environment by."""
-    return f"{key}@{digest[:12]}"
 
 
 class EnvironmentRecord(NamedTuple):
@@ -45,7 +41,8 @@ class EnvironmentRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        return environment_name(self.key, self.digest)
+        """KEY@DIGEST, shortened: what requests may name an environment by."""
+        return str(EnvironmentName(self.key, self.digest))
 
 
 class EnvironmentStore:

@@ -20,17 +20,7 @@ from ..host.trash import TrashDirectory, remove_tree
 from ..protocol import Proof
 from .backend import CopyRule, Taken, must_prove
 from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
-from .files.dotgit import (
-    DotGit,
-    has_index,
-    index_bytes,
-    is_as_written,
-    link_worktree,
-    read_index,
-    read_store,
-    spliced_index,
-    write_store,
-)
+from .files import dotgit
 from .files.manifest import DIRECTORY, Entry, Manifest, clock_ns
 from .files.reader import TreeReader, open_top, parents
 from .files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
@@ -94,7 +84,7 @@ def make(
             with _timed(timings, "tree"):
                 manifest = _write_tree(paths, commit, tree, trash)
             with _timed(timings, "git"):
-                store = read_store(paths.store) if paths.store else None
+                store = dotgit.read_store(paths.store) if paths.store else None
                 manifest = _bring(paths, store, commit, manifest, Changes(), trash)
         manifest.save(paths.manifest)
         _lay(paths, manifest)
@@ -104,7 +94,7 @@ def make(
 def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     """Bring the tree to `commit`, whatever was done to it, and prove it."""
     with full_disk_named(f"checkout {paths.directory.name}"):
-        store = read_store(paths.store) if paths.store else None
+        store = dotgit.read_store(paths.store) if paths.store else None
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
@@ -167,7 +157,7 @@ def changed_paths(tree: Path, manifest_path: Path) -> list[bytes]:
 
 def _bring(
     paths: PoolPaths,
-    store: DotGit | None,
+    store: dotgit.DotGit | None,
     commit: str,
     before: Manifest,
     found: Changes,
@@ -191,15 +181,17 @@ def _bring(
                 [each for each in directories if each not in old or old[each].oid != new[each].oid],
             )
         if store is None:
-            index = index_bytes(manifest)
-            manifest = link_worktree(paths.directory, paths.mirror, manifest, index, trash)
-        elif manifest is begun and has_index(manifest, found):
-            manifest = write_store(paths.tree, manifest, found, store, None, trash)
+            index = dotgit.index_bytes(manifest)
+            manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
+        elif manifest is begun and dotgit.has_index(manifest, found):
+            manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
         else:
-            written = read_index(paths.tree, begun)
-            is_old = is_as_written(begun, written)
-            index = spliced_index(begun, written, manifest) if is_old else index_bytes(manifest)
-            manifest = write_store(paths.tree, manifest, found, store, index, trash)
+            written = dotgit.read_index(paths.tree, begun)
+            if dotgit.is_as_written(begun, written):
+                index = dotgit.spliced_index(begun, written, manifest)
+            else:
+                index = dotgit.index_bytes(manifest)
+            manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry
         ]

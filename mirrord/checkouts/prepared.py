@@ -14,21 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 
-from ..errors import (
-    AccessError,
-    CheckoutBusyError,
-    InvalidRequestError,
-    LayerExistsError,
-    LayerInUseError,
-    LayerNotFoundError,
-    TooManyLayersError,
-    UsageError,
-)
+from .. import errors
 from ..git.workers import Workers
 from ..host.files import full_disk_named, opened, sync_directory, sync_tree, write_all
 from ..model import CommitId, History, LayerId, MirrorName, View, shown
@@ -116,6 +108,24 @@ class PreparedLayers:
         """Whether everybody may use it."""
         return self.is_admin(record.saved.saved_by)
 
+    def shown(self, record: LayerRecord) -> PreparedLayer:
+        copied = partial(Copied, taken_at=record.saved_at, git=False)
+        beside = record.environment_copied
+        return PreparedLayer(
+            id=record.saved.id,
+            name=record.saved.name,
+            mirror=str(record.mirror),
+            commit=record.commit,
+            history=record.history,
+            instance=record.instance,
+            saved_by=record.saved.saved_by,
+            shared=self.is_shared(record),
+            copied=copied(**record.copied),
+            environment=str(record.environment) if record.environment else None,
+            environment_copied=copied(**beside) if beside else None,
+            checkouts=self.holders(record),
+        )
+
     def find(self, name: str, place: tuple[str, str, str], uid: int | None) -> LayerRecord | None:
         """The layer of a name: the uid's own, else one that is everybody's."""
         found = [r for r in self._records.values() if r.saved.name == name and r.place == place]
@@ -143,7 +153,7 @@ class PreparedLayers:
             return record.saved
         if environment is None:  # of the tree alone
             return record.saved._replace(environment_layers=())
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"cannot use layer {shown(record.saved.name)} with environment {environment}: it was"
             f" saved with {record.environment}",
             hint=f"ask for environment {record.environment}, or for none",
@@ -223,7 +233,7 @@ class PreparedLayers:
                 write_repository, job, changed, lease.tree, repository, timeout=_TIMEOUT
             )
             made = new, taken, tree
-        raise CheckoutBusyError(
+        raise errors.CheckoutBusyError(
             f"cannot save checkout {lease.id}: it changed during each of {_ROUNDS} looks",
             hint="stop what writes in it, or try again when it writes less",
         )
@@ -232,7 +242,7 @@ class PreparedLayers:
         """The layer of an id, if a uid may see it."""
         record = self._records.get(LayerId(layer))
         if record is None or not self.may_see(record, uid):
-            raise LayerNotFoundError(
+            raise errors.LayerNotFoundError(
                 f"cannot find layer {shown(layer)}: you have no layer of this id",
                 hint="see `mirrord layers`",
             )
@@ -243,12 +253,12 @@ class PreparedLayers:
         record = self.get(layer, uid)
         name = record.saved.name
         if not self.may_remove(record, uid):
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot remove layer {name}: uid {record.saved.saved_by} saved it",
                 hint="only that user and administrators may",
             )
         if count := self.holders(record):
-            raise LayerInUseError(
+            raise errors.LayerInUseError(
                 f"cannot remove layer {name}: {count} checkouts have it",
                 hint="release or reset them first",
                 checkouts=count,
@@ -276,25 +286,25 @@ class PreparedLayers:
 
     def _must_be_possible(self, lease: Lease, name: str, uid: int) -> None:
         if lease.view is not View.AGENT:
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot save checkout {lease.id}: it has the grader's view",
                 hint="a layer is for agents; save a checkout with theirs",
             )
         place = lease.mirror.key, lease.commit, lease.history
         own = [record for record in self._records.values() if record.saved.saved_by == uid]
         if any(record.saved.name == name and record.place == place for record in own):
-            raise LayerExistsError(
+            raise errors.LayerExistsError(
                 f"cannot save layer {name}: you have one of this name for {lease.commit[:12]}",
                 hint="a layer never changes: choose another name, or remove that one",
             )
         if len(own) >= LAYERS_LIMIT and not self.is_admin(uid):
-            raise TooManyLayersError(
+            raise errors.TooManyLayersError(
                 f"cannot save layer {name}: you have {LAYERS_LIMIT}",
                 hint="remove some; see `mirrord layers`",
                 max=LAYERS_LIMIT,
             )
         if lease.saved and len(lease.saved.layers) >= _STACK_LIMIT:
-            raise TooManyLayersError(
+            raise errors.TooManyLayersError(
                 f"cannot save layer {name}: {_STACK_LIMIT} layers are below it",
                 hint="save from a checkout without one",
                 max=_STACK_LIMIT,
@@ -325,28 +335,6 @@ class PreparedLayers:
             sync_directory(path.parent)
 
 
-def shown_layer(record: LayerRecord, *, shared: bool, checkouts: int) -> PreparedLayer:
-    def copied(counts: dict[str, Any] | None) -> Copied | None:
-        return Copied(taken_at=record.saved_at, git=False, **counts) if counts else None
-
-    tree = copied(record.copied)
-    assert tree is not None
-    return PreparedLayer(
-        id=record.saved.id,
-        name=record.saved.name,
-        mirror=str(record.mirror),
-        commit=record.commit,
-        history=record.history,
-        instance=record.instance,
-        saved_by=record.saved.saved_by,
-        shared=shared,
-        copied=tree,
-        environment=str(record.environment) if record.environment else None,
-        environment_copied=copied(record.environment_copied),
-        checkouts=checkouts,
-    )
-
-
 def _name_for(digest: str) -> str:
     """The name of the layers that the build of an environment saves."""
     return f"environment-{digest[:12]}"
@@ -361,15 +349,15 @@ def _read(path: Path) -> LayerRecord | None:
     try:
         facts = json.loads(path.read_bytes())
         record = LayerRecord(**from_json(LayerRecord, facts))
-    except (OSError, ValueError, KeyError, TypeError, UsageError):
+    except (OSError, ValueError, KeyError, TypeError, errors.UsageError):
         return None
     is_whole = all(path.with_name(layer).is_dir() for layer in record.layers)
     return record if is_whole and record.saved.id == path.stem else None
 
 
-def _not_found(name: str, place: tuple[str, str, str]) -> LayerNotFoundError:
+def _not_found(name: str, place: tuple[str, str, str]) -> errors.LayerNotFoundError:
     mirror, commit, history = place
-    return LayerNotFoundError(
+    return errors.LayerNotFoundError(
         f"cannot find layer {shown(name)}: you have none of this name for {mirror}@{commit[:12]}"
         f" with history {history}",
         hint="see `mirrord layers`; `mirrord save ID NAME` makes one",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
-from .. import __version__
+from .. import __version__, protocol
 from ..catalog import ReceiptRow
 from ..errors import MirrordError
 from ..git.command import Git, lines_of
@@ -23,17 +23,6 @@ from ..git.workers import Workers
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import public_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
-from ..protocol import (
-    RECEIPT_FORMAT,
-    Closure,
-    Digest,
-    GradeFacts,
-    LayerFacts,
-    Mismatch,
-    Proven,
-    Receipt,
-    ReceiptReport,
-)
 from ..telemetry import log
 from .leases import Lease
 from .resolve import ResolvedRequest
@@ -61,12 +50,12 @@ class Receipts:
     stores: StoreBuilder
 
     def __post_init__(self) -> None:
-        self._closures: dict[tuple[Path, tuple[str, ...]], Closure] = {}
+        self._closures: dict[tuple[Path, tuple[str, ...]], protocol.Closure] = {}
         self._walks = Turns(2)
 
     async def issue(
         self, lease: Lease, diff: bytes | Path, template_proven_at: datetime | None
-    ) -> Receipt:
+    ) -> protocol.Receipt:
         """The receipt of a checkout with this diff; the caller holds its lock."""
         row = await self.mirrors.get(str(lease.mirror))
         store = None
@@ -76,9 +65,9 @@ class Receipts:
         seal = None
         if store:  # nothing writes its HEAD after it was built
             built = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
-            seal = Proven(method=_SEALED, at=datetime.fromtimestamp(built.st_mtime, UTC))
-        return Receipt(
-            format=RECEIPT_FORMAT,
+            seal = protocol.Proven(method=_SEALED, at=datetime.fromtimestamp(built.st_mtime, UTC))
+        return protocol.Receipt(
+            format=protocol.RECEIPT_FORMAT,
             version=__version__,
             issued_at=utc_now(),
             checkout=lease.id,
@@ -106,7 +95,7 @@ class Receipts:
             diff=await anyio.to_thread.run_sync(_digest, diff),
         )
 
-    async def keep(self, receipt: Receipt, lease: Lease) -> None:
+    async def keep(self, receipt: protocol.Receipt, lease: Lease) -> None:
         """Keep a receipt for the page, where the catalog can; its owner has it in any case."""
         catalog, identity = self.mirrors.catalog, hashlib.sha256(receipt.canonical()).hexdigest()
         row = ReceiptRow(
@@ -118,8 +107,8 @@ class Receipts:
             log.warning("receipt.not_kept", checkout=lease.id, detail=error.message)
 
     async def verify(
-        self, receipt: Receipt, found: ResolvedRequest, base: CommitId | None
-    ) -> ReceiptReport:
+        self, receipt: protocol.Receipt, found: ResolvedRequest, base: CommitId | None
+    ) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror, which has its commit as `found`.
 
         `base` is the base commit of its instance, where a dataset here has that.
@@ -137,7 +126,7 @@ class Receipts:
         actual |= {"head": head, "closure.objects": closure.objects}
         return report(receipt, actual | {"closure.sha256": closure.sha256})
 
-    async def _closure_of(self, store: SealedStore) -> Closure:
+    async def _closure_of(self, store: SealedStore) -> protocol.Closure:
         """What the packs of a store hold; counted once."""
         key = store.path, store.packs
         if key not in self._closures:
@@ -147,7 +136,7 @@ class Receipts:
             self._closures[key] = found
         return self._closures[key]
 
-    async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> Closure:
+    async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:
         """What git finds in the mirror; `head` is one more object where it is not in there."""
         async with self._walks.turn(), self.mirrors.quarantine.directory("receipt") as scratch:
             listing = scratch / "listing"
@@ -162,7 +151,7 @@ class Receipts:
             return await self.workers.run(closure_of_listing, listing, head, timeout=_TIMEOUT)
 
 
-def report(receipt: Receipt, actual: dict[str, object]) -> ReceiptReport:
+def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.ReceiptReport:
     """What of a receipt differs from `actual`, by member. An instance is compared by its commit."""
     closure = receipt.closure
     stated: dict[str, object] = {
@@ -175,52 +164,54 @@ def report(receipt: Receipt, actual: dict[str, object]) -> ReceiptReport:
         "closure.sha256": closure.sha256 if closure else None,
     }
     mismatches = [
-        Mismatch(member=member, stated=_text(stated[member]), found=_text(found))
+        protocol.Mismatch(member=member, stated=_text(stated[member]), found=_text(found))
         for member, found in actual.items()
         if _text(found) != _text(stated[member])
     ]
-    return ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
+    return protocol.ReceiptReport(holds=not mismatches, mismatches=mismatches, checked=list(actual))
 
 
-def closure_of_store(store: SealedStore) -> Closure:
+def closure_of_store(store: SealedStore) -> protocol.Closure:
     """Count and digest the ids in the pack indexes of a store. Runs in a worker."""
     packs = (store.git / "objects/pack" / name for name in store.packs)
     return _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
 
 
-def closure_of_listing(listing: Path, head: CommitId) -> Closure:
+def closure_of_listing(listing: Path, head: CommitId) -> protocol.Closure:
     """Count and digest the ids that a walk listed, and `head`. Runs in a worker."""
     return _closure([*listed_ids(listing), bytes.fromhex(head)])
 
 
-def _closure(ids: Iterable[bytes]) -> Closure:
+def _closure(ids: Iterable[bytes]) -> protocol.Closure:
     ordered = sorted(set(ids))
     lines = b"".join(ordered).hex("\n", 20) + "\n"
-    return Closure(objects=len(ordered), sha256=hashlib.sha256(lines.encode()).hexdigest())
+    return protocol.Closure(objects=len(ordered), sha256=hashlib.sha256(lines.encode()).hexdigest())
 
 
-def _digest(diff: bytes | Path) -> Digest:
+def _digest(diff: bytes | Path) -> protocol.Digest:
     """The digest of a diff; a file is removed."""
     if isinstance(diff, bytes):
-        return Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())
+        return protocol.Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())
     with diff.open("rb") as file:
         diff.unlink()
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return Digest(bytes=file.tell(), sha256=sha256)
+        return protocol.Digest(bytes=file.tell(), sha256=sha256)
 
 
-def _layer_of(lease: Lease) -> LayerFacts | None:
+def _layer_of(lease: Lease) -> protocol.LayerFacts | None:
     if (saved := lease.saved) is None:
         return None
-    return LayerFacts(id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree)
+    return protocol.LayerFacts(
+        id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree
+    )
 
 
-def _grade_of(lease: Lease) -> GradeFacts | None:
+def _grade_of(lease: Lease) -> protocol.GradeFacts | None:
     """How the grade was made that the tree began as; a reset to the commit takes it away."""
     graded = lease.graded
     if graded is None or graded.layer != lease.layer:
         return None
-    return GradeFacts(
+    return protocol.GradeFacts(
         policy=graded.policy,
         strategy=graded.strategy,
         dropped=list(graded.dropped),
@@ -228,8 +219,8 @@ def _grade_of(lease: Lease) -> GradeFacts | None:
     )
 
 
-def _proven(method: str, at: datetime | None) -> Proven | None:
-    return Proven(method=method, at=at) if at else None
+def _proven(method: str, at: datetime | None) -> protocol.Proven | None:
+    return protocol.Proven(method=method, at=at) if at else None
 
 
 def _text(value: object) -> str | None:

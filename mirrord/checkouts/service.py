@@ -20,21 +20,13 @@ from ..errors import CommitNotFoundError, InvalidRequestError, MirrorNotFoundErr
 from ..git.command import Git
 from ..git.workers import Workers
 from ..host.mounts import Visible
-from ..host.peers import Access, Owners, Peer, Process
+from ..host.peers import Access, Peer, Process
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
 from ..telemetry import log
-from .admission import (
-    Admission,
-    Leasing,
-    copied,
-    members,
-    must_be_whole,
-    must_mount,
-    shown_snapshot,
-)
+from .admission import Leasing, copied, members, must_be_whole, must_mount, shown_snapshot
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
 from .grading.service import Grading
@@ -42,7 +34,7 @@ from .leases import Lease, Leases, LeaseState, Volume
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool import PoolBackend
-from .prepared import LayerRecord, PreparedLayers, shown_layer
+from .prepared import LayerRecord, PreparedLayers
 from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import Resolver
@@ -99,11 +91,10 @@ class Checkouts:
         self._resolver = Resolver(
             datasets, mirrors, learn, self.prepared, environments, self.environment_of
         )
-        self._admission = Admission(settings, access, leases, has_overlay=bool(self.overlay))
         self.quotas = Quotas(settings, access, leases, layers, self.prepared, workers, events)
         self._leasing = leasing = Leasing(
-            self._admission, Owners(settings, access), leases, lifecycle, self.quotas, events,
-            trash, self.clock, lambda: settings().checkouts.history,
+            settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
+            has_overlay=bool(self.overlay),
         )  # fmt: skip
         self.grading = Grading(
             settings, state_dir, workers, mirrors, datasets, layers, leasing, self._resolver,
@@ -130,7 +121,7 @@ class Checkouts:
     @property
     def backend(self) -> Backend:
         """The backend of a request that names none."""
-        return self._admission.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
+        return self._leasing.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
 
     @property
     def needed_templates(self) -> frozenset[TemplateKey]:
@@ -156,7 +147,7 @@ class Checkouts:
         """
         began = time.perf_counter()
         admitted = await self._leasing.admit(request, peer, process)
-        found = await self._resolver.resolve_start(request, self._admission.naming(peer))
+        found = await self._resolver.resolve_start(request, self._leasing.naming(peer))
         history = await self._resolver.choose_history(
             found, request.view, request.history, admitted.history
         )
@@ -182,10 +173,10 @@ class Checkouts:
         began = time.perf_counter()
         async with self._leasing.held(checkout, peer) as parent:
             must_be_whole(parent)
-            self._admission.check(peer, parent.owner, parent.view, parent.history)
-            ttl = self._admission.ttl(request.ttl, peer)
+            self._leasing.check(peer, parent.owner, parent.view, parent.history)
+            ttl = self._leasing.ttl(request.ttl, peer)
             await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
-            with self._admission.counted(peer.uid, parent.owner_uid):
+            with self._leasing.counted(peer.uid, parent.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
                     copied_s = time.perf_counter() - began
                     now = self.clock()
@@ -266,7 +257,7 @@ class Checkouts:
     ) -> protocol.Checkout:
         """Move the deadline to the time to live from now; it may come closer."""
         async with self._leasing.held(checkout, peer) as lease:
-            expires_at = self.clock() + self._admission.ttl(request.ttl, peer)
+            expires_at = self.clock() + self._leasing.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self.leases.prepare, lease)  # flushed: see leases.py
             self.leases.put(lease)
@@ -302,7 +293,7 @@ class Checkouts:
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """The leases that the peer owns or took, oldest first; all for an administrator."""
-        return [lease for lease in self.leases if self._admission.may_see(lease, peer)]
+        return [lease for lease in self.leases if self._leasing.may_see(lease, peer)]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise at once."""
@@ -358,7 +349,7 @@ class Checkouts:
         self._leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:
-            found = await self._resolver.resolve_start(wanted, self._admission.naming(peer))
+            found = await self._resolver.resolve_start(wanted, self._leasing.naming(peer))
         except MirrorNotFoundError:
             return report(receipt, {"mirror": None})
         except CommitNotFoundError:
@@ -385,7 +376,7 @@ class Checkouts:
             must_be_whole(lease)
             backwards = reverse
             if patch is None:
-                self._admission.must_be_admin(peer, "apply the instance's own patch")
+                self._leasing.must_be_admin(peer, "apply the instance's own patch")
                 patch, direction = await self._patches.named_patch(lease, named or "")
                 backwards ^= direction is Direction.REVERSE
             paths, found = await self._patches.apply(
@@ -411,7 +402,7 @@ class Checkouts:
     ) -> AsyncIterator[dict[str, Any]]:
         """The commit, layers and environment that a reset brings a checkout to."""
         if request.to is None:
-            naming = self._admission.naming(peer)
+            naming = self._leasing.naming(peer)
             found = await self._resolver.resolve_reset(request, lease, naming)
             if found.commit != lease.commit:
                 asked = lease.history
@@ -449,7 +440,7 @@ class Checkouts:
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
         self._leasing.publish("layer.saved", lease, duration_s=duration_s, **facts)
-        return self._shown(record)
+        return self.prepared.shown(record)
 
     async def list_layers(
         self, mirror: str | None, peer: Peer
@@ -457,7 +448,7 @@ class Checkouts:
         """The prepared layers that a peer may use, oldest first; all for an administrator."""
         key = self.mirrors.get_name(mirror).key if mirror else None
         return [
-            self._shown(record)
+            self.prepared.shown(record)
             for record in self.prepared.visible_to(peer.uid)
             if key in (None, record.mirror.key)
         ]
@@ -475,7 +466,3 @@ class Checkouts:
             for record in found
             if self.prepared.may_remove(record, peer.uid)
         ]
-
-    def _shown(self, record: LayerRecord) -> protocol.PreparedLayer:
-        shared, holders = self.prepared.is_shared(record), self.prepared.holders(record)
-        return shown_layer(record, shared=shared, checkouts=holders)

@@ -75,7 +75,7 @@ class Volumes:
             return False
         asked = source.request if isinstance(source, ForkOf) else source
         asked_s = None if isinstance(asked, Existing) else asked.ttl
-        ttl_s = self.leasing.admission.ttl(asked_s, peer).total_seconds()
+        ttl_s = self.leasing.ttl(asked_s, peer).total_seconds()
         volume = Volume(name, part, options, not isinstance(source, Existing), ttl_s)
         with self._creating(name):
             if isinstance(source, protocol.StartCheckout):

@@ -22,7 +22,8 @@ import anyio
 import anyio.to_thread
 
 from .. import protocol
-from ..checkouts.environments import RECORD, EnvironmentRecord, EnvironmentStore, environment_name
+from ..checkouts.environments import RECORD, EnvironmentRecord, EnvironmentStore
+from ..checkouts.leases import EnvironmentName
 from ..checkouts.service import Checkouts
 from ..config import Settings
 from ..errors import EnvironmentFailedError
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
 
     @property
     def name(self) -> str:
-        return environment_name(self.recipe.key, self.digest)
+        return str(EnvironmentName(self.recipe.key, self.digest))
 
     @property
     def commands(self) -> list[str]:

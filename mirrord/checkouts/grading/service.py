@@ -69,7 +69,7 @@ class Grading:
                     view=View.GRADER, history=parent.history, label=parent.label, **choices
                 )
                 admitted = await self.leasing.admit(start, peer, process)
-                self.leasing.admission.must_be_gradable(parent, admitted.owner)
+                self.leasing.must_be_gradable(parent, admitted.owner)
                 found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed)
@@ -93,7 +93,7 @@ class Grading:
         began = time.perf_counter()
         policies = self.policies(policy)
         admitted = await self.leasing.admit(request, peer, process)
-        naming = self.leasing.admission.naming(peer)
+        naming = self.leasing.naming(peer)
         found = await self.resolver.resolve_start(request, naming)
         with self.layers.making() as layer:
             async with self.resolver.chosen(request, found, admitted.history, peer) as outfit:

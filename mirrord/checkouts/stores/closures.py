@@ -21,13 +21,6 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from ... import errors
-from ...errors import (
-    CatalogUnavailableError,
-    CommitNotFoundError,
-    CorruptObjectError,
-    StoreDamagedError,
-    StoreUnavailableError,
-)
 from ...git.command import Git, lines_of, object_info
 from ...git.objects.repository import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -98,9 +91,9 @@ class Commits:
                 found = await self._workers.run(
                     resolve, self._mirrors_path(name), commit, timeout=_QUICK_TIMEOUT
                 )
-        except CommitNotFoundError as error:
+        except errors.CommitNotFoundError as error:
             raise _not_found(f"find commit {commit}", name, commit) from error
-        except CorruptObjectError as error:
+        except errors.CorruptObjectError as error:
             raise errors.CommitUnservableError(
                 f"cannot serve commit {commit}: its object is damaged",
                 hint="audit and heal the mirror",
@@ -254,7 +247,11 @@ class Closures:
     async def _build(self, name: MirrorName, commit: CommitId) -> None:
         try:
             await self._build_on(name, commit, await self._find_shared(name))
-        except (CatalogUnavailableError, StoreUnavailableError, StoreDamagedError) as error:
+        except (
+            errors.CatalogUnavailableError,
+            errors.StoreUnavailableError,
+            errors.StoreDamagedError,
+        ) as error:
             log.warning("closures.not_taken", mirror=str(name), detail=error.message)
             await self._build_on(name, commit, {})
 
@@ -321,7 +318,7 @@ class Closures:
             packed = await self.workers.run(
                 pack_increment, mirror, step.commit, below, place, timeout=_QUICK_TIMEOUT
             )
-        except CorruptObjectError as error:
+        except errors.CorruptObjectError as error:
             raise unservable(step.commit, error) from error
         except (errors.DeadlineError, errors.OutOfMemoryError):
             packed = None
@@ -353,7 +350,7 @@ class Closures:
                 near = await self.workers.run(
                     first_parents, mirror, commit, _NEAR, timeout=_QUICK_TIMEOUT
                 )
-            except (CorruptObjectError, errors.DeadlineError):
+            except (errors.CorruptObjectError, errors.DeadlineError):
                 near = []  # git says why
             found = self._to_known(name, near, shared)
         if found:
@@ -390,7 +387,7 @@ class Closures:
                 *_WALK, *bound, git_dir=path, stdin=lines_of([commit]), timeout=TIMEOUT,
                 doing=f"walk {commit}",
             )  # fmt: skip
-        except (CorruptObjectError, errors.GitFailedError) as error:
+        except (errors.CorruptObjectError, errors.GitFailedError) as error:
             doing = f"look for {commit}"
             [there] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
             if there.exists:
@@ -399,8 +396,8 @@ class Closures:
         return [CommitId(at) for at in done.lines]
 
 
-def _not_found(doing: str, name: MirrorName, commit: CommitId) -> CommitNotFoundError:
-    return CommitNotFoundError(
+def _not_found(doing: str, name: MirrorName, commit: CommitId) -> errors.CommitNotFoundError:
+    return errors.CommitNotFoundError(
         f"cannot {doing}: {name} does not have it",
         hint="sync the mirror, or pin the commit so that it is fetched",
         commit=commit,
