@@ -117,9 +117,9 @@ class OverlayBackend:
         await self.trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
-            if (facts := template.facts) is None:
-                facts = await anyio.to_thread.run_sync(read_facts, template.layers)
-                template.facts = facts
+            if template.facts is None:
+                template.facts = await anyio.to_thread.run_sync(read_facts, template.layers)
+            facts = template.facts
             before = leases.get(to.id)
             leases.save(resetting(to))
             parts = self._parts(to, template.layers)
