@@ -117,9 +117,8 @@ class OverlayBackend:
         await self.trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
-            if template.facts is None:
-                template.facts = await anyio.to_thread.run_sync(read_facts, template.layers)
-            facts = template.facts
+            read = partial(anyio.to_thread.run_sync, read_facts, template.layers)
+            template.facts = facts = template.facts or await read()
             before = leases.get(to.id)
             leases.save(resetting(to))
             parts = self._parts(to, template.layers)
