@@ -186,11 +186,7 @@ def _bring(
         elif manifest is begun and dotgit.has_index(manifest, found):
             manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
         else:
-            written = dotgit.read_index(paths.tree, begun)
-            if dotgit.is_as_written(begun, written):
-                index = dotgit.spliced_index(begun, written, manifest)
-            else:
-                index = dotgit.index_bytes(manifest)
+            index = dotgit.index_bytes(manifest)
             manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry

@@ -209,17 +209,12 @@ class Records(MutableMapping[bytes, Entry]):
         fresh = [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
         return chain(kept, fresh)
 
-    def changed_since(self, before: Records) -> list[bytes]:
-        """The paths recorded or removed since this was a copy of `before`; else all of both."""
-        if self._names is not before._names:
-            return [*self, *(path for path in before if path not in self)]
-        old, new = before._fresh, self._fresh
-        changed = [path for path, entry in new.items() if path not in old or entry is not old[path]]
-        return changed + [path for path in old if path not in new]
-
     def recorded_since(self, before: Records) -> list[bytes]:
-        """Of those the ones that exist."""
-        return [path for path in self.changed_since(before) if path in self]
+        """The paths recorded since this was a copy of `before`; else all."""
+        if self._names is not before._names:
+            return [*self]
+        old, new = before._fresh, self._fresh
+        return [path for path, entry in new.items() if entry and entry is not old.get(path)]
 
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
         """The paths directly below each of some directories."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gitrepos import ENV, Upstream, git
 from trees import awkward, tree_of
 
-from mirrord.checkouts.files.dotgit import index_bytes, is_as_written, spliced_index
+from mirrord.checkouts.files.dotgit import index_bytes
 from mirrord.checkouts.files.manifest import Manifest
-from mirrord.checkouts.files.scan import Changes
-from mirrord.checkouts.files.tree import materialise, move, repair
+from mirrord.checkouts.files.tree import materialise
 
 Make = Callable[[str], Upstream]
 
@@ -96,32 +94,3 @@ def test_long_paths_and_an_empty_tree_are_written(make_upstream: Make, tmp_path:
     listed = git(upstream.path, "ls-files", env={**ENV, "GIT_INDEX_FILE": str(index)})
     assert listed == long
     assert os.fsencode(long) in manifest.files
-
-
-def test_a_spliced_index_is_the_one_written_anew(make_upstream: Make, tmp_path: Path) -> None:
-    """There and back between two trees of every awkward kind, and to one in which a file was written again."""
-    upstream = make_upstream("up")
-    git_dir, commits = upstream.path / ".git", awkward(upstream)
-    here = materialise(git_dir, commits[0], tmp_path / "tree")
-    for commit in (commits[1], commits[0], commits[1]):
-        there = move(git_dir, here, commit, tmp_path / "tree")
-        assert spliced_index(here, index_bytes(here), there) == index_bytes(there)
-        here = Manifest.from_bytes(b"".join(there.pieces()))
-    again = repair(git_dir, here, Changes(modified=[b"plain.txt"]), tmp_path / "tree")
-    spliced = spliced_index(here, index_bytes(here), again)
-    assert spliced == index_bytes(again) != index_bytes(here)
-
-
-def test_an_index_that_was_altered_is_not_spliced(make_upstream: Make, tmp_path: Path) -> None:
-    upstream = make_upstream("up")
-    manifest = materialise(upstream.path / ".git", awkward(upstream)[0], tmp_path / "tree")
-    index = index_bytes(manifest)
-    manifest = replace(manifest, index=index[-20:].hex())
-    assert is_as_written(manifest, index)
-    for altered in (
-        b"",
-        index[:-21] + index[-20:],
-        index[:100] + b"x" + index[101:],
-        index.replace(b"plain.txt", b"plaim.txt"),
-    ):
-        assert not is_as_written(manifest, altered)
