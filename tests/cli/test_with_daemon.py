@@ -406,7 +406,7 @@ def test_a_diff_is_listed_as_git_lists_it(world: World, tree: Path) -> None:
         assert listed.decode() == stat
     path = f"/v1/checkouts/{tree.parent.name}/diff"
     status, headers, _ = world.daemon.get(f"{path}?format=stat")
-    assert (status, headers["x-mirrord-diff-by"]) == (200, "libgit2")
+    assert (status, headers["x-mirrord-diff-by"]) == (200, "git; reason=stat")
     assert world.daemon.get(f"{path}?format=nonsense")[0] == 400
 
 

@@ -35,7 +35,6 @@ _OPTIONS = {
 }
 _PRINTED_BY = {
     DiffFormat.PATCH: Renderer.patch,
-    DiffFormat.STAT: Renderer.stat,
     DiffFormat.NAME_STATUS: Renderer.name_status,
 }
 
@@ -59,6 +58,8 @@ def diff(
         changes = collect(worktree, list_changed())
         reason = None
         try:
+            if form is DiffFormat.STAT:
+                raise NeedsGit("stat")
             pairs = pair_up(worktree.objects, changes)
             renderer = Renderer(worktree.objects, worktree.attributes)
             content = _spooled(_PRINTED_BY[form](renderer, pairs), spool)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...git.objects.repository import Objects
-from ...git.objects.text import DRIVERS, count_lines, hunks
+from ...git.objects.text import DRIVERS, hunks
 from ...git.objects.trees import TreeEntry
 from ...git.patterns import Attributes, State
 from ..files.manifest import blob_id
@@ -62,15 +62,6 @@ class Pair(NamedTuple):
         if self.old.path != self.new.path:
             return "R100"
         return "T" if _kind(self.old) != _kind(self.new) else "M"
-
-
-class FileStat(NamedTuple):
-    """Lines added and removed; of a binary file, the bytes of its new and of its old content."""
-
-    name: bytes
-    is_binary: bool
-    added: int
-    removed: int
 
 
 def pair_up(objects: Objects, changes: Sequence[Change]) -> list[Pair]:
@@ -149,18 +140,6 @@ class Renderer:
         for pair in pairs:
             names = dict.fromkeys(quoted(side.path) for side in pair if side)
             yield b"\t".join([pair.status.encode(), *names]) + b"\n"
-
-    def stat(self, pairs: Sequence[Pair]) -> Iterator[bytes]:
-        """As `--stat` prints it, 80 columns wide."""
-        yield stat_table([self._measure(*pair) for pair in pairs])
-
-    def _measure(self, old: TreeEntry | None, new: New | None) -> FileStat:
-        before, after = self._read(old), new.data if new else b""
-        name = stat_name(*(side.path for side in (old or new, new or old) if side))
-        if _is_binary(self._state_of(old), before) or _is_binary(self._state_of(new), after):
-            sizes = (0, 0) if before == after else (len(after), len(before))
-            return FileStat(name, True, *sizes)
-        return FileStat(name, False, *count_lines(before, after))
 
     def _entry(
         self, old: TreeEntry | None, new: New | None, a: TreeEntry | New, b: TreeEntry | New
@@ -242,9 +221,8 @@ def _literal(data: bytes) -> bytes:
     return b"".join([*lines, b"\n"])
 
 
-# -- the table of `--stat`, and names as git quotes them -------------------------------------------
+# -- names as git quotes them ----------------------------------------------------------------------
 
-_COLUMNS = 80
 _ODD = re.compile(rb'[\x00-\x1f"\\\x7f-\xff]')
 _ESCAPES = dict(zip(b'\a\b\t\n\v\f\r"\\', b'abtnvfr"\\', strict=True))
 
@@ -259,100 +237,3 @@ def quoted(path: bytes, prefix: bytes = b"") -> bytes:
 def _escaped(found: re.Match[bytes]) -> bytes:
     byte = found[0][0]
     return b"\\%c" % _ESCAPES[byte] if byte in _ESCAPES else b"\\%03o" % byte
-
-
-def stat_name(old: bytes, new: bytes) -> bytes:
-    """The name in the table: of a rename `a/{b => c}/d` (pprint_rename)."""
-    if old == new:
-        return quoted(new)
-    if _ODD.search(old) or _ODD.search(new):
-        return quoted(old) + b" => " + quoted(new)
-    shortest = min(len(old), len(new))
-    prefix = 0
-    for at in range(shortest):
-        if old[at] != new[at]:
-            break
-        if old[at] == ord("/"):
-            prefix = at + 1
-    # The suffix may share the slash of the prefix.
-    suffix, left = 0, shortest - max(prefix - 1, 0)
-    for length in range(1, left + 1):
-        if old[-length] != new[-length]:
-            break
-        if old[-length] == ord("/"):
-            suffix = length
-    middle = [path[prefix : max(prefix, len(path) - suffix)] for path in (old, new)]
-    if not prefix and not suffix:
-        return old + b" => " + new
-    tail = old[len(old) - suffix :]
-    return b"%s{%s => %s}%s" % (old[:prefix], *middle, tail)
-
-
-def stat_table(files: Sequence[FileStat]) -> bytes:
-    """The rows and the summary (show_stats); nothing where nothing changed."""
-    if not files:
-        return b""
-    most = max((file.added + file.removed for file in files if not file.is_binary), default=0)
-    sizes = [len(f"{file.added}{file.removed}") for file in files if file.is_binary]
-    number_width = max(len(str(most)), 3 if sizes else 0)
-    name_width = max(len(file.name) for file in files)
-    bin_width = 14 + max(sizes, default=-14)
-    graph_width = most if most + 4 > bin_width else bin_width - 4
-    width = max(_COLUMNS, 16 + 6 + number_width)
-    if name_width + number_width + 6 + graph_width > width:
-        graph_width = min(graph_width, max(6, width * 3 // 8 - number_width - 6))
-        if name_width > width - number_width - 6 - graph_width:
-            name_width = width - number_width - 6 - graph_width
-        else:
-            graph_width = width - number_width - 6 - name_width
-    rows = []
-    for file in files:
-        name = _shortened(file.name, name_width)
-        if file.is_binary:
-            number, graph = b"Bin", b""
-            if file.added or file.removed:
-                graph = b" %d -> %d bytes" % (file.removed, file.added)
-        else:
-            number = b"%d" % (file.added + file.removed)
-            graph = _graph(file.added, file.removed, graph_width, most)
-        rows.append(b" %s | %s%s\n" % (name, number.rjust(number_width), graph))
-    return b"".join(rows) + _summary(files)
-
-
-def _shortened(name: bytes, width: int) -> bytes:
-    """A name that is too long loses its beginning, to the next slash where there is one."""
-    if len(name) <= width:
-        return name.ljust(width)
-    rest = name[len(name) - width + 3 :]
-    return b"..." + rest[max(0, rest.find(b"/")) :].ljust(width - 3)
-
-
-def _graph(added: int, removed: int, width: int, most: int) -> bytes:
-    if not added and not removed:
-        return b""
-
-    def scaled(lines: int) -> int:
-        return 1 + lines * (width - 1) // most if lines else 0
-
-    if width <= most:
-        total = scaled(added + removed)
-        if total < 2 and added and removed:
-            total = 2
-        if added < removed:
-            added = scaled(added)
-            removed = total - added
-        else:
-            removed = scaled(removed)
-            added = total - removed
-    return b" " + b"+" * added + b"-" * removed
-
-
-def _summary(files: Sequence[FileStat]) -> bytes:
-    added = sum(file.added for file in files if not file.is_binary)
-    removed = sum(file.removed for file in files if not file.is_binary)
-    text = f" {len(files)} file{'s' * (len(files) != 1)} changed"
-    if added or not removed:
-        text += f", {added} insertion{'s' * (added != 1)}(+)"
-    if removed or not added:
-        text += f", {removed} deletion{'s' * (removed != 1)}(-)"
-    return text.encode() + b"\n"

@@ -275,24 +275,13 @@ def _utf8_part(text: bytes) -> bytes:
     return text
 
 
-def count_lines(old: bytes, new: bytes) -> tuple[int, int]:
-    if not old or not new:
-        return _lines(new), _lines(old)
-    _, added, removed = pygit2.Patch.create_from(old, new, flag=_FLAGS).line_stats
-    return added, removed
-
-
 def _whole(text: bytes, sign: bytes) -> bytes:
     """The hunk of a text that comes or goes: large ones are common, and need no search."""
     if not text:
         return b""
-    count = _lines(text)
+    count = text.count(b"\n") + (not text.endswith(b"\n"))
     span = b"1" if count == 1 else b"1,%d" % count
     head = b"@@ -%s +0,0 @@\n" % span if sign == b"-" else b"@@ -0,0 +%s @@\n" % span
     end = b"\n" if text.endswith(b"\n") else b"\n\\ No newline at end of file\n"
     body = text.removesuffix(b"\n").replace(b"\n", b"\n" + sign)
     return b"".join((head, sign, body, end))
-
-
-def _lines(text: bytes) -> int:
-    return text.count(b"\n") + (bool(text) and not text.endswith(b"\n"))
