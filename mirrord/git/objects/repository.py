@@ -2,9 +2,10 @@
 
 import os
 import re
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -288,7 +289,21 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
                         add(oid, ObjectType.BLOB, named.get(name))
                 if len(found) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
                     return None
-        return write_pack(found, into)
+        packed = write_pack(found, into)
+    check_packs(into, found)
+    return packed
+
+
+def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
+    """Raise CorruptObjectError unless its packs have these objects, with the bytes of their ids."""
+    with tempfile.TemporaryDirectory(prefix="mirrord-packs-") as objects:
+        Path(objects, "pack").symlink_to(directory.absolute())
+        packs = pygit2.Odb(objects)
+        for oid in oids:
+            try:
+                packs.read(_oid(oid))  # libgit2 hashes what it has inflated
+            except (pygit2.GitError, KeyError) as error:
+                raise _corrupt(oid, error) from error
 
 
 @lru_cache(maxsize=128)
