@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -183,6 +184,9 @@ def test_requests_on_one_connection_are_answered_in_order(running: Daemon) -> No
     assert identities == [b"r-%d" % n for n in range(20)] + [b"r-last"]
 
 
+@pytest.mark.skipif(
+    "COVERAGE_AREA" in os.environ, reason="a tracer cannot start in 64 threads at once"
+)
 def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
     """None lost, none refused."""
     failures: list[object] = []

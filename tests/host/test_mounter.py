@@ -732,7 +732,7 @@ def test_it_loads_little() -> None:
     """The process with the privilege has the standard library and a few of our modules."""
     script = "import sys, mirrord.host.mounter; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True, env={}
     )
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
