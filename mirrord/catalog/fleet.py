@@ -169,14 +169,17 @@ def claim_due(
     most: int,
     here: Collection[str],
     patience: timedelta,
+    with_syncs: bool = True,
 ) -> list[Claim]:
-    """Claim what is due, the longest due first.
+    """Claim what is due, the longest due first; `with_syncs` also mirrors that are to be synced.
 
     What is not `here` (keys of claims) only when nobody took it for `patience`; repairs never. All
     that is due of one host is of one node, which holds the host's limit by itself; a host with
     several claims by request is left alone.
     """
     is_due = and_(claims.c.due_ms <= _now(), _is_free)
+    if not with_syncs:
+        is_due &= ~claims.c.key.startswith(MIRROR)
     if connection.execute(select(claims.c.key).where(is_due).limit(1)).first() is None:
         return []
     lock(connection, "claims")

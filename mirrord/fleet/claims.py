@@ -88,11 +88,11 @@ class Claims:
         return hold, False
 
     async def claim_due(
-        self, *, most: int, here: Collection[str], patience: timedelta
+        self, *, most: int, here: Collection[str], patience: timedelta, with_syncs: bool
     ) -> list[Hold]:
-        """Claim mirrors that are due; each has to be given back."""
+        """Claim what is due; each has to be given back."""
         found = await self.catalog.claim_due(
-            self.holder, LIFE, most=most, here=here, patience=patience
+            self.holder, LIFE, most=most, here=here, patience=patience, with_syncs=with_syncs
         )
         holds = [Hold(claim, users=1) for claim in found]
         self.held |= {hold.claim.key: hold for hold in holds}

@@ -126,7 +126,7 @@ class Rounds:
         else:
             self._begin("records", self._publish_records)
             self._begin("unfinished", self._sync_unfinished)
-        if not self._unbegun and self.fleet.settings().sync.interval:
+        if not self._unbegun:
             await self._claim_round(here)
 
     async def _list_here(self) -> set[str]:
@@ -279,7 +279,13 @@ class Rounds:
         left = {key for key, since in self.fleet.damaged.items() if since < past}
         ours |= {f"{REPAIR}{key}" for key in here - (behind - left)}
         syncs = []
-        for hold in await self.fleet.claims.claim_due(most=_ROUND, here=ours, patience=_PATIENCE):
+        due = await self.fleet.claims.claim_due(
+            most=_ROUND,
+            here=ours,
+            patience=_PATIENCE,
+            with_syncs=bool(self.fleet.settings().sync.interval),
+        )
+        for hold in due:
             if hold.claim.key == _COLLECTION:
                 hold.after = _COLLECTION_INTERVAL
                 work = partial(self._operate, "store.collect", "the store", self._collect)

@@ -31,8 +31,8 @@ def packs(fleet: Fleet) -> set[Path]:
 def test_a_pack_whose_bytes_became_others_is_published_again(
     fleet: Fleet, upstream: Upstream
 ) -> None:
-    """Found by a follower, which cannot repair it; its length is what it was."""
-    a, b = fleet.make(), fleet.make()
+    """Found by a follower, which cannot repair it; its length is what it was. Nor need syncs be due."""
+    a, b = fleet.make(interval="0s"), fleet.make(interval="0s")
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
     assert checkout(b, mirror="owner/name", commit="main")
     before = packs(fleet)
@@ -54,7 +54,7 @@ def test_a_pack_whose_bytes_became_others_is_published_again(
 
 
 def test_a_pack_that_is_gone_is_found_by_the_collection(fleet: Fleet, upstream: Upstream) -> None:
-    a, b = fleet.make(), fleet.make()
+    a, b = fleet.make(interval="0s"), fleet.make(interval="0s")
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
     collected = "SELECT 1 FROM claims WHERE key = 'store/collect' AND due_ms > 0 AND node IS NULL"
     eventually(lambda: fleet.server.execute_in(fleet.catalog, collected))
