@@ -9,12 +9,12 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from .. import errors
 from ..protocol import API, Answer, Event, MalformedError, Request
@@ -79,15 +79,16 @@ class Response(NamedTuple):
         return self.head.status
 
 
-def target(path: str, query: Mapping[str, object]) -> str:
-    """A path below the API's, unless it is absolute; and its query, without what is None."""
-    path = path if path.startswith("/") else f"{API}/{path}"
+def target(path: Sequence[str], query: Mapping[str, object]) -> str:
+    """The segments of a path below the API's, or one absolute path; the query without Nones."""
+    is_absolute = path[0].startswith("/")
+    where = path[0] if is_absolute else "/".join((API, *(quote(each, safe="") for each in path)))
     pairs = {
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in query.items()
         if value is not None
     }
-    return f"{path}?{urlencode(pairs, errors='surrogateescape')}" if pairs else path
+    return f"{where}?{urlencode(pairs, errors='surrogateescape')}" if pairs else where
 
 
 def read_head(request: HttpRequest, data: bytes) -> Head:
@@ -286,6 +287,10 @@ def seconds_of(duration: timedelta | float | str | None) -> float | None:
 def label_of(label: str | None) -> str | None:
     """The label of a new checkout: this one, else that of MIRRORD_LABEL, which schedulers set."""
     return os.environ.get("MIRRORD_LABEL") or None if label is None else label
+
+
+def patch_bytes(patch: bytes | str) -> bytes:
+    return patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
 
 
 def policy_text(policy: str | Mapping[str, str] | None) -> str | None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 from ... import errors, model, protocol
 from ...places import socket_path
@@ -19,6 +18,7 @@ from .connection import AsyncConnection
 from .rehearsal import AsyncRehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
+Q = TypeVar("Q", bound=protocol.Request)
 H = TypeVar("H", bound=AsyncCheckout)
 ReportProgress = Callable[[protocol.Progress], None]
 
@@ -61,48 +61,52 @@ class AsyncClient:
         await self._renewal.stop()
         await self._connection.close()
 
-    async def _one(self, kind: type[A], method: str, path: str, **request: Any) -> A:
-        return http.read_one(await self._connection.request(method, path, **request), kind)
+    async def _get(self, kind: type[A], *path: str, **query: Any) -> A:
+        return http.read_one(await self._connection.request("GET", *path, **query), kind)
 
-    async def _start(self, method: str, path: str, **request: Any) -> protocol.Operation:
-        return await self._one(protocol.Operation, method, path, **request)
+    async def _list(self, kind: type[A], *path: str, **query: Any) -> list[A]:
+        return http.read_list(await self._connection.request("GET", *path, **query), kind)
 
-    async def _list(self, kind: type[A], method: str, path: str, **request: Any) -> list[A]:
-        return http.read_list(await self._connection.request(method, path, **request), kind)
+    async def _post(self, kind: type[A], *path: str, **request: Any) -> A:
+        return http.read_one(await self._connection.request("POST", *path, **request), kind)
+
+    async def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
+        """Post a message, made of its members."""
+        return await self._post(protocol.Operation, *path, body=http.message(kind, **members))
 
     # -- the daemon
 
     async def health(self) -> protocol.Health:
         """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
-        return await self._one(protocol.Health, "GET", "health", accepted=(503,))
+        return await self._get(protocol.Health, "health", accepted=(503,))
 
     async def status(self) -> protocol.Status:
-        return await self._one(protocol.Status, "GET", "status")
+        return await self._get(protocol.Status, "status")
 
     async def activity(self, *, history: bool = False) -> protocol.Activity:
         """What the daemon does now; `history` adds a point for each minute of the last day."""
-        return await self._one(protocol.Activity, "GET", "activity", history=history)
+        return await self._get(protocol.Activity, "activity", history=history)
 
     async def fleet(self) -> protocol.FleetStatus:
         """The daemons that share mirrors with this one; empty where it has no store."""
-        return await self._one(protocol.FleetStatus, "GET", "fleet")
+        return await self._get(protocol.FleetStatus, "fleet")
 
     async def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
-        return await self._one(protocol.Configuration, "GET", "config")
+        return await self._get(protocol.Configuration, "config")
 
     async def reload(self) -> protocol.ReloadAnswer:
         """Read the configuration again; an invalid file raises and changes nothing."""
-        return await self._one(protocol.ReloadAnswer, "POST", "reload")
+        return await self._post(protocol.ReloadAnswer, "reload")
 
     async def usage(self, *, verbose: bool = False) -> protocol.Usage:
         """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
-        return await self._one(protocol.Usage, "GET", "usage", verbose=verbose)
+        return await self._get(protocol.Usage, "usage", verbose=verbose)
 
     async def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
         """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
         body = http.message(protocol.CollectGarbage, dry_run=dry_run)
-        return await self._one(protocol.Garbage, "POST", "gc", body=body)
+        return await self._post(protocol.Garbage, "gc", body=body)
 
     async def metrics(self) -> str:
         """All metrics in Prometheus text."""
@@ -111,37 +115,35 @@ class AsyncClient:
     # -- mirrors
 
     async def list_mirrors(self) -> list[protocol.Mirror]:
-        return await self._list(protocol.Mirror, "GET", "mirrors")
+        return await self._list(protocol.Mirror, "mirrors")
 
     async def get_mirror(self, name: str) -> protocol.Mirror:
-        return await self._one(protocol.Mirror, "GET", f"mirrors/{_mirror(name)}")
+        return await self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
-        body = http.message(protocol.AddMirror, repo=repo, url=url)
-        return await self._start("POST", "mirrors", body=body)
+        return await self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
     async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
-        body = http.message(protocol.SyncMirror, accept_loss=accept_loss)
-        return await self._start("POST", f"mirrors/{_mirror(name)}/sync", body=body)
+        path = ("mirrors", _mirror(name), "sync")
+        return await self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
 
     async def remove_mirror(self, name: str) -> None:
-        await self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
+        await self._connection.request("DELETE", "mirrors", _mirror(name))
 
     async def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """The mirror's ref history, newest first."""
-        return await self._list(protocol.RefRecord, "GET", f"mirrors/{_mirror(name)}/refs/log")
+        return await self._list(protocol.RefRecord, "mirrors", _mirror(name), "refs", "log")
 
     async def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
         """The changes between two records of the ref history."""
-        path = f"mirrors/{_mirror(name)}/refs/diff"
-        return await self._one(protocol.RefDiff, "GET", path, a=a, b=b)
+        return await self._get(protocol.RefDiff, "mirrors", _mirror(name), "refs", "diff", a=a, b=b)
 
     async def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
-        body = http.message(protocol.RestoreRefs, at=at)
-        return await self._start("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body)
+        path = ("mirrors", _mirror(name), "refs", "restore")
+        return await self._start(protocol.RestoreRefs, *path, at=at)
 
     # -- bundles
 
@@ -158,14 +160,9 @@ class AsyncClient:
         `since` is the record (an id, a time, `latest`) that the receiver has. The file appears when
         it is whole.
         """
-
-        def written(done: int) -> None:
-            if progress:
-                progress(protocol.Progress(done=done, unit="bytes"))
-
-        path = f"mirrors/{_mirror(name)}/bundle"
-        async with self._connection.stream(path, since=since) as (head, body):
-            size = await async_write(Path(file), body, written)
+        path = ("mirrors", _mirror(name), "bundle")
+        async with self._connection.stream(*path, since=since) as (head, body):
+            size = await async_write(Path(file), body, _counted(None, progress))
         mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
         return protocol.BundleFile(
             mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since
@@ -180,35 +177,33 @@ class AsyncClient:
     ) -> protocol.Operation:
         """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
         content = _upload(Path(file), progress)
-        return await self._start("POST", "bundles", content=content, mirror=mirror)
+        return await self._post(protocol.Operation, "bundles", content=content, mirror=mirror)
 
     async def start_restore(self, *mirrors: str) -> protocol.Operation:
         """Restore these mirrors, or all, from the daemon's store, and audit them."""
-        body = http.message(protocol.StartRestore, mirrors=list(mirrors))
-        return await self._start("POST", "restores", body=body)
+        return await self._start(protocol.StartRestore, "restores", mirrors=list(mirrors))
 
     # -- pins
 
     async def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:
-        return await self._list(protocol.Pin, "GET", "pins", mirror=mirror)
+        return await self._list(protocol.Pin, "pins", mirror=mirror)
 
     async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
         """Keep a commit alive under your own name; its closure is verified first."""
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
-        return await self._one(protocol.Pin, "POST", "pins", body=body)
+        return await self._post(protocol.Pin, "pins", body=body)
 
     async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your own pin, or as an administrator that of `owner`."""
-        path = f"pins/{_mirror(mirror)}/{_quoted(commit)}"
-        await self._connection.request("DELETE", path, owner=owner)
+        await self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
 
     async def list_datasets(self) -> list[protocol.Dataset]:
-        return await self._list(protocol.Dataset, "GET", "datasets")
+        return await self._list(protocol.Dataset, "datasets")
 
     async def get_dataset(self, name: str) -> protocol.Dataset:
-        return await self._one(protocol.Dataset, "GET", f"datasets/{_quoted(name)}")
+        return await self._get(protocol.Dataset, "datasets", name)
 
     async def import_dataset(
         self,
@@ -232,47 +227,45 @@ class AsyncClient:
             source, content = source or Path(file).name, _upload(Path(file), progress)
         else:
             content = async_pieces(file, _counted(None, progress))
-        query = {"filename": source, "name": name, "format": format, "mapping": mapping}
-        return await self._start(
-            "POST", "datasets", content=content, dry_run=dry_run or None, **query
-        )
+        query: dict[str, Any] = {"filename": source, "name": name, "format": format}
+        query |= {"mapping": mapping, "dry_run": dry_run or None}
+        return await self._post(protocol.Operation, "datasets", content=content, **query)
 
     async def prepare_dataset(self, name: str, *instances: str) -> protocol.Operation:
         """Make the first checkouts of a dataset's instances, or of all, warm on this node now.
 
         The operation's result is a Prewarmed.
         """
-        body = http.message(protocol.PrepareDataset, instances=list(instances))
-        return await self._start("POST", f"datasets/{_quoted(name)}/prepare", body=body)
+        path = ("datasets", name, "prepare")
+        return await self._start(protocol.PrepareDataset, *path, instances=list(instances))
 
     async def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
         """The rows that `b` has and `a` has not, and the other way round; for administrators."""
-        path = f"datasets/{_quoted(a)}/diff"
-        return await self._one(protocol.DatasetDiff, "GET", path, to=b)
+        return await self._get(protocol.DatasetDiff, "datasets", a, "diff", to=b)
 
     async def export_dataset(self, name: str) -> AsyncGenerator[bytes]:
         """The rows with all answers, as pieces of canonical JSON lines; for administrators."""
-        async with self._connection.stream(f"datasets/{_quoted(name)}/export") as (_, body):
+        async with self._connection.stream("datasets", name, "export") as (_, body):
             async for piece in body:
                 yield piece
 
     async def remove_dataset(self, name: str) -> None:
         """Remove a dataset, and the pins that nobody else owns."""
-        await self._connection.request("DELETE", f"datasets/{_quoted(name)}")
+        await self._connection.request("DELETE", "datasets", name)
 
     async def list_formats(self) -> list[protocol.FormatInfo]:
-        return await self._list(protocol.FormatInfo, "GET", "datasets/formats")
+        return await self._list(protocol.FormatInfo, "datasets", "formats")
 
     async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
         """All instances, or one dataset's; for administrators."""
-        return await self._list(protocol.InstanceName, "GET", "instances", dataset=dataset)
+        return await self._list(protocol.InstanceName, "instances", dataset=dataset)
 
     async def get_instance(
         self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
         """One instance; its patches only in the grader view, with the right to see them."""
-        path = f"instances/{_quoted(instance)}"
-        return await self._one(protocol.Instance, "GET", path, view=view.value, dataset=dataset)
+        query = {"view": view.value, "dataset": dataset}
+        return await self._get(protocol.Instance, "instances", instance, **query)
 
     # -- audits and heals
 
@@ -284,44 +277,42 @@ class AsyncClient:
         heal: bool | None = None,
     ) -> protocol.Operation:
         """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
-        body = http.message(
-            protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
-        )
-        return await self._start("POST", "audits", body=body)
+        scope = {"mirrors": list(mirrors), "dataset": dataset}
+        return await self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
     async def list_audits(self) -> list[protocol.Audit]:
-        return await self._list(protocol.Audit, "GET", "audits")
+        return await self._list(protocol.Audit, "audits")
 
     async def get_audit(self, audit: str) -> protocol.Audit:
-        return await self._one(protocol.Audit, "GET", f"audits/{_quoted(audit)}")
+        return await self._get(protocol.Audit, "audits", audit)
 
     async def list_reports(self) -> list[protocol.Report]:
         """Of rehearsals and gradings, the newest first."""
-        return await self._list(protocol.Report, "GET", "reports")
+        return await self._list(protocol.Report, "reports")
 
     async def add_report(self, report: protocol.AddReport) -> protocol.Report:
-        return await self._one(protocol.Report, "POST", "reports", body=report)
+        return await self._post(protocol.Report, "reports", body=report)
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
-        body = http.message(protocol.StartHeal, mirrors=list(mirrors))
-        return await self._start("POST", "heals", body=body)
+        return await self._start(protocol.StartHeal, "heals", mirrors=list(mirrors))
 
     async def heal_with_bundle(
         self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
         """Heal one mirror with a bundle, of any repository, as one more donor."""
         content = _upload(Path(file), progress)
-        return await self._start("POST", f"mirrors/{_mirror(mirror)}/heal", content=content)
+        path = ("mirrors", _mirror(mirror), "heal")
+        return await self._post(protocol.Operation, *path, content=content)
 
     # -- environments
 
     async def list_environments(self) -> list[protocol.Environment]:
-        return await self._list(protocol.Environment, "GET", "environments")
+        return await self._list(protocol.Environment, "environments")
 
     async def get_environment(self, name: str) -> protocol.Environment:
         """What KEY or KEY@DIGEST means, an environment or a failed build, with its recipe."""
-        return await self._one(protocol.Environment, "GET", f"environments/{_quoted(name)}")
+        return await self._get(protocol.Environment, "environments", name)
 
     async def build_environments(
         self,
@@ -338,26 +329,25 @@ class AsyncClient:
         `frozen` packages are of the instance's date.
         """
         given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        body = http.message(protocol.BuildEnvironments, **given, frozen=frozen)
-        return await self._start("POST", "environments", body=body)
+        return await self._start(protocol.BuildEnvironments, "environments", **given, frozen=frozen)
 
     async def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
         """Keep the recipes of a TOML file, which come before those of rows."""
         content, name = _upload(Path(file), None), Path(file).name
-        return await self._list(
-            protocol.Recipe, "POST", "environments/recipes", content=content, filename=name
-        )
+        path = ("environments", "recipes")
+        found = await self._connection.request("POST", *path, content=content, filename=name)
+        return http.read_list(found, protocol.Recipe)
 
     async def environment_log(self, name: str, *, follow: bool = False) -> AsyncGenerator[bytes]:
         """What a build printed, in pieces; with `follow` until it ends."""
-        path = f"environments/{_quoted(name)}/log"
-        async with self._connection.stream(path, follow=follow or None) as (_, body):
+        path = ("environments", name, "log")
+        async with self._connection.stream(*path, follow=follow or None) as (_, body):
             async for piece in body:
                 yield piece
 
     async def remove_environment(self, name: str) -> None:
         """Remove what no checkout uses of a name; by a key alone, its imported recipe too."""
-        await self._connection.request("DELETE", f"environments/{_quoted(name)}")
+        await self._connection.request("DELETE", "environments", name)
 
     # -- checkouts
 
@@ -408,17 +398,15 @@ class AsyncClient:
             environment=environment,
             label=http.label_of(label),
         )
-        return Pending(self._lease(protocol.Checkout, "checkouts", body, auto_renew))
+        how = {"body": body, "auto_renew": auto_renew}
+        return Pending(self._lease(AsyncCheckout, protocol.Checkout, "checkouts", **how))
 
     async def _lease(
-        self,
-        kind: type[protocol.Checkout],
-        path: str,
-        body: protocol.StartCheckout | protocol.ForkCheckout,
-        auto_renew: bool,
-    ) -> AsyncCheckout:
-        lease = await self._one(kind, "POST", path, body=body)
-        return self._held(AsyncCheckout(self, lease, body.ttl), auto_renew)
+        self, handle: type[H], kind: type[protocol.Checkout], *path: str, **request: Any
+    ) -> H:
+        auto_renew = request.pop("auto_renew")
+        ttl = request["body"].ttl if "body" in request else request["ttl"]
+        return self._held(handle(self, await self._post(kind, *path, **request), ttl), auto_renew)
 
     def _held(self, handle: H, auto_renew: bool) -> H:
         if auto_renew:
@@ -440,34 +428,33 @@ class AsyncClient:
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        return Pending(self._lease(protocol.Fork, f"{_checkout(checkout)}/fork", body, auto_renew))
+        how = {"body": body, "auto_renew": auto_renew}
+        path = ("checkouts", checkout, "fork")
+        return Pending(self._lease(AsyncCheckout, protocol.Fork, *path, **how))
 
     async def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
         """Keep the content of a checkout under a name, by default a new one."""
         body = http.message(protocol.MakeSnapshot, name=name)
-        path = f"{_checkout(checkout)}/snapshots"
-        return await self._one(protocol.Snapshot, "POST", path, body=body)
+        return await self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
     async def list_snapshots(self, checkout: str) -> list[protocol.Snapshot]:
-        return await self._list(protocol.Snapshot, "GET", f"{_checkout(checkout)}/snapshots")
+        return await self._list(protocol.Snapshot, "checkouts", checkout, "snapshots")
 
     async def remove_snapshot(self, checkout: str, name: str) -> None:
-        path = f"{_checkout(checkout)}/snapshots/{_quoted(name)}"
-        await self._connection.request("DELETE", path)
+        await self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     async def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
         """Keep what was changed in a checkout, for others of its commit."""
         body = http.message(protocol.SaveLayer, name=name)
-        path = f"{_checkout(checkout)}/layers"
-        return await self._one(protocol.PreparedLayer, "POST", path, body=body)
+        return await self._post(protocol.PreparedLayer, "checkouts", checkout, "layers", body=body)
 
     async def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
         """The prepared layers that the caller may use; for an administrator all."""
-        return await self._list(protocol.PreparedLayer, "GET", "layers", mirror=mirror)
+        return await self._list(protocol.PreparedLayer, "layers", mirror=mirror)
 
     async def remove_layer(self, layer: str) -> None:
         """Remove a prepared layer, by its id; no checkout may have it."""
-        await self._connection.request("DELETE", f"layers/{_quoted(layer)}")
+        await self._connection.request("DELETE", "layers", layer)
 
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
@@ -476,10 +463,10 @@ class AsyncClient:
 
     async def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
         """The caller's own, perhaps with a label; for an administrator everybody's."""
-        return await self._list(protocol.Checkout, "GET", "checkouts", label=label)
+        return await self._list(protocol.Checkout, "checkouts", label=label)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
-        return await self._one(protocol.Checkout, "GET", _checkout(checkout))
+        return await self._get(protocol.Checkout, "checkouts", checkout)
 
     async def reset_checkout(
         self,
@@ -495,15 +482,13 @@ class AsyncClient:
         """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
         choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
         body = http.message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
-        path = f"{_checkout(checkout)}/reset"
-        return await self._one(protocol.ResetAnswer, "POST", path, body=body)
+        return await self._post(protocol.ResetAnswer, "checkouts", checkout, "reset", body=body)
 
     async def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
         body = http.message(protocol.RenewCheckout, ttl=http.seconds_of(ttl))
-        path = f"{_checkout(checkout)}/renew"
-        lease = await self._one(protocol.Checkout, "POST", path, body=body)
+        lease = await self._post(protocol.Checkout, "checkouts", checkout, "renew", body=body)
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
@@ -513,8 +498,8 @@ class AsyncClient:
         *,
         format: model.DiffFormat = model.DiffFormat.PATCH,  # noqa: A002
     ) -> bytes:
-        path = f"{_checkout(checkout)}/diff"
-        return (await self._connection.request("GET", path, format=format)).body
+        path = ("checkouts", checkout, "diff")
+        return (await self._connection.request("GET", *path, format=format)).body
 
     async def apply_patch(
         self,
@@ -526,29 +511,27 @@ class AsyncClient:
     ) -> protocol.ApplyAnswer:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
-        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
-        path = f"{_checkout(checkout)}/apply"
-        query = {"reverse": reverse, "named": named, "strategy": strategy}
-        body = {"content": None if named else content}
-        return await self._one(protocol.ApplyAnswer, "POST", path, **body, **query)
+        query: dict[str, Any] = {"reverse": reverse, "named": named, "strategy": strategy}
+        query["content"] = None if named else http.patch_bytes(patch)
+        return await self._post(protocol.ApplyAnswer, "checkouts", checkout, "apply", **query)
 
     async def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
         body = http.message(protocol.RestorePaths, commit=commit, paths=list(paths))
-        path = f"{_checkout(checkout)}/restore"
-        return (await self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
+        path = ("checkouts", checkout, "restore")
+        return (await self._post(protocol.RestoreAnswer, *path, body=body)).paths
 
     async def get_seal(self, checkout: str) -> protocol.SealReport:
         """Judge the sealed store that a checkout shows; for administrators."""
-        return await self._one(protocol.SealReport, "GET", f"{_checkout(checkout)}/seal")
+        return await self._get(protocol.SealReport, "checkouts", checkout, "seal")
 
     async def get_receipt(self, checkout: str) -> protocol.Receipt:
         """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
-        return await self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
+        return await self._get(protocol.Receipt, "checkouts", checkout, "receipt")
 
     async def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror that it names; its signature is not looked at."""
         known = replace(receipt, grade=None, signature=None)  # the rest says nothing to a mirror
-        return await self._one(protocol.ReceiptReport, "POST", "receipts/verify", body=known)
+        return await self._post(protocol.ReceiptReport, "receipts", "verify", body=known)
 
     def grade(
         self,
@@ -587,9 +570,8 @@ class AsyncClient:
             "environment": environment,
             "label": http.label_of(label),
         }
-        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
-        request = {"content": content, **query}
-        return Pending(self._grade("grades", http.seconds_of(ttl), auto_renew, request))
+        how = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
+        return Pending(self._lease(AsyncGrade, protocol.Grade, "grades", **query, **how))
 
     def grade_checkout(
         self,
@@ -611,14 +593,9 @@ class AsyncClient:
             owner=owner,
             bind=bind,
         )
-        path = f"{_checkout(checkout)}/grade"
-        return Pending(self._grade(path, body.ttl, auto_renew, {"body": body}))
-
-    async def _grade(
-        self, path: str, ttl: float | None, auto_renew: bool, request: dict[str, Any]
-    ) -> AsyncGrade:
-        grade = await self._one(protocol.Grade, "POST", path, **request)
-        return self._held(AsyncGrade(self, grade, ttl), auto_renew)
+        how = {"body": body, "auto_renew": auto_renew}
+        path = ("checkouts", checkout, "grade")
+        return Pending(self._lease(AsyncGrade, protocol.Grade, *path, **how))
 
     async def attach_checkout(
         self,
@@ -640,12 +617,9 @@ class AsyncClient:
         while True:
             descriptors: list[int] = []
             try:
-                answer = await self._one(
-                    protocol.Attachment,
-                    "POST",
-                    f"{_checkout(checkout)}/attach",
-                    body=body,
-                    descriptors=descriptors,
+                how = {"body": body, "descriptors": descriptors}
+                answer = await self._post(
+                    protocol.Attachment, "checkouts", checkout, "attach", **how
                 )
                 mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
@@ -657,7 +631,7 @@ class AsyncClient:
 
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
-        await self._connection.request("DELETE", _checkout(checkout))
+        await self._connection.request("DELETE", "checkouts", checkout)
 
     async def rehearsal(
         self,
@@ -679,13 +653,14 @@ class AsyncClient:
     # -- operations and events
 
     async def list_operations(self) -> list[protocol.Operation]:
-        return await self._list(protocol.Operation, "GET", "operations")
+        return await self._list(protocol.Operation, "operations")
 
     async def get_operation(self, operation: str) -> protocol.Operation:
-        return await self._one(protocol.Operation, "GET", f"operations/{_quoted(operation)}")
+        return await self._get(protocol.Operation, "operations", operation)
 
     async def cancel_operation(self, operation: str) -> protocol.Operation:
-        return await self._one(protocol.Operation, "DELETE", f"operations/{_quoted(operation)}")
+        found = await self._connection.request("DELETE", "operations", operation)
+        return http.read_one(found, protocol.Operation)
 
     async def wait(
         self,
@@ -770,17 +745,9 @@ class AsyncClient:
                     yield event
 
 
-def _quoted(name: str) -> str:
-    return quote(name, safe="")
-
-
 def _mirror(name: str) -> str:
     """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
-    return _quoted(name.replace("/", "__", 1))
-
-
-def _checkout(checkout: str) -> str:
-    return f"checkouts/{_quoted(checkout)}"
+    return name.replace("/", "__", 1)
 
 
 def _upload(path: Path, progress: ReportProgress | None) -> AsyncIterator[bytes]:

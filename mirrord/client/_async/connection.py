@@ -57,8 +57,7 @@ class AsyncConnection:
     async def request(
         self,
         method: str,
-        path: str,
-        *,
+        *path: str,
         body: protocol.Request | None = None,
         content: bytes | AsyncIterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
@@ -98,7 +97,7 @@ class AsyncConnection:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, path: str, *, headers: dict[str, str] | None = None, **query: object
+        self, *path: str, headers: dict[str, str] | None = None, **query: object
     ) -> AsyncGenerator[tuple[http.Head, AsyncGenerator[bytes]]]:
         """The head of an answer, and its body as it comes, however slowly.
 
@@ -156,7 +155,7 @@ class AsyncConnection:
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
-                if channel.idle_since > oldest and not channel.is_stale():
+                if channel.idle_since > oldest and not channel.is_readable():
                     return channel
                 channel.close()
         return await AsyncChannel.open(self.socket)
@@ -203,10 +202,6 @@ class AsyncChannel:
     def close(self) -> None:
         self._socket.close()
 
-    def is_stale(self) -> bool:
-        """Whether the daemon closed it while it was idle; it sends nothing else then."""
-        return self._is_readable()
-
     def is_reusable(self, head: http.Head) -> bool:
         return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
 
@@ -235,7 +230,7 @@ class AsyncChannel:
             if not chunk:  # an empty chunk would end the body
                 continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-            if self._is_readable() or not await self._went_out(framed):
+            if self.is_readable() or not await self._went_out(framed):
                 return
         self._is_sent_whole = await self._went_out(b"0\r\n\r\n")
 
@@ -258,7 +253,8 @@ class AsyncChannel:
             raise http.LateError from error
         return True
 
-    def _is_readable(self) -> bool:
+    def is_readable(self) -> bool:
+        """Whether an answer came, or the daemon closed it: all that it sends to an idle one."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))

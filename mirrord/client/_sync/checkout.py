@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
@@ -25,6 +25,19 @@ _LEAST_SECONDS = 0.05
 log = logging.getLogger("mirrord")
 
 
+T = TypeVar("T")
+
+
+class _OfLease(Generic[T]):
+    """A member of the lease, as it was at the last answer."""
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, handle: Checkout, _owner: object = None) -> T:
+        return cast("T", getattr(handle.lease, self._name))
+
+
 class Checkout:
     """A leased working tree. Leaving the `with` block releases it.
 
@@ -37,9 +50,24 @@ class Checkout:
         self._ttl = ttl
         self.lease = lease
 
-    @property
-    def id(self) -> str:
-        return self.lease.id
+    id = _OfLease[str]()
+    mirror = _OfLease[str]()
+    commit = _OfLease[str]()
+    """The base commit."""
+    tree = _OfLease[str]()
+    """The verified hash of the base commit's tree."""
+    instance = _OfLease[str | None]()
+    layer = _OfLease[str | None]()
+    """The prepared layer that it starts with: `reset` goes back to it, `diff` is without it."""
+    environment = _OfLease[str | None]()
+    """KEY@DIGEST of the environment, whose prefix is `directory / "environment"`."""
+    history = _OfLease[model.History]()
+    view = _OfLease[model.View]()
+    backend = _OfLease[model.Backend]()
+    created_at = _OfLease[datetime]()
+    expires_at = _OfLease[datetime]()
+    parent = _OfLease[str | None]()
+    """The id of the checkout that this one was forked from, or grades."""
 
     @property
     def path(self) -> Path:
@@ -50,59 +78,6 @@ class Checkout:
     def directory(self) -> Path:
         """Holds tree and environment; mounted elsewhere with `rslave`, it follows every reset."""
         return Path(self.lease.directory)
-
-    @property
-    def layer(self) -> str | None:
-        """The prepared layer that it starts with: `reset` goes back to it, `diff` is without it."""
-        return self.lease.layer
-
-    @property
-    def environment(self) -> str | None:
-        """KEY@DIGEST of the environment, whose prefix is `directory / "environment"`."""
-        return self.lease.environment
-
-    @property
-    def mirror(self) -> str:
-        return self.lease.mirror
-
-    @property
-    def commit(self) -> str:
-        """The base commit."""
-        return self.lease.commit
-
-    @property
-    def tree(self) -> str:
-        """The verified hash of the base commit's tree."""
-        return self.lease.tree
-
-    @property
-    def instance(self) -> str | None:
-        return self.lease.instance
-
-    @property
-    def history(self) -> model.History:
-        return self.lease.history
-
-    @property
-    def view(self) -> model.View:
-        return self.lease.view
-
-    @property
-    def backend(self) -> model.Backend:
-        return self.lease.backend
-
-    @property
-    def created_at(self) -> datetime:
-        return self.lease.created_at
-
-    @property
-    def expires_at(self) -> datetime:
-        return self.lease.expires_at
-
-    @property
-    def parent(self) -> str | None:
-        """The id of the checkout that this one was forked from."""
-        return self.lease.parent
 
     def reset(
         self,
@@ -121,9 +96,8 @@ class Checkout:
         does the layer at the same commit. Returns the proof that the tree and its .git equal the
         template's, or the snapshot's.
         """
-        choice = {"commit": commit, "dataset": dataset, "to": to}
-        choice |= {"layer": layer, "environment": environment}
-        answer = self._client.reset_checkout(self.id, instance, **choice)
+        choice = {"commit": commit, "dataset": dataset, "to": to, "layer": layer}
+        answer = self._client.reset_checkout(self.id, instance, environment=environment, **choice)
         self.lease = answer
         return answer.proof
 
@@ -283,11 +257,6 @@ class Grade(Checkout):
     def strategy(self) -> model.FoundStrategy | None:
         """How the patch applied; None for the grade of a checkout."""
         return self.report.strategy
-
-    @property
-    def parent(self) -> str | None:
-        """The id of the graded checkout."""
-        return self.report.parent
 
 
 class Renewal:

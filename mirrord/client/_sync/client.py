@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 from ... import errors, model, protocol
 from ...places import socket_path
@@ -20,6 +19,7 @@ from .connection import Connection
 from .rehearsal import Rehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
+Q = TypeVar("Q", bound=protocol.Request)
 H = TypeVar("H", bound=Checkout)
 ReportProgress = Callable[[protocol.Progress], None]
 
@@ -62,48 +62,52 @@ class Client:
         self._renewal.stop()
         self._connection.close()
 
-    def _one(self, kind: type[A], method: str, path: str, **request: Any) -> A:
-        return http.read_one(self._connection.request(method, path, **request), kind)
+    def _get(self, kind: type[A], *path: str, **query: Any) -> A:
+        return http.read_one(self._connection.request("GET", *path, **query), kind)
 
-    def _start(self, method: str, path: str, **request: Any) -> protocol.Operation:
-        return self._one(protocol.Operation, method, path, **request)
+    def _list(self, kind: type[A], *path: str, **query: Any) -> list[A]:
+        return http.read_list(self._connection.request("GET", *path, **query), kind)
 
-    def _list(self, kind: type[A], method: str, path: str, **request: Any) -> list[A]:
-        return http.read_list(self._connection.request(method, path, **request), kind)
+    def _post(self, kind: type[A], *path: str, **request: Any) -> A:
+        return http.read_one(self._connection.request("POST", *path, **request), kind)
+
+    def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
+        """Post a message, made of its members."""
+        return self._post(protocol.Operation, *path, body=http.message(kind, **members))
 
     # -- the daemon
 
     def health(self) -> protocol.Health:
         """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
-        return self._one(protocol.Health, "GET", "health", accepted=(503,))
+        return self._get(protocol.Health, "health", accepted=(503,))
 
     def status(self) -> protocol.Status:
-        return self._one(protocol.Status, "GET", "status")
+        return self._get(protocol.Status, "status")
 
     def activity(self, *, history: bool = False) -> protocol.Activity:
         """What the daemon does now; `history` adds a point for each minute of the last day."""
-        return self._one(protocol.Activity, "GET", "activity", history=history)
+        return self._get(protocol.Activity, "activity", history=history)
 
     def fleet(self) -> protocol.FleetStatus:
         """The daemons that share mirrors with this one; empty where it has no store."""
-        return self._one(protocol.FleetStatus, "GET", "fleet")
+        return self._get(protocol.FleetStatus, "fleet")
 
     def configuration(self) -> protocol.Configuration:
         """The settings in effect; for administrators."""
-        return self._one(protocol.Configuration, "GET", "config")
+        return self._get(protocol.Configuration, "config")
 
     def reload(self) -> protocol.ReloadAnswer:
         """Read the configuration again; an invalid file raises and changes nothing."""
-        return self._one(protocol.ReloadAnswer, "POST", "reload")
+        return self._post(protocol.ReloadAnswer, "reload")
 
     def usage(self, *, verbose: bool = False) -> protocol.Usage:
         """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
-        return self._one(protocol.Usage, "GET", "usage", verbose=verbose)
+        return self._get(protocol.Usage, "usage", verbose=verbose)
 
     def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
         """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
         body = http.message(protocol.CollectGarbage, dry_run=dry_run)
-        return self._one(protocol.Garbage, "POST", "gc", body=body)
+        return self._post(protocol.Garbage, "gc", body=body)
 
     def metrics(self) -> str:
         """All metrics in Prometheus text."""
@@ -112,37 +116,35 @@ class Client:
     # -- mirrors
 
     def list_mirrors(self) -> list[protocol.Mirror]:
-        return self._list(protocol.Mirror, "GET", "mirrors")
+        return self._list(protocol.Mirror, "mirrors")
 
     def get_mirror(self, name: str) -> protocol.Mirror:
-        return self._one(protocol.Mirror, "GET", f"mirrors/{_mirror(name)}")
+        return self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
         """Add a mirror and sync it for the first time."""
-        body = http.message(protocol.AddMirror, repo=repo, url=url)
-        return self._start("POST", "mirrors", body=body)
+        return self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
     def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
-        body = http.message(protocol.SyncMirror, accept_loss=accept_loss)
-        return self._start("POST", f"mirrors/{_mirror(name)}/sync", body=body)
+        path = ("mirrors", _mirror(name), "sync")
+        return self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
 
     def remove_mirror(self, name: str) -> None:
-        self._connection.request("DELETE", f"mirrors/{_mirror(name)}")
+        self._connection.request("DELETE", "mirrors", _mirror(name))
 
     def log_refs(self, name: str) -> list[protocol.RefRecord]:
         """The mirror's ref history, newest first."""
-        return self._list(protocol.RefRecord, "GET", f"mirrors/{_mirror(name)}/refs/log")
+        return self._list(protocol.RefRecord, "mirrors", _mirror(name), "refs", "log")
 
     def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
         """The changes between two records of the ref history."""
-        path = f"mirrors/{_mirror(name)}/refs/diff"
-        return self._one(protocol.RefDiff, "GET", path, a=a, b=b)
+        return self._get(protocol.RefDiff, "mirrors", _mirror(name), "refs", "diff", a=a, b=b)
 
     def restore_refs(self, name: str, at: str) -> protocol.Operation:
         """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
-        body = http.message(protocol.RestoreRefs, at=at)
-        return self._start("POST", f"mirrors/{_mirror(name)}/refs/restore", body=body)
+        path = ("mirrors", _mirror(name), "refs", "restore")
+        return self._start(protocol.RestoreRefs, *path, at=at)
 
     # -- bundles
 
@@ -159,14 +161,9 @@ class Client:
         `since` is the record (an id, a time, `latest`) that the receiver has. The file appears when
         it is whole.
         """
-
-        def written(done: int) -> None:
-            if progress:
-                progress(protocol.Progress(done=done, unit="bytes"))
-
-        path = f"mirrors/{_mirror(name)}/bundle"
-        with self._connection.stream(path, since=since) as (head, body):
-            size = write(Path(file), body, written)
+        path = ("mirrors", _mirror(name), "bundle")
+        with self._connection.stream(*path, since=since) as (head, body):
+            size = write(Path(file), body, _counted(None, progress))
         mirror, record = head.headers["x-mirrord-mirror"], head.headers["x-mirrord-record"]
         return protocol.BundleFile(
             mirror=mirror, file=str(file), size_bytes=size, record=record or None, since=since
@@ -181,35 +178,33 @@ class Client:
     ) -> protocol.Operation:
         """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
         content = _upload(Path(file), progress)
-        return self._start("POST", "bundles", content=content, mirror=mirror)
+        return self._post(protocol.Operation, "bundles", content=content, mirror=mirror)
 
     def start_restore(self, *mirrors: str) -> protocol.Operation:
         """Restore these mirrors, or all, from the daemon's store, and audit them."""
-        body = http.message(protocol.StartRestore, mirrors=list(mirrors))
-        return self._start("POST", "restores", body=body)
+        return self._start(protocol.StartRestore, "restores", mirrors=list(mirrors))
 
     # -- pins
 
     def list_pins(self, mirror: str | None = None) -> list[protocol.Pin]:
-        return self._list(protocol.Pin, "GET", "pins", mirror=mirror)
+        return self._list(protocol.Pin, "pins", mirror=mirror)
 
     def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
         """Keep a commit alive under your own name; its closure is verified first."""
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
-        return self._one(protocol.Pin, "POST", "pins", body=body)
+        return self._post(protocol.Pin, "pins", body=body)
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
         """Remove your own pin, or as an administrator that of `owner`."""
-        path = f"pins/{_mirror(mirror)}/{_quoted(commit)}"
-        self._connection.request("DELETE", path, owner=owner)
+        self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
 
     def list_datasets(self) -> list[protocol.Dataset]:
-        return self._list(protocol.Dataset, "GET", "datasets")
+        return self._list(protocol.Dataset, "datasets")
 
     def get_dataset(self, name: str) -> protocol.Dataset:
-        return self._one(protocol.Dataset, "GET", f"datasets/{_quoted(name)}")
+        return self._get(protocol.Dataset, "datasets", name)
 
     def import_dataset(
         self,
@@ -233,45 +228,45 @@ class Client:
             source, content = source or Path(file).name, _upload(Path(file), progress)
         else:
             content = pieces(file, _counted(None, progress))
-        query = {"filename": source, "name": name, "format": format, "mapping": mapping}
-        return self._start("POST", "datasets", content=content, dry_run=dry_run or None, **query)
+        query: dict[str, Any] = {"filename": source, "name": name, "format": format}
+        query |= {"mapping": mapping, "dry_run": dry_run or None}
+        return self._post(protocol.Operation, "datasets", content=content, **query)
 
     def prepare_dataset(self, name: str, *instances: str) -> protocol.Operation:
         """Make the first checkouts of a dataset's instances, or of all, warm on this node now.
 
         The operation's result is a Prewarmed.
         """
-        body = http.message(protocol.PrepareDataset, instances=list(instances))
-        return self._start("POST", f"datasets/{_quoted(name)}/prepare", body=body)
+        path = ("datasets", name, "prepare")
+        return self._start(protocol.PrepareDataset, *path, instances=list(instances))
 
     def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
         """The rows that `b` has and `a` has not, and the other way round; for administrators."""
-        path = f"datasets/{_quoted(a)}/diff"
-        return self._one(protocol.DatasetDiff, "GET", path, to=b)
+        return self._get(protocol.DatasetDiff, "datasets", a, "diff", to=b)
 
     def export_dataset(self, name: str) -> Generator[bytes, None, None]:
         """The rows with all answers, as pieces of canonical JSON lines; for administrators."""
-        with self._connection.stream(f"datasets/{_quoted(name)}/export") as (_, body):
+        with self._connection.stream("datasets", name, "export") as (_, body):
             for piece in body:
                 yield piece
 
     def remove_dataset(self, name: str) -> None:
         """Remove a dataset, and the pins that nobody else owns."""
-        self._connection.request("DELETE", f"datasets/{_quoted(name)}")
+        self._connection.request("DELETE", "datasets", name)
 
     def list_formats(self) -> list[protocol.FormatInfo]:
-        return self._list(protocol.FormatInfo, "GET", "datasets/formats")
+        return self._list(protocol.FormatInfo, "datasets", "formats")
 
     def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
         """All instances, or one dataset's; for administrators."""
-        return self._list(protocol.InstanceName, "GET", "instances", dataset=dataset)
+        return self._list(protocol.InstanceName, "instances", dataset=dataset)
 
     def get_instance(
         self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
         """One instance; its patches only in the grader view, with the right to see them."""
-        path = f"instances/{_quoted(instance)}"
-        return self._one(protocol.Instance, "GET", path, view=view.value, dataset=dataset)
+        query = {"view": view.value, "dataset": dataset}
+        return self._get(protocol.Instance, "instances", instance, **query)
 
     # -- audits and heals
 
@@ -283,44 +278,42 @@ class Client:
         heal: bool | None = None,
     ) -> protocol.Operation:
         """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
-        body = http.message(
-            protocol.StartAudit, mirrors=list(mirrors), dataset=dataset, level=level, heal=heal
-        )
-        return self._start("POST", "audits", body=body)
+        scope = {"mirrors": list(mirrors), "dataset": dataset}
+        return self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
     def list_audits(self) -> list[protocol.Audit]:
-        return self._list(protocol.Audit, "GET", "audits")
+        return self._list(protocol.Audit, "audits")
 
     def get_audit(self, audit: str) -> protocol.Audit:
-        return self._one(protocol.Audit, "GET", f"audits/{_quoted(audit)}")
+        return self._get(protocol.Audit, "audits", audit)
 
     def list_reports(self) -> list[protocol.Report]:
         """Of rehearsals and gradings, the newest first."""
-        return self._list(protocol.Report, "GET", "reports")
+        return self._list(protocol.Report, "reports")
 
     def add_report(self, report: protocol.AddReport) -> protocol.Report:
-        return self._one(protocol.Report, "POST", "reports", body=report)
+        return self._post(protocol.Report, "reports", body=report)
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
         """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
-        body = http.message(protocol.StartHeal, mirrors=list(mirrors))
-        return self._start("POST", "heals", body=body)
+        return self._start(protocol.StartHeal, "heals", mirrors=list(mirrors))
 
     def heal_with_bundle(
         self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
         """Heal one mirror with a bundle, of any repository, as one more donor."""
         content = _upload(Path(file), progress)
-        return self._start("POST", f"mirrors/{_mirror(mirror)}/heal", content=content)
+        path = ("mirrors", _mirror(mirror), "heal")
+        return self._post(protocol.Operation, *path, content=content)
 
     # -- environments
 
     def list_environments(self) -> list[protocol.Environment]:
-        return self._list(protocol.Environment, "GET", "environments")
+        return self._list(protocol.Environment, "environments")
 
     def get_environment(self, name: str) -> protocol.Environment:
         """What KEY or KEY@DIGEST means, an environment or a failed build, with its recipe."""
-        return self._one(protocol.Environment, "GET", f"environments/{_quoted(name)}")
+        return self._get(protocol.Environment, "environments", name)
 
     def build_environments(
         self,
@@ -337,26 +330,25 @@ class Client:
         `frozen` packages are of the instance's date.
         """
         given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        body = http.message(protocol.BuildEnvironments, **given, frozen=frozen)
-        return self._start("POST", "environments", body=body)
+        return self._start(protocol.BuildEnvironments, "environments", **given, frozen=frozen)
 
     def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
         """Keep the recipes of a TOML file, which come before those of rows."""
         content, name = _upload(Path(file), None), Path(file).name
-        return self._list(
-            protocol.Recipe, "POST", "environments/recipes", content=content, filename=name
-        )
+        path = ("environments", "recipes")
+        found = self._connection.request("POST", *path, content=content, filename=name)
+        return http.read_list(found, protocol.Recipe)
 
     def environment_log(self, name: str, *, follow: bool = False) -> Generator[bytes, None, None]:
         """What a build printed, in pieces; with `follow` until it ends."""
-        path = f"environments/{_quoted(name)}/log"
-        with self._connection.stream(path, follow=follow or None) as (_, body):
+        path = ("environments", name, "log")
+        with self._connection.stream(*path, follow=follow or None) as (_, body):
             for piece in body:
                 yield piece
 
     def remove_environment(self, name: str) -> None:
         """Remove what no checkout uses of a name; by a key alone, its imported recipe too."""
-        self._connection.request("DELETE", f"environments/{_quoted(name)}")
+        self._connection.request("DELETE", "environments", name)
 
     # -- checkouts
 
@@ -407,17 +399,15 @@ class Client:
             environment=environment,
             label=http.label_of(label),
         )
-        return self._lease(protocol.Checkout, "checkouts", body, auto_renew)
+        how = {"body": body, "auto_renew": auto_renew}
+        return self._lease(Checkout, protocol.Checkout, "checkouts", **how)
 
     def _lease(
-        self,
-        kind: type[protocol.Checkout],
-        path: str,
-        body: protocol.StartCheckout | protocol.ForkCheckout,
-        auto_renew: bool,
-    ) -> Checkout:
-        lease = self._one(kind, "POST", path, body=body)
-        return self._held(Checkout(self, lease, body.ttl), auto_renew)
+        self, handle: type[H], kind: type[protocol.Checkout], *path: str, **request: Any
+    ) -> H:
+        auto_renew = request.pop("auto_renew")
+        ttl = request["body"].ttl if "body" in request else request["ttl"]
+        return self._held(handle(self, self._post(kind, *path, **request), ttl), auto_renew)
 
     def _held(self, handle: H, auto_renew: bool) -> H:
         if auto_renew:
@@ -439,34 +429,33 @@ class Client:
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        return self._lease(protocol.Fork, f"{_checkout(checkout)}/fork", body, auto_renew)
+        how = {"body": body, "auto_renew": auto_renew}
+        path = ("checkouts", checkout, "fork")
+        return self._lease(Checkout, protocol.Fork, *path, **how)
 
     def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
         """Keep the content of a checkout under a name, by default a new one."""
         body = http.message(protocol.MakeSnapshot, name=name)
-        path = f"{_checkout(checkout)}/snapshots"
-        return self._one(protocol.Snapshot, "POST", path, body=body)
+        return self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
     def list_snapshots(self, checkout: str) -> list[protocol.Snapshot]:
-        return self._list(protocol.Snapshot, "GET", f"{_checkout(checkout)}/snapshots")
+        return self._list(protocol.Snapshot, "checkouts", checkout, "snapshots")
 
     def remove_snapshot(self, checkout: str, name: str) -> None:
-        path = f"{_checkout(checkout)}/snapshots/{_quoted(name)}"
-        self._connection.request("DELETE", path)
+        self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
         """Keep what was changed in a checkout, for others of its commit."""
         body = http.message(protocol.SaveLayer, name=name)
-        path = f"{_checkout(checkout)}/layers"
-        return self._one(protocol.PreparedLayer, "POST", path, body=body)
+        return self._post(protocol.PreparedLayer, "checkouts", checkout, "layers", body=body)
 
     def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
         """The prepared layers that the caller may use; for an administrator all."""
-        return self._list(protocol.PreparedLayer, "GET", "layers", mirror=mirror)
+        return self._list(protocol.PreparedLayer, "layers", mirror=mirror)
 
     def remove_layer(self, layer: str) -> None:
         """Remove a prepared layer, by its id; no checkout may have it."""
-        self._connection.request("DELETE", f"layers/{_quoted(layer)}")
+        self._connection.request("DELETE", "layers", layer)
 
     def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> Checkout:
         """The handle of a held checkout, perhaps another process's, which then renews it."""
@@ -475,10 +464,10 @@ class Client:
 
     def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
         """The caller's own, perhaps with a label; for an administrator everybody's."""
-        return self._list(protocol.Checkout, "GET", "checkouts", label=label)
+        return self._list(protocol.Checkout, "checkouts", label=label)
 
     def get_checkout(self, checkout: str) -> protocol.Checkout:
-        return self._one(protocol.Checkout, "GET", _checkout(checkout))
+        return self._get(protocol.Checkout, "checkouts", checkout)
 
     def reset_checkout(
         self,
@@ -494,15 +483,13 @@ class Client:
         """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
         choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
         body = http.message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
-        path = f"{_checkout(checkout)}/reset"
-        return self._one(protocol.ResetAnswer, "POST", path, body=body)
+        return self._post(protocol.ResetAnswer, "checkouts", checkout, "reset", body=body)
 
     def renew_checkout(
         self, checkout: str, ttl: timedelta | float | str | None = None
     ) -> protocol.Checkout:
         body = http.message(protocol.RenewCheckout, ttl=http.seconds_of(ttl))
-        path = f"{_checkout(checkout)}/renew"
-        lease = self._one(protocol.Checkout, "POST", path, body=body)
+        lease = self._post(protocol.Checkout, "checkouts", checkout, "renew", body=body)
         self._renewal.move(lease.id, lease.expires_at)
         return lease
 
@@ -512,8 +499,8 @@ class Client:
         *,
         format: model.DiffFormat = model.DiffFormat.PATCH,  # noqa: A002
     ) -> bytes:
-        path = f"{_checkout(checkout)}/diff"
-        return (self._connection.request("GET", path, format=format)).body
+        path = ("checkouts", checkout, "diff")
+        return (self._connection.request("GET", *path, format=format)).body
 
     def apply_patch(
         self,
@@ -525,29 +512,27 @@ class Client:
     ) -> protocol.ApplyAnswer:
         """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
-        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
-        path = f"{_checkout(checkout)}/apply"
-        query = {"reverse": reverse, "named": named, "strategy": strategy}
-        body = {"content": None if named else content}
-        return self._one(protocol.ApplyAnswer, "POST", path, **body, **query)
+        query: dict[str, Any] = {"reverse": reverse, "named": named, "strategy": strategy}
+        query["content"] = None if named else http.patch_bytes(patch)
+        return self._post(protocol.ApplyAnswer, "checkouts", checkout, "apply", **query)
 
     def restore_paths(self, checkout: str, commit: str, *paths: str) -> list[str]:
         body = http.message(protocol.RestorePaths, commit=commit, paths=list(paths))
-        path = f"{_checkout(checkout)}/restore"
-        return (self._one(protocol.RestoreAnswer, "POST", path, body=body)).paths
+        path = ("checkouts", checkout, "restore")
+        return (self._post(protocol.RestoreAnswer, *path, body=body)).paths
 
     def get_seal(self, checkout: str) -> protocol.SealReport:
         """Judge the sealed store that a checkout shows; for administrators."""
-        return self._one(protocol.SealReport, "GET", f"{_checkout(checkout)}/seal")
+        return self._get(protocol.SealReport, "checkouts", checkout, "seal")
 
     def get_receipt(self, checkout: str) -> protocol.Receipt:
         """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
-        return self._one(protocol.Receipt, "GET", f"{_checkout(checkout)}/receipt")
+        return self._get(protocol.Receipt, "checkouts", checkout, "receipt")
 
     def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror that it names; its signature is not looked at."""
         known = replace(receipt, grade=None, signature=None)  # the rest says nothing to a mirror
-        return self._one(protocol.ReceiptReport, "POST", "receipts/verify", body=known)
+        return self._post(protocol.ReceiptReport, "receipts", "verify", body=known)
 
     def grade(
         self,
@@ -586,9 +571,8 @@ class Client:
             "environment": environment,
             "label": http.label_of(label),
         }
-        content = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
-        request = {"content": content, **query}
-        return self._grade("grades", http.seconds_of(ttl), auto_renew, request)
+        how = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
+        return self._lease(Grade, protocol.Grade, "grades", **query, **how)
 
     def grade_checkout(
         self,
@@ -610,14 +594,9 @@ class Client:
             owner=owner,
             bind=bind,
         )
-        path = f"{_checkout(checkout)}/grade"
-        return self._grade(path, body.ttl, auto_renew, {"body": body})
-
-    def _grade(
-        self, path: str, ttl: float | None, auto_renew: bool, request: dict[str, Any]
-    ) -> Grade:
-        grade = self._one(protocol.Grade, "POST", path, **request)
-        return self._held(Grade(self, grade, ttl), auto_renew)
+        how = {"body": body, "auto_renew": auto_renew}
+        path = ("checkouts", checkout, "grade")
+        return self._lease(Grade, protocol.Grade, *path, **how)
 
     def attach_checkout(
         self,
@@ -639,13 +618,8 @@ class Client:
         while True:
             descriptors: list[int] = []
             try:
-                answer = self._one(
-                    protocol.Attachment,
-                    "POST",
-                    f"{_checkout(checkout)}/attach",
-                    body=body,
-                    descriptors=descriptors,
-                )
+                how = {"body": body, "descriptors": descriptors}
+                answer = self._post(protocol.Attachment, "checkouts", checkout, "attach", **how)
                 mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
                 for each in descriptors:
@@ -656,7 +630,7 @@ class Client:
 
     def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
-        self._connection.request("DELETE", _checkout(checkout))
+        self._connection.request("DELETE", "checkouts", checkout)
 
     def rehearsal(
         self,
@@ -678,13 +652,14 @@ class Client:
     # -- operations and events
 
     def list_operations(self) -> list[protocol.Operation]:
-        return self._list(protocol.Operation, "GET", "operations")
+        return self._list(protocol.Operation, "operations")
 
     def get_operation(self, operation: str) -> protocol.Operation:
-        return self._one(protocol.Operation, "GET", f"operations/{_quoted(operation)}")
+        return self._get(protocol.Operation, "operations", operation)
 
     def cancel_operation(self, operation: str) -> protocol.Operation:
-        return self._one(protocol.Operation, "DELETE", f"operations/{_quoted(operation)}")
+        found = self._connection.request("DELETE", "operations", operation)
+        return http.read_one(found, protocol.Operation)
 
     def wait(
         self,
@@ -769,17 +744,9 @@ class Client:
                     yield event
 
 
-def _quoted(name: str) -> str:
-    return quote(name, safe="")
-
-
 def _mirror(name: str) -> str:
     """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
-    return _quoted(name.replace("/", "__", 1))
-
-
-def _checkout(checkout: str) -> str:
-    return f"checkouts/{_quoted(checkout)}"
+    return name.replace("/", "__", 1)
 
 
 def _upload(path: Path, progress: ReportProgress | None) -> Iterator[bytes]:

@@ -58,8 +58,7 @@ class Connection:
     def request(
         self,
         method: str,
-        path: str,
-        *,
+        *path: str,
         body: protocol.Request | None = None,
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (),
@@ -99,7 +98,7 @@ class Connection:
 
     @contextlib.contextmanager
     def stream(
-        self, path: str, *, headers: dict[str, str] | None = None, **query: object
+        self, *path: str, headers: dict[str, str] | None = None, **query: object
     ) -> Generator[tuple[http.Head, Generator[bytes, None, None]], None, None]:
         """The head of an answer, and its body as it comes, however slowly.
 
@@ -157,7 +156,7 @@ class Connection:
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
-                if channel.idle_since > oldest and not channel.is_stale():
+                if channel.idle_since > oldest and not channel.is_readable():
                     return channel
                 channel.close()
         return Channel.open(self.socket)
@@ -204,10 +203,6 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def is_stale(self) -> bool:
-        """Whether the daemon closed it while it was idle; it sends nothing else then."""
-        return self._is_readable()
-
     def is_reusable(self, head: http.Head) -> bool:
         return self._is_sent_whole and self._is_read_whole and not head.is_last and not self._buffer
 
@@ -236,7 +231,7 @@ class Channel:
             if not chunk:  # an empty chunk would end the body
                 continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-            if self._is_readable() or not self._went_out(framed):
+            if self.is_readable() or not self._went_out(framed):
                 return
         self._is_sent_whole = self._went_out(b"0\r\n\r\n")
 
@@ -259,7 +254,8 @@ class Channel:
             raise http.LateError from error
         return True
 
-    def _is_readable(self) -> bool:
+    def is_readable(self) -> bool:
+        """Whether an answer came, or the daemon closed it: all that it sends to an idle one."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
