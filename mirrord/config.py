@@ -5,7 +5,7 @@ Never changes anything: a bad file is refused, and the daemon keeps the settings
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -48,49 +48,47 @@ def _positive(value: timedelta) -> timedelta:
     return value
 
 
-_URL = re.compile(
-    r"(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*",
-    re.IGNORECASE,
+def _like(pattern: str, fault: str, *, is_secret: bool = False) -> Callable[[str], str]:
+    """A check of a text by its form. The message does not show what may hold a password."""
+    form = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not form.fullmatch(value):
+            raise ValueError(fault if is_secret else f"{shown(value)} {fault}")
+        return value
+
+    return check
+
+
+_url = _like(
+    r"(?i:(?:(?:https?|ssh|git|file)://|/|[a-z0-9][a-z0-9._@-]*:(?!:|/?/))[^\x00-\x20\x7f]*)",
+    "is neither a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path",
+    is_secret=True,
 )
-
-
-def _url(value: str) -> str:
-    if not _URL.fullmatch(value):  # the message does not show the value: it may hold a password
-        kinds = "a URL of https, http, ssh, git or file, nor an absolute path, nor user@host:path"
-        raise ValueError(f"is neither {kinds}")
-    return value
-
-
-def _index(value: str) -> str:
-    if value and not re.fullmatch(
-        r"(?:https?://|file:///|/)[^\x00-\x20\x7f]*", value, re.IGNORECASE
-    ):
-        raise ValueError("is neither a URL of https, http or file, nor an absolute path")
-    return value
-
-
-_CATALOG = re.compile(
-    r"postgresql(?:\+psycopg)?://(?:[^/?#@\s'\"]*@)?[^/?#@\s'\"]*/[^/?#@\s'\"]+(?:\?[^#@\s'\"]*)?"
+_index = _like(
+    r"(?i:(?:(?:https?://|file:///|/)[^\x00-\x20\x7f]*)?)",
+    "is neither a URL of https, http or file, nor an absolute path",
+    is_secret=True,
 )
-
-
-def _catalog(value: str) -> str:
-    if value and not _CATALOG.fullmatch(value):  # not shown: it may hold a password
-        form = "postgresql+psycopg://user@host/name; a password in it is percent-encoded"
-        raise ValueError(f"is neither empty nor of the form {form}")
-    return value
-
-
-_STORE = re.compile(
-    r"(?:s3|gs|az)://[a-zA-Z0-9][a-zA-Z0-9._-]*(?:/[^\x00-\x20\x7f?#@]*)?|file:///[^\x00-\x20\x7f?#]+"
+_catalog = _like(
+    r"(?:postgresql(?:\+psycopg)?://(?:[^/?#@\s'\"]*@)?[^/?#@\s'\"]*/[^/?#@\s'\"]+"
+    r"(?:\?[^#@\s'\"]*)?)?",
+    "is neither empty nor of the form postgresql+psycopg://user@host/name; a password in it is"
+    " percent-encoded",
+    is_secret=True,
 )
-
-
-def _store(value: str) -> str:
-    if value and not _STORE.fullmatch(value):
-        form = "s3://bucket/prefix, gs://, az:// or file:///path; credentials stand elsewhere"
-        raise ValueError(f"is neither empty nor of the form {form}")
-    return value.rstrip("/")
+_store = _like(
+    r"(?:(?:s3|gs|az)://[a-zA-Z0-9][a-zA-Z0-9._-]*(?:/[^\x00-\x20\x7f?#@]*)?"
+    r"|file:///[^\x00-\x20\x7f?#]+)?",
+    "is neither empty nor of the form s3://bucket/prefix, gs://, az:// or file:///path;"
+    " credentials stand elsewhere",
+    is_secret=True,
+)
+_HOST = r"[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?"
+_host = _like(rf"(?i:{_HOST}|[0-9a-f:.]+)", "is not a name or an address, without a port")
+_rule_name = _like(
+    r"[a-z0-9][a-z0-9-]{0,63}", "is not a name of lower-case letters, digits and dashes"
+)
 
 
 def _url_template(value: str) -> str:
@@ -144,19 +142,12 @@ def _acceptance(value: str) -> str:
     return " ".join([words[0], *map(_repo, words[1:2]), *words[2:]])
 
 
-def _rule_name(value: str) -> str:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", value):
-        raise ValueError(f"{shown(value)} is not a name of lower-case letters, digits and dashes")
-    return value
-
-
 def _path_pattern(value: str) -> str:
     if not value.strip("/") or len(value) > 400 or not value.isprintable():
         raise ValueError(f"{shown(value)} is not a pattern of paths")
     return value
 
 
-_HOST = r"[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?"
 _LISTEN = re.compile(rf"(?:{_HOST}|\[[0-9a-f:.]+\]):(\d{{1,5}})", re.IGNORECASE)
 
 
@@ -164,12 +155,6 @@ def _listen(value: str) -> str:
     found = _LISTEN.fullmatch(value)
     if value and not (found and 0 < int(found[1]) < 1 << 16):
         raise ValueError(f"{shown(value)} is not host:port, such as 127.0.0.1:8780 or [::1]:8780")
-    return value.lower()
-
-
-def _host(value: str) -> str:
-    if not re.fullmatch(rf"{_HOST}|[0-9a-f:.]+", value, re.IGNORECASE):
-        raise ValueError(f"{shown(value)} is not a name or an address, without a port")
     return value.lower()
 
 
@@ -285,7 +270,7 @@ class WebSettings(_Section):
     """`hosts` are names that the page answers to besides the address that it is asked at."""
 
     listen: Annotated[str, AfterValidator(_listen)] = ""
-    hosts: tuple[Annotated[str, AfterValidator(_host)], ...] = ()
+    hosts: tuple[Annotated[str, AfterValidator(_host), AfterValidator(str.lower)], ...] = ()
 
 
 class DockerSettings(_Section):
@@ -297,7 +282,9 @@ class CatalogSettings(_Section):
 
 
 class StoreSettings(_Section):
-    url: Annotated[str, AfterValidator(_store), Restart] = ""
+    url: Annotated[
+        str, AfterValidator(_store), AfterValidator(lambda url: url.rstrip("/")), Restart
+    ] = ""
 
 
 class MirrorSettings(_Section):
