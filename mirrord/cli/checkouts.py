@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
 from ..protocol import Grade
-from .output import short, table, when
+from .output import listing, when
 from .session import (
     Argument,
     BackendOption,
@@ -161,11 +161,8 @@ def snapshot(
 def snapshots(session: Session, checkout_id: Id) -> None:
     """Oldest first."""
     made = session.client.list_snapshots(find_id(session, checkout_id))
-    rows = [
-        (each.name, short(each.commit), when(each.copied.taken_at), str(each.copied.files))
-        for each in made
-    ]
-    session.answer(made, table(["NAME", "COMMIT", "TAKEN", "FILES"], rows))
+    columns = "NAME COMMIT=commit:short TAKEN=copied.taken_at FILES=copied.files"
+    session.answer(made, listing(made, columns))
 
 
 def save(
@@ -193,13 +190,8 @@ def layers(
         session.answer(None, [])
         return
     found = session.client.list_layers(mirror)
-    rows = []
-    for each in found:
-        place = (each.mirror, short(each.commit), each.history, each.environment)
-        counts = (str(each.saved_by), str(each.copied.files), str(each.checkouts))
-        rows.append((each.id, each.name, *place, *counts))
-    columns = ["ID", "NAME", "MIRROR", "COMMIT", "HISTORY", "ENVIRONMENT", "UID", "FILES"]
-    session.answer(found, table([*columns, "CHECKOUTS"], rows))
+    columns = "ID NAME MIRROR COMMIT=commit:short HISTORY ENVIRONMENT UID=saved_by"
+    session.answer(found, listing(found, f"{columns} FILES=copied.files CHECKOUTS"))
 
 
 def diff(
@@ -308,13 +300,8 @@ def list_all(
 ) -> None:
     """Lists your own; an administrator sees everybody's."""
     held = session.client.list_checkouts(label)
-    rows = []
-    for c in held:
-        kind = (c.history, c.view, c.backend)
-        place = (str(c.owner_uid), c.expires_at, c.path)
-        rows.append((c.id, c.instance, c.mirror, short(c.commit), *kind, *place))
-    columns = ["ID", "INSTANCE", "MIRROR", "COMMIT", "HISTORY", "VIEW", "BACKEND"]
-    session.answer(held, table([*columns, "UID", "EXPIRES", "PATH"], rows))
+    columns = "ID INSTANCE MIRROR COMMIT=commit:short HISTORY VIEW BACKEND UID=owner_uid"
+    session.answer(held, listing(held, f"{columns} EXPIRES=expires_at PATH"))
 
 
 def is_id(text: str) -> bool:
@@ -425,8 +412,7 @@ def grade(
 def _noticed(grade: Grade) -> list[str]:
     lines: list[str] = []
     if grade.steering:
-        rows = [(each.action, each.rule, each.path, each.detail) for each in grade.steering]
-        lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows)
+        lines += listing(grade.steering, "ACTION RULE PATH DETAIL")
     if not grade.changed:
         lines.append("the change is empty")
     if grade.tests is None:

@@ -6,15 +6,21 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
-
-import mirrord
+from typing import TYPE_CHECKING, Annotated, cast
 
 from ..errors import IntegrityError, ResourceError, UsageError
 from ..model import View
-from ..protocol import Dataset, DatasetDiff, Instance, InstanceName, Operation
-from .operations import finish, started, watching
-from .output import count, facts, short, table
+from ..protocol import (
+    Dataset,
+    DatasetDiff,
+    DatasetImported,
+    Instance,
+    InstanceName,
+    Prewarmed,
+    UnpinnedCommit,
+)
+from .operations import conclude, watching
+from .output import count, described, facts, listing, short
 from .session import Argument, NoWait, Option, Session, ViewOption
 
 if TYPE_CHECKING:
@@ -68,18 +74,15 @@ def add(
             dry_run=dry_run,
             progress=watch,
         )
-    ended = operation if no_wait else finish(session, operation)
-    if dry_run and ended.result is not None:
-        found = mirrord.DatasetDiff.from_json(ended.result)
-        session.answer(ended, _differences(found))
-        for fault in found.faults:
+    if dry_run:
+        compared = conclude(session, operation, no_wait, DatasetDiff, _differences)
+        for fault in compared.faults if compared else ():
             session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
         return
-    session.answer(ended, _imported(ended))
-    result = ended.result or {}
-    for text in _complaints(result):
+    found = conclude(session, operation, no_wait, DatasetImported, _imported)
+    for text in _complaints(found) if found else ():
         session.note(text)
-    if (result.get("dataset") or {}).get("unpinned"):
+    if found and found.dataset.unpinned:
         raise SystemExit(IntegrityError.exit_status)
 
 
@@ -91,36 +94,32 @@ def _read_mapping(file: Path) -> str:
         raise UsageError(f"cannot read the mapping {file}: {fact}") from error
 
 
-def _imported(operation: Operation) -> Iterator[str]:
-    if operation.result is None:
-        yield from started(operation)
-        return
-    dataset, change = operation.result["dataset"], operation.result.get("change") or {}
-    instances = f"{count(dataset['instance_count'], 'instance')} of format {dataset['format']}"
-    commits, mirrors = count(dataset["commit_count"], "commit"), len(dataset["mirrors"])
-    yield f"{dataset['name']}: {instances}, {commits} in {count(mirrors, 'mirror')}"
-    kinds = [f"{len(change.get(kind) or [])} {kind}" for kind in ("added", "changed", "removed")]
-    yield ", ".join([*kinds, f"{change.get('unchanged_count', 0)} unchanged"])
+def _imported(found: DatasetImported) -> Iterator[str]:
+    dataset, change = found.dataset, found.change
+    instances = f"{count(dataset.instance_count, 'instance')} of format {dataset.format}"
+    commits, mirrors = count(dataset.commit_count, "commit"), len(dataset.mirrors)
+    yield f"{dataset.name}: {instances}, {commits} in {count(mirrors, 'mirror')}"
+    kinds = f"{len(change.added)} added, {len(change.changed)} changed"
+    yield f"{kinds}, {len(change.removed)} removed, {change.unchanged_count} unchanged"
 
 
-def _complaints(result: dict[str, Any]) -> Iterator[str]:
-    dataset = result.get("dataset") or {}
-    for fault in dataset.get("faults") or []:
-        where = f"{fault['file']}:{fault['line']}"
-        yield f"{where}: {fault.get('instance') or 'row'}: {fault['reason']}"
-    for instance in result.get("ambiguous") or []:
-        others = ", ".join(name for name in instance["datasets"] if name != dataset["name"])
+def _complaints(found: DatasetImported) -> Iterator[str]:
+    dataset = found.dataset
+    for fault in dataset.faults:
+        yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
+    for instance in found.ambiguous:
+        others = ", ".join(name for name in instance.datasets if name != dataset.name)
         other = f"{others} records another repository or base commit"
-        yield f"{instance['id']}: {other}; check it out with --dataset"
-    if unseen := result.get("ambiguous_count", 0) - len(result.get("ambiguous") or []):
+        yield f"{instance.id}: {other}; check it out with --dataset"
+    if unseen := found.ambiguous_count - len(found.ambiguous):
         yield f"{unseen} more instances are recorded differently by other datasets"
-    by_reason: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for commit in dataset.get("unpinned") or []:
-        by_reason.setdefault((commit["mirror"], commit["reason"]), []).append(commit)
+    by_reason: dict[tuple[str, str], list[UnpinnedCommit]] = {}
+    for commit in dataset.unpinned:
+        by_reason.setdefault((commit.mirror, commit.reason), []).append(commit)
     for (mirror, reason), commits in by_reason.items():
-        which = commits[0]["commit"] if len(commits) == 1 else f"{len(commits)} commits"
-        instances = _ids(sorted({each for commit in commits for each in commit["instances"]}))
-        roles = {role for commit in commits for role in commit["roles"]}
+        which = commits[0].commit if len(commits) == 1 else f"{len(commits)} commits"
+        instances = _ids(sorted({each for commit in commits for each in commit.instances}))
+        roles = {role for commit in commits for role in commit.roles}
         only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts work without)"
         yield f"{mirror}: cannot pin {which} of {instances}{only}: {reason}"
 
@@ -137,27 +136,22 @@ def prepare(
     all (status 7). Status 8 when a base commit cannot be served. Ctrl-C ends the waiting alone.
     """
     operation = session.client.prepare_dataset(name, *instances)
-    ended = operation if no_wait else finish(session, operation)
-    if ended.result is None:
-        session.answer(ended, started(ended))
-        return
-    found = mirrord.Prewarmed.from_json(ended.result)
-    counts = f"{count(found.prepared, 'commit')} prepared, {found.failed} failed, {found.left} left"
-    session.answer(ended, [counts])
-    if found.failed:
+    found = conclude(session, operation, no_wait, Prewarmed, _prepared)
+    if found and found.failed:
         raise SystemExit(IntegrityError.exit_status)
-    if found.left:
+    if found and found.left:
         raise SystemExit(ResourceError.exit_status)
+
+
+def _prepared(found: Prewarmed) -> Iterator[str]:
+    yield f"{count(found.prepared, 'commit')} prepared, {found.failed} failed, {found.left} left"
 
 
 def list_all(session: Session) -> None:
     found = session.client.list_datasets()
-    rows = []
-    for d in found:
-        counts = (d.instance_count, d.commit_count, len(d.mirrors), d.fault_count, d.unpinned_count)
-        rows.append((d.name, d.format, *counts, d.imported_at))
-    columns = ["DATASET", "FORMAT", "INSTANCES", "COMMITS", "MIRRORS"]
-    session.answer(found, table([*columns, "BAD ROWS", "UNPINNED", "IMPORTED"], rows))
+    counts = "INSTANCES=instance_count COMMITS=commit_count MIRRORS=mirrors:count"
+    counts += " BAD_ROWS=fault_count UNPINNED=unpinned_count"
+    session.answer(found, listing(found, f"DATASET=name FORMAT {counts} IMPORTED=imported_at"))
 
 
 def show(
@@ -174,17 +168,16 @@ def show(
 
 def _described(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]:
     rules = ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items())
-    known: dict[str, object] = {"dataset": dataset.name, "format": dataset.format}
-    known |= {"source": dataset.source, "sha256": dataset.sha256, "digest": dataset.digest}
-    known |= {"instances": dataset.instance_count, "repositories": len(dataset.mirrors)}
     roles = ", ".join(f"{n:,} {role}" for role, n in dataset.commits_by_role.items())
-    known |= {"commits": f"{dataset.commit_count:,}" + (f": {roles}" if roles else "")}
-    known |= {"unpinned": dataset.unpinned_count, "bad rows": dataset.fault_count}
-    known |= {"environments": dataset.environment_count}
+    commits = f"{dataset.commit_count:,}" + (f": {roles}" if roles else "")
+    created = None
     if dataset.first_created_at and dataset.last_created_at:
         ends = (dataset.first_created_at, dataset.last_created_at)
-        known["created"] = " to ".join(f"{end:%Y-%m-%d}" for end in ends)
-    yield from facts({**known, "rules": rules or None, "imported": dataset.imported_at}.items())
+        created = " to ".join(f"{end:%Y-%m-%d}" for end in ends)
+    names = "dataset=name format source sha256 digest instances=instance_count"
+    names += " repositories=mirrors:count commits unpinned=unpinned_count bad_rows=fault_count"
+    names += " environments=environment_count created rules imported=imported_at"
+    yield from described(dataset, names, commits=commits, created=created, rules=rules or None)
     if instances:
         yield ""
         yield from (each.id for each in instances)
@@ -194,16 +187,12 @@ def _described(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]
             yield from [f"  and {more} more"] if more > 0 else []
     if dataset.faults:
         yield ""
-        bad = [(f"{each.file}:{each.line}", each.instance, each.reason) for each in dataset.faults]
-        yield from table(("BAD ROW", "INSTANCE", "REASON"), bad)
+        places = "BAD_ROW INSTANCE REASON"
+        yield from listing(dataset.faults, places, BAD_ROW=lambda bad: f"{bad.file}:{bad.line}")
     if dataset.unpinned:
         yield ""
-        lacking = dataset.unpinned
-        rows = [
-            (u.mirror, short(u.commit), ", ".join(u.roles), _ids(u.instances), u.reason)
-            for u in lacking
-        ]
-        yield from table(("MIRROR", "UNPINNED", "ROLES", "INSTANCES", "REASON"), rows)
+        columns = "MIRROR UNPINNED=commit:short ROLES INSTANCES REASON"
+        yield from listing(dataset.unpinned, columns, INSTANCES=lambda each: _ids(each.instances))
 
 
 def _ids(instances: list[str]) -> str:
@@ -295,5 +284,4 @@ def remove(session: Session, name: Name) -> None:
 
 def formats(session: Session) -> None:
     known = session.client.list_formats()
-    rows = [(each.name, each.title, each.detected_by) for each in known]
-    session.answer(known, table(("FORMAT", "TITLE", "DETECTED BY"), rows))
+    session.answer(known, listing(known, "FORMAT=name TITLE DETECTED_BY"))

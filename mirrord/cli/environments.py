@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import mirrord
-
 from ..errors import IntegrityError, UsageError
-from ..protocol import Environment, Operation
-from .operations import finish, started
-from .output import count, facts, short, size, table
+from ..protocol import BuildReport, Environment
+from .operations import conclude
+from .output import count, described, listing, short, size
 from .session import Argument, NoWait, Option, Session
 
 _NAME_HELP = "KEY, or KEY@DIGEST, of which the first digits will do."
@@ -38,19 +36,14 @@ def build(
     operation = session.client.build_environments(
         *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen
     )
-    ended = operation if no_wait else finish(session, operation)
-    session.answer(ended, _built(ended))
-    for failure in (ended.result or {}).get("failed") or []:
-        session.note(failure["detail"])
-    if (ended.result or {}).get("failed"):
+    report = conclude(session, operation, no_wait, BuildReport, _built)
+    for failure in report.failed if report else ():
+        session.note(failure.detail)
+    if report and report.failed:
         raise SystemExit(IntegrityError.exit_status)
 
 
-def _built(operation: Operation) -> Iterator[str]:
-    if operation.result is None:
-        yield from started(operation)
-        return
-    report = mirrord.BuildReport.from_json(operation.result)
+def _built(report: BuildReport) -> Iterator[str]:
     yield from report.ready
     if report.prepared:
         yield f"prepared {count(len(report.prepared), 'commit')}"
@@ -71,13 +64,8 @@ def add(
 def list_all(session: Session) -> None:
     """Ready ones, failed builds, and those being built."""
     found = session.client.list_environments()
-    rows = [
-        (each.name, each.state, each.python, each.files, size(each.size_bytes),
-         each.holders, each.built_at)
-        for each in found
-    ]  # fmt: skip
-    header = ("ENVIRONMENT", "STATE", "PYTHON", "FILES", "SIZE", "HELD", "BUILT")
-    session.answer(found, table(header, rows))
+    columns = "ENVIRONMENT=name STATE PYTHON FILES SIZE=size_bytes HELD=holders BUILT=built_at"
+    session.answer(found, listing(found, columns))
 
 
 def show(session: Session, key: Name) -> None:
@@ -88,22 +76,17 @@ def show(session: Session, key: Name) -> None:
 
 def _described(found: Environment) -> Iterator[str]:
     at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
-    known: dict[str, object] = {"environment": found.name, "state": found.state}
-    known |= {"python": found.python, "interpreter": found.interpreter, "built at": at}
-    known |= {"built": found.built_at, "used": found.used_at, "held": found.holders}
-    if found.state == "ready":
-        shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared before"
-        known |= {"files": found.files, "size": shared, "manifest": found.manifest}
-    dropped = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items())
-    leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared)
-    known |= {"left out": dropped or None, "findings": leaks or None, "error": found.error}
-    yield from facts(known.items())
+    names = "environment=name state python interpreter built_at built=built_at used=used_at"
+    names += " held=holders files size manifest left_out findings error"
+    shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared before"
+    left_out = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items()) or None
+    leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared) or None
+    own: dict[str, object] = {"built_at": at, "left_out": left_out, "findings": leaks}
+    own |= {"size": shared} if found.state == "ready" else dict.fromkeys(("files", "size"))
+    yield from described(found, names, **own)
     if found.prepared:
         yield ""
-        rows = [
-            (each.mirror, short(each.commit), each.layer, each.error) for each in found.prepared
-        ]
-        yield from table(("MIRROR", "COMMIT", "LAYER", "ERROR"), rows)
+        yield from listing(found.prepared, "MIRROR COMMIT=commit:short LAYER ERROR")
     if found.tail:
         yield ""
         yield from found.tail

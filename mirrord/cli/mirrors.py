@@ -10,8 +10,8 @@ from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..model import AuditLevel, CommitRole
 from ..protocol import Audit, BundleImported, Mirror, Operation, RefDiff, Repair, Restored
 from .checkouts import restore_paths
-from .operations import finish, finish_all, started, watching
-from .output import cell, count, facts, problem_of, short, size, table
+from .operations import conclude, finish, finish_all, started, watching
+from .output import cell, count, described, listing, problem_of
 from .session import Argument, MirrorArgument, NoWait, Option, Session
 
 Repos = Annotated[list[str], Argument("owner/name; the upstream is the configured one.", "REPO...")]
@@ -66,8 +66,7 @@ def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: b
 
     def shown() -> Iterator[str]:
         if any(operation.state == "running" for operation in operations):
-            rows = [(each.id, each.kind, each.subject, each.state) for each in operations]
-            yield from table(("OPERATION", "KIND", "SUBJECT", "STATE"), rows)
+            yield from listing(operations, "OPERATION=id KIND SUBJECT STATE")
         elif operations:
             subjects = {operation.subject.lower() for operation in operations}
             yield from _lines(
@@ -89,11 +88,9 @@ def list_all(session: Session) -> None:
 
 
 def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
-    rows = []
-    for m in mirrors:
-        counts = (m.ref_count, m.pin_count, m.kept_count)
-        rows.append((m.name, m.state, *counts, size(m.size_bytes), m.synced_at, problem_of(m)))
-    return table(("MIRROR", "STATE", "REFS", "PINS", "KEPT", "SIZE", "SYNCED", "PROBLEM"), rows)
+    counts = "REFS=ref_count PINS=pin_count KEPT=kept_count SIZE=size_bytes"
+    columns = f"MIRROR=name STATE {counts} SYNCED=synced_at PROBLEM"
+    return listing(mirrors, columns, PROBLEM=problem_of)
 
 
 def show(session: Session, name: MirrorArgument) -> None:
@@ -105,26 +102,14 @@ def show(session: Session, name: MirrorArgument) -> None:
 
 
 def _described(mirror: Mirror) -> Iterator[str]:
-    yield from facts(
-        [
-            ("mirror", mirror.name),
-            ("upstream", mirror.url),
-            ("state", mirror.state),
-            ("default branch", mirror.default_branch),
-            ("refs", mirror.ref_count),
-            ("pins", mirror.pin_count),
-            ("kept refs", mirror.kept_count),
-            ("size", size(mirror.size_bytes)),
-            ("synced", mirror.synced_at),
-            ("attempted", mirror.attempted_at),
-            ("problem", mirror.error and mirror.error.detail),
-            ("hint", mirror.error and mirror.error.hint),
-        ]
+    counts = "refs=ref_count pins=pin_count kept_refs=kept_count size=size_bytes"
+    names = f"mirror=name upstream=url state default_branch {counts} synced=synced_at"
+    yield from described(
+        mirror, f"{names} attempted=attempted_at problem=error.detail hint=error.hint"
     )
     if mirror.ref_faults:
         yield ""
-        rows = [(fault.ref, short(fault.commit), fault.reason) for fault in mirror.ref_faults]
-        yield from table(("REF NOT TAKEN", "COMMIT", "REASON"), rows)
+        yield from listing(mirror.ref_faults, "REF_NOT_TAKEN=ref COMMIT=commit:short REASON")
 
 
 def remove(session: Session, name: MirrorArgument) -> None:
@@ -168,8 +153,7 @@ def pins(
     name: Annotated[str | None, Argument("Default: all mirrors.", "[NAME]")] = None,
 ) -> None:
     found = session.client.list_pins(name)
-    rows = [(each.mirror, each.commit, each.owner, each.created_at, each.reason) for each in found]
-    session.answer(found, table(("MIRROR", "COMMIT", "OWNER", "SINCE", "REASON"), rows))
+    session.answer(found, listing(found, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
 
 
 # -- the ref history
@@ -178,8 +162,7 @@ def pins(
 def refs_log(session: Session, name: MirrorArgument) -> None:
     """Newest first; each sync that changed something makes a record."""
     records = session.client.log_refs(name)
-    rows = [(record.id, record.at, record.ref_count, record.summary) for record in records]
-    session.answer(records, table(("RECORD", "AT", "REFS", "SUMMARY"), rows))
+    session.answer(records, listing(records, "RECORD=id AT REFS=ref_count SUMMARY"))
 
 
 def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
@@ -191,19 +174,12 @@ def refs_restore(
     session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
 ) -> None:
     """Prints the moved refs. Their old tips are kept; the next sync follows upstream again."""
-    operation = session.client.restore_refs(name, at)
-    ended = operation if no_wait else finish(session, operation)
-
-    result = ended.result
-    session.answer(ended, _changes(RefDiff.from_json(result)) if result else started(ended))
+    conclude(session, session.client.restore_refs(name, at), no_wait, RefDiff, _changes)
 
 
 def _changes(found: RefDiff) -> Iterator[str]:
-    rows = [
-        (each.kind, short(each.old), short(each.new), "kept" if each.kept else None, each.ref)
-        for each in found.changes
-    ]
-    return table(("CHANGE", "OLD", "NEW", "OLD TIP", "REF"), rows)
+    columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF"
+    return listing(found.changes, columns, OLD_TIP=lambda each: "kept" if each.kept else None)
 
 
 # -- bundles
@@ -227,13 +203,7 @@ def bundle(
         raise UsageError(f"cannot write {file}: {fact}", hint="make it first")
     with watching(session, f"bundling {name}") as watch:
         made = session.client.create_bundle(name, file, since=since, progress=watch)
-    known: dict[str, object] = {
-        "file": made.file,
-        "mirror": made.mirror,
-        "size": size(made.size_bytes),
-    }
-    known |= {"record": made.record, "since": made.since}
-    session.answer(made, facts(known.items()))
+    session.answer(made, described(made, "file mirror size=size_bytes record since"))
 
 
 def bundle_import(
@@ -253,15 +223,7 @@ def bundle_import(
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
     with watching(session, f"sending {file.name}") as watch:
         operation = session.client.import_bundle(file, mirror=mirror, progress=watch)
-    ended = operation if no_wait else finish(session, operation)
-    session.answer(ended, _imported(ended))
-
-
-def _imported(operation: Operation) -> Iterator[str]:
-    if operation.result is None:
-        yield from started(operation)
-    else:
-        yield from _merged(BundleImported.from_json(operation.result))
+    conclude(session, operation, no_wait, BundleImported, _merged)
 
 
 def _merged(result: BundleImported) -> Iterator[str]:

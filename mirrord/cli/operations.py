@@ -5,12 +5,14 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from ..errors import MirrordError, OperationNotFoundError
-from ..protocol import Operation, Progress
-from .output import cell, facts, table
+from ..protocol import Answer, Operation, Progress
+from .output import cell, described, listing
 from .session import Argument, Option, Session, plain, print_line
+
+A = TypeVar("A", bound=Answer)
 
 Id = Annotated[str, Argument("An operation's id, as `mirrord operations list` shows it.", "ID")]
 
@@ -77,6 +79,20 @@ def _print_continues(operation: Operation) -> None:
     print(f"operation {operation.id} continues: {again}, {end}", file=sys.stderr)
 
 
+def conclude(
+    session: Session,
+    operation: Operation,
+    no_wait: bool,
+    kind: type[A],
+    told: Callable[[A], Iterable[str]],
+) -> A | None:
+    """Answer with an operation, and tell its result to people; returns it, None while it runs."""
+    ended = operation if no_wait else finish(session, operation)
+    result = None if ended.result is None else kind.from_json(ended.result)
+    session.answer(ended, started(ended) if result is None else told(result))
+    return result
+
+
 def started(operation: Operation) -> list[str]:
     """The answer for an operation that still runs."""
     return [f"operation {operation.id} {operation.state}"]
@@ -96,28 +112,16 @@ def list_all(
 
 def rows(operations: Iterable[Operation]) -> Iterator[str]:
     """A table of operations."""
-    header = ("OPERATION", "KIND", "SUBJECT", "STATE", "PROGRESS", "STARTED")
-    return table(
-        header,
-        [(o.id, o.kind, o.subject, o.state, amount(o.progress), o.started_at) for o in operations],
-    )
+    columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
+    return listing(operations, columns, PROGRESS=lambda found: amount(found.progress))
 
 
 def show(session: Session, operation_id: Id) -> None:
     """With --json, shows its result too."""
     found = session.client.get_operation(operation_id)
-    pairs = [
-        ("operation", found.id),
-        ("kind", found.kind),
-        ("subject", found.subject),
-        ("state", found.state),
-        ("progress", amount(found.progress) or None),
-        ("started", found.started_at),
-        ("ended", found.finished_at),
-        ("problem", found.error and found.error.detail),
-        ("hint", found.error and found.error.hint),
-    ]
-    session.answer(found, facts(pairs))
+    names = "operation=id kind subject state progress started=started_at ended=finished_at"
+    names += " problem=error.detail hint=error.hint"
+    session.answer(found, described(found, names, progress=amount(found.progress) or None))
 
 
 def watch(session: Session, operation_id: Id) -> None:

@@ -1,11 +1,15 @@
 """Values for people: tables, times, sizes. No column is wrapped or cut: a pipe gets whole lines."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 from ..model import printable
 from ..protocol import Mirror
+
+T = TypeVar("T")
 
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -30,6 +34,44 @@ def table(
         )
         line = "  ".join(aligned).rstrip()
         yield f"\x1b[1m{line}\x1b[0m" if number == 0 and is_bold else line
+
+
+def listing(
+    items: Iterable[T], columns: str, *, bold: bool | None = None, **made: Callable[[T], object]
+) -> Iterator[str]:
+    """A table of messages. Columns are words: `NAME` is the member `name`, `OLD_ID=commit:short`
+    is called OLD ID; the values of others are `made`.
+    """
+    words = [word.partition("=") for word in columns.split()]
+    reads = [
+        made.get(name) or partial(_member, path=path or name.lower()) for name, _, path in words
+    ]
+    header = [name.replace("_", " ") for name, _, _ in words]
+    return table(header, [[read(item) for read in reads] for item in items], bold=bold)
+
+
+def described(item: object, names: str, **made: object) -> Iterator[str]:
+    """Facts about a message by words, as for `listing`."""
+    words = [word.partition("=") for word in names.split()]
+    return facts(
+        (name.replace("_", " "), made[name] if name in made else _member(item, path or name))
+        for name, _, path in words
+    )
+
+
+def _member(item: object, path: str) -> object:
+    """A member as people read it, such as `error.detail`, `mirrors:count`, `size_bytes`."""
+    names, _, form = path.partition(":")
+    found: Any = item
+    for name in names.split("."):
+        found = None if found is None else getattr(found, name)
+    if form == "short":
+        return short(found)
+    if form == "count":
+        return len(found)
+    if isinstance(found, list):
+        return ", ".join(map(str, found)) or None
+    return size(found) if names.endswith("_bytes") else found
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:

@@ -5,15 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ..errors import IntegrityError, UsageError
 from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
 from .checkouts import ID_HELP, find_id
 from .session import Argument, Option, Session, print_line, read_file
-
-if TYPE_CHECKING:
-    from .signatures import SignatureCheck
 
 _SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the private one."
 
@@ -105,13 +102,10 @@ def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tup
     """Whether the signature is as good as was asked for, and what to say of it."""
     if given.signature is None:
         return signers is None, "it is not signed"
-    judged: SignatureCheck = _signatures().check(
-        given.signed_bytes(), given.signature, signers, identity
-    )
-    if judged.is_good and not signers:
-        hint = "whose key that is was not checked: give --allowed-signers and --identity"
-        return True, f"{judged.detail}; {hint}"
-    return judged
+    is_good, detail = _signatures().check(given.signed_bytes(), given.signature, signers, identity)
+    if is_good and not signers:
+        detail += "; whose key that is was not checked: give --allowed-signers and --identity"
+    return is_good, detail
 
 
 def _signatures() -> Any:

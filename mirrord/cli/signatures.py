@@ -7,7 +7,7 @@ keeps a signature of a receipt from passing for one of anything else.
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ResourceError, UsageError
 
@@ -30,15 +30,8 @@ def sign(data: bytes, key: Path) -> str:
     return done.stdout.decode("ascii")
 
 
-class SignatureCheck(NamedTuple):
-    """Whether a signature is good, and what ssh-keygen says of it."""
-
-    is_good: bool
-    detail: str
-
-
-def check(data: bytes, signature: str, signers: Path | None, identity: str) -> SignatureCheck:
-    """Judge a signature of `data`.
+def check(data: bytes, signature: str, signers: Path | None, identity: str) -> tuple[bool, str]:
+    """Whether a signature of `data` is good, and what ssh-keygen says of it.
 
     With `signers`, a file as ssh-keygen reads it (ALLOWED SIGNERS), it must be by `identity`;
     without, it says that nothing was changed since some key signed it.
@@ -52,7 +45,7 @@ def check(data: bytes, signature: str, signers: Path | None, identity: str) -> S
         done = _run(*options, input=data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.decode(errors="replace").splitlines()
     facts = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
-    return SignatureCheck(done.returncode == 0, facts[0] if facts else "it is not by this signer")
+    return done.returncode == 0, facts[0] if facts else "it is not by this signer"
 
 
 def _run(*options: str, **how: Any) -> subprocess.CompletedProcess[bytes]:

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 from ..errors import NoDaemonError, ResourceError, UsageError
 from ..protocol import Garbage, Mirror, Operation, Status, Usage
 from . import operations
-from .output import cell, count, facts, problem_of, size, table, when
+from .output import cell, count, described, facts, listing, problem_of, size, table, when
 from .session import Option, Session, print_line, read_duration
 
 _ASK_AGAIN_S = 0.1
@@ -72,25 +72,19 @@ def fleet(session: Session) -> None:
         session.answer(found, ["no daemon shares mirrors with this one: it has no [store] url"])
         return
     named = {node.holder: node.name for node in found.nodes}
-    nodes = [
-        [it.name, it.id, it.version, f"{it.age_s:.0f} s", it.mirrors, it.behind, it.fault]
-        for it in found.nodes
-    ]
-    claims = [
-        [it.work, named.get(it.holder, it.holder), it.epoch, f"{it.left_s:.0f} s"]
-        for it in found.claims
-    ]
-    pairs = [
-        ("node", found.node),
-        ("store", found.store),
-        ("fault", found.fault),
-        ("generations", found.generations),
-        ("behind", ", ".join(found.behind) or None),
-    ]
-    lines = [*facts(pairs), ""]
-    lines += table(["node", "id", "version", "seen", "mirrors", "behind", "fault"], nodes)
-    if claims:
-        lines += ["", *table(["work", "node", "epoch", "left"], claims)]
+    lines = [*described(found, "node store fault generations behind"), ""]
+    columns = "node=name id version seen mirrors behind fault"
+    lines += listing(found.nodes, columns, seen=lambda node: f"{node.age_s:.0f} s")
+    if found.claims:
+        lines += [
+            "",
+            *listing(
+                found.claims,
+                "work node epoch left",
+                left=lambda claim: f"{claim.left_s:.0f} s",
+                node=lambda claim: named.get(claim.holder, claim.holder),
+            ),
+        ]
     session.answer(found, lines)
 
 
@@ -205,26 +199,19 @@ def _described(
     yield from [*shown, ""] if shown else []
     yield from _sums(found)
     yield from _shown(operations.rows(running), len(running), every)
-    header = ["MIRROR", "STATE", "REFS", "PINS", "SIZE", "SYNCED", "PROBLEM"]
-    mirrors = [
-        (m.name, m.state, m.ref_count, m.pin_count, size(m.size_bytes), m.synced_at, problem_of(m))
-        for m in found.mirrors
-        if every or len(found.mirrors) <= _SHOWN or problem_of(m)
-    ]
-    yield from _shown(table(header, mirrors), len(mirrors), every)
-    header = ["DATASET", "FORMAT", "INSTANCES", "BAD ROWS", "UNPINNED", "IMPORTED"]
-    datasets = [
-        (d.name, d.format, d.instance_count, d.fault_count, d.unpinned_count, d.imported_at)
-        for d in found.datasets
-        if every or len(found.datasets) <= _SHOWN or d.fault_count or d.unpinned_count
-    ]
-    yield from _shown(table(header, datasets), len(datasets), every)
-    jobs = [
-        (job.name, job.next_at, job.last_at, job.last_error)
-        for job in found.jobs
-        if every or job.last_error
-    ]
-    yield from _shown(table(("JOB", "NEXT", "LAST", "PROBLEM"), jobs), len(jobs), every)
+    all_mirrors = every or len(found.mirrors) <= _SHOWN
+    mirrors = [each for each in found.mirrors if all_mirrors or problem_of(each)]
+    columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
+    lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
+    yield from _shown(lines, len(mirrors), every)
+    all_datasets = every or len(found.datasets) <= _SHOWN
+    datasets = [d for d in found.datasets if all_datasets or d.fault_count or d.unpinned_count]
+    columns = "DATASET=name FORMAT INSTANCES=instance_count BAD_ROWS=fault_count"
+    lines = listing(datasets, f"{columns} UNPINNED=unpinned_count IMPORTED=imported_at")
+    yield from _shown(lines, len(datasets), every)
+    jobs = [job for job in found.jobs if every or job.last_error]
+    lines = listing(jobs, "JOB=name NEXT=next_at LAST=last_at PROBLEM=last_error")
+    yield from _shown(lines, len(jobs), every)
 
 
 def _sums(found: Status) -> Iterator[str]:
@@ -314,13 +301,8 @@ def _weighed(found: Usage) -> Iterator[str]:
         rows = [each for each in found.rows if each.kind == total.kind]
         if rows:
             yield ""
-            sizes = ((each.size_bytes, each.shared_bytes, each.reclaimable_bytes) for each in rows)
-            lines = [
-                (each.name, *map(size, bytes_), each.checkouts, each.used_at)
-                for each, bytes_ in zip(rows, sizes, strict=True)
-            ]
-            columns = ("SIZE", "SHARED", "RECLAIMABLE", "CHECKOUTS", "LAST USED")
-            yield from table((total.kind.upper(), *columns), lines)
+            columns = "SIZE=size_bytes SHARED=shared_bytes RECLAIMABLE=reclaimable_bytes CHECKOUTS"
+            yield from listing(rows, f"{total.kind.upper()}=name {columns} LAST_USED=used_at")
 
 
 def gc(
@@ -337,7 +319,6 @@ def gc(
 
 def _dropped(found: Garbage) -> Iterator[str]:
     if found.dropped:
-        rows = [(each.kind, each.name, each.count, size(each.size_bytes)) for each in found.dropped]
-        yield from table(("KIND", "NAME", "COUNT", "SIZE"), rows)
+        yield from listing(found.dropped, "KIND NAME COUNT SIZE=size_bytes")
         yield ""
     yield f"{'would free' if found.dry_run else 'freed'} {size(found.freed_bytes)}"

@@ -104,8 +104,8 @@ operations wait; operations:wait; 3456789; Wait until an operation ends.
 operations cancel; operations:cancel; 349; Cancel an operation.
 doctor; local:doctor; 7; Report what this host can and cannot do.
 support-bundle; support:support_bundle; 57; Write what a bug report needs into one file.
-service install; setup:install; 357; Set up units, users and directories, and start the daemon.
-service uninstall; setup:uninstall; 37; Stop the daemon and remove its units.
+service install; local:install; 357; Set up units, users and directories, and start the daemon.
+service uninstall; local:uninstall; 37; Stop the daemon and remove its units.
 reload; service:reload; 39; Have the daemon read its configuration again.
 events; service:events; 39; Print recent events; --follow prints new ones.
 config check; local:config_check; ; Check a configuration file.
