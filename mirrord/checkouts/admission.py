@@ -273,14 +273,18 @@ class Leasing:
         return lease, timings
 
     @asynccontextmanager
-    async def held(self, checkout: str, peer: Peer) -> AsyncIterator[Lease]:
-        """The peer's lease, with its lock; it may end while we wait for that."""
+    async def held(self, checkout: str, peer: Peer, *, whole: bool = False) -> AsyncIterator[Lease]:
+        """The peer's lease, with its lock; it may end while we wait for that. A `whole` one has its
+        commit's tree, or its owner's work on it: CheckoutBusyError where a reset failed half-way.
+        """
         self.must_be_open()
         checkout_id = self.get(checkout, peer).id
         async with self.lifecycle.locked(checkout_id):
             lease = self.leases.find(checkout_id)
             if lease is None:
                 raise not_found(checkout)
+            if whole:
+                must_be_whole(lease)
             yield lease
 
     def get(self, checkout: str, peer: Peer) -> Lease:
@@ -314,7 +318,6 @@ def must_mount(backends: list[Backend]) -> list[Backend]:
 
 
 def must_be_whole(lease: Lease) -> None:
-    """The tree is its commit's, or its owner's work on it."""
     if lease.state is LeaseState.RESETTING:
         raise CheckoutBusyError(
             f"cannot work on checkout {lease.id}: its last reset failed half-way",

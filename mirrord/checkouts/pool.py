@@ -157,15 +157,11 @@ class PoolBackend:
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
         """What a worker is told; its store stays inside, and its trash is removed afterwards."""
-        directory, private, mirror = (
-            lease.directory,
-            lease.private,
-            self.mirrors_path(lease.mirror),
-        )
+        mirror = self.mirrors_path(lease.mirror)
         layer = layer_path(self.state_dir, lease.layer) if lease.layer else None
         saved = lease.saved.layers if lease.saved else ()
         below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
-        trash = new_trash(directory.parent)
+        trash = new_trash(lease.directory.parent)
         with ExitStack() as stack:
             store, head = None, lease.commit
             if lease.history is not History.LINKED:
@@ -174,7 +170,7 @@ class PoolBackend:
                 store, head = sealed.git, sealed.head
             try:
                 yield PoolPaths(
-                    directory, private, mirror, store, head, lease.owner, trash, layer, below
+                    *lease.directories, mirror, store, head, lease.owner, trash, layer, below
                 )
             finally:
                 if trash.exists():

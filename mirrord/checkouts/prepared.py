@@ -126,12 +126,6 @@ class PreparedLayers:
             checkouts=self.holders(record),
         )
 
-    def find(self, name: str, place: tuple[str, str, str], uid: int | None) -> LayerRecord | None:
-        """The layer of a name: the uid's own, else one that is everybody's."""
-        found = [r for r in self._records.values() if r.saved.name == name and r.place == place]
-        own = (record for record in found if record.saved.saved_by == uid)
-        return next(own, next(filter(self.is_shared, found), None))
-
     def choose(
         self,
         name: str | None,
@@ -139,14 +133,20 @@ class PreparedLayers:
         uid: int,
         environment: EnvironmentName | None,
     ) -> SavedLayer | None:
-        """The layer of a checkout with this environment: the one of that name, or without a name
-        the one that was saved for the environment.
+        """The layer of a checkout with this environment: the uid's own of that name, else one that
+        is everybody's; or without a name the one that was saved for the environment.
         """
-        if name is None:
-            own = _name_for(environment.digest) if environment else None
-            record = self.find(own, place, None) if own else None
-        elif (record := self.find(name, place, uid)) is None:
-            raise _not_found(name, place)
+        wanted = name or (_name_for(environment.digest) if environment else None)
+        found = [r for r in self._records.values() if r.saved.name == wanted and r.place == place]
+        own = (record for record in found if name and record.saved.saved_by == uid)
+        record = next(own, next(filter(self.is_shared, found), None))
+        if record is None and name:
+            mirror, commit, history = place
+            raise errors.LayerNotFoundError(
+                f"cannot find layer {shown(name)}: you have none of this name for"
+                f" {mirror}@{commit[:12]} with history {history}",
+                hint="see `mirrord layers`; `mirrord save ID NAME` makes one",
+            )
         if record is None:
             return None
         if not record.saved.environment_layers or environment == record.environment:
@@ -168,10 +168,10 @@ class PreparedLayers:
         )
 
     @contextmanager
-    def held(self, saved: SavedLayer | None) -> Iterator[None]:
+    def held(self, saved: SavedLayer) -> Iterator[None]:
         """Keep the layers of a checkout that is being made."""
         with ExitStack() as stack:
-            for layer in (*saved.layers, *saved.environment_layers) if saved else ():
+            for layer in (*saved.layers, *saved.environment_layers):
                 stack.enter_context(self.layers.held(layer))
             yield
 
@@ -353,12 +353,3 @@ def _read(path: Path) -> LayerRecord | None:
         return None
     is_whole = all(path.with_name(layer).is_dir() for layer in record.layers)
     return record if is_whole and record.saved.id == path.stem else None
-
-
-def _not_found(name: str, place: tuple[str, str, str]) -> errors.LayerNotFoundError:
-    mirror, commit, history = place
-    return errors.LayerNotFoundError(
-        f"cannot find layer {shown(name)}: you have none of this name for {mirror}@{commit[:12]}"
-        f" with history {history}",
-        hint="see `mirrord layers`; `mirrord save ID NAME` makes one",
-    )

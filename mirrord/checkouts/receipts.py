@@ -58,7 +58,7 @@ class Receipts:
     ) -> protocol.Receipt:
         """The receipt of a checkout with this diff; the caller holds its lock."""
         row = await self.mirrors.get(str(lease.mirror))
-        store = None
+        store, saved = None, lease.saved
         if lease.history is not History.LINKED:
             store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
         clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
@@ -89,7 +89,11 @@ class Receipts:
             seal=seal,
             template=_proven(_TEMPLATE, template_proven_at),
             clean=None if lease.layer else _proven(clean, lease.reset_at or lease.created_at),
-            layer=_layer_of(lease),
+            layer=protocol.LayerFacts(
+                id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree
+            )
+            if saved
+            else None,
             environment="@".join(lease.environment) if lease.environment else None,
             grade=_grade_of(lease),
             diff=await anyio.to_thread.run_sync(_digest, diff),
@@ -196,14 +200,6 @@ def _digest(diff: bytes | Path) -> protocol.Digest:
         diff.unlink()
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return protocol.Digest(bytes=file.tell(), sha256=sha256)
-
-
-def _layer_of(lease: Lease) -> protocol.LayerFacts | None:
-    if (saved := lease.saved) is None:
-        return None
-    return protocol.LayerFacts(
-        id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree
-    )
 
 
 def _grade_of(lease: Lease) -> protocol.GradeFacts | None:

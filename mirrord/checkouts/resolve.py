@@ -250,7 +250,8 @@ class Resolver:
             if environment is not None:
                 self.environments.hold(environment.digest)
                 stack.callback(self.environments.drop, environment.digest)
-            stack.enter_context(self.prepared.held(saved))
+            if saved is not None:
+                stack.enter_context(self.prepared.held(saved))
             yield Outfit(saved, environment)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:

@@ -40,8 +40,7 @@ from .receipts import Receipts, report
 from .resolve import Resolver
 from .snapshots import Forks, Layers, objects_path
 from .stores.builder import StoreBuilder
-from .stores.store import find_leaks
-from .templates.eviction import TemplateKey
+from .stores.store import StoreKey, find_leaks
 from .volumes import Volumes
 
 
@@ -124,7 +123,7 @@ class Checkouts:
         return self._leasing.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
 
     @property
-    def needed_templates(self) -> frozenset[TemplateKey]:
+    def needed_templates(self) -> frozenset[StoreKey]:
         """Those of the checkouts and of their snapshots."""
         return frozenset(
             (lease.mirror.key, commit, lease.history)
@@ -171,8 +170,7 @@ class Checkouts:
     ) -> protocol.Fork:
         """Hand out another checkout of the same owner with the same content, or a snapshot's."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer) as parent:
-            must_be_whole(parent)
+        async with self._leasing.held(checkout, peer, whole=True) as parent:
             self._leasing.check(peer, parent.owner, parent.view, parent.history)
             ttl = self._leasing.ttl(request.ttl, peer)
             await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
@@ -208,8 +206,7 @@ class Checkouts:
     ) -> protocol.Snapshot:
         """Keep the tree as it is, under a name."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             await self.quotas.ensure("make a snapshot", peer.uid, lease.owner_uid)
             made = await self._forks.make(lease, request.name)
             self.quotas.add(lease.owner_uid, made.size_bytes)
@@ -267,8 +264,7 @@ class Checkouts:
         self, checkout: str, request: protocol.AttachCheckout, peer: Peer
     ) -> tuple[protocol.Attachment, int]:
         """A mount for the peer's own namespace: a descriptor, which the caller closes."""
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             mount = self._lifecycle.backend_of(lease).clone(lease, request.target)
         facts = {"target": str(request.target), "by": peer.uid}
         self._leasing.publish("checkout.attached", lease, **facts)
@@ -307,15 +303,13 @@ class Checkouts:
 
         A long answer is a file, which the caller removes.
         """
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             return await self._patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
         """What a checkout is now, and how that was proven."""
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             backend = self._lifecycle.backend_of(lease)
             made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
@@ -327,8 +321,7 @@ class Checkouts:
         """Judge the sealed store that a checkout shows: it is as it was built, and has neither the
         gold commit nor the bug's of the instance, but for its own.
         """
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
             row = await self._patches.find_row(lease)
             answers = (CommitRole.GOLD, CommitRole.BUG)
@@ -372,8 +365,7 @@ class Checkouts:
         """Apply a patch to the files, all of it or nothing; without one the instance's own
         `@patch`, in the direction that fixes the bug, or `@test_patch` (grader view).
         """
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             backwards = reverse
             if patch is None:
                 self._leasing.must_be_admin(peer, "apply the instance's own patch")
@@ -390,8 +382,7 @@ class Checkouts:
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
     ) -> protocol.RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             paths = await self._patches.restore(lease, request)
         self._leasing.publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
@@ -430,8 +421,7 @@ class Checkouts:
     ) -> protocol.PreparedLayer:
         """Keep what was changed in a checkout for others of its commit, under a name."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer) as lease:
-            must_be_whole(lease)
+        async with self._leasing.held(checkout, peer, whole=True) as lease:
             await self.quotas.ensure("save a layer", peer.uid, peer.uid)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             job = self._patches.job(lease)

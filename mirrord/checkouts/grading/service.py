@@ -18,7 +18,7 @@ from ...git.workers import Workers
 from ...host.peers import Peer, Process
 from ...mirrors.service import Mirrors
 from ...model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
-from ..admission import Admitted, Leasing, members, must_be_whole, must_mount
+from ..admission import Admitted, Leasing, members, must_mount
 from ..backend import DIFF_TIMEOUT
 from ..leases import Graded, SavedState
 from ..patches.service import Patches
@@ -62,8 +62,7 @@ class Grading:
         began = time.perf_counter()
         policies = self.policies(request.policy)
         with self.layers.making() as layer:
-            async with self.leasing.held(checkout, peer) as parent:
-                must_be_whole(parent)
+            async with self.leasing.held(checkout, peer, whole=True) as parent:
                 choices = {name: getattr(request, name) for name in _OF_GRADE}
                 start = protocol.StartCheckout(
                     view=View.GRADER, history=parent.history, label=parent.label, **choices

@@ -33,7 +33,17 @@ from ...telemetry import log
 from . import store as disk
 from .closures import Closures, Recorded, SharedLayers, nothing_recorded
 from .packer import PackFile, together, write_graph
-from .store import GRAPH, SealedStore, Tag, Tags, building, link_or_copy, packed_refs, remove_all
+from .store import (
+    GRAPH,
+    SealedStore,
+    StoreKey,
+    Tag,
+    Tags,
+    building,
+    link_or_copy,
+    packed_refs,
+    remove_all,
+)
 
 GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
@@ -78,7 +88,7 @@ class StoreBuilder:
             shared=self.shared,
         )  # fmt: skip
         self.commits = self._closures.commits
-        self._found: dict[tuple[str, CommitId, History], SealedStore] = {}
+        self._found: dict[StoreKey, SealedStore] = {}
         self._builds: Coalescer[SealedStore] = Coalescer()
         self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
         self._read: set[str] = set()
@@ -161,7 +171,7 @@ class StoreBuilder:
             store.record.rename(gone / store.record.name)
         except FileNotFoundError:
             store.record.unlink(missing_ok=True)
-        self._found.pop((store.mirror.key, store.commit, store.history), None)
+        self._found.pop(store.key, None)
         self._stores.get(store.mirror.key, {}).pop(store.path, None)
         return gone
 
@@ -215,7 +225,7 @@ class StoreBuilder:
         return self._root / str(name) / "gits"
 
     def _note(self, store: SealedStore) -> None:
-        self._found[store.mirror.key, store.commit, store.history] = store
+        self._found[store.key] = store
         self._stores.setdefault(store.mirror.key, {})[store.path] = store, time.time()
 
     # -- building ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...model import CommitId
 
@@ -14,18 +15,19 @@ MARGINS = (256, 8192)
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """`depth` counts first-parent steps from the root layer, `length` the layers up to this one.
-
-    A layer that is only planned has no pack yet.
-    """
+    """`depth` counts first-parent steps from the root layer. One only planned has no pack yet."""
 
     commit: CommitId
     base: CommitId | None
     depth: int
-    length: int
     pack: str = ""
     object_count: int = 0
     size_bytes: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "PackLayer":
+        """What a record says, which another version may have written; TypeError of a torn one."""
+        return cls(**{name: facts[name] for name in cls.__slots__ if name in facts})
 
 
 Layers = Mapping[CommitId, PackLayer]
@@ -65,9 +67,7 @@ def plan(
     layers = dict(known)
 
     def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
-        length = base.length + 1 if base else 1
-        on = base.commit if base else None
-        layers[commit] = planned[commit] = PackLayer(commit, on, depth, length)
+        layers[commit] = planned[commit] = PackLayer(commit, base.commit if base else None, depth)
 
     def waypoint_at(depth: int) -> PackLayer:
         """The layer at `depth`: planned, or further down the chain that the line starts with."""

@@ -176,7 +176,7 @@ class Closures:
             layers = self._layers[name.key] = {}
             for file in self.directory(name).glob("*/layer.json"):
                 try:
-                    layer = PackLayer(**json.loads(file.read_text()))
+                    layer = PackLayer.of(json.loads(file.read_text()))
                 except (OSError, ValueError, TypeError):
                     log.warning("closure.dropped", file=str(file))
                     continue
@@ -211,7 +211,7 @@ class Closures:
         listed = await self.shared.find(name)
         found = dict[CommitId, PackLayer]()
         with suppress(TypeError, KeyError):  # another version's
-            read = [PackLayer(**facts) for facts in listed.values()]
+            read = [PackLayer.of(facts) for facts in listed.values()]
             for layer in sorted(read, key=lambda layer: layer.depth):
                 base = self._known(name).get(layer.base) or found.get(layer.base)  # type: ignore[arg-type]
                 if layer.base is None or (base and base.depth < layer.depth):

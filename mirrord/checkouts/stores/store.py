@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
-from ...errors import DiskFullError
 from ...git.command import Git, object_info
 from ...git.packs import PackIndex, graph_is_whole, has_both_ends
+from ...host.files import full_disk_named
 from ...host.trash import Trash, find_trash, new_trash
 from ...model import CommitId, History, MirrorName
 from ...protocol import SealLeak
@@ -38,6 +38,8 @@ CONFIG = (
 GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
+StoreKey = tuple[str, CommitId, History]
+"""The key of a mirror, with what else tells its stores and templates apart."""
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
 
 
@@ -58,6 +60,10 @@ class SealedStore:
     packs: tuple[str, ...]
     pack_sizes: tuple[int, ...]
     tag_count: int
+
+    @property
+    def key(self) -> StoreKey:
+        return self.mirror.key, self.commit, self.history
 
     @property
     def size_bytes(self) -> int:
@@ -186,14 +192,8 @@ def building(directory: Path, trash: Trash) -> Iterator[Path]:
     """A temporary directory beside the result; removed afterwards unless it was published."""
     temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
     try:
-        yield temporary
-    except OSError as error:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise DiskFullError(
-                f"cannot write below {directory.name}: {error.strerror}",
-                hint="free space below the state directory",
-            ) from error
-        raise
+        with full_disk_named(f"below {directory.name}"):
+            yield temporary
     finally:
         trash.remove(temporary)
 

@@ -18,18 +18,15 @@ import anyio.to_thread
 
 from ...config import Settings
 from ...jobs.events import Events
-from ...model import CommitId, History, MirrorName
+from ...model import History, MirrorName
 from ..stores.builder import StoreBuilder
-from ..stores.store import SealedStore, note_uses
+from ..stores.store import SealedStore, StoreKey, note_uses
 from .layers import Layer
 from .registry import MirrorTemplates, TemplateRegistry
 
 _NEW_S = 600.0  # a younger layer without a store may have one that is being built
 _IN_USE_S = 600.0  # a nearly full disk takes none used since: its next checkout would be refused
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
-
-TemplateKey = tuple[str, CommitId, History]
-"""The key of a mirror, with what else tells its templates apart."""
 
 
 class TemplateWeight(NamedTuple):
@@ -74,17 +71,17 @@ class Eviction:
         used = sum(each.size_bytes for each in await self._inventories())
         return used > self.settings().checkouts.template_bytes * 0.9
 
-    async def evict(self, short_bytes: int = 0) -> set[Path]:
+    async def evict(self, short_bytes: int = 0) -> int:
         """Evict what is over the bounds, and what else frees `short_bytes` and was not used lately;
-        answers the stores that went.
+        answers how many stores went.
         """
         evicted = gone = await self._evict_once(short_bytes)
         while gone:  # again: shared files weigh more than was guessed
             gone = await self._evict_once()
-            evicted |= gone
+            evicted += gone
         return evicted
 
-    async def _evict_once(self, short_bytes: int = 0) -> set[Path]:
+    async def _evict_once(self, short_bytes: int = 0) -> int:
         inventories = await self._inventories()
         stores = [(each, *found) for each in inventories for found in each.used_at.items()]
         # for the next daemon
@@ -93,7 +90,7 @@ class Eviction:
         await anyio.to_thread.run_sync(note_uses, used)
 
         settings = self.settings().checkouts
-        now, evicted = time.time(), set[Path]()
+        now, evicted = time.time(), 0
         oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
         wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
         for each, path, used_at in sorted(stores, key=itemgetter(2)):
@@ -103,15 +100,15 @@ class Eviction:
             if not is_late and not is_short and size_bytes <= settings.template_bytes:
                 continue
             if await self._evict_store(each, path, used_at) is not None:
-                evicted.add(path)
+                evicted += 1
         for each in inventories:
             await self._evict_strays(each)
-            if evicted & each.all_stores:
+            if len(each.stores) < len(each.used_at):
                 await self.stores.evict_packs(each.name)
-        self._publish(inventories, len(evicted))
+        self._publish(inventories, evicted)
         return evicted
 
-    async def collect(self, keep: Collection[TemplateKey]) -> dict[MirrorName, tuple[int, int]]:
+    async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
         """Evict every template but those held, named by `keep` or used since, and what belongs to
         none; answers how many went by mirror, and their bytes.
         """
@@ -128,7 +125,7 @@ class Eviction:
         self._publish(inventories, sum(count for count, _ in collected.values()))
         return collected
 
-    async def weigh(self, keep: Collection[TemplateKey]) -> list[MirrorWeight]:
+    async def weigh(self, keep: Collection[StoreKey]) -> list[MirrorWeight]:
         """What the templates of each mirror take, and what `collect` would free of that."""
         found = []
         for each in await self._inventories():
@@ -217,7 +214,6 @@ class _Inventory:
         self.name = name
         self.templates = templates
         self.stores = {store.path: store for store, _ in stores}
-        self.all_stores = frozenset(self.stores)
         last = templates.used_at
         self.used_at = {store.path: max(at, last.get(store.path, 0.0)) for store, at in stores}
         self.needed: Counter[str | None] = Counter()
@@ -226,7 +222,7 @@ class _Inventory:
             for pack, size in zip(store.packs, store.pack_sizes, strict=True):
                 self._packs_bytes += 0 if self.needed[pack] else size
                 self.needed[pack] += 1
-            self.needed.update(self._trees(store))
+            self.needed.update(layer.tree for layer in self.chain(store))
 
     @property
     def size_bytes(self) -> int:
@@ -234,19 +230,18 @@ class _Inventory:
 
     def remove(self, path: Path) -> SealedStore:
         store = self.stores.pop(path)
-        self.needed.subtract([*self._trees(store), *store.packs])
+        self.needed.subtract([*(layer.tree for layer in self.chain(store)), *store.packs])
         sizes = zip(store.packs, store.pack_sizes, strict=True)
         self._packs_bytes -= sum(size for pack, size in sizes if not self.needed[pack])
         return store
 
-    def unused(self, keep: Collection[TemplateKey], held: Collection[Path]) -> list[Path]:
+    def unused(self, keep: Collection[StoreKey], held: Collection[Path]) -> list[Path]:
         """The stores that nothing holds and `keep` does not name, least recently used first."""
-        unused = [
+        return [
             path
-            for path, store in self.stores.items()
-            if path not in held and (store.mirror.key, store.commit, store.history) not in keep
+            for path in sorted(self.stores, key=lambda path: self.used_at[path])
+            if path not in held and self.stores[path].key not in keep
         ]
-        return sorted(unused, key=lambda path: self.used_at[path])
 
     def strays(self) -> list[Layer]:
         """Layers without a store that are not new."""
@@ -263,13 +258,10 @@ class _Inventory:
         except KeyError:  # never made, or out of use
             return []
 
-    def _trees(self, store: SealedStore) -> list[str]:
-        return [layer.tree for layer in self.chain(store)]
-
 
 def _weighed(
     inventory: _Inventory,
-    keep: Collection[TemplateKey],
+    keep: Collection[StoreKey],
     held: Collection[Path],
     packs: Mapping[str, int],
 ) -> MirrorWeight:
@@ -286,13 +278,8 @@ def _weighed(
         if path not in unused:
             kept |= parts.keys()
         shared = sum(size for part, size in parts.items() if inventory.needed[part] > 1)
-        facts = (
-            inventory.used_at[path],
-            path not in unused,
-            _STORE_BYTES + sum(parts.values()),
-            shared,
-        )
-        found.append(TemplateWeight(store, *facts))
+        used_at, size = inventory.used_at[path], _STORE_BYTES + sum(parts.values())
+        found.append(TemplateWeight(store, used_at, path not in unused, size, shared))
     for layer in inventory.strays():
         sizes[layer.tree] = layer.size_bytes + layer.shared_bytes
     spare = sum(size for pack, size in packs.items() if not inventory.needed[pack])

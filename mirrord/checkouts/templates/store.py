@@ -30,8 +30,8 @@ from ...model import CommitId, History, MirrorName
 from ...protocol import CacheActivity
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
-from ..stores.store import is_as_built, read_records
-from .eviction import Eviction, TemplateKey
+from ..stores.store import StoreKey, is_as_built, read_records
+from .eviction import Eviction
 from .layers import RECORD, build_layer, write_record
 from .registry import MirrorTemplates, TemplateRegistry
 
@@ -107,7 +107,7 @@ class Templates:
         self.is_full = self._eviction.is_full
         self.weigh = self._eviction.weigh
         self._hits = self._misses = 0
-        self._found: dict[tuple[str, CommitId, History], Template] = {}
+        self._found: dict[StoreKey, Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
 
     async def close(self) -> None:
@@ -242,23 +242,23 @@ class Templates:
         """Evict what is over the bounds, and `short_bytes` more of what is not in use; never what a
         checkout holds. Answers how many went.
         """
-        evicted = await self._eviction.evict(short_bytes)
-        if evicted:
-            self._found = {
-                key: each for key, each in self._found.items() if evicted.isdisjoint(each.layers)
-            }
-        return len(evicted)
+        if count := await self._eviction.evict(short_bytes):
+            self._forget_gone()
+        return count
 
-    async def collect(self, keep: Collection[TemplateKey]) -> dict[MirrorName, tuple[int, int]]:
+    async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
         """Evict all that no checkout holds and `keep` does not name, with no regard to the bounds.
 
         Answers how many templates went by mirror, and their bytes. What is asked for meanwhile
         stays.
         """
         collected = await self._eviction.collect(keep)
+        self._forget_gone()
+        return collected
+
+    def _forget_gone(self) -> None:
         found = self._found.items()
         self._found = {key: each for key, each in found if each.layers[1].is_dir()}
-        return collected
 
     async def forget(self, name: MirrorName) -> None:
         """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""
@@ -273,7 +273,7 @@ class Templates:
                 self._registry.retire(templates, tree)
             await self._registry.sweep()
             await self.stores.forget(name)
-            self._found = {key: each for key, each in self._found.items() if key[0] != name.key}
+            self._forget_gone()
         await self._registry.weigh()  # removes the shared files
 
     # -- proving by content again ------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
 
 def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     line = [CommitId(f"{number:040}") for number in range(20_000)]
-    roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0, 1)}
+    roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0)}
     assert choose_root({}, line, ()) == MARGINS[0]
     assert choose_root(roots, line, ()) == MARGINS[1]
     assert choose_root({}, line[:5], ()) == 4
