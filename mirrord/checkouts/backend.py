@@ -45,14 +45,14 @@ class CopyRule(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What was copied of a checkout, as it was `at` that moment.
+    """What was copied of a checkout, as it was at `taken_at`.
 
     `left_out` counts what is not in the copy, by kind: pipes, sockets, devices, and files of its
     `.git`. `git` says whether the rest of that is; else the base's own stands there. `is_same` says
     that an earlier copy is the same, and none was made.
     """
 
-    at: datetime
+    taken_at: datetime
     files: int
     size_bytes: int
     left_out: dict[str, int]

@@ -27,10 +27,6 @@ from ..host.trash import TRASH_PREFIX
 from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-_OF_BASE = (
-    *("commit", "tree", "instance", "dataset", "layer"),
-    *("saved", "environment", "environment_layer"),
-)
 
 
 class LeaseState(StrEnum):
@@ -100,11 +96,6 @@ class SavedState:
     saved: SavedLayer | None = None
     environment: EnvironmentName | None = None
     environment_layer: LayerId | None = None
-
-    @property
-    def base(self) -> dict[str, Any]:
-        """The members of a lease that is at this snapshot."""
-        return {name: getattr(self, name) for name in _OF_BASE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +226,12 @@ class Lease:
     def states(self) -> tuple["Lease | SavedState", ...]:
         """What it is, and what it can go back to."""
         return self, *self.snapshots
+
+
+def base_of(state: Lease | SavedState) -> dict[str, Any]:
+    """The members of a lease that has the commit, layers and environment of this one."""
+    names = ("commit", "tree", "instance", "dataset", "layer", "saved", "environment")
+    return {name: getattr(state, name) for name in (*names, "environment_layer")}
 
 
 def resetting(lease: Lease) -> Lease:

@@ -1,18 +1,10 @@
 """The overlay backend: a checkout is one mount, a private layer over its template's layers.
 
 `checkouts/<id>/tree` is the mount point, `leases/<id>/layer/` has `upper`, what the client wrote,
-and overlayfs's `work`; the lease's own layers come between that and the template's. A warm checkout
-is six mkdirs and a mount. A reset makes another layer, proves its mount before that is attached
-anywhere, and swaps it in: in one step, which containers that mounted `checkouts/<id>` follow. All
-that runs on the event loop, where it takes less time than to start a thread; taking down waits for
-kernel and disk, and runs in threads.
-
-A checkout with an environment has one more overlay of the same kind, at
-`checkouts/<id>/environment` over `leases/<id>/environment/`. A reset makes both before it swaps
-one.
-
-Mounts outlive the daemon. After a crash a lease is found mounted as it was; after a reboot its
-layer is mounted again. `.trash-*` in a private directory is to be removed.
+and overlayfs's `work`; an environment is one more of the kind, at `environment` in both. All that a
+checkout and a reset do takes less time on the event loop than to start a thread; taking down waits
+for kernel and disk, and runs in threads. Mounts outlive the daemon: after a crash a lease is found
+mounted as it was, after a reboot its layer is mounted again.
 """
 
 import errno

@@ -1,11 +1,9 @@
 """Prepared layers: what was changed in a checkout, kept under a name for others of its commit.
 
-A layer is immutable: `templates/.layers/<id>` over the commit (and over the layers that its own
-checkout had), another over the environment where there was one, and a record `<id>.json`, written
-last. Where it changes what git tracks, `<id>.git` has those objects and borrows the rest from the
-mirror: diffs are relative to that tree. A layer has nothing of any `.git`. Names belong to the uid
-that saved them, for one mirror, commit and history; what an administrator saved is everybody's. A
-crash leaves a layer without a record, which the next start removes.
+A layer is `templates/.layers/<id>`, another over the environment where there was one, `<id>.git`
+with git's tree where it changes what git tracks, and a record `<id>.json`, written last: a crash
+leaves a layer without one, which the next start removes. Names belong to the uid that saved them,
+for one mirror, commit and history; what an administrator saved is everybody's.
 """
 
 import json
@@ -31,7 +29,7 @@ from .leases import EnvironmentName, Lease, Leases, SavedLayer, from_json, to_js
 from .lifecycle import Lifecycle
 from .patches.diff import write_repository
 from .patches.worktree import PatchJob
-from .snapshots import Layers, NewLayer
+from .snapshots import Layers
 
 LAYERS_LIMIT = 128
 _STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18
@@ -188,22 +186,23 @@ class PreparedLayers:
         before = lease.saved
         with ExitStack() as stack:
             new, taken, tree = await self._copy_tree(stack, lease, job, changed)
-            layers = (new.id, *(before.layers if before else ()))
+            identity = LayerId(new.name)
+            layers = (identity, *(before.layers if before else ()))
             environment_layers, beside = before.environment_layers if before else (), None
             if lease.environment is not None:
                 extra = stack.enter_context(self.layers.making())
                 what = CopyRule(of_environment=True, git=False)
                 backend = self.lifecycle.backend_of(lease)
-                beside = await backend.copy_layer(lease, extra.path, None, what)
+                beside = await backend.copy_layer(lease, extra, None, what)
                 if beside.files:
-                    environment_layers = (extra.id, *environment_layers)
+                    environment_layers = (LayerId(extra.name), *environment_layers)
             record = LayerRecord(
-                saved=SavedLayer(new.id, name, uid, tree, layers, environment_layers),
+                saved=SavedLayer(identity, name, uid, tree, layers, environment_layers),
                 mirror=lease.mirror,
                 commit=lease.commit,
                 history=lease.history,
                 instance=lease.instance,
-                saved_at=taken.at,
+                saved_at=taken.taken_at,
                 copied=_counts(taken),
                 environment=lease.environment,
                 environment_copied=_counts(beside) if beside else None,
@@ -219,16 +218,16 @@ class PreparedLayers:
 
     async def _copy_tree(
         self, stack: ExitStack, lease: Lease, job: PatchJob, changed: ChangedPaths
-    ) -> tuple[NewLayer, Taken, str]:
+    ) -> tuple[Path, Taken, str]:
         """A layer of the tree, and git's tree of the same moment: between two equal copies."""
         backend, what = self.lifecycle.backend_of(lease), CopyRule(git=False)
-        made: tuple[NewLayer, Taken, str] | None = None
+        made: tuple[Path, Taken, str] | None = None
         for _ in range(_ROUNDS):
             new = stack.enter_context(self.layers.making())
-            taken = await backend.copy_layer(lease, new.path, made[0].path if made else None, what)
+            taken = await backend.copy_layer(lease, new, made[0] if made else None, what)
             if made and taken.is_same:
                 return made
-            repository = new.path.with_suffix(".git")
+            repository = new.with_suffix(".git")
             tree = await self.workers.run(
                 write_repository, job, changed, lease.tree, repository, timeout=_TIMEOUT
             )

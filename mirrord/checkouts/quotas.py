@@ -1,10 +1,8 @@
 """The disk that each user has taken, weighed now and then, and the bound on it.
 
-A user pays for what was written in the checkouts that its uids own, for their snapshots, and for
-the prepared layers that it saved. Agents write without the daemon's knowledge, so a worker walks
-through all of it, in the background and for a bounded time; what it did not reach weighs what it
-did the last time, if that was more. Over the bound nothing new is made for the user; resets, diffs
-and releases go on.
+A user pays for what was written in the checkouts of its uids, for their snapshots, and for the
+prepared layers that it saved. Agents write without the daemon's knowledge, so a worker walks
+through all of it for a bounded time. Over the bound nothing new is made for the user.
 """
 
 import time

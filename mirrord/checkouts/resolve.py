@@ -142,12 +142,6 @@ class Resolver:
             hint=f"ask for {limit}, or for none; the grader view has no limit",
         )
 
-    async def find_row(self, found: ResolvedRequest) -> InstanceRow | None:
-        """The row of an instance that was found."""
-        if found.instance is None:
-            return None
-        return await self.datasets.find_instance(found.instance, found.dataset)
-
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
         """The base commit of an instance; None where none is known, or several are."""
         with suppress(errors.InstanceAmbiguousError):
@@ -256,7 +250,9 @@ class Resolver:
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
         if name == "auto":
-            row = await self.find_row(found)
+            row = None
+            if found.instance is not None:
+                row = await self.datasets.find_instance(found.instance, found.dataset)
             asked = self.environment_of(row) if row else None
             if asked is None:
                 fact = "it is of no instance"

@@ -30,7 +30,7 @@ from .admission import Leasing, copied, members, must_be_whole, must_mount, show
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
 from .grading.service import Grading
-from .leases import Lease, Leases, LeaseState, Volume
+from .leases import Lease, Leases, LeaseState, Volume, base_of
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool import PoolBackend
@@ -181,7 +181,7 @@ class Checkouts:
                     draft = partial(
                         replace,
                         parent,
-                        **source.base,
+                        **base_of(source),
                         taken_by=peer.uid,
                         created_at=now,
                         expires_at=now + ttl,
@@ -412,7 +412,7 @@ class Checkouts:
                 "cannot reset to a snapshot and to anything else at once",
                 hint="name one of them",
             )
-        yield self._forks.get(lease, request.to).base
+        yield base_of(self._forks.get(lease, request.to))
 
     # -- prepared layers and environments ----------------------------------------------------------
 

@@ -3,10 +3,7 @@
 A layer is a directory `templates/.layers/<id>` in the form of overlayfs's upper layers: changed
 files as they are, directories, and a whiteout (a character device 0/0) for each path that the base
 has and the layer has not. Its files belong to the daemon, and nobody changes them. It lives while a
-lease or the record of a prepared layer refers to it; else it is removed, by the next start too.
-
-A snapshot is a layer with a name in the lease, and goes with it. A fork is a lease of its own on
-such a layer, or on one that is made for it.
+lease or the record of a prepared layer refers to it.
 """
 
 import os
@@ -46,7 +43,7 @@ from .files.manifest import (
 )
 from .files.reader import TreeReader, file_id, open_top, parents
 from .files.writer import TreeWriter
-from .leases import Lease, Leases, SavedLayer, SavedState
+from .leases import Lease, Leases, SavedLayer, SavedState, base_of
 
 _LAYERS = ".layers"  # below `templates`, which the mounter shows to other owners as theirs
 
@@ -64,19 +61,11 @@ def objects_path(state_dir: Path, mirror: Path, tree: str, saved: SavedLayer | N
     return layer_path(state_dir, saved.id).with_suffix(".git")
 
 
-class NewLayer(NamedTuple):
-    """A layer to be written: `path` does not exist yet."""
-
-    id: LayerId
-    path: Path
-
-
 class Layers:
     """The layers of a state directory, counted by its `leases`. Belongs to the event loop."""
 
     def __init__(self, state_dir: Path, leases: Leases, trash: Trash) -> None:
         self.directory = state_dir / "templates" / _LAYERS
-        self._state = state_dir
         self._leases = leases
         self._trash = trash
 
@@ -88,16 +77,18 @@ class Layers:
                     self._trash.add(path)
 
     def path(self, layer: LayerId) -> Path:
-        return layer_path(self._state, layer)
+        return self.directory / layer
 
     @contextmanager
-    def making(self) -> Iterator[NewLayer]:
-        """A new layer, removed at the end unless a lease refers to it by then."""
+    def making(self) -> Iterator[Path]:
+        """The path of a new layer, to be made there; removed at the end unless a lease refers to it
+        by then.
+        """
         layer = new_layer_id()
         # not at the start, which needs no room on a full disk
         self.directory.mkdir(mode=0o700, exist_ok=True)
         try:
-            yield NewLayer(layer, self.path(layer))
+            yield self.path(layer)
         finally:
             self.drop_unused([layer])
 
@@ -161,30 +152,18 @@ class Forks:
                 copied = self._copied(lease, CopyRule(of_environment=True))
                 environment_layer, beside = await stack.enter_async_context(copied)
                 taken = taken.plus(beside)
-            yield SavedState(
-                name="",
-                layer=layer,
-                commit=lease.commit,
-                tree=lease.tree,
-                instance=lease.instance,
-                dataset=lease.dataset,
-                taken_at=taken.at,
-                files=taken.files,
-                size_bytes=taken.size_bytes,
-                left_out=taken.left_out,
-                git=taken.git,
-                saved=lease.saved,
-                environment=lease.environment,
-                environment_layer=environment_layer,
-            )
+            base = base_of(lease) | {"layer": layer, "environment_layer": environment_layer}
+            facts = taken._asdict()
+            del facts["is_same"]
+            yield SavedState(name="", **base, **facts)
 
     @asynccontextmanager
     async def _copied(self, lease: Lease, what: CopyRule) -> AsyncIterator[tuple[LayerId, Taken]]:
         """A layer with a part of a checkout, made now, or before where nothing changed since."""
         latest = self._latest.get((lease.id, what))
         with self.layers.held(latest) as earlier, self.layers.making() as new:
-            taken = await self.backend_of(lease).copy_layer(lease, new.path, earlier, what)
-            layer = latest if latest and taken.is_same else new.id
+            taken = await self.backend_of(lease).copy_layer(lease, new, earlier, what)
+            layer = latest if latest and taken.is_same else LayerId(new.name)
             if len(self._latest) >= _LATEST_MAX:
                 self._latest.clear()
             self._latest[lease.id, what] = layer

@@ -19,7 +19,7 @@ from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.snapshots import LayerFile, is_whiteout, write_layer
 from mirrord.git.objects.repository import open_objects
 from mirrord.git.objects.trees import BaseTree
-from mirrord.model import Backend, CommitId, History, View, utc_now
+from mirrord.model import Backend, CommitId, History, LayerId, View, utc_now
 from mirrord.protocol import ResetCheckout
 
 pytestmark = pytest.mark.root
@@ -47,9 +47,9 @@ def checkout_on(service: Service, files: list[LayerFile], backend: Backend) -> L
     async def make() -> Lease:
         with service.checkouts._layers.making() as new:
             with open_objects(service.mirror) as objects:
-                write_layer(new.path, BaseTree(objects, tree).names_in, files)
+                write_layer(new, BaseTree(objects, tree).names_in, files)
             lease, _ = await service.checkouts._lifecycle.make(
-                partial(draft, layer=new.id), [backend]
+                partial(draft, layer=LayerId(new.name)), [backend]
             )
         return lease
 
@@ -143,10 +143,10 @@ def test_a_checkout_that_fails_leaves_no_layer(service: Service) -> None:
 
     async def fail() -> None:
         with service.checkouts._layers.making() as new:
-            write_layer(new.path, lambda _: [], FILES[:1])
+            write_layer(new, lambda _: [], FILES[:1])
             wrong = replace(lease, tree="0" * 40)
             await service.checkouts._lifecycle.make(
-                lambda **facts: replace(wrong, layer=new.id, **facts), [Backend.OVERLAY]
+                lambda **facts: replace(wrong, layer=LayerId(new.name), **facts), [Backend.OVERLAY]
             )
 
     with pytest.raises(Exception, match="cannot prove checkout"):

@@ -75,9 +75,9 @@ class Grading:
                 outfit = Outfit(parent.saved, parent.environment)
                 if parent.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
-                prepared = await self._prepare(layer.path, found, outfit, source, policies)
+                prepared = await self._prepare(layer, found, outfit, source, policies)
             return await self._hand_out(
-                began, admitted, found, layer.id, prepared, policies, outfit, parent.id
+                began, admitted, found, LayerId(layer.name), prepared, policies, outfit, parent.id
             )
 
     async def grade_patch(
@@ -96,9 +96,9 @@ class Grading:
         found = await self.resolver.resolve_start(request, naming)
         with self.layers.making() as layer:
             async with self.resolver.chosen(request, found, admitted.history, peer) as outfit:
-                prepared = await self._prepare(layer.path, found, outfit, source, policies)
+                prepared = await self._prepare(layer, found, outfit, source, policies)
                 return await self._hand_out(
-                    began, admitted, found, layer.id, prepared, policies, outfit
+                    began, admitted, found, LayerId(layer.name), prepared, policies, outfit
                 )
 
     async def _prepare(

@@ -258,8 +258,9 @@ class StoreBuilder:
                 packs=tuple(pack.path.name for pack in contents.packs),
                 pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
                 tag_count=len(contents.tags),
+                control=control,
             )
-            disk.save(store, control)
+            disk.save(store)
             self._note(store)
         finally:
             self._building[name.key] -= 1
@@ -310,8 +311,8 @@ def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
-def _write(git: Path, contents: _Contents, near: Path | None) -> list[bytes]:
-    """Write a `.git`; answers the bytes of its control files.
+def _write(git: Path, contents: _Contents, near: Path | None) -> str:
+    """Write a `.git`; answers the sum of its control files.
 
     A file that the store `near` has with the same bytes is a link to that one: stores are never
     written to.
@@ -331,4 +332,4 @@ def _write(git: Path, contents: _Contents, near: Path | None) -> list[bytes]:
                 os.link(near / ".git" / name, git / name)
                 continue
         (git / name).write_bytes(content)
-    return control
+    return disk.control_sum(control)

@@ -2,11 +2,8 @@
 
 A pack layer is one pack: the closure of its commit without that of its base's commit, so a chain of
 layers is exactly the closure of the commit at its end. Way-points on a grid along the first-parent
-line keep chains short, and neighbours share all but their last layer. A layer of a few commits is
-made by a worker without a process of git (`git/objects/repository.py`), a longer one by git
-(`packer.py`); layers that only neighbours will need are made after the answer. In a fleet, a chain
-with a layer made by git is shared, and others take it instead. Owns `templates/<mirror>/packs/`, a
-cache: a layer is renamed into place after those it stands on.
+line keep chains short, and neighbours share all but their last layer. Owns
+`templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
 """
 
 import json

@@ -48,7 +48,8 @@ class SealedStore:
     """`path` is the directory that holds `.git`.
 
     `head` is the commit that HEAD names: the base commit, or the squashed one. `packs` are names in
-    `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too.
+    `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too;
+    `control` is the sum of its control files.
     """
 
     path: Path
@@ -60,6 +61,7 @@ class SealedStore:
     packs: tuple[str, ...]
     pack_sizes: tuple[int, ...]
     tag_count: int
+    control: str
 
     @property
     def key(self) -> StoreKey:
@@ -81,11 +83,10 @@ class SealedStore:
 # -- records ---------------------------------------------------------------------------------------
 
 
-def save(store: SealedStore, control: Sequence[bytes]) -> None:
-    """Record a whole store. `control` is what was written to the control files."""
+def save(store: SealedStore) -> None:
+    """Record a whole store."""
     facts = asdict(store)
     del facts["path"], facts["mirror"]
-    facts["control"] = _control_sum(control)
     temporary = store.record.with_suffix(".json.new")
     temporary.write_text(json.dumps(facts))
     temporary.rename(store.record)
@@ -97,9 +98,7 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
     with suppress(OSError):
         if (
             found
-            and (found.git / "HEAD").read_text() == f"{found.head}\n"
-            and (found.git / "config").read_bytes() == CONFIG
-            and (found.git / "packed-refs").read_bytes().count(b"\n") == found.tag_count + 1
+            and is_as_built(found)
             and (not (found.git / GRAPH).exists() or graph_is_whole(found.git / GRAPH))
             and all(
                 has_both_ends(found.git / "objects/pack" / pack, size)
@@ -114,7 +113,6 @@ def read_record(path: Path, name: MirrorName) -> SealedStore | None:
     """The record of the store at `path`, which may be torn or gone itself."""
     try:
         facts = json.loads(path.with_suffix(".json").read_text())
-        del facts["control"]
         facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
         facts["packs"] = tuple(map(sys.intern, facts["packs"]))  # neighbours name the same ones
         facts["pack_sizes"] = tuple(facts["pack_sizes"])
@@ -145,14 +143,13 @@ def is_as_built(store: SealedStore) -> bool:
     What packs hold is not read.
     """
     try:
-        control = json.loads(store.record.read_text())["control"]
-        found = _control_sum((store.git / name).read_bytes() for name in CONTROL_FILES)
-        packs = [store.git / "objects/pack" / name for name in store.packs]
-        return control == found and all(
-            pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
-        )
-    except (OSError, ValueError, KeyError):
+        found = control_sum((store.git / name).read_bytes() for name in CONTROL_FILES)
+    except OSError:
         return False
+    packs = [store.git / "objects/pack" / name for name in store.packs]
+    return found == store.control and all(
+        pack.exists() and pack.with_suffix(".idx").exists() for pack in packs
+    )
 
 
 def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
@@ -177,7 +174,7 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     return leaks
 
 
-def _control_sum(contents: Iterable[bytes]) -> str:
+def control_sum(contents: Iterable[bytes]) -> str:
     digest = hashlib.sha1()
     for content in contents:
         digest.update(b"%d %b" % (len(content), content))
