@@ -2,10 +2,9 @@
 
 A backend surveys the tree: what has to be in the layer, with the stat of each path. The copy is
 whole when a survey after it finds what one before it found, so the tree was as the layer is at the
-beginning of the last one. What changes meanwhile is copied again. The tree is read as its owner,
-through directories that no link or mount leads to; the layer's files are the daemon's, their times
-and modes the client's. (Before Linux 6.13 two changes of one file within a tick of the clock, 4 ms,
-have one ctime, and look like one.)
+beginning of the last one. What changes meanwhile is copied again. The tree is read as its owner;
+the layer's files are the daemon's, their times and modes the client's. (Before Linux 6.13 two
+changes of one file within a tick of the clock, 4 ms, have one ctime, and look like one.)
 """
 
 import errno
@@ -17,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -137,9 +135,8 @@ def copy_layer(
     """
     with full_disk_named("a layer"), denials_named(owner.owner):
         locked = _Locked(client, owner)
+        copy = _Copy(directory, {Where.CLIENT: client, Where.UPPER: upper}, owner, own, earlier)
         try:
-            readers = {Where.CLIENT: client, Where.UPPER: upper}
-            copy = _Copy(directory, readers, owner, own, earlier)
             return _copy(copy, lambda: locked.see(survey()), what)
         finally:
             locked.restore()
@@ -152,27 +149,22 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
         at, found = utc_now(), survey()
-        if found == before:
-            copy.record(wanted, began_ns)
-            return _taken(at, wanted, left_out, has_git, is_same=False)
-        wanted, left_out, has_git = select(found, what)
+        if not (is_whole := found == before):
+            wanted, left_out, has_git = select(found, what)
         # what was not changed since its copy was not changed when this survey began either
-        if before is None and wanted == copy.recorded:
-            return _taken(at, wanted, left_out, has_git, is_same=True)
+        is_same = before is None and wanted == copy.recorded
+        if is_whole or is_same:
+            if is_whole:
+                copy.record(wanted, began_ns)
+            files = sum(not piece.is_directory for piece in wanted.values())
+            size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
+            return Taken(at, files, size, left_out, has_git, is_same)
         unlocked = copy.bring(copied, wanted)
         copied, before = wanted | unlocked, found | unlocked
     raise CheckoutBusyError(
         f"cannot copy the checkout: it changed during each of {_ROUNDS} looks",
         hint="stop what writes in it, or try again when it writes less",
     )
-
-
-def _taken(
-    at: datetime, wanted: Pieces, left_out: dict[str, int], has_git: bool, *, is_same: bool
-) -> Taken:
-    files = sum(not piece.is_directory for piece in wanted.values())
-    size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
-    return Taken(at, files, size, left_out, has_git, is_same)
 
 
 @dataclass(eq=False, repr=False)
@@ -207,13 +199,8 @@ class _Locked:
                         os.fchmod(fd, stat.S_IMODE(mode))
 
 
-def record_path(layer: bytes) -> bytes:
-    """The file beside a layer that has the stats of what was copied."""
-    return layer + b".stats"
-
-
 def _read_record(layer: Path) -> Pieces | None:
-    with suppress(OSError, ValueError), open(record_path(os.fsencode(layer)), "rb") as file:
+    with suppress(OSError, ValueError), open(f"{layer}.stats", "rb") as file:
         return {
             path.encode("latin-1"): Piece(Where[where], *numbers)
             for path, (where, *numbers) in json.load(file).items()
@@ -370,7 +357,7 @@ class _Copy:
             for path, piece in pieces.items()
             if piece.ctime_ns < began_ns
         }
-        with opened(os.open(record_path(self._directory[:-1]), CREATE, 0o600)) as file:
+        with opened(os.open(self._directory[:-1] + b".stats", CREATE, 0o600)) as file:
             write_all(file, json.dumps(kept).encode())
 
     def _link(self, path: bytes, piece: Piece) -> None:
