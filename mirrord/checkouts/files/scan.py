@@ -12,29 +12,26 @@ import hashlib
 import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Self
 
 from ...errors import ProofFailedError
+from ...git.objects.trees import tree_bytes
 from ...host.files import (
     is_locked,
     mounted_on,
     names_in,
     open_beneath,
     open_child,
-    open_regular,
     opened,
     shown_path,
 )
 from ...host.processes import ActingAs
 from .manifest import DIRECTORY, SYMLINK, Entry, Manifest, Records, clock_ns, stat_tuple
-from .reader import TreeReader, content_id, enter, open_top, read_id
+from .reader import TreeReader, content_id, enter, open_top
 
-_LARGE_BYTES = 4 << 20
 _CONTROL = b".git"
 
 
@@ -96,8 +93,9 @@ def _compare(
         if paths is None:
             paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
         if paths:
-            with _Examination(fd, owner, manifest, entries, found, every=every) as examination:
-                examination.judge(paths)
+            read_from_ns = 0 if every else manifest.racy_from_ns
+            with TreeReader(fd, owner) as reader:
+                _Examination(fd, owner, reader, entries, found, read_from_ns).judge(paths)
     return found
 
 
@@ -132,69 +130,51 @@ def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: Changes) ->
     return suspects
 
 
+@dataclass
 class _Examination:
-    """A closer look: a path is judged after the directories above it. `_lost` cannot exist now."""
+    """A closer look: a path is judged after the directories above it.
 
-    def __init__(
-        self,
-        root: int,
-        owner: ActingAs,
-        manifest: Manifest,
-        entries: Records,
-        found: Changes,
-        *,
-        every: bool,
-    ) -> None:
-        self._root = root
-        self._entries = entries
-        self._every = every
-        self._racy_from_ns = manifest.racy_from_ns
-        self._found = found
-        self._owner = owner
-        self._reader = TreeReader(root, owner)
-        self._children: dict[bytes, list[bytes]] = {}
-        self._lost: set[bytes] = set()
-        self._large: dict[bytes, Future[bytes]] = {}
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
+    Files whose ctime is from `read_from_ns` on are read. `lost` cannot exist now.
+    """
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        with self._reader, self._threads:
-            for path, content in self._large.items():
-                if content.exception() or content.result() != self._entries[path].content:
-                    self._found.modified.append(path)
+    root: int
+    owner: ActingAs
+    reader: TreeReader
+    entries: Records
+    found: Changes
+    read_from_ns: int
+    children: dict[bytes, list[bytes]] = field(default_factory=dict)
+    lost: set[bytes] = field(default_factory=set)
 
     def judge(self, paths: Collection[bytes]) -> None:
-        directories = [path for path in paths if self._entries[path].is_directory]
-        self._children = self._entries.children(directories)
+        directories = [path for path in paths if self.entries[path].is_directory]
+        self.children = self.entries.children(directories)
         for path in sorted(paths):
-            if path in self._lost:
+            if path in self.lost:
                 continue
             try:
-                seen = self._reader.find_stat(path)
-                directory, name = self._reader.locate(path) if path else (self._root, b".")
+                seen = self.reader.find_stat(path)
+                directory, name = self.reader.locate(path) if path else (self.root, b".")
             except OSError:
                 seen = None
             if seen is None:
                 self._miss(path)
-            elif self._entries[path].is_directory:
+            elif self.entries[path].is_directory:
                 self._judge_directory(directory, name, path, seen)
             elif not self._is_same_file(directory, name, path, seen):
-                self._found.modified.append(path)
+                self.found.modified.append(path)
 
     def _judge_directory(
         self, directory: int, name: bytes, path: bytes, seen: os.stat_result
     ) -> None:
         """Itself, and its names against those that were; each of them is judged on its own."""
-        entry = self._entries[path]
+        entry = self.entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
             with suppress(OSError):
-                fd = enter(self._owner, directory, path, name)
+                fd = enter(self.owner, directory, path, name)
         if fd < 0:
-            self._found.modified.append(path)
+            self.found.modified.append(path)
             for child in self._children_of(path):
                 self._miss(child)
             return
@@ -206,22 +186,22 @@ class _Examination:
             )
             names = names_in(fd)
         if not is_sound:
-            self._found.modified.append(path)
+            self.found.modified.append(path)
         expected = {child.rpartition(b"/")[2]: child for child in self._children_of(path)}
         prefix = path + b"/" if path else b""
         extra = [prefix + name for name in names if name not in expected]
-        self._found.extra += extra
+        self.found.extra += extra
         gone: list[bytes] = []
         if len(names) - len(extra) != len(expected):
             gone = sorted(expected.keys() - set(names))
         for name in gone:
             self._miss(expected[name])
         if not extra and not gone and is_sound and stat_tuple(seen) != entry[3:]:
-            self._found.proven[path] = seen
-            self._found.youngest_ns = max(self._found.youngest_ns, seen.st_ctime_ns)
+            self.found.proven[path] = seen
+            self.found.youngest_ns = max(self.found.youngest_ns, seen.st_ctime_ns)
 
     def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
-        entry = self._entries[path]
+        entry = self.entries[path]
         if stat_tuple(seen) != entry[3:]:
             try:  # where a file is mounted on, lstat is of the file that covers it
                 os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
@@ -229,31 +209,27 @@ class _Examination:
                 if error.errno == errno.EXDEV:
                     raise mounted_on(path) from error
             return False
-        if not (self._every or entry.ctime_ns >= self._racy_from_ns):
+        if entry.ctime_ns < self.read_from_ns:
             return True
-        self._found.hashed += 1
+        self.found.hashed += 1
         try:
-            if seen.st_size >= _LARGE_BYTES:
-                fd = open_regular(directory, name)
-                self._large[path] = self._threads.submit(read_id, fd, seen.st_size)
-                return True
             return content_id(directory, name, seen) == entry.content
         except OSError:
             return False
 
     def _miss(self, path: bytes) -> None:
-        if path not in self._lost:
-            self._lost.add(path)
-            self._found.missing.append(path)
-        if self._entries[path].is_directory:
+        if path not in self.lost:
+            self.lost.add(path)
+            self.found.missing.append(path)
+        if self.entries[path].is_directory:
             for child in self._children_of(path):
                 self._miss(child)
 
     def _children_of(self, path: bytes) -> list[bytes]:
         """The paths that were in a directory."""
-        if path not in self._children:
-            self._children |= self._entries.children([path])
-        return self._children[path]
+        if path not in self.children:
+            self.children |= self.entries.children([path])
+        return self.children[path]
 
 
 # -- proof by content: what is on disk, hashed as git hashes it -----------------------------------
@@ -313,14 +289,14 @@ def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
 def tree_id(manifest: Manifest) -> str:
     """git's id of the tree that the entries make, computed from the leaves up."""
     files = manifest.files.decoded()
-    below: dict[bytes, list[tuple[bytes, bytes]]] = {
+    below: dict[bytes, list[tuple[int, bytes, bytes]]] = {
         path: [] for path, entry in files.items() if entry.mode == DIRECTORY
     }
     for path in sorted(filter(None, files), key=lambda path: path.count(b"/"), reverse=True):
         entry = files[path]
         above, _, name = path.rpartition(b"/")
         oid = _hash(below[path]) if entry.mode == DIRECTORY else entry.oid
-        below[above].append(_line(name, entry.mode, oid))
+        below[above].append((entry.mode, name, oid))
     return _hash(below[b""]).hex()
 
 
@@ -329,20 +305,14 @@ def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     files = manifest.files
     for directory, paths in files.children(changed).items():
         entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
-        lines = [_line(name, entry.mode, entry.oid) for name, entry in entries]
-        if _hash(lines) != files[directory].oid:
+        if _hash((at.mode, name, at.oid) for name, at in entries) != files[directory].oid:
             raise ProofFailedError(
                 f"cannot prove {shown_path(directory)}: its entries are not what git has",
                 hint=_HINT,
             )
 
 
-def _line(name: bytes, mode: int, oid: bytes) -> tuple[bytes, bytes]:
-    """An entry of a tree, and what git sorts it by: a directory as if its name ended in a slash."""
-    return name + b"/" if mode == DIRECTORY else name, b"%o %s\0%s" % (mode, name, oid)
-
-
-def _hash(lines: list[tuple[bytes, bytes]]) -> bytes:
+def _hash(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
     """The id of one tree object."""
-    data = b"".join(line for _, line in sorted(lines))
+    data = tree_bytes(entries)
     return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()

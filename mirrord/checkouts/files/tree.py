@@ -271,8 +271,6 @@ def _tree_entries(files: Records, paths: Iterable[bytes]) -> list[TreeEntry]:
 # -- files of layers, kept once: one file with many links for the same bytes and permissions -------
 
 _MODES = {False: 0o644, True: 0o755}
-_BLOCK_BYTES = 512
-_ALONE = 1
 
 
 class Blobs:
@@ -328,8 +326,8 @@ class Blobs:
         with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
             for item in listed:
                 found = item.stat(follow_symlinks=False)
-                if found.st_nlink > _ALONE:
-                    total += found.st_blocks * _BLOCK_BYTES
+                if found.st_nlink > 1:
+                    total += found.st_blocks * 512
                 else:
                     is_clean &= try_to_remove(Path(item.path))
         return total, is_clean

@@ -80,11 +80,7 @@ class Look:
     def before(self, change: Change) -> bytes:
         """The bytes at the base commit; none where there was no file."""
         is_file = change.old is not None and not (change.old.is_tree or change.old.is_submodule)
-        return self._blob(change.old.oid) if change.old and is_file else b""
-
-    @cached_property
-    def _blob(self) -> Callable[[str], bytes]:
-        return lru_cache(maxsize=2)(self.read_blob)  # several rules look at one change
+        return self.read_blob(change.old.oid) if change.old and is_file else b""
 
     def has(self, path: bytes) -> bool:
         """Whether there is something at the path after the changes."""
@@ -95,11 +91,6 @@ class Look:
     def modules_of(self) -> Callable[[bytes], list[str]]:
         """The top-level modules that a new file at a path makes importable."""
         return cache(lambda path: list(_iter_modules(path, self)))
-
-    @cached_property
-    def is_package(self) -> Callable[[bytes], bool]:
-        """Whether a directory, which ends with a slash, has an `__init__.py`."""
-        return cache(lambda above: self.has(above + b"__init__.py"))
 
 
 @lru_cache(maxsize=1024)
@@ -259,7 +250,7 @@ def _iter_modules(path: bytes, look: Look) -> Iterator[str]:
     for part in parts:
         name = part.partition(b".")[0] if part is parts[-1] else part
         stems = (above + name, above + name + b".py")
-        is_top = name != b"__init__" and not look.is_package(above)
+        is_top = name != b"__init__" and not look.has(above + b"__init__.py")
         if is_top and not any(map(look.base.find, stems)):
             yield name.decode(errors="backslashreplace")
         above += part + b"/"

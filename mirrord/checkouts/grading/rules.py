@@ -210,25 +210,14 @@ def own_rule(name: str, paths: Iterable[str], policy: Policy | None) -> Rule:
 class RuleBook:
     """Rules with their patterns compiled: the built-in ones, and those of the configuration.
 
-    Patterns such as `*.py`, which many paths match, are looked up by the end of a name. One look
-    at all the others together passes over most paths. Rollouts of one instance change the same
-    files: the rules of paths seen lately are remembered.
+    Rollouts of one instance change the same files: the rules of paths seen lately are remembered.
     """
 
     def __init__(self, own: Iterable[Rule] = ()) -> None:
-        self.rules = (*RULES, *own)
-        self._by_name = {rule.name: rule for rule in reversed(self.rules)}
+        rules = (*RULES, *own)
+        self._compiled = [(rule, *_compiled(rule.paths)) for rule in rules]
+        self._by_name = {rule.name: rule for rule in reversed(rules)}
         self._places = {name: place for place, name in enumerate(reversed(self._by_name))}
-        self._for_all = [rule for rule in self.rules if rule.paths == ("**",)]
-        self._by_ending: dict[bytes, list[Rule]] = {}
-        others: list[tuple[Rule, list[str]]] = []
-        for rule in self.rules:
-            endings = {each for each in rule.paths if re.fullmatch(r"\*(\.\w+)", each)}
-            for each in endings:
-                self._by_ending.setdefault(each[1:].encode(), []).append(rule)
-            others.append((rule, [each for each in rule.paths if each not in {*endings, "**"}]))
-        self._others = [(rule, *_compiled(paths)) for rule, paths in others if paths]
-        self._names, self._paths = _compiled(path for _, paths in others for path in paths)
         self.matching = lru_cache(_PATHS_KEPT)(self._matching)
 
     def named(self, name: str) -> Rule:
@@ -241,26 +230,20 @@ class RuleBook:
     def _matching(self, path: bytes) -> list[Rule]:
         """The rules whose paths a path matches; their conditions remain to be judged."""
         name = path.rpartition(b"/")[2]
-        found = [*self._for_all, *self._by_ending.get(name[name.rfind(b".") :], ())]
-        if self._names.fullmatch(name) or self._paths.fullmatch(path):
-            for rule, names, paths in self._others:
-                if names.fullmatch(name) or paths.fullmatch(path):
-                    found.append(rule)
-        return found
+        return [
+            rule
+            for rule, names, paths in self._compiled
+            if names.fullmatch(name) or paths.fullmatch(path)
+        ]
 
 
 def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """One expression for last names, one for whole paths."""
-    both = list(patterns)
-    names = [expression(each) for each in both if not is_anchored(each)]
-    paths = [expression(each) for each in both if is_anchored(each)]
-    nothing = b"(?!)"
-    return re.compile(b"|".join(names) or nothing), re.compile(b"|".join(paths) or nothing)
-
-
-def is_anchored(pattern: str) -> bool:
-    """Whether a pattern is of whole paths. Without a slash it is of the last name of a path."""
-    return "/" in pattern or pattern == "**"
+    """One expression for last names, one for whole paths: patterns with a slash, and `**`."""
+    both: dict[bool, list[bytes]] = {False: [], True: []}
+    for each in patterns:
+        both["/" in each or each == "**"].append(expression(each))
+    names, paths = (re.compile(b"|".join(some) or b"(?!)") for some in both.values())
+    return names, paths
 
 
 def expression(pattern: str) -> bytes:

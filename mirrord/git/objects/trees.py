@@ -105,9 +105,6 @@ def changes(
 
 
 _Names = dict[bytes, tuple[int, str]]
-_lately_read: dict[str, _Names] = {}
-"""By id, in this process: a worker is asked for the same few commits again and again."""
-_NAMES_KEPT = 50_000
 
 
 class BaseTree:
@@ -146,13 +143,8 @@ class BaseTree:
         return found
 
     def _read(self, tree: str) -> _Names:
-        if (names := _lately_read.get(tree)) is None:
-            tokens = _parse(self._objects, tree)
-            names = {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
-            if sum(map(len, _lately_read.values())) + len(names) > _NAMES_KEPT:
-                _lately_read.clear()
-            _lately_read[tree] = names
-        return names
+        tokens = _parse(self._objects, tree)
+        return {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
@@ -351,22 +343,25 @@ class ScratchObjects:
         directories = sorted(pending, key=lambda each: each.count(b"/") + bool(each), reverse=True)
         for directory in directories:
             names = base.names_in(directory) | pending[directory]
-            left = {name: entry for name, entry in names.items() if entry}
+            left = [(at[0], name, bytes.fromhex(at[1])) for name, at in names.items() if at]
             above, _, name = directory.rpartition(b"/")
             if left or not directory:
-                written = str(self._odb.write(ObjectType.TREE, _tree_bytes(left)))
+                written = str(self._odb.write(ObjectType.TREE, tree_bytes(left)))
                 if not directory:
                     return written
-                pending[above][name] = 0o040000, written
+                pending[above][name] = _TREE, written
             else:
                 pending[above].setdefault(name, None)
         return base.oid
 
 
-def _tree_bytes(names: Mapping[bytes, tuple[int, str]]) -> bytes:
-    """A tree object; git sorts a directory as if its name had a slash behind it."""
-    rows = []
-    for name, (mode, oid) in names.items():
-        row = b"%o %s\0%s" % (mode, name, bytes.fromhex(oid))
-        rows.append((name + b"/" if mode == 0o040000 else name, row))
+def tree_bytes(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
+    """A tree object of modes, names and raw ids, in any order.
+
+    git sorts a directory as if its name had a slash behind it.
+    """
+    rows = [
+        (name + b"/" if mode == _TREE else name, b"%o %s\0%s" % (mode, name, oid))
+        for mode, name, oid in entries
+    ]
     return b"".join(row for _, row in sorted(rows))
