@@ -18,35 +18,18 @@ from typing import NamedTuple
 
 import anyio
 
-from .. import errors
+from .. import errors, protocol
 from ..catalog import JudgementRow
 from ..mirrors.pins import stands_alone
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
-from ..model import (
-    AuditLevel,
-    CommitState,
-    FindingKind,
-    MirrorName,
-    Reach,
-    shown,
-    utc_now,
-)
-from ..protocol import (
-    Audit,
-    AuditPart,
-    AuditSummary,
-    Progress,
-    ProgressSink,
-    Repair,
-    StartAudit,
-)
+from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
 from ..telemetry import log
 from .connectivity import Verdict
 from .examine import AuditRun, Examined, Judged, Reached, examine, is_sound, part_of, unjudged
 from .object_files import Defect, no_directory
 
-Repairer = Callable[[Judged, ProgressSink | None], Awaitable[Repair]]
+Repairer = Callable[[Judged, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 
@@ -72,7 +55,7 @@ class Audits:
         self.settings, self.catalog, self.events = mirrors.settings, mirrors.catalog, mirrors.events
         # by mirror key: what kept its commits alive, true while its refs stay the same
         self._reached: dict[str, Reached] = {}
-        self.last: AuditSummary | None = None
+        self.last: protocol.AuditSummary | None = None
         self.judgements: dict[str, Judgement] = {}
         """By mirror key, of mirrors that may be gone; kept in memory, because metrics ask often."""
 
@@ -91,15 +74,19 @@ class Audits:
                     if key not in self.judgements or self.judgements[key].at < audit.started_at:
                         self.judgements[key] = Judgement(audit.finished_at, unservable[key])
 
-    def _note(self, key: str, at: datetime, part: AuditPart) -> None:
+    def _note(self, key: str, at: datetime, part: protocol.AuditPart) -> None:
         known = self.judgements.get(key)
         if known is None or known.at <= at:
             bad = sum(count for state, count in part.counts.items() if _is_bad(state))
             self.judgements[key] = Judgement(at, bad)
 
     async def run(
-        self, request: StartAudit, progress: ProgressSink | None = None, *, resume: bool = False
-    ) -> Audit:
+        self,
+        request: protocol.StartAudit,
+        progress: protocol.ProgressSink | None = None,
+        *,
+        resume: bool = False,
+    ) -> protocol.Audit:
         """Audit what the request names, by default everything; with `resume`, an interrupted one.
 
         Raises MirrorNotFoundError, DatasetNotFoundError. A cancelled audit is recorded with what it
@@ -140,7 +127,7 @@ class Audits:
         found = await self._unfinished(level, [newest] if newest else [])
         return found[0].started_at if found else None
 
-    async def get(self, identity: str) -> Audit:
+    async def get(self, identity: str) -> protocol.Audit:
         """Raises AuditNotFoundError."""
         audit = await self.catalog.find_audit(identity)
         if audit is None:
@@ -149,11 +136,11 @@ class Audits:
             )
         return audit
 
-    async def list(self, limit: int = 50) -> builtins.list[Audit]:
+    async def list(self, limit: int = 50) -> builtins.list[protocol.Audit]:
         """The newest first."""
         return await self.catalog.list_audits(limit)
 
-    async def _names(self, request: StartAudit) -> Collection[MirrorName]:
+    async def _names(self, request: protocol.StartAudit) -> Collection[MirrorName]:
         """Mirrors that something is recorded of; a named one, or all of them, without too."""
         dataset = await self.catalog.find_dataset(request.dataset) if request.dataset else None
         if request.dataset and dataset is None:
@@ -191,7 +178,9 @@ class Audits:
         for name in names:
             if run.progress:
                 done, left = len(run.parts), len(run.left)
-                progress = Progress(done=done, total=done + left, unit="mirrors", note=str(name))
+                progress = protocol.Progress(
+                    done=done, total=done + left, unit="mirrors", note=str(name)
+                )
                 run.progress(progress)
             try:
                 part = await self._judge(name, run)
@@ -218,7 +207,7 @@ class Audits:
                 with _unless_refused("judgement", name.key):
                     await self.catalog.put_judgement(row)
 
-    async def _record(self, audit: Audit) -> None:
+    async def _record(self, audit: protocol.Audit) -> None:
         with _unless_refused("audit", audit.id):
             await self.catalog.put_audit(audit, self.catalog.node)
         self.last = _summary(audit)
@@ -230,7 +219,7 @@ class Audits:
             duration_s=(audit.finished_at - audit.started_at).total_seconds(),
         )  # fmt: skip
 
-    async def _judge(self, name: MirrorName, run: AuditRun) -> AuditPart:
+    async def _judge(self, name: MirrorName, run: AuditRun) -> protocol.AuditPart:
         """The mirror itself, and the commits that the request's dataset, or all, record.
 
         Without a dataset also those that persons pinned, or that outlived a catalog.
@@ -330,7 +319,7 @@ class Audits:
             await self.catalog.update_mirror(name.key, error=None)
 
 
-def _is_of_everything(request: StartAudit) -> bool:
+def _is_of_everything(request: protocol.StartAudit) -> bool:
     return not request.mirrors and not request.dataset
 
 
@@ -347,8 +336,8 @@ def _is_bad(state: CommitState) -> bool:
     return state not in _SERVABLE
 
 
-def _summary(audit: Audit) -> AuditSummary:
-    return AuditSummary(
+def _summary(audit: protocol.Audit) -> protocol.AuditSummary:
+    return protocol.AuditSummary(
         id=audit.id, level=audit.level, finished_at=audit.finished_at, counts=audit.counts,
         affected_count=len(audit.affected), finding_count=len(audit.findings),
         open_count=audit.open_count, left_count=len(audit.left),

@@ -216,8 +216,7 @@ def _must_be_answered(
         )  # fmt: skip
     if remote is not None and stderr.http.is_garbage:
         raise errors.UpstreamError(
-            f"cannot {doing}: upstream answers, but not as git does",
-            hint="check the upstream URL",
+            f"cannot {doing}: upstream answers, but not as git does", hint="check the upstream URL"
         )
     if remote is not None and (target := foreign_redirect(remote.url, result.stderr)):
         raise errors.UpstreamError(

@@ -20,19 +20,12 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
+from .. import errors
 from ..audit.connectivity import Missing, find_missing
 from ..audit.examine import Judged, borrow_from, is_readable_link, make_repository, make_stand_in
 from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
 from ..catalog import MirrorRow
-from ..errors import (
-    CorruptObjectError,
-    DiskFullError,
-    GitFailedError,
-    MirrordError,
-    StoppingError,
-    UpstreamError,
-)
 from ..mirrors.bundles import must_be_history
 from ..mirrors.history import BEGUN_ANEW, columns_of, list_records, write_record
 from ..mirrors.refs import theirs
@@ -128,7 +121,7 @@ class MirrorRepair:
         borrow_from(final, self.stand_in)
         try:
             await self.transfer.prove(final, whole=not missing)
-        except MirrordError:
+        except errors.MirrordError:
             # salvaged objects that nothing reaches may name others that were never here
             if missing or not any(name.startswith(SALVAGED) for name in counts):
                 raise
@@ -182,7 +175,7 @@ class MirrorRepair:
             try:
                 bad = await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 await self.transfer.take_all(name, into, bad)
-            except (CorruptObjectError, GitFailedError) as error:
+            except (errors.CorruptObjectError, errors.GitFailedError) as error:
                 facts = {"mirror": str(self.name), "pack": pack.name, "detail": error.message}
                 log.warning("salvage.failed", **facts)
             else:
@@ -222,9 +215,9 @@ class MirrorRepair:
                         take = self.transfer.take_missing
                         if not lent or not await take(donor.name, lent, missing):
                             break
-                except (DiskFullError, StoppingError):
+                except (errors.DiskFullError, errors.StoppingError):
                     raise
-                except MirrordError as error:
+                except errors.MirrordError as error:
                     facts = {"donor": donor.name, "code": error.code, "detail": error.message}
                     log.warning("donor.failed", **facts)
                     self.donors.refusals[donor.name] = error.message
@@ -251,7 +244,7 @@ class MirrorRepair:
                 at = (await list_records(stand_in, limit=1, start=record))[0].at
                 if best is None or at > best[0]:
                     best = at, record, file
-            except MirrordError:
+            except errors.MirrordError:
                 continue
         name = best[2].name if best else None
         log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
@@ -372,11 +365,11 @@ class Heals:
         name = judged.name
         try:
             repair = await self._repair(judged, progress)
-        except StoppingError:
+        except errors.StoppingError:
             raise
-        except (MirrordError, OSError) as error:
+        except (errors.MirrordError, OSError) as error:
             reason = f"cannot heal mirror {name}: {error}"
-            reason = error.message if isinstance(error, MirrordError) else reason
+            reason = error.message if isinstance(error, errors.MirrordError) else reason
             log.warning("heal.failed", mirror=str(name), detail=reason)
             self._postpone(name)
             return Repair(mirror=str(name), error=reason)
@@ -421,7 +414,7 @@ class Heals:
 
     async def _make_again(
         self, row: MirrorRow, progress: ProgressSink | None
-    ) -> UpstreamError | None:
+    ) -> errors.UpstreamError | None:
         """Make a mirror that is gone from the store or upstream.
 
         Or make it empty, and answer why, for other donors.
@@ -436,7 +429,7 @@ class Heals:
             return None
         try:
             await self.mirrors.sync(row.name, progress)
-        except UpstreamError as error:
+        except errors.UpstreamError as error:
             if row.history is None:
                 raise
             await self.mirrors.make_again(row.name)
@@ -452,9 +445,9 @@ class Heals:
             if progress:
                 progress(Progress(unit="steps", note=f"{name}: download it from the store"))
             await self.mirrors.make_again(name, partial(store.fill, self.mirrors.quarantine))
-        except StoppingError:
+        except errors.StoppingError:
             raise
-        except MirrordError as error:
+        except errors.MirrordError as error:
             facts = {"donor": STORE, "code": error.code, "detail": error.message}
             log.warning("donor.failed", mirror=str(name), **facts)
             return False

@@ -14,29 +14,14 @@ from typing import Any
 
 from anyio import to_thread
 
+from .. import errors
 from ..catalog import MirrorRow
-from ..errors import (
-    AccessError,
-    ClaimLostError,
-    CommitNotFoundError,
-    MirrordError,
-    UpstreamError,
-)
 from ..git.command import object_info
 from ..git.errors import masked_url
 from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import (
-    QUEUED,
-    Pin,
-    Progress,
-    ProgressSink,
-    RefDiff,
-    RefFault,
-    RefRecord,
-    Synced,
-)
+from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefFault, RefRecord, Synced
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
@@ -90,9 +75,9 @@ class Mirrors(Inventory):
                 work.close()
                 await self.follow(row.name)
                 return _as_synced(row)
-        except ClaimLostError:
+        except errors.ClaimLostError:
             raise  # the row tells of the other node's sync
-        except MirrordError as error:
+        except errors.MirrordError as error:
             problem = error.problem()
             await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
             self._unsynced[name.key] = error.code  # not its message: health answers everybody
@@ -207,7 +192,7 @@ class Mirrors(Inventory):
         path, timeout = self.path(row.name), timedelta(seconds=30)
         try:
             return await self.workers.run(resolve, path, commitish, timeout=timeout)
-        except CommitNotFoundError:
+        except errors.CommitNotFoundError:
             if not await self.follow(row.name):
                 raise
             return await self.workers.run(resolve, path, commitish, timeout=timeout)
@@ -234,16 +219,16 @@ class Mirrors(Inventory):
         """
         ref = re.split(r"[~^]", commitish, maxsplit=1)[0]
         if not is_followed(ref if ref.startswith("refs/") else f"refs/{ref}"):
-            raise AccessError(
+            raise errors.AccessError(
                 f"cannot check out {shown(commitish)}: it names no branch, tag or commit",
                 hint="the daemon's own refs are for administrators",
             )
         try:
             found = await self.resolve(name, commitish)
-        except CommitNotFoundError:
+        except errors.CommitNotFoundError:
             found = None
         if found is None or not await self.repository(name).is_public(found.commit):
-            raise CommitNotFoundError(
+            raise errors.CommitNotFoundError(
                 f"cannot resolve commit {shown(commitish)}: no branch or tag of {name} has that"
                 " name or reaches that id",
                 hint="sync the mirror, check the spelling, or give the whole id",
@@ -290,7 +275,7 @@ class Mirrors(Inventory):
         try:
             async with self._hosts.turn(upstream.host):
                 failed = await fetcher.fetch(sorted(oids))
-        except UpstreamError as error:
+        except errors.UpstreamError as error:
             return dict.fromkeys(oids, error.message)
         return {CommitId(oid): error.message for oid, error in failed.items()}
 

@@ -109,11 +109,7 @@ def judge(
 
 
 def _closure(
-    private: Path,
-    mirror: Path | None,
-    base: CommitId,
-    head: str | None,
-    known: set[bytes] | None,
+    private: Path, mirror: Path | None, base: CommitId, head: str | None, known: set[bytes] | None
 ) -> _Closure:
     """Every object that `base`, or the squashed commit, leads to; the reachable ones if not all."""
     git_dir = mirror or private

@@ -19,13 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import (
-    CheckoutBusyError,
-    ConflictError,
-    DiffTooLargeError,
-    PatchConflictError,
-    UsageError,
-)
+from ... import errors
 from ...git.objects.repository import Objects, open_objects
 from ...git.objects.text import Conversions
 from ...git.objects.trees import BaseTree
@@ -174,8 +168,8 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
         base = BaseFiles(objects, job.tree)
         try:
             changes = apply_patch(base, job.test_patch, scratch=job.scratch).changes
-        except (ConflictError, UsageError) as error:
-            raise PatchConflictError(
+        except (errors.ConflictError, errors.UsageError) as error:
+            raise errors.PatchConflictError(
                 f"cannot apply the tests of the instance: {error.message}",
                 hint="its test patch does not fit its base commit; try `mirrord rehearse`",
             ) from error
@@ -243,7 +237,7 @@ def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[byte
         if mode := tree.modes.get(top):
             yield top, mode
             continue
-        with suppress(PermissionError, CheckoutBusyError, DiffTooLargeError):
+        with suppress(PermissionError, errors.CheckoutBusyError, errors.DiffTooLargeError):
             for path, kind in tree.reader.iter_below(top, lambda _path, _error: None):
                 if kind == stat.S_IFDIR:
                     continue
@@ -275,7 +269,7 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
     if found is None or not stat.S_ISDIR(found.st_mode):
         yield noted(rule, b".git", "left", "replaced" if found else "removed")
         return
-    with suppress(OSError, CheckoutBusyError, DiffTooLargeError):
+    with suppress(OSError, errors.CheckoutBusyError, errors.DiffTooLargeError):
         hooks = reader.find_stat(b".git/hooks")
         for name in reader.names_in(b".git/hooks") if hooks and stat.S_ISDIR(hooks.st_mode) else ():
             if not name.endswith(b".sample"):
@@ -292,7 +286,7 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
 
 def _read(reader: TreeReader, owner: ActingAs, path: bytes) -> bytes:
     """The begin of a file; nothing where there is none to be read."""
-    with suppress(OSError, CheckoutBusyError):
+    with suppress(OSError, errors.CheckoutBusyError):
         directory, name = reader.locate(path)
         with opened(owner.open_regular(directory, name)) as file:
             return os.pread(file, _CONFIG_BYTES, 0)

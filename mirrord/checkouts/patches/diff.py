@@ -33,10 +33,7 @@ _OPTIONS = {
     DiffFormat.STAT: ("--stat",),
     DiffFormat.NAME_STATUS: ("--name-status",),
 }
-_PRINTED_BY = {
-    DiffFormat.PATCH: Renderer.patch,
-    DiffFormat.NAME_STATUS: Renderer.name_status,
-}
+_PRINTED_BY = {DiffFormat.PATCH: Renderer.patch, DiffFormat.NAME_STATUS: Renderer.name_status}
 
 
 class Diff(NamedTuple):

@@ -71,12 +71,7 @@ Splice = Callable[[bytes, list[Hunk]], bytes]
 
 
 def fit(
-    tree: Tree,
-    patches: list[FilePatch],
-    *,
-    reverse: bool,
-    splice: Splice,
-    rejects: bool = False,
+    tree: Tree, patches: list[FilePatch], *, reverse: bool, splice: Splice, rejects: bool = False
 ) -> Results:
     """What each path that the patches name becomes; None for one that goes.
 

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import (
-    CheckoutBusyError,
-    DiffTooLargeError,
-    InvalidRequestError,
-    OwnerDeniedError,
-    PathNotFoundError,
-    PathOutsideCheckoutError,
-    TreeRefusedError,
-)
+from ... import errors
 from ...git.objects.repository import Objects, open_objects, read_commit
 from ...git.objects.text import Conversion, find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry, walk
@@ -83,7 +75,7 @@ def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
     try:
         tree = open_directory(job.root)
     except OSError as error:
-        raise CheckoutBusyError(
+        raise errors.CheckoutBusyError(
             f"cannot open the checkout's directory: {error.strerror}",
             hint="it was replaced or removed; reset the checkout",
         ) from error
@@ -106,7 +98,7 @@ def denials_named(owner: tuple[int, int]) -> Iterator[None]:
         if not isinstance(error.filename, bytes):
             raise
         path = shown_path(error.filename)
-        raise OwnerDeniedError(
+        raise errors.OwnerDeniedError(
             f"cannot use {path} in the checkout: its owner, uid {owner[0]}, may not",
             hint="make it accessible to the owner, remove it, or let a .gitignore name it",
             path=error.filename.decode(errors="backslashreplace"),
@@ -227,7 +219,7 @@ class Worktree:
                 if error.errno not in _REPLACED:  # by something else, since it was looked at
                     raise
             kind = None
-        raise CheckoutBusyError(
+        raise errors.CheckoutBusyError(
             f"cannot read {shown_path(path)}: it changes while it is read",
             hint="stop what runs in the checkout",
         )
@@ -248,15 +240,15 @@ class Worktree:
     def _count(self, size: int) -> None:
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise DiffTooLargeError(
+            raise errors.DiffTooLargeError(
                 "cannot copy what changed in the checkout:"
                 f" the changed files hold more than {BYTES_LIMIT >> 20} MiB",
                 hint=SMALLER_HINT,
             )
 
 
-def unrecordable(path: bytes, fact: str) -> TreeRefusedError:
-    return TreeRefusedError(
+def unrecordable(path: bytes, fact: str) -> errors.TreeRefusedError:
+    return errors.TreeRefusedError(
         f"cannot record what changed in the checkout: {shown_path(path)}: {fact}",
         hint="mend or remove the file, or its attributes",
     )
@@ -315,7 +307,7 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
         for path in wanted:
             found = tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
             if found is None:
-                raise PathNotFoundError(
+                raise errors.PathNotFoundError(
                     f"cannot restore {shown_path(path)}: commit {commit} does not have it",
                     hint="nothing was changed",
                 )
@@ -326,7 +318,7 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
                 path: File(at.mode, objects.read_blob(at.oid) if at.is_symlink else b"")
                 for path, at in entries.items()
             },
-            InvalidRequestError,
+            errors.InvalidRequestError,
         )
         rules = {
             path: objects.read_blob(entry.oid)
@@ -448,7 +440,7 @@ def _checked(path: bytes) -> bytes:
     """A path of the tree; raises PathOutsideCheckoutError for any other."""
     trimmed = path.rstrip(b"/")
     if b"\0" in path or any(part.lower() in _NOT_IN_A_TREE for part in trimmed.split(b"/")):
-        raise PathOutsideCheckoutError(
+        raise errors.PathOutsideCheckoutError(
             f"cannot restore {shown_path(path)}: it is not a path in the checkout",
             hint="name paths from the top of the repository",
         )
