@@ -21,7 +21,6 @@ from typing import NamedTuple
 from ..errors import CorruptObjectError, GitFailedError
 from ..git import packs
 from ..git.command import run_git_sync
-from ..git.packs import ID_BYTES, PackIndex, loose_digest, pack_is_whole, pack_trailer
 from ..model import AuditLevel, FindingKind
 
 TIMEOUT = timedelta(hours=1)
@@ -116,7 +115,7 @@ def _failing(is_sound: Callable[..., bool], *args: object, reason: str) -> str |
 
 
 def _ends_with_checksum(file: Path) -> bool:
-    return file.stat().st_size > ID_BYTES and pack_is_whole(file)
+    return file.stat().st_size > packs.ID_BYTES and packs.pack_is_whole(file)
 
 
 # -- layout, and files that no mirror of ours has --------------------------------------------------
@@ -137,20 +136,20 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
     for name, reason in _PLANTED.items():
         if os.path.lexists(git_dir / name):
             yield BadFile(name, FileKind.PLANTED, f"{reason}, and no mirror of ours has one")
-    for entry in _entries(git_dir / "hooks"):
+    for entry in sorted_entries(git_dir / "hooks"):
         if not entry.name.endswith(".sample"):
             reason = "git runs it, and no mirror of ours has one"
             yield BadFile(f"hooks/{entry.name}", FileKind.PLANTED, reason)
     if wrong := no_directory(git_dir / "objects"):
         yield BadFile("objects", FileKind.LAYOUT, wrong)
         return
-    for directory in _entries(git_dir / "objects"):
+    for directory in sorted_entries(git_dir / "objects"):
         if directory.name not in {"pack", "info"} and not _FAN_OUT.fullmatch(directory.name):
             continue
         if wrong := no_directory(Path(directory)):
             yield BadFile(f"objects/{directory.name}", FileKind.LAYOUT, wrong)
             continue
-        for entry in _entries(Path(directory)):
+        for entry in sorted_entries(Path(directory)):
             path = f"objects/{directory.name}/{entry.name}"
             kind = _kind_of(directory.name, entry.name)
             is_file = entry.is_file(follow_symlinks=False)
@@ -174,8 +173,8 @@ def _kind_of(directory: str, name: str) -> FileKind | None:
     return {".pack": FileKind.PACK, ".idx": FileKind.INDEX}.get(Path(name).suffix, FileKind.DERIVED)
 
 
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    """Empty for a directory that is gone: git removes that of loose objects that it packed."""
+def sorted_entries(directory: Path) -> list[os.DirEntry[str]]:
+    """By name; empty for a directory that is gone: git removes those that became empty."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -235,7 +234,7 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
 def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
     pack_path, index_path = f"objects/pack/{pack.name}", f"objects/pack/{index.name}"
     try:
-        known = PackIndex(index)
+        known = packs.PackIndex(index)
         is_sound = level is AuditLevel.QUICK or _ends_with_checksum(index)
         reason = None if is_sound else CHECKSUM_MISMATCH
     except CorruptObjectError as error:
@@ -248,7 +247,7 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
     # both ends: git does not open a pack whose trailer is not the one that its index names
     with pack.open("rb") as file:
         fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, known.count)
-    fits = fits and pack_trailer(pack) == known.pack_checksum
+    fits = fits and packs.pack_trailer(pack) == known.pack_checksum
     how = CHECKSUM_MISMATCH if fits else "it does not end with the checksum that its index names"
     if (level is AuditLevel.CONTENT or not fits) and not _ends_with_checksum(pack):
         yield BadFile(pack_path, FileKind.PACK, how)
@@ -286,15 +285,15 @@ def _belongs_to_its_pack(file: Path) -> bool:
     if not _ends_with_checksum(file):
         return False
     try:
-        index = PackIndex(file.with_suffix(".idx"))
+        index = packs.PackIndex(file.with_suffix(".idx"))
     except (CorruptObjectError, FileNotFoundError):  # the finding is about the index
         return True
     data = file.read_bytes()
     if file.suffix == ".bitmap":  # signature, version, flags and count come before it
-        return data[12 : 12 + ID_BYTES] == index.pack_checksum
+        return data[12 : 12 + packs.ID_BYTES] == index.pack_checksum
     if file.suffix == ".rev":
         return data == packs.reverse_index(index)
-    return data[-2 * ID_BYTES : -ID_BYTES] == index.pack_checksum
+    return data[-2 * packs.ID_BYTES : -packs.ID_BYTES] == index.pack_checksum
 
 
 def _names_its_packs(file: Path) -> bool:
@@ -365,13 +364,13 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
 def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
     def is_sound(file: Path, oid: str) -> bool:
         if level is AuditLevel.CONTENT:
-            return loose_digest(file) == oid
+            return packs.loose_digest(file) == oid
         with file.open("rb") as stream:  # does a zlib stream begin there?
             head = stream.read(2)
         return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
-        for file in map(Path, _entries(directory)):
+        for file in map(Path, sorted_entries(directory)):
             if not _LOOSE_NAME.fullmatch(file.name) or file in unopened:
                 continue
             oid = directory.name + file.name

@@ -6,7 +6,6 @@ difference from either was made by somebody else, and so was a history without t
 catalog knows. A tip that upstream left has a kept ref. Reads only, in a worker.
 """
 
-import os
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.sync import INCOMING
 from ..model import FindingKind
 from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph, read_objects, run_git
-from .object_files import BadFile, Defect, FileKind, no_directory, no_file
+from .object_files import BadFile, Defect, FileKind, no_directory, no_file, sorted_entries
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 _SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
@@ -119,12 +118,7 @@ def _loose_refs(
     if directory == "refs" and (wrong := no_directory(git_dir / directory)):
         found.report(directory, FileKind.LAYOUT, wrong)
         return
-    try:
-        with os.scandir(git_dir / directory) as listing:
-            entries = sorted(listing, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):  # git removes directories that became empty
-        return
-    for entry in entries:
+    for entry in sorted_entries(git_dir / directory):
         ref = f"{directory}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
             yield from _loose_refs(git_dir, found, ref)

@@ -269,9 +269,6 @@ _LINE_LIMIT_BYTES = 2048
 _BLANK = b" \t\r\n"
 _NAME = re.compile(rb"[A-Za-z0-9_.][-A-Za-z0-9_.]*")
 _MACRO = b"[attr]"
-_QUOTED = re.compile(rb'"((?:[^"\\]|\\(?:[abfnrtv\\"]|[0-3][0-7]{2}))*)"')
-_ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
-_ESCAPED = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 
 
 class _Line(NamedTuple):
@@ -334,8 +331,8 @@ def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
         line = line.lstrip(_BLANK)
         if not line or line.startswith(b"#"):
             continue
-        if quoted := _QUOTED.match(line):
-            name, rest = _ESCAPE.sub(_unescaped, quoted.group(1)), line[quoted.end() :]
+        if (quoted := unquoted(line)) is not None:
+            name, rest = quoted
         else:
             name = re.split(rb"[ \t\r\n]", line, maxsplit=1)[0]
             rest = line[len(name) :]
@@ -369,6 +366,21 @@ def _states(text: bytes) -> _States | None:
             state = value.decode(errors="surrogateescape")
         states.append((name.decode(), state))
     return states[::-1]
+
+
+# -- names in quotes -------------------------------------------------------------------------------
+
+_QUOTED = re.compile(rb'"((?:[^"\\]|\\(?:[abfnrtv\\"]|[0-3][0-7]{2}))*)"', re.DOTALL)
+_ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
+_ESCAPED = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
+
+
+def unquoted(text: bytes) -> tuple[bytes, bytes] | None:
+    """The name in C's quotes that a text begins with, and what follows; None without a sound one
+    (unquote_c_style).
+    """
+    found = _QUOTED.match(text)
+    return (_ESCAPE.sub(_unescaped, found[1]), text[found.end() :]) if found else None
 
 
 def _unescaped(found: re.Match[bytes]) -> bytes:

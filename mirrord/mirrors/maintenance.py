@@ -9,8 +9,8 @@ import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -160,17 +160,6 @@ def _is_running_git(process: str) -> bool:
         return False
     # a container without an init keeps dead processes
     return name.startswith("git") and state[0] not in "ZX"
-
-
-@asynccontextmanager
-async def stale_files_removed_on_failure(path: Path) -> AsyncIterator[None]:
-    """Remove stale files where the block fails or is cancelled. The caller holds the lock."""
-    try:
-        yield
-    except BaseException:
-        with anyio.CancelScope(shield=True):
-            await to_thread.run_sync(remove_stale_files, path, timedelta())
-        raise
 
 
 def size_bytes(path: Path) -> int:

@@ -13,13 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+import anyio
 from anyio import to_thread
 
-from ..git.command import object_info
 from ..host.files import full_disk_named, sync_directory
 from ..protocol import RefChange, RefFault
 from ..telemetry import log
-from .maintenance import remove_stale_files, stale_files_removed_on_failure
+from .maintenance import remove_stale_files
 from .repository import OURS, Refs, Repository
 
 _NEVER = (OURS, "refs/replace/", "refs/bisect/", "refs/worktree/", "refs/rewritten/", "refs/stash")
@@ -168,13 +168,16 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     text = journal_text(moves, head)
     before = await repository.all_refs()
     try:
-        async with stale_files_removed_on_failure(repository.path):
-            await to_thread.run_sync(write_durably, journal, text.encode())
-            if moves:
-                await _apply(repository, moves)
-            if head:
-                await repository.set_head(head)
-    except Exception:
+        await to_thread.run_sync(write_durably, journal, text.encode())
+        if moves:
+            await _apply(repository, moves)
+        if head:
+            await repository.set_head(head)
+    except BaseException as error:
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+        if not isinstance(error, Exception):
+            raise
         if await repository.all_refs() != before:
             await recover(repository)
             return
@@ -230,11 +233,6 @@ async def _apply(repository: Repository, moves: Moves) -> None:
 
 async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= 50  # one flushed packed-refs is cheaper then than a flush for each ref
-    if many and await _are_first(repository, moves):  # as git clone does: a file each is slow
-        refs = {ref: str(new) for ref, (_, new) in moves.items()}
-        await to_thread.run_sync(write_durably, repository.path / "packed-refs", packed_refs(refs))
-        await repository.pack_refs()  # which notes what tags lead to
-        return
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
         stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),
@@ -244,18 +242,6 @@ async def _update(repository: Repository, moves: Moves) -> None:
         await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     if many:
         await repository.pack_refs()
-
-
-async def _are_first(repository: Repository, moves: Moves) -> bool:
-    """Whether these are the first refs of a repository, and update-ref would make each."""
-    if any(old or not new for old, new in moves.values()) or await repository.all_refs():
-        return False
-    oids, doing = [str(new) for _, new in moves.values()], "look up what refs are to name"
-    found = await object_info(repository.git, repository.path, oids, doing=doing)
-    return all(
-        it.kind == "commit" if ref.startswith("refs/heads/") else it.exists
-        for ref, it in zip(moves, found, strict=True)
-    )
 
 
 def packed_refs(refs: Mapping[str, str]) -> bytes:

@@ -27,7 +27,7 @@ from ..errors import UsageError
 from ..host.files import FOR_READING
 from ..model import shown
 from ..protocol import RootLeak
-from .repository import TRIVIAL_BYTES, walk
+from .repository import PACKS, TRIVIAL_BYTES, walk
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -41,7 +41,6 @@ _TEXT_BYTES = 1 << 20
 _DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
 _TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
 _OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a wheel behind a header of its own
-_PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
 DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, zlib.error, struct.error,
     lzma.LZMAError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
@@ -298,7 +297,7 @@ class _Reader:
         stream = Stream(source, digest.update)
         if kept is not None and (kept is tree.texts or stream.peek()[:1] in {b"{", b"["}):
             kept[path] = stream.read(size)
-        elif stream.peek().startswith(_PACKS):
+        elif stream.peek().startswith(PACKS):
             tree.packs.add(f"{archive}!{path}" if archive else path)
         else:
             self._look_inside(tree, path, size, stream, archive, depth)

@@ -17,7 +17,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import shown
 from ..protocol import SealLeak
-from .repository import ForeignFile, ForeignRepository, read_bytes, read_text, walk
+from .repository import PACKS, ForeignFile, ForeignRepository, read_bytes, read_text, walk
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
@@ -31,7 +31,6 @@ _REFLOG = re.compile(
 _SYMREF_DEPTH = 5
 _ZERO = "0" * 40
 _TEMPLATES = Path("/usr/share/git-core/templates")
-_ARCHIVES = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
 # each with its value: what git itself writes into a new repository, mirrord's, and who commits
@@ -129,7 +128,7 @@ def _judge(found: ForeignFile, private: Path) -> Judgement:
     ):
         yield leak(kind, f"{where} is there")
     # the archive that it is, or the objects that it names, say more than its name
-    elif _starts_with(found, *_ARCHIVES, *_COMPRESSED):
+    elif _starts_with(found, *PACKS, *_COMPRESSED):
         yield leak("stray-file", f"{where} is a pack, a bundle or an archive")
     elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
         fact = f"is no part of a sealed repository, and names {', '.join(named[:5])}"
@@ -255,7 +254,7 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
             yield leak("unreadable", f"{where} cannot be read")
         elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
             yield leak("nested-repository", f"{where} is of another repository")
-        elif found.kind == "file" and _starts_with(found, *_ARCHIVES):
+        elif found.kind == "file" and _starts_with(found, *PACKS):
             yield leak("stray-file", f"{where} is a pack or a bundle")
 
 

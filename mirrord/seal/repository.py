@@ -26,6 +26,8 @@ from ..protocol import SealLeak
 TIMEOUT = timedelta(hours=1)
 TRIVIAL_BYTES = 64
 """Shorter files say nothing: a coding line, one import, a line feed."""
+PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
+"""What packs and bundles begin with."""
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}

@@ -28,7 +28,7 @@ from ...host.files import (
 )
 from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory, remove
-from .reader import TreeReader, enter
+from .reader import TreeReader, enter, parents
 
 
 class TreeWriter:
@@ -172,9 +172,8 @@ class TreeWriter:
 
     def make_directories(self, path: bytes) -> None:
         """Make a directory and those above it, each once; an existing one stays as it is."""
-        parts = path.split(b"/") if path else []
         with self.owner:
-            for here in (b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
+            for here in (*parents(path), path) if path else ():
                 if here in self._made:
                     continue
                 directory, name = self._enter(here)

@@ -21,6 +21,7 @@ from ...host.files import full_disk_named, write_all
 from ...host.trash import remove_tree
 from ...model import DiffFormat
 from ..files.manifest import blob_id
+from ..files.reader import parents
 from .fit import Change
 from .render import NeedsGit, Renderer, pair_up
 from .worktree import SMALLER_HINT, PatchJob, RawFile, Worktree, open_worktree, unrecordable
@@ -265,11 +266,9 @@ class _Looking:
 
     def _is_out_of_bounds(self, path: bytes) -> bool:
         """In some `.git`, or below a submodule of the base."""
-        parts = path.split(b"/")
-        if any(part.lower() == b".git" for part in parts):
+        if any(part.lower() == b".git" for part in path.split(b"/")):
             return True
-        above = (b"/".join(parts[:depth]) for depth in range(1, len(parts)))
-        entries = map(self._worktree.base.find, above)
+        entries = map(self._worktree.base.find, parents(path))
         return any(entry.is_submodule for entry in entries if entry)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from ...git.objects.repository import Objects
 from ...git.objects.trees import BaseTree, TreeEntry
 from ...model import TREE_DEPTH_LIMIT
+from ..files.reader import parents
 from .parse import (
     ADDED,
     CONTEXT,
@@ -91,7 +92,7 @@ def fit(
         except MisfitError:
             if not rejects:
                 raise
-    if any(results.get(above) for path, file in results.items() if file for above in _above(path)):
+    if any(results.get(above) for path, file in results.items() if file for above in parents(path)):
         raise NotPlainError("a file below another")
     return results
 
@@ -191,7 +192,7 @@ def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | N
 
 
 def _must_have_directories(tree: Tree, path: bytes, results: Results) -> None:
-    for above in _above(path):
+    for above in reversed(parents(path)):
         if above in results or ((found := tree.read(above)) and found.mode != DIRECTORY):
             raise NotPlainError("a file where a directory should be")
 
@@ -201,7 +202,7 @@ def find_obstacle(tree: Tree, results: Results) -> bytes | None:
     for path in (path for path, file in results.items() if file):
         found = tree.read(path)
         if found is None:
-            for above in _above(path):
+            for above in reversed(parents(path)):
                 at = tree.read(above)
                 if at and at.mode != DIRECTORY and results.get(above, at) is not None:
                     return above
@@ -211,12 +212,6 @@ def find_obstacle(tree: Tree, results: Results) -> bytes | None:
         elif found.mode == UNTRACKED:
             return path
     return None
-
-
-def _above(path: bytes) -> Iterator[bytes]:
-    """The directories above a path, the nearest first."""
-    while path := path.rpartition(b"/")[0]:
-        yield path
 
 
 class Patched:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 
+from ...git.patterns import unquoted
 from ...model import TREE_PATH_LIMIT_BYTES
 
 CONTEXT, REMOVED, ADDED = b" -+"
@@ -354,9 +355,6 @@ _STAMP = re.compile(
     rb"(?:\t| +)(?:\d\d)?\d\d-\d\d-\d\d(?: \d\d:\d\d:\d\d)?(?:\.\d+)?(?: [-+]\d\d:?\d\d)?$"
 )
 NULL = re.compile(rb"/dev/null(?:[ \t\r]|$)")
-_QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"', re.DOTALL)
-_ESCAPE = re.compile(rb"\\([0-3][0-7]{2}|.)", re.DOTALL)
-_ESCAPES = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 
 
 class NotPlainError(Exception):
@@ -396,22 +394,10 @@ def _stripped(name: bytes, strip: int) -> bytes | None:
 
 
 def _unquoted(text: bytes) -> tuple[bytes, bytes]:
-    """The name in C's quotes at the start of a text, and the rest of that."""
-    found = _QUOTED.match(text)
-    if not found:
-        raise NotPlainError("a quote without an end")
-
-    def unescaped(escape: re.Match[bytes]) -> bytes:
-        if len(escape[1]) == 3:
-            return bytes([int(escape[1], 8)])
-        if (code := _ESCAPES.get(escape[1][0])) is None:
-            raise NotPlainError("an escape that git does not know")
-        return bytes([code])
-
-    name = _ESCAPE.sub(unescaped, found[1])
-    if b"\0" in name:
-        raise NotPlainError("a NUL in a name")
-    return name, text[found.end() :]
+    found = unquoted(text)
+    if found is None or b"\0" in found[0]:
+        raise NotPlainError("a quote without an end, or with what git does not know")
+    return found
 
 
 def header_name(rest: bytes, strip: int) -> bytes | None:

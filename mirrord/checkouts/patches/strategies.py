@@ -244,15 +244,16 @@ def _oid(file: File) -> str:
     return file.data.decode() if file.mode == SUBMODULE else blob_id(file.data).hex()
 
 
+def is_within_limits(path: bytes) -> bool:
+    parts = path.split(b"/")
+    is_long = len(path) > TREE_PATH_LIMIT_BYTES or max(map(len, parts)) > NAME_LIMIT_BYTES
+    return len(parts) <= TREE_DEPTH_LIMIT and not is_long
+
+
 def must_fit(files: Mapping[bytes, File], error: type[MirrordError]) -> None:
     """git takes names of any length and links to anything; a file system does not."""
     for path, file in files.items():
-        parts = path.split(b"/")
-        if (
-            len(path) > TREE_PATH_LIMIT_BYTES
-            or len(parts) > TREE_DEPTH_LIMIT
-            or max(map(len, parts)) > NAME_LIMIT_BYTES
-        ):
+        if not is_within_limits(path):
             raise error(
                 f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES}"
                 f" bytes, {TREE_DEPTH_LIMIT} directories, {NAME_LIMIT_BYTES} bytes in each name",

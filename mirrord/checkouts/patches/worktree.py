@@ -23,18 +23,16 @@ from ...git.patterns import Attributes
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
 from ...host.processes import ActingAs
 from ...model import (
-    NAME_LIMIT_BYTES,
     TREE_DEPTH_LIMIT,
-    TREE_PATH_LIMIT_BYTES,
     ApplyStrategy,
     FoundStrategy,
 )
 from ..files.manifest import blob_id
-from ..files.reader import TreeReader
+from ..files.reader import TreeReader, parents
 from ..files.writer import TreeWriter
 from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
 from .parse import EXECUTABLE, REGULAR, SUBMODULE, SYMLINK
-from .strategies import apply_patch, must_fit
+from .strategies import apply_patch, is_within_limits, must_fit
 
 BYTES_LIMIT = 512 * 1024**2
 SMALLER_HINT = "remove it, or let a .gitignore name it"
@@ -352,18 +350,11 @@ class CheckoutFiles:
                     yield below
 
     def _is_within(self, path: bytes) -> bool:
-        parts = path.split(b"/")
-        is_possible = (
-            len(path) <= TREE_PATH_LIMIT_BYTES
-            and len(parts) <= TREE_DEPTH_LIMIT
-            and not any(len(at) > NAME_LIMIT_BYTES or at.lower() in _NOT_IN_A_TREE for at in parts)
-        )
-        above = (b"/".join(parts[:depth]) for depth in range(1, len(parts)))
-        return is_possible and not any(self._is_submodule(at) for at in above)
-
-    def _is_submodule(self, path: bytes) -> bool:
-        entry = self._worktree.base.find(path)
-        return entry is not None and entry.is_submodule
+        if not is_within_limits(path):
+            return False
+        is_odd = any(part.lower() in _NOT_IN_A_TREE for part in path.split(b"/"))
+        entries = map(self._worktree.base.find, () if is_odd else parents(path))
+        return not is_odd and not any(entry.is_submodule for entry in entries if entry)
 
     def _look(self, path: bytes) -> File | None:
         worktree = self._worktree
