@@ -207,7 +207,6 @@ class Git:
 def _must_be_answered(
     result: GitResult, ok: Collection[int], stderr: StderrReader, remote: Remote | None, doing: str
 ) -> None:
-    """Raise the error that the status or the upstream's answer asks for."""
     if result.status not in ok:
         is_upstream, secrets = remote is not None, remote.secrets if remote else ()
         raise failure(
@@ -267,7 +266,6 @@ def _started(
     quarantine: Path | None = None,
     memory_bytes: int | None = None,
 ) -> Iterator[Process]:
-    """Start git, and keep its files open meanwhile."""
     argv = [*priority_prefix(), *_DIE_WITH_PARENT, "git"]
     if memory_bytes is not None:
         # RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs

@@ -128,7 +128,6 @@ def has_both_ends(pack: Path, size_bytes: int) -> bool:
 
 
 def _tail(path: Path, size: int) -> bytes:
-    """The last bytes; all there are of a shorter file."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read(size)

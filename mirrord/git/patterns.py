@@ -95,7 +95,6 @@ class _IgnoreFile(NamedTuple):
     globs: re.Pattern[bytes]
 
     def find(self, base: bytes, path: bytes, name: bytes, is_directory: bool) -> Pattern | None:
-        """The pattern that decides about a path below `base`, if any does."""
         may_match = (
             name in self.names
             or name.endswith(self.suffixes)
@@ -321,7 +320,6 @@ class Attributes:
 
 @lru_cache(maxsize=64)
 def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
-    """The rules and macros of a file, the last line first."""
     rules: list[_Line] = []
     macros: dict[str, _States] = {}
     for line in reversed(content.removeprefix(_BOM).split(b"\n")):

@@ -370,7 +370,6 @@ class Gate:
             raise
 
     def _look(self) -> None:
-        """See at the next turn of the loop who may begin, unless that is planned."""
         if self._turn is None and self.waiting:
             self._turn = asyncio.get_running_loop().call_soon(self._admit)
 

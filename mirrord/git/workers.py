@@ -100,8 +100,6 @@ atexit.register(FORK_SERVER.stop)
 
 
 class _Worker:
-    """One process, as the event loop sees it."""
-
     def __init__(self, connection: socket.socket, pidfd: int, *, is_low: bool) -> None:
         self.connection, self._pidfd, self.is_low = connection, pidfd, is_low
         self.is_prepared = False
@@ -327,7 +325,6 @@ async def _end(worker: _Worker) -> None:
 
 
 def _abandon(forked: asyncio.Future[tuple[socket.socket, int]]) -> None:
-    """End a worker that nobody waited for."""
     if not forked.cancelled() and not forked.exception():
         connection, pidfd = forked.result()
         connection.close()

@@ -95,7 +95,9 @@ class Donors:
         names = sorted((row.name for row in rows), key=lambda name: (name.key != own, name.key))
         others = [name for name in names if name.key != own]
         upstreams = [(f"upstream {one.shown}", one) for one in self.mirrors.upstreams(self.row)]
-        bundles = [(file, self.bundle(file)) for file in await self.bundles()]
+        bundles = [
+            (file, self.bundle(file)) for file in await anyio.to_thread.run_sync(self.bundles)
+        ]
         dropped = [(file, donor) for file, donor in bundles if donor.name != _LENT]
         whole = [
             Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
@@ -190,10 +192,7 @@ class Donors:
         if unfetched:
             self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
 
-    async def bundles(self) -> list[DonorBundle]:
-        return await anyio.to_thread.run_sync(self._read_bundles)
-
-    def _read_bundles(self) -> list[DonorBundle]:
+    def bundles(self) -> list[DonorBundle]:
         """The bundles that can be read, those that build on nothing first."""
         directory = self.layout.bundles
         files = [(path, _LENT) for path in self.lent]

@@ -49,6 +49,7 @@ from .donors import (
 )
 from .publish import DamagedFiles, RefPlan, Step, plan_refs, publish
 
+_backoff = partial(Backoff, timedelta(minutes=10), timedelta(hours=24))
 _NEW_HISTORY = "a new ref history"
 _PACK_KINDS = {FileKind.PACK, FileKind.INDEX}
 
@@ -114,7 +115,6 @@ class MirrorRepair:
         return await self._publish(missing, going, plan)
 
     async def _publish(self, missing: Missing, going: list[BadFile], plan: RefPlan) -> Repair:
-        """Prove every object that came, then change the mirror."""
         final = self.work / "final"
         counts = self.transfer.counts
         await anyio.to_thread.run_sync(make_repository, final)
@@ -232,7 +232,7 @@ class MirrorRepair:
         """Record the refs as they are, on top of the newest history among the mirror's bundles."""
         stand_in = Repository(self.donors.mirrors.git, self.name, self.stand_in)
         best: tuple[datetime, str, DonorBundle] | None = None
-        for file in await self.donors.bundles():
+        for file in await to_thread.run_sync(self.donors.bundles):
             record = file.contents.history
             if record is None or not file.is_own:
                 continue
@@ -261,7 +261,6 @@ class MirrorRepair:
     async def _write_history(
         self, refs: Mapping[str, str], plan: RefPlan, parents: Sequence[str], why: str
     ) -> None:
-        """Write a record of the refs, as the tip of the history."""
         scratch = Repository(self.donors.mirrors.git, self.name, self.work / "history")
         await anyio.to_thread.run_sync(make_repository, scratch.path)
         borrow_from(scratch.path, self.stand_in)
@@ -452,10 +451,6 @@ class Heals:
             log.warning("donor.failed", mirror=str(name), **facts)
             return False
         return True
-
-
-def _backoff() -> Backoff:
-    return Backoff(timedelta(minutes=10), timedelta(hours=24))
 
 
 def _ends(audit: Audit) -> dict[str, bool]:

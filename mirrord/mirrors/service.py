@@ -14,21 +14,20 @@ from typing import Any
 
 from anyio import to_thread
 
-from .. import errors
+from .. import errors, protocol
 from ..catalog import MirrorRow
 from ..git.command import object_info
 from ..git.errors import masked_url
 from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..protocol import QUEUED, Pin, Progress, ProgressSink, RefDiff, RefFault, RefRecord, Synced
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
 from .refs import is_followed
 from .repository import HISTORY, Repository
-from .sharing import Turn, is_same
+from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
@@ -40,7 +39,7 @@ class Mirrors(Inventory):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._hosts = Hosts(concurrency=lambda: self.settings().sync.concurrency)
-        self._syncs: Coalescer[Synced] = Coalescer()
+        self._syncs: Coalescer[protocol.Synced] = Coalescer()
 
     async def close(self) -> None:
         """Cancel running syncs; each leaves its mirror as it was."""
@@ -49,8 +48,12 @@ class Mirrors(Inventory):
     # -- syncs ----------------------------------------------------------------------------------
 
     async def sync(
-        self, name: MirrorName, progress: ProgressSink | None = None, *, accept_loss: bool = False
-    ) -> Synced:
+        self,
+        name: MirrorName,
+        progress: protocol.ProgressSink | None = None,
+        *,
+        accept_loss: bool = False,
+    ) -> protocol.Synced:
         """Bring a mirror up to date with its upstream; joins a sync that has not asked it yet.
 
         Raises an UpstreamError, which is also recorded in the row: an UpstreamLossError where
@@ -61,9 +64,11 @@ class Mirrors(Inventory):
         run = partial(self._sync, found, accept_loss)
         return await self._syncs.join(key, run, progress)
 
-    async def _sync(self, name: MirrorName, accept_loss: bool, work: SharedWork[Synced]) -> Synced:
+    async def _sync(
+        self, name: MirrorName, accept_loss: bool, work: SharedWork[protocol.Synced]
+    ) -> protocol.Synced:
         started_at = utc_now()
-        work.report(Progress(unit="syncs", note=QUEUED))
+        work.report(protocol.Progress(unit="syncs", note=protocol.QUEUED))
         try:
             async with self.sharing.turn(name, work.report) as turn, self.lock(name):
                 row = turn.row or await self.get(str(name))
@@ -92,7 +97,9 @@ class Mirrors(Inventory):
         self.events.publish("mirror.synced", mirror=str(row.name), changed=result.changed, **facts)
         return result
 
-    async def _ask(self, row: MirrorRow, accept_loss: bool, work: SharedWork[Synced]) -> Synced:
+    async def _ask(
+        self, row: MirrorRow, accept_loss: bool, work: SharedWork[protocol.Synced]
+    ) -> protocol.Synced:
         """Bring a mirror up to date with its upstream, after all that is published of it."""
         mirror, upstream = self.repository(row.name), parse_upstream(row.url)
         if await to_thread.run_sync(mirror.is_stub):
@@ -102,7 +109,7 @@ class Mirrors(Inventory):
             await mirror.must_be_ours()
         async with self._hosts.turn(upstream.host):
             work.close()
-            work.report(Progress(unit="syncs", note="ask upstream for its refs"))
+            work.report(protocol.Progress(unit="syncs", note="ask upstream for its refs"))
             place = nullcontext(mirror) if exists else self._building(row.name)
             async with place as repository:
                 return await sync(
@@ -112,8 +119,7 @@ class Mirrors(Inventory):
                     accept_loss=accept_loss and exists,
                 )
 
-    async def _record(self, row: MirrorRow, result: Synced, turn: Turn) -> None:
-        """Publish what is new, then say so in the row."""
+    async def _record(self, row: MirrorRow, result: protocol.Synced, turn: Turn) -> None:
         self._unsynced.pop(row.name.key, None)
         turn.is_synced = True
         now, repository = utc_now(), self.repository(row.name)
@@ -126,7 +132,8 @@ class Mirrors(Inventory):
             columns["size_bytes"] = await to_thread.run_sync(size_bytes, repository.path)
         faults = [fault.to_json() for fault in result.faults]
         columns |= {"default_branch": result.default_branch, "error": None, "ref_faults": faults}
-        if not (is_same(row, columns) and turn.is_noted(row)):
+        is_same = all(getattr(row, name) == value for name, value in columns.items())
+        if not (is_same and turn.is_noted(row)):
             columns |= {"synced_at": now, "attempted_at": now}
             await self.catalog.update_mirror(row.name.key, **columns)
 
@@ -157,7 +164,9 @@ class Mirrors(Inventory):
         failed = f"{name}: cannot sync it ({self._unsynced[name]})"
         return [f"no mirror can be synced ({count} of {count} fail); {failed}"]
 
-    async def maintain(self, name: MirrorName, progress: ProgressSink | None = None) -> None:
+    async def maintain(
+        self, name: MirrorName, progress: protocol.ProgressSink | None = None
+    ) -> None:
         """Pack a mirror, and remove stale files."""
         row = await self.get(str(name))
         repository = self.repository(row.name)
@@ -171,7 +180,9 @@ class Mirrors(Inventory):
         await self.catalog.update_mirror(row.name.key, size_bytes=size)
         self.events.publish("mirror.maintained", mirror=str(row.name), size_bytes=size)
 
-    async def _synced(self, name: MirrorName, progress: ProgressSink | None = None) -> MirrorRow:
+    async def _synced(
+        self, name: MirrorName, progress: protocol.ProgressSink | None = None
+    ) -> MirrorRow:
         """The row of a mirror that is on disk.
 
         Takes one that is not from the store, or syncs it, unless that is being done.
@@ -242,7 +253,10 @@ class Mirrors(Inventory):
         return [parse_upstream(url) for url in urls]
 
     async def ensure_commits(
-        self, name: MirrorName, commits: Collection[CommitId], progress: ProgressSink | None = None
+        self,
+        name: MirrorName,
+        commits: Collection[CommitId],
+        progress: protocol.ProgressSink | None = None,
     ) -> dict[CommitId, str]:
         """Fetch missing commits by id, from upstream and then from the fallbacks.
 
@@ -268,7 +282,7 @@ class Mirrors(Inventory):
         path: Path,
         upstream: Upstream,
         oids: Collection[CommitId],
-        progress: ProgressSink | None = None,
+        progress: protocol.ProgressSink | None = None,
     ) -> dict[CommitId, str]:
         """Fetch objects by id into a repository; answers those that did not come, with reasons."""
         fetcher = self._fetcher(Repository(self.git, row.name, path), upstream, progress)
@@ -280,7 +294,7 @@ class Mirrors(Inventory):
         return {CommitId(oid): error.message for oid, error in failed.items()}
 
     def _fetcher(
-        self, repository: Repository, upstream: Upstream, progress: ProgressSink | None
+        self, repository: Repository, upstream: Upstream, progress: protocol.ProgressSink | None
     ) -> Fetcher:
         quiet = self.settings().upstream.timeout
         return Fetcher(repository, upstream, self.quarantine, quiet, progress)
@@ -329,9 +343,9 @@ class Mirrors(Inventory):
         if lost:
             self.events.publish("pins.restored", mirror=str(name), count=lost, refused=refused)
 
-    async def list_pins(self, name: MirrorName | None = None) -> list[Pin]:
+    async def list_pins(self, name: MirrorName | None = None) -> list[protocol.Pin]:
         return [
-            Pin(
+            protocol.Pin(
                 mirror=str(row.mirror),
                 commit=row.commit,
                 owner=row.owner,
@@ -343,20 +357,20 @@ class Mirrors(Inventory):
 
     # -- ref history ----------------------------------------------------------------------------
 
-    async def refs_log(self, name: MirrorName) -> list[RefRecord]:
+    async def refs_log(self, name: MirrorName) -> list[protocol.RefRecord]:
         """The newest first."""
         return await list_records(self.repository((await self._synced(name)).name))
 
-    async def refs_diff(self, name: MirrorName, a: str, b: str) -> RefDiff:
+    async def refs_diff(self, name: MirrorName, a: str, b: str) -> protocol.RefDiff:
         """The changes between two records, each named by id or time."""
         repository = self.repository((await self._synced(name)).name)
         old = await find_record(repository, a)
         new = await find_record(repository, b)
         refs = await repository.all_refs()
         changes = await diff_records(repository, old.id, new.id, refs)
-        return RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
+        return protocol.RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
 
-    async def refs_restore(self, name: MirrorName, at: str) -> RefDiff:
+    async def refs_restore(self, name: MirrorName, at: str) -> protocol.RefDiff:
         """Put the refs back to a record, and keep the tips that they leave.
 
         The next sync follows upstream again.
@@ -376,12 +390,11 @@ class Mirrors(Inventory):
             await self.catalog.update_mirror(row.name.key, **columns)
         fact = {"at": record.id, "changes": len(changes)}
         self.events.publish("refs.restored", mirror=str(row.name), **fact)
-        return RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
+        return protocol.RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 
 
-def _as_synced(row: MirrorRow) -> Synced:
-    """What another daemon's sync found."""
-    return Synced(
+def _as_synced(row: MirrorRow) -> protocol.Synced:
+    return protocol.Synced(
         mirror=str(row.name),
         changed=False,
         summary="another daemon synced it",
@@ -389,5 +402,5 @@ def _as_synced(row: MirrorRow) -> Synced:
         kept_count=row.kept_count or 0,
         default_branch=row.default_branch,
         changes=[],
-        faults=[RefFault.from_json(fault) for fault in row.ref_faults],
+        faults=[protocol.RefFault.from_json(fault) for fault in row.ref_faults],
     )

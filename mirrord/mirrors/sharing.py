@@ -4,7 +4,7 @@ These are the ways of a daemon alone, which has every turn at once and publishes
 fleet are `mirrord.fleet.service`.
 """
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 from ..catalog import Generation, MirrorRow
@@ -72,8 +72,3 @@ class Sharing:
 
     def records_changed(self, keys: Collection[str]) -> None:
         """What the catalog says of these mirrors changed, and is to be published too."""
-
-
-def is_same(row: MirrorRow, columns: Mapping[str, object]) -> bool:
-    """Whether a mirror's row has these columns already."""
-    return all(getattr(row, name) == value for name, value in columns.items())

@@ -322,7 +322,6 @@ class _Reader:
     def _look_inside(
         self, tree: ScannedTree, path: str, size: int, stream: Stream, archive: str, depth: int
     ) -> None:
-        """Read the archive that a file may be."""
         is_layer = self._is_own(tree, archive)
         name = f"{archive}!{path}" if archive else path
         with self.bounded(name, may_be_damaged=not is_layer):

@@ -77,7 +77,6 @@ def _covers(above: ScannedTree, path: str) -> bool:
 
 
 def _stores_of(path: str) -> Iterator[str]:
-    """The directories whose `objects` the path lies in."""
     at = path.find("objects/")
     while at >= 0:
         if at == 0 or path[at - 1] == "/":

@@ -110,7 +110,7 @@ def _target(directory: Path, pointer: str, root: Path | None) -> Path:
 
 def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """All object directories, and the alternates as they are written."""
-    stores, written, pending = [own], list[str](), [own]
+    stores, written, pending, seen = [own], list[str](), [own], {own.resolve()}
     while pending and len(written) < _ALTERNATES_LIMIT:
         store = pending.pop()
         names = ("info/alternates", "info/http-alternates")
@@ -120,7 +120,8 @@ def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, 
                 continue
             written.append(line)
             target = _target(store, line, root)
-            if target.is_dir() and not any(_same(target, known) for known in stores):
+            if target.is_dir() and target.resolve() not in seen:
+                seen.add(target.resolve())
                 stores.append(target)
                 pending.append(target)
     return tuple(stores), tuple(written)
@@ -139,13 +140,6 @@ def borrow(scratch: Path, repository: ForeignRepository) -> Path:
         link.symlink_to(store.resolve())
     (scratch / "objects/info/alternates").write_text("".join(f"{link}\n" for link in links))
     return scratch
-
-
-def _same(left: Path, right: Path) -> bool:
-    try:
-        return left.samefile(right)
-    except OSError:
-        return False
 
 
 def read_bytes(path: Path, *, start: int = 0) -> bytes | None:

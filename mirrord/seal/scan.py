@@ -90,7 +90,6 @@ class Future:
         return {oid: kind for oid, kind in found.items() if oid not in self.closure}
 
     def _look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
-        """Type and size of those objects that the mirror has."""
         listed = run_git_sync(
             "cat-file", "--buffer", "--batch-check=%(objectname) %(objecttype) %(objectsize)",
             git_dir=self._scratch, stdin=lines_of(names), timeout=TIMEOUT, doing="look up objects",
@@ -359,7 +358,6 @@ class _Scan:
         return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))
 
     def packs(self) -> Iterator[RootLeak]:
-        """Packs and bundles that are not in a repository's own place."""
         for view, stores in zip(self._views, self.stores, strict=True):
             own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
             for number, (_, tree) in enumerate(view.layers):

@@ -175,7 +175,6 @@ def _closure_leaks(
 
 
 def _object_leaks(private: Path, outside: set[bytes]) -> Iterator[SealLeak]:
-    """One leak per type of object, with a few examples."""
     oids = [oid.hex() for oid in sorted(outside)]
     try:
         found = list(read_objects_sync(private, (), info=oids, doing="look at objects"))

@@ -226,7 +226,6 @@ class _Examination:
                 self._miss(child)
 
     def _children_of(self, path: bytes) -> list[bytes]:
-        """The paths that were in a directory."""
         if path not in self.children:
             self.children |= self.entries.children([path])
         return self.children[path]
@@ -313,6 +312,5 @@ def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
 
 
 def _hash(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
-    """The id of one tree object."""
     data = tree_bytes(entries)
     return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()

@@ -125,7 +125,6 @@ def repair(
 
 @contextmanager
 def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
-    """Open the tree, and name what a refused write means."""
     with opened(open_top(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
         try:
             yield root
@@ -203,7 +202,6 @@ def share_entries(
 
 
 def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple[Entry, bytes]:
-    """The record of an entry, and the bytes of its file."""
     record = unrecorded(entry)
     if entry.is_tree or entry.is_submodule:
         return record, b""

@@ -135,7 +135,6 @@ class Grading:
         outfit: Outfit,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
-        """A checkout on the layer of a grade, which is a snapshot too."""
         prepared_s = round(time.perf_counter() - began, 6)
         base: dict[str, Any] = {**outfit._asdict(), "layer": layer}
         facts: dict[str, Any] = {name: getattr(found, name) for name in _RESOLVED[1:]}

@@ -153,7 +153,6 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
 
 
 def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
-    """The mode that the patch gives its file."""
     if before is None:
         if reverse and patch.new_mode not in (0, REGULAR):
             raise NotPlainError("the mode of a removed file, taken back")

@@ -151,7 +151,6 @@ class _Parser:
     # -- headers -----------------------------------------------------------------------------------
 
     def _next_header(self) -> FilePatch | None:
-        """Skip what is no header, and read one."""
         while self._at < len(self._lines):
             line = self._line(0)
             if line.startswith(_GIT) and not (self._as_patch and self._is_traditional()):

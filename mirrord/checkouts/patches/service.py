@@ -13,22 +13,12 @@ from typing import NamedTuple
 
 import anyio
 
+from ... import model
 from ...catalog import InstanceRow
 from ...datasets.service import Datasets
 from ...errors import AccessError, CommitNotFoundError, InvalidRequestError
 from ...git.workers import Workers
 from ...mirrors.service import Mirrors
-from ...model import (
-    ApplyStrategy,
-    CommitId,
-    CommitRole,
-    DiffFormat,
-    Direction,
-    FoundStrategy,
-    View,
-    parse_commit,
-    shown,
-)
 from ...protocol import RestorePaths
 from ...telemetry import log
 from ..backend import DIFF_TIMEOUT, ChangedPaths
@@ -54,7 +44,7 @@ class Patches:
     objects_of: Callable[[Lease], Path]
 
     async def diff(
-        self, lease: Lease, changed: ChangedPaths, form: DiffFormat = DiffFormat.PATCH
+        self, lease: Lease, changed: ChangedPaths, form: model.DiffFormat = model.DiffFormat.PATCH
     ) -> DiffAnswer:
         """What changed from the base commit to the tree."""
         quarantine, began = self.mirrors.quarantine, time.perf_counter()
@@ -74,8 +64,8 @@ class Patches:
         return DiffAnswer(spool if content is None else content, made_by)
 
     async def apply(
-        self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: ApplyStrategy
-    ) -> tuple[list[str], FoundStrategy]:
+        self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy
+    ) -> tuple[list[str], model.FoundStrategy]:
         """Apply a patch; the paths that it wrote or removed, and the strategy that fitted.
 
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
@@ -104,10 +94,10 @@ class Patches:
         )
         return [path.decode(errors="backslashreplace") for path in paths]
 
-    async def _find_commit(self, lease: Lease, text: str) -> CommitId:
+    async def _find_commit(self, lease: Lease, text: str) -> model.CommitId:
         """A commit by its id, or by the role that the lease's instance records it in."""
-        if text not in set(CommitRole):
-            return parse_commit(text)
+        if text not in set(model.CommitRole):
+            return model.parse_commit(text)
         row = await self.find_row(lease)
         commits = [commit for commit, role in row.commits if role == text] if row else []
         if len(commits) != 1:
@@ -124,20 +114,20 @@ class Patches:
             return None
         return await self.instances.find_instance(lease.instance, lease.dataset)
 
-    async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, Direction]:
+    async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, model.Direction]:
         """`@patch` or `@test_patch` of the lease's instance, and which way it goes."""
         _must_grade(lease, "apply the instance's own patch")
         row = await self.find_row(lease)
         patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
         if row and (patch := patches.get(named)):
-            direction = row.direction if named == "@patch" else Direction.FORWARD
+            direction = row.direction if named == "@patch" else model.Direction.FORWARD
             return patch.encode(errors="surrogateescape"), direction
         fact, hint = "the checkout is of no instance", "send the patch itself"
         if row and named in patches:
             fact = f"instance {row.id} has none"
         elif row:
             fact, hint = "no such name", "the names are @patch and @test_patch"
-        raise InvalidRequestError(f"cannot apply {shown(named)}: {fact}", hint=hint)
+        raise InvalidRequestError(f"cannot apply {model.shown(named)}: {fact}", hint=hint)
 
     def job(self, lease: Lease) -> PatchJob:
         """A checkout as the functions of this package take it."""
@@ -152,7 +142,7 @@ class Patches:
 
 
 def _must_grade(lease: Lease, what: str) -> None:
-    if lease.view is not View.GRADER:
+    if lease.view is not model.View.GRADER:
         raise AccessError(
             f"cannot {what}: the checkout has the agent's view",
             hint="ask for a checkout with --view grader",

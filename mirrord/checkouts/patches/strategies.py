@@ -223,7 +223,6 @@ def _differences(tree: Tree, results: Results) -> Results:
 
 
 def _changes(tree: Tree, results: Results) -> list[Change]:
-    """The results that differ from the tree, in the order of their paths."""
     differ = _differences(tree, results)
     must_fit({path: file for path, file in differ.items() if file}, InvalidPatchError)
     if (taken := find_obstacle(tree, differ)) is not None:

@@ -193,7 +193,6 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
 
 
 def _find(repository: pygit2.Repository, name: str) -> str | None:
-    """The id of the commit that `name` peels to."""
     try:
         return str(repository.revparse_single(name).peel(pygit2.Commit).id)
     except ValueError as error:
@@ -232,7 +231,8 @@ def _not_found(
 
 _OBJECTS_MAX = 2000
 _BYTES_MAX = 16 * 1024**2
-_ENTRY = re.compile(rb"([0-7]+) ([^\0]+)\0(.{20})", re.DOTALL)
+_ENTRY = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
+_FIXED_BYTES = 22  # the space, the NUL and the id
 
 
 def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -> Packed | None:
@@ -278,7 +278,10 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
                 if not is_new(tree):
                     continue
                 named = {name: oid for _, name, oid in entries.get(newer or b"", ())}
-                entries[tree] = _entries(tree, add(tree, ObjectType.TREE, newer))
+                listed = tree_entries(add(tree, ObjectType.TREE, newer))
+                if listed is None:
+                    raise _corrupt(tree, "it is malformed")
+                entries[tree] = listed
                 for mode, name, oid in entries[tree]:
                     mode = mode.lstrip(b"0")
                     if oid in judged or mode == b"160000":  # a submodule
@@ -313,7 +316,6 @@ def _open_index(path: Path) -> PackIndex:
 
 
 def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
-    """The tree and the parents in a commit's first lines."""
     tree, *rest = commit.split(b"\n")
     parents = []
     for line in rest:
@@ -323,10 +325,8 @@ def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
     return bytes.fromhex(tree[5:].decode()), parents
 
 
-def _entries(oid: bytes, data: bytes) -> list[tuple[bytes, bytes, bytes]]:
+def tree_entries(data: bytes) -> list[tuple[bytes, bytes, bytes]] | None:
+    """Mode, name and raw id of each entry of a tree object; None where it is malformed."""
     found: list[tuple[bytes, bytes, bytes]] = _ENTRY.findall(data)
-    if sum(len(mode) + len(name) + 22 for mode, name, _ in found) != len(data):
-        raise CorruptObjectError(
-            f"cannot read tree {oid.hex()}: it is malformed", objects=[oid.hex()]
-        )
-    return found
+    size = sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in found)
+    return found if size == len(data) else None

@@ -6,7 +6,6 @@ new objects of our own: beside a repository, which stays as it is.
 """
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -19,7 +18,7 @@ from pygit2.enums import FileMode, ObjectType
 
 from ...errors import CommitUnservableError, TreeTooLargeError
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
-from .repository import Objects
+from .repository import Objects, tree_entries
 
 ENTRIES_LIMIT = 1_000_000
 FILE_LIMIT_BYTES = 1024**3
@@ -27,8 +26,6 @@ TREE_LIMIT_BYTES = 64 * 1024**3
 
 _TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _Token = tuple[bytes, bytes, bytes]
-_TOKEN = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)
-_FIXED_BYTES = 22  # the space, the NUL and the id
 _FEW_CHANGES = 10_000
 _PATH_MAX = 4096
 
@@ -212,12 +209,10 @@ def must_be_target(oid: str, data: bytes) -> None:
 
 
 def _parse(objects: Objects, tree: str | None) -> list[_Token]:
-    """Mode, name and id of each entry as stored."""
     if tree is None:
         return []
-    data = objects.read(tree, ObjectType.TREE)
-    tokens: list[_Token] = _TOKEN.findall(data)
-    if sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in tokens) != len(data):
+    tokens = tree_entries(objects.read(tree, ObjectType.TREE))
+    if tokens is None:
         raise _unservable(tree, "it is malformed")
     if len({name for _, name, _ in tokens}) != len(tokens):
         raise _unservable(tree, "it names an entry twice")
