@@ -12,10 +12,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import anyone
+from forked import Forked, Forker
 
 from mirrord.api.application import Routes
 from mirrord.errors import MirrordError
@@ -40,7 +42,7 @@ class Daemon:
         self.socket = root / "s"
         self.log_path = root / "daemon.log"
         self.user = user
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self._environment = {**os.environ, "PYTHONWARNINGS": "", **(environment or {})}
         self.write_config(text)
 
@@ -52,6 +54,12 @@ class Daemon:
     def command(self) -> list[str]:
         python = [sys.executable] if self.user is None else anyone.python()
         return [*python, "-m", "mirrord.daemon", "--config", str(self.config)]
+
+    @property
+    def _can_be_forked(self) -> bool:
+        """Where it is this Python's, this user's, and started by no other command."""
+        is_plain = self.user is None and type(self).command is Daemon.command
+        return is_plain and _forker().can_fork(self._environment)
 
     @property
     def pid(self) -> int:
@@ -69,14 +77,18 @@ class Daemon:
     def start(self, *, wait: bool = True, prefix: tuple[str, ...] = ()) -> Daemon:
         """Start it; with `wait`, until it is open."""
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*prefix, *self.command],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                user=self.user,
-            )
+            if self._can_be_forked and not prefix:
+                arguments = ["--config", str(self.config)]
+                self.process = _forker().start(arguments, self._environment, log.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*prefix, *self.command],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    user=self.user,
+                )
         if wait:
             self.wait_until_healthy()
         return self
@@ -160,6 +172,11 @@ class Daemon:
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The answer read as JSON, whatever its status."""
         return json.loads(self.request(method, path, body)[2])
+
+
+@cache
+def _forker() -> Forker:
+    return Forker()
 
 
 def _must_be_documented(method: str, path: str, answer: tuple[int, dict[str, str], bytes]) -> None:

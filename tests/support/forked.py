@@ -1,0 +1,166 @@
+"""Daemons forked from a process that has loaded their modules, which is most of a start's processor time.
+
+Each is a process of its own as after an exec: environment, directory, descriptors, a fresh run of
+`mirrord.daemon.__main__`. Only what Python and the linker read before they start needs the real
+thing (`can_fork`); so do tests of the command itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+_MODULE = "mirrord.daemon"
+_BEFORE_A_START = ("PYTHON", "LD_", "MALLOC_", "COVERAGE")
+
+
+class Forked:
+    """The part of `subprocess.Popen` that tests of daemons use."""
+
+    def __init__(self, pid: int, pidfd: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = pidfd
+        self._status = status
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(_MODULE, timeout or 0)
+            self.returncode = int(os.read(self._status, 16))
+            os.close(self._status)
+            os.close(self._pidfd)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forker:
+    """The process that daemons are forked from, as the tests see it."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self._before = _before_a_start(os.environ)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), _MODULE],
+                env={**os.environ, "PYTHONWARNINGS": ""},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        atexit.register(self.close)
+
+    def can_fork(self, environment: Mapping[str, str]) -> bool:
+        return _before_a_start(environment) == self._before and "COVERAGE_AREA" not in environment
+
+    def start(self, arguments: list[str], environment: Mapping[str, str], log: int) -> Forked:
+        """`arguments` are those of `python -m mirrord.daemon`; `log` is its stdout and stderr."""
+        request = json.dumps([arguments, dict(environment), os.getcwd()]).encode()
+        status, theirs = os.pipe()
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [request], [log, theirs])
+                answer, (pidfd,), _, _ = socket.recv_fds(
+                    self._control, 16, 1, socket.MSG_CMSG_CLOEXEC
+                )
+        finally:
+            os.close(theirs)
+        return Forked(int(answer), pidfd, status)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+def _before_a_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is read before a line of ours runs."""
+    names = {name for name in environment if name.startswith(_BEFORE_A_START)}
+    return {name: environment[name] for name in names - {"PYTHONWARNINGS"}}
+
+
+# -- in that process -------------------------------------------------------------------------------
+
+
+def main() -> None:
+    gc.disable()
+    sys.modules["rich"] = None  # type: ignore[assignment]  # as mirrord.daemon.__main__ does
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    __import__(f"{sys.argv[2]}.main")
+    gc.freeze()
+    ended = selectors.DefaultSelector()
+    ended.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in ended.select():
+            if key.fileobj is not control:
+                ended.unregister(key.fileobj)
+                _tell_status(key.fd, *key.data)
+                continue
+            request, descriptors, _, _ = socket.recv_fds(
+                control, 1 << 20, 2, socket.MSG_CMSG_CLOEXEC
+            )
+            if not request:
+                return
+            log, status = descriptors
+            if (pid := os.fork()) == 0:
+                ended.close()
+                control.close()
+                _become_daemon(log, *json.loads(request))
+            pidfd = os.pidfd_open(pid)
+            socket.send_fds(control, [str(pid).encode()], [pidfd])
+            os.close(log)
+            ended.register(pidfd, selectors.EVENT_READ, (pid, status))
+
+
+def _tell_status(pidfd: int, pid: int, status: int) -> None:
+    os.close(pidfd)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(BrokenPipeError):  # nobody asks any more
+        os.write(status, str(code).encode())
+    os.close(status)
+
+
+def _become_daemon(log: int, arguments: list[str], environment: dict[str, Any], cwd: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    sys.argv[1:] = arguments
+    sys.path[0] = cwd
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
