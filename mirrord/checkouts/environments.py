@@ -100,27 +100,23 @@ class EnvironmentStore:
 
     # -- in use ------------------------------------------------------------------------------------
 
-    def hold(self, digest: str) -> None:
-        """Keep an environment for a checkout. Call with no await since it was found."""
-        self.held[digest] += 1
-        self._note_use(digest)
+    def hold(self, digest: str, n: int = 1) -> None:
+        """Keep an environment for a checkout, with `n` -1 for one less. Call with no await since it
+        was found.
+        """
+        self.held[digest] += n
+        with suppress(FileNotFoundError):
+            os.utime(self.root / digest)
 
     def drop(self, digest: str) -> None:
         """Undo one `hold`."""
-        self.held[digest] -= 1
-        if self.held[digest] <= 0:
-            del self.held[digest]
-        self._note_use(digest)
+        self.hold(digest, -1)
 
     def used_at(self, digest: str) -> float:
         """When it was held or dropped last, or else built."""
         with suppress(FileNotFoundError):
             return (self.root / digest).stat().st_mtime
         return 0.0
-
-    def _note_use(self, digest: str) -> None:
-        with suppress(FileNotFoundError):
-            os.utime(self.root / digest)
 
     # -- changes -----------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ or neither. While somebody has a volume mounted, its lease is renewed (`lifecycl
 last unmount it lives as long as the volume's ttl says, and the volume ends with it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -77,7 +77,11 @@ class Volumes:
         asked_s = None if isinstance(asked, Existing) else asked.ttl
         ttl_s = self.leasing.ttl(asked_s, peer).total_seconds()
         volume = Volume(name, part, options, not isinstance(source, Existing), ttl_s)
-        with self._creating(name):
+        if name in self._in_creation:
+            fact = f"cannot make volume {name}: another request is making it"
+            raise CheckoutBusyError(fact, hint="wait for it to end, then try again")
+        self._in_creation.add(name)
+        try:
             if isinstance(source, protocol.StartCheckout):
                 _must_have(volume, source.environment)
                 await self.checkout(source, peer, volumes=(volume,))
@@ -90,6 +94,8 @@ class Volumes:
                     _must_have(volume, lease.environment)
                     self.leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self.leasing.publish("volume.made", self.get(name)[0], volume=name)
+        finally:
+            self._in_creation.remove(name)
         return True
 
     async def mount(self, name: str, mount: str, peer: Peer) -> str:
@@ -126,17 +132,6 @@ class Volumes:
                 self.leasing.leases.save(replace(lease, volumes=rest))
         self.leasing.publish("volume.removed", lease, volume=name)
         await self.leasing.trash.keep_up()
-
-    @contextmanager
-    def _creating(self, name: str) -> Iterator[None]:
-        if name in self._in_creation:
-            fact = f"cannot make volume {name}: another request is making it"
-            raise CheckoutBusyError(fact, hint="wait for it to end, then try again")
-        self._in_creation.add(name)
-        try:
-            yield
-        finally:
-            self._in_creation.remove(name)
 
     @asynccontextmanager
     async def _held(self, name: str, peer: Peer) -> AsyncIterator[tuple[Lease, Volume]]:

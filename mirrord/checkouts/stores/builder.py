@@ -21,6 +21,7 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from ...errors import InvalidRequestError
+from ...fleet.closures import SharedClosures
 from ...git.command import Git
 from ...git.packs import graph_is_whole
 from ...git.turns import Coalescer
@@ -31,19 +32,9 @@ from ...jobs.operations import Deferred
 from ...model import CommitId, History, MirrorName, Resolved
 from ...telemetry import log
 from . import store as disk
-from .closures import Closures, Recorded, SharedLayers, nothing_recorded
+from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph
-from .store import (
-    GRAPH,
-    SealedStore,
-    StoreKey,
-    Tag,
-    Tags,
-    building,
-    link_or_copy,
-    packed_refs,
-    remove_all,
-)
+from .store import SealedStore, StoreKey, Tag
 
 GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
@@ -76,18 +67,18 @@ class StoreBuilder:
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded = nothing_recorded
     room: Room = UNBOUNDED
-    shared: SharedLayers | None = None
+    shared: SharedClosures | None = None
 
     def __post_init__(self) -> None:
         self._root = self.state_dir / "templates"
-        self._tags = Tags(self.git)
+        self._tags = disk.Tags(self.git)
         self._deferred = Deferred()
         self._closures = Closures(
             root=self._root, git=self.git, workers=self.workers, trash=self.trash,
             deferred=self._deferred, mirrors_path=self.mirrors_path, recorded=self.recorded,
             shared=self.shared,
         )  # fmt: skip
-        self.commits = self._closures.commits
+        self.commits, self.known_packs = self._closures.commits, self._closures.known_packs
         self._found: dict[StoreKey, SealedStore] = {}
         self._builds: Coalescer[SealedStore] = Coalescer()
         self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
@@ -177,7 +168,7 @@ class StoreBuilder:
 
     async def remove(self, path: Path) -> None:
         """Delete a discarded store, or a damaged one, or a layer of closures. Packs stay."""
-        await anyio.to_thread.run_sync(remove_all, [path], self.trash)
+        await anyio.to_thread.run_sync(self.trash.discard, path)
 
     @contextmanager
     def holding(self, store: SealedStore) -> Iterator[None]:
@@ -189,10 +180,6 @@ class StoreBuilder:
             self.held[store.path] -= 1
             if not self.held[store.path]:
                 del self.held[store.path]
-
-    def known_packs(self, name: MirrorName) -> dict[str, int]:
-        """The sizes of the closure packs that were looked at since the start, by name."""
-        return self._closures.known_packs(name)
 
     async def evict_packs(self, name: MirrorName) -> int:
         """Remove the closure packs that no store has, unless a build may be about to link one;
@@ -214,7 +201,8 @@ class StoreBuilder:
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
-            await anyio.to_thread.run_sync(remove_all, directory.glob("*"), self.trash)
+            for path in directory.glob("*"):
+                await anyio.to_thread.run_sync(self.trash.discard, path)
             with suppress(OSError):  # something stays
                 directory.rmdir()
 
@@ -236,7 +224,7 @@ class StoreBuilder:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._building[name.key] += 1
         try:
-            with building(directory, self.trash) as temporary:
+            with disk.building(directory, self.trash) as temporary:
                 git, scratch = temporary / ".git", temporary / "scratch"
                 if history is History.SQUASHED:
                     found = await self.commits.get(name, commit)
@@ -321,11 +309,11 @@ def _write(git: Path, contents: _Contents, near: Path | None) -> str:
         os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
         for source in (pack.path, pack.index):
-            link_or_copy(source, git / "objects/pack" / source.name)
+            disk.link_or_copy(source, git / "objects/pack" / source.name)
     if contents.graph:
-        (git / GRAPH).parent.mkdir(mode=0o755)
-        link_or_copy(contents.graph, git / GRAPH)
-    control = [f"{contents.head}\n".encode(), disk.CONFIG, packed_refs(contents.tags)]
+        (git / disk.GRAPH).parent.mkdir(mode=0o755)
+        disk.link_or_copy(contents.graph, git / disk.GRAPH)
+    control = [f"{contents.head}\n".encode(), disk.CONFIG, disk.packed_refs(contents.tags)]
     for name, content in zip(disk.CONTROL_FILES, control, strict=True):
         with suppress(OSError):  # it went meanwhile, or has all the links there can be
             if near and (near / ".git" / name).read_bytes() == content:

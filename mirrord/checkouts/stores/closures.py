@@ -7,17 +7,17 @@ line keep chains short, and neighbours share all but their last layer. Owns
 """
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import anyio.to_thread
 
 from ... import errors
+from ...fleet.closures import SharedClosures
 from ...git.command import Git, lines_of, object_info
 from ...git.objects.repository import first_parents, pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -29,7 +29,7 @@ from ...model import NEAR, CommitId, MirrorName, Resolved
 from ...telemetry import log
 from .chains import MARGINS, SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
-from .store import building, publish, remove_all
+from .store import building, publish
 
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
@@ -39,23 +39,6 @@ _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
 Recorded = Callable[[MirrorName], Awaitable[Collection[CommitId]]]
-
-
-class SharedLayers(Protocol):
-    """The layers of other daemons: what their `layer.json` says, by commit, and their packs.
-
-    Raises CatalogUnavailableError, StoreUnavailableError, StoreDamagedError.
-    """
-
-    async def find(self, name: MirrorName) -> Mapping[CommitId, Mapping[str, Any]]: ...
-
-    async def take(self, name: MirrorName, places: Mapping[CommitId, Path]) -> None:
-        """Download the pack of each commit, and its index, into a directory."""
-
-    async def offer(
-        self, name: MirrorName, layers: Collection[tuple[Mapping[str, Any], Path]]
-    ) -> None:
-        """Share layers by what their `layer.json` says and their packs, each after its base."""
 
 
 async def nothing_recorded(name: MirrorName) -> Collection[CommitId]:
@@ -111,7 +94,7 @@ class Closures:
     deferred: Deferred
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded
-    shared: SharedLayers | None
+    shared: SharedClosures | None
 
     def __post_init__(self) -> None:
         self.packer = Packer(self.git, self.workers)
@@ -145,8 +128,9 @@ class Closures:
             gone = [layer for layer in layers.values() if layer.pack not in names]
             for layer in gone:
                 del layers[layer.commit]
-            paths = [self.directory(name) / layer.commit for layer in gone]
-            await anyio.to_thread.run_sync(remove_all, paths, self.trash)
+            for layer in gone:
+                path = self.directory(name) / layer.commit
+                await anyio.to_thread.run_sync(self.trash.discard, path)
             log.info("closures.evicted", mirror=str(name), count=len(gone), left=len(layers))
             return sum(layer.size_bytes for layer in gone)
 

@@ -24,7 +24,7 @@ import anyio.to_thread
 from ...git.command import Git, object_info
 from ...git.packs import PackIndex, graph_is_whole, has_both_ends
 from ...host.files import full_disk_named
-from ...host.trash import Trash, find_trash, new_trash
+from ...host.trash import Trash, find_trash
 from ...model import CommitId, History, MirrorName
 from ...protocol import SealLeak
 
@@ -219,13 +219,6 @@ def remove_leftovers(directory: Path, trash: Trash) -> int:
     for path in leftovers:
         trash.remove(path)
     return len(leftovers)
-
-
-def remove_all(paths: Iterable[Path], trash: Trash) -> None:
-    """Remove layers or stores, each renamed first, so that a crash leaves no half of one."""
-    for path in paths:
-        with suppress(FileNotFoundError):
-            trash.remove(path.rename(new_trash(path.parent)))
 
 
 # -- the tags that a store may show: those of its base commit and its ancestors --------------------
