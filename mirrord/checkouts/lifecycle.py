@@ -155,7 +155,8 @@ class Lifecycle:
             self.end(resetting(to))
             raise
         finally:
-            self._layers.drop_unused(before.layers if before else ())
+            if before and before.layers:
+                self._layers.drop_unused(before.layers)
 
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""

@@ -134,7 +134,7 @@ class PreparedLayers:
         """The layer of a checkout with this environment: the uid's own of that name, else one that
         is everybody's; or without a name the one that was saved for the environment.
         """
-        wanted = name or (_name_for(environment.digest) if environment else None)
+        wanted = name or (environment and _name_for(environment.digest))
         found = [r for r in self._records.values() if r.saved.name == wanted and r.place == place]
         own = (record for record in found if name and record.saved.saved_by == uid)
         record = next(own, next(filter(self.is_shared, found), None))

@@ -239,7 +239,9 @@ class Resolver:
         is_same = lease and (lease.commit, lease.environment) == (found.commit, environment)
         if request.layer or not is_same:
             place = found.mirror.key, found.commit, history
-            saved = self.prepared.choose(request.layer, place, peer.uid, environment)
+            saved = None
+            if request.layer or environment:
+                saved = self.prepared.choose(request.layer, place, peer.uid, environment)
         with ExitStack() as stack:
             if environment is not None:
                 self.environments.hold(environment.digest)

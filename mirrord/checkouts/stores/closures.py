@@ -19,7 +19,7 @@ import anyio.to_thread
 from ... import errors
 from ...fleet.closures import SharedClosures
 from ...git.command import Git, lines_of, object_info
-from ...git.objects.repository import first_parents, pack_increment, resolve
+from ...git.objects.repository import pack_increment, resolve
 from ...git.packs import has_both_ends
 from ...git.turns import Turns
 from ...git.workers import Workers
@@ -27,13 +27,12 @@ from ...host.trash import Trash
 from ...jobs.operations import Deferred
 from ...model import NEAR, CommitId, MirrorName, Resolved
 from ...telemetry import log
-from .chains import MARGINS, SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
+from .chains import SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish
 
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
-_NEAR = MARGINS[0] + 1  # first parents that a worker looks at before git is asked for more
 _REACHES = (2048, None)
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
@@ -323,30 +322,18 @@ class Closures:
     ) -> list[CommitId]:
         """First parents from `commit` back to one that has a layer, or to the root to be packed."""
         known = {**shared, **self._known(name)}
-        near: Sequence[CommitId] = (await self.commits.get(name, commit)).line
-        found = self._to_known(name, near, shared)
-        if found is None and len(near) == NEAR:
-            mirror = self.mirrors_path(name)
-            try:  # as far as a root may be away
-                near = await self.workers.run(
-                    first_parents, mirror, commit, _NEAR, timeout=_QUICK_TIMEOUT
-                )
-            except (errors.CorruptObjectError, errors.DeadlineError):
-                near = []  # git says why
-            found = self._to_known(name, near, shared)
-        if found:
+        line: Sequence[CommitId] = (await self.commits.get(name, commit)).line
+        if found := self._to_known(name, line, shared):
             return found
         recorded = frozenset(await self.recorded(name))
-        if near and not known and not recorded:
-            return list(near[: choose_root(known, near, recorded) + 1])
-        line = list[CommitId]()
-        for limit in _REACHES if recorded or known else _REACHES[:1]:
-            line = await self._first_parents(name, commit, limit)
-            if found := self._to_known(name, line, shared):
-                return found
-            if limit and len(line) < limit:
-                break
-        return line[: choose_root(known, line, recorded) + 1]
+        if len(line) in (0, NEAR):  # it goes on, or git says why it cannot be read
+            for limit in _REACHES if recorded or known else _REACHES[:1]:
+                line = await self._first_parents(name, commit, limit)
+                if found := self._to_known(name, line, shared):
+                    return found
+                if limit and len(line) < limit:
+                    break
+        return list(line[: choose_root(known, line, recorded) + 1])
 
     def _to_known(
         self, name: MirrorName, line: Sequence[CommitId], shared: Layers

@@ -155,12 +155,6 @@ def describe(git_dir: Path) -> str | None:
     return text
 
 
-def first_parents(git_dir: Path, commit: str, limit: int) -> list[CommitId]:
-    """A commit and its first parents, newest first, `limit` in all. Raises CorruptObjectError."""
-    with open_objects(git_dir) as objects:
-        return _first_parents(objects, commit, limit)
-
-
 def _first_parents(objects: Objects, commit: str, limit: int) -> list[CommitId]:
     line = [bytes.fromhex(commit)]
     while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
