@@ -82,12 +82,10 @@ class Piece(NamedTuple):
     @classmethod
     def of(cls, where: Where, found: os.stat_result) -> "Piece":
         # to open a directory that its owner locked changes its ctime, and so does a link of a file
-        if stat.S_ISDIR(found.st_mode):
-            return cls(where, found.st_mode, 0, found.st_mtime_ns, 0, found.st_ino)
-        if where is Where.OWN:
-            return cls(where, found.st_mode, found.st_size, found.st_mtime_ns, 0, found.st_ino)
-        times = found.st_mtime_ns, found.st_ctime_ns
-        return cls(where, found.st_mode, found.st_size, *times, found.st_ino)
+        is_directory = stat.S_ISDIR(found.st_mode)
+        size = 0 if is_directory else found.st_size
+        ctime_ns = 0 if is_directory or where is Where.OWN else found.st_ctime_ns
+        return cls(where, found.st_mode, size, found.st_mtime_ns, ctime_ns, found.st_ino)
 
     @property
     def is_clients(self) -> bool:

@@ -6,6 +6,7 @@ through all of it for a bounded time. Over the bound nothing new is made for the
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,15 +103,13 @@ class Quotas:
 
     def _things(self) -> dict[int, list[tuple[Path, ...]]]:
         """The places of what each user has."""
-        found: dict[int, list[tuple[Path, ...]]] = {}
+        found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
         for lease in self.leases:
             trees = [lease.tree_path] if lease.backend is Backend.POOL else []
             own = map(self.layers.path, sorted(lease.own_layers))
-            things = found.setdefault(self.access.user_of(lease.owner_uid), [])
-            things.append((lease.private, *trees, *own))
+            found[self.access.user_of(lease.owner_uid)].append((lease.private, *trees, *own))
         for record in self.prepared.all():
             places = map(self.layers.path, record.own_layers)
             objects = self.layers.path(record.saved.id).with_suffix(".git")
-            things = found.setdefault(self.access.user_of(record.saved.saved_by), [])
-            things.append((objects, *places))
+            found[self.access.user_of(record.saved.saved_by)].append((objects, *places))
         return found

@@ -207,12 +207,8 @@ def _grade_of(lease: Lease) -> protocol.GradeFacts | None:
     graded = lease.graded
     if graded is None or graded.layer != lease.layer:
         return None
-    return protocol.GradeFacts(
-        policy=graded.policy,
-        strategy=graded.strategy,
-        dropped=list(graded.dropped),
-        dropped_count=graded.dropped_count,
-    )
+    facts = {name: getattr(graded, name) for name in ("policy", "strategy", "dropped_count")}
+    return protocol.GradeFacts(**facts, dropped=list(graded.dropped))
 
 
 def _proven(method: str, at: datetime | None) -> protocol.Proven | None:

@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -207,13 +206,6 @@ class TemplateRegistry:
                 async with each.changes.turn():
                     weigh = Blobs(blobs_path(each.trees)).weigh
                     each.shared_bytes, each.is_weighed = await anyio.to_thread.run_sync(weigh)
-
-    def drop(self, paths: Iterable[Path]) -> None:
-        """Count one checkout less that holds these."""
-        for path in paths:
-            self.held[path] -= 1
-            if self.held[path] <= 0:
-                del self.held[path]
 
     def retire(self, templates: MirrorTemplates, tree: str) -> None:
         """Take a layer and all above it out of use by renaming them; `sweep` deletes them.

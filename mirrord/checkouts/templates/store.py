@@ -221,7 +221,11 @@ class Templates:
 
     def drop(self, template: Template) -> None:
         """Undo one `hold`: the template's time to stay begins."""
-        self._registry.drop(template.layers)
+        held = self._registry.held
+        for path in template.layers:
+            held[path] -= 1
+            if held[path] <= 0:
+                del held[path]
         self._note_use(template)
 
     def _note_use(self, template: Template) -> None:
