@@ -30,13 +30,8 @@ from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log
+from . import maintenance
 from .history import columns_of
-from .maintenance import (
-    iter_doubtful_files,
-    packs_and_indexes,
-    remove_stale_files,
-    repair_incomplete_packs,
-)
 from .pins import Pins, adopt_pins, read_pins, stands_alone
 from .quarantine import Quarantine
 from .refs import JOURNAL, recover
@@ -61,9 +56,9 @@ def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
 
 
 def _survey(git_dir: Path) -> OwnedCommits | None:
-    packs, indexes = packs_and_indexes(git_dir / "objects/pack")
+    packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
     is_unfinished = packs != indexes or (git_dir / JOURNAL).exists()
-    if is_unfinished or next(iter_doubtful_files(git_dir), None):
+    if is_unfinished or next(maintenance.iter_doubtful_files(git_dir), None):
         return None
     refs = read_refs_of(git_dir)
     if refs is None or any(ref.startswith(INCOMING) for ref in refs):
@@ -200,9 +195,9 @@ class Inventory:
         """
         key = repository.name.key
         # first: a stale lock would stop the rest
-        await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
+        await to_thread.run_sync(maintenance.remove_stale_files, repository.path, timedelta())
         await self.pins.settle(repository)
-        await repair_incomplete_packs(repository)
+        await maintenance.repair_incomplete_packs(repository)
         await recover(repository)
         await unmark(repository)
         if await self.sharing.is_known(repository):

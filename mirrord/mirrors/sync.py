@@ -27,20 +27,9 @@ from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
+from . import refs
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
-from .refs import (
-    Moves,
-    Offer,
-    classify,
-    commit,
-    compare,
-    directories_of,
-    read_offer,
-    recover,
-    summarise,
-    theirs,
-)
 from .repository import HISTORY, KEPT, Refs, Repository
 from .upstream import Upstream, blames_objects, find_bad
 
@@ -58,7 +47,7 @@ class Fetcher:
     quiet: timedelta
     progress: ProgressSink | None = None
 
-    async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> Offer:
+    async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
         """The refs that upstream has now; raises UpstreamEmptyError where it has none."""
         answer = await self.repository.git.run(
             "ls-remote", "--symref", "--", self.upstream.remote.url,
@@ -75,7 +64,7 @@ class Fetcher:
                 " upstream, check the URL, or follow it all the same with"
                 " `mirrord mirror sync NAME --accept-loss`",
             )
-        offer = await to_thread.run_sync(lambda: read_offer(answer.lines, patterns))
+        offer = await to_thread.run_sync(lambda: refs.read_offer(answer.lines, patterns))
         if redirects := re.findall(r"(?m)^warning: redirecting to (\S+)", answer.stderr):
             return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/")))
         return offer
@@ -323,9 +312,9 @@ async def sync(
     without `accept_loss` an upstream that lost most of its refs is an UpstreamLossError.
     """
     repository = fetcher.repository
-    await recover(repository)
+    await refs.recover(repository)
     present = await repository.all_refs()
-    old = theirs(present)
+    old = refs.theirs(present)
     is_empty = HISTORY in present and not old  # as somebody accepted
     offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
@@ -341,9 +330,9 @@ async def sync(
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
     if stuck := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
         # a ref whose new objects did not come stays where it is, unless another took its place
-        above = {directory for ref in target for directory in directories_of(ref)}
+        above = {directory for ref in target for directory in refs.directories_of(ref)}
         for ref in stuck:
-            if ref not in above and target.keys().isdisjoint(directories_of(ref)):
+            if ref not in above and target.keys().isdisjoint(refs.directories_of(ref)):
                 target[ref] = old[ref]
     why = "sync, loss accepted" if accept_loss else "sync"
     changes, head = await move_refs(repository, present, target, offer.head, why=why)
@@ -352,7 +341,7 @@ async def sync(
     return Synced(
         mirror=str(repository.name),
         changed=bool(changes),
-        summary=summarise(changes),
+        summary=refs.summarise(changes),
         ref_count=len(target),
         kept_count=len(kept),
         default_branch=head.removeprefix("refs/heads/") if head else None,
@@ -363,7 +352,7 @@ async def sync(
 
 
 async def _fetch_missing(
-    fetcher: Fetcher, offer: Offer, present: Refs, known_faults: Mapping[str, str]
+    fetcher: Fetcher, offer: refs.Offer, present: Refs, known_faults: Mapping[str, str]
 ) -> dict[str, MirrordError]:
     """Fetch what no ref of the mirror holds yet: the default branch, branches, tags, the rest."""
 
@@ -383,7 +372,7 @@ async def _fetch_missing(
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
 
-def must_not_vanish(name: MirrorName, old: Refs, offer: Offer) -> None:
+def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:
     """Refuse an offer that lacks most of the old refs, or every branch; raises UpstreamLossError.
 
     That is what an accident or a takeover looks like. Every tip would be kept, but checkouts by
@@ -418,14 +407,14 @@ async def move_refs(
     Keeps the tips that they leave, and records the move; writes nothing where nothing moves.
     Answers the changes, and the target of HEAD: the wanted one, or else one that exists.
     """
-    changes = await classify(repository, compare(theirs(present), target))
+    changes = await refs.classify(repository, refs.compare(refs.theirs(present), target))
     now = await repository.head()
     branches = sorted(ref for ref in target if ref.startswith("refs/heads/"))
     choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
     head = next((ref for ref in choices if ref in target), None)
     if not changes and head in {None, now}:
         return changes, head
-    moves: Moves = {change.ref: (change.old, change.new) for change in changes}
+    moves: refs.Moves = {change.ref: (change.old, change.new) for change in changes}
     left = {f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old}
     moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
     parent = present.get(HISTORY)
@@ -437,5 +426,5 @@ async def move_refs(
         kept=last.kept | named, parents=[parent] if parent else [], why=why, last=last,
     )  # fmt: skip
     moves[HISTORY] = (parent, record)
-    await commit(repository, moves, head if head != now else None)
+    await refs.commit(repository, moves, head if head != now else None)
     return changes, head

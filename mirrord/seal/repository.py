@@ -110,7 +110,7 @@ def _target(directory: Path, pointer: str, root: Path | None) -> Path:
 
 def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """All object directories, and the alternates as they are written."""
-    stores, written, pending, seen = [own], list[str](), [own], {own.resolve()}
+    stores, written, pending, seen = [own], list[str](), [own], {os.path.realpath(own)}
     while pending and len(written) < _ALTERNATES_LIMIT:
         store = pending.pop()
         names = ("info/alternates", "info/http-alternates")
@@ -120,8 +120,8 @@ def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, 
                 continue
             written.append(line)
             target = _target(store, line, root)
-            if target.is_dir() and target.resolve() not in seen:
-                seen.add(target.resolve())
+            if target.is_dir() and (real := os.path.realpath(target)) not in seen:
+                seen.add(real)
                 stores.append(target)
                 pending.append(target)
     return tuple(stores), tuple(written)
@@ -137,7 +137,7 @@ def borrow(scratch: Path, repository: ForeignRepository) -> Path:
     (scratch / "HEAD").write_text("ref: refs/heads/none\n")
     links = [scratch / f"store{number}" for number in range(len(repository.stores))]
     for link, store in zip(links, repository.stores, strict=True):
-        link.symlink_to(store.resolve())
+        link.symlink_to(os.path.realpath(store))
     (scratch / "objects/info/alternates").write_text("".join(f"{link}\n" for link in links))
     return scratch
 

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ...errors import DiffTooLargeError, MirrordError
-from ...host.files import (
-    entries_in,
-    find_stat,
-    mounted_on,
-    names_in,
-    open_child,
-    open_directory,
-    open_regular,
-    opened,
-    shown_path,
-)
+from ...host import files
 from ...host.processes import ActingAs
 from ...model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .manifest import blob_id
@@ -85,7 +75,7 @@ class TreeReader:
         except PermissionError as error:
             with suppress(PermissionError):  # it may be the owner's, to be read but not entered
                 os.fchmod(directory, stat.S_IMODE(os.fstat(directory).st_mode) | stat.S_IXUSR)
-                return find_stat(directory, name)
+                return files.find_stat(directory, name)
             raise PermissionError(error.errno, error.strerror, path) from error
 
     def iter_below(
@@ -125,18 +115,19 @@ class TreeReader:
 
     def names_in(self, path: bytes) -> list[bytes]:
         """The names in a directory, in order; also DiffTooLargeError for one that is too deep."""
-        return sorted(names_in(self._open(path)))
+        return sorted(files.names_in(self._open(path)))
 
     def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
         """As `names_in`, each name with its kind, as `host.files.entries_in` has it."""
-        return sorted(entries_in(self._open(path)))
+        return sorted(files.entries_in(self._open(path)))
 
     def _open(self, path: bytes) -> int:
         """The directory at a path, open until the next look."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
             raise DiffTooLargeError(
-                f"cannot look into {shown_path(path[-200:])}: it is more than {TREE_DEPTH_LIMIT}"
-                f" directories deep, or its path has more than {TREE_PATH_LIMIT_BYTES} bytes",
+                f"cannot look into {files.shown_path(path[-200:])}: it is more than"
+                f" {TREE_DEPTH_LIMIT} directories deep, or its path has more than"
+                f" {TREE_PATH_LIMIT_BYTES} bytes",
                 hint="remove it, or let a .gitignore name it",
             )
         try:
@@ -201,7 +192,7 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
         return owner.open_directory(directory, name)
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise mounted_on(path) from error
+            raise files.mounted_on(path) from error
         if error.errno in _REPLACED:
             raise FileNotFoundError(errno.ENOENT, "not a directory any more", path) from error
         raise type(error)(error.errno, error.strerror, path) from error
@@ -209,18 +200,18 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
 
 def open_top(root: Path) -> int:
     """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
-    with opened(open_directory(root.parent)) as above:
+    with files.opened(files.open_directory(root.parent)) as above:
         try:
-            return open_child(above, os.fsencode(root.name))
+            return files.open_child(above, os.fsencode(root.name))
         except OSError as error:
             if error.errno == errno.EXDEV:
-                raise mounted_on(os.fsencode(root)) from error
+                raise files.mounted_on(os.fsencode(root)) from error
             raise
 
 
 def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
     """Everything at and below a name in a directory of the daemon's own."""
-    with opened(open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
+    with files.opened(files.open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
         yield from (path for path, _ in reader.iter_below(name))
 
 
@@ -228,7 +219,7 @@ def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
     """git's blob id of a file's bytes or of a link's target; OSError where it is neither."""
     if stat.S_ISLNK(found.st_mode):
         return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
-    return read_id(open_regular(directory, name), found.st_size)
+    return read_id(files.open_regular(directory, name), found.st_size)
 
 
 def file_id(fd: int) -> bytes:
@@ -238,7 +229,7 @@ def file_id(fd: int) -> bytes:
 
 def read_id(fd: int, size: int) -> bytes:
     """The blob id of an open file that should have `size` bytes; closes it."""
-    with opened(fd):
+    with files.opened(fd):
         digest = hashlib.sha1(b"blob %d\0" % size)
         at, left = 0, size + 1  # one more than there should be: one read is enough for most
         while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
@@ -320,7 +311,10 @@ def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode,
 
 def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
     """Of a file, or of all in a tree; directories that cannot be looked into are `refused`."""
-    with opened(open_directory(path.parent)) as above, TreeReader(above, ActingAs(None)) as reader:
+    with (
+        files.opened(files.open_directory(path.parent)) as above,
+        TreeReader(above, ActingAs(None)) as reader,
+    ):
         name = os.fsencode(path.name)
         yield from (
             seen for _, seen in reader.iter_stats_below(name, lambda at, _: refused.append(at))

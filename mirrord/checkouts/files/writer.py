@@ -14,18 +14,7 @@ from types import MappingProxyType
 from typing import Self
 
 from ...errors import CheckoutBusyError
-from ...host.files import (
-    CREATE,
-    copy_bytes,
-    find_stat,
-    is_locked,
-    make_whiteout,
-    opened,
-    set_owner,
-    shown_path,
-    unlock,
-    write_all,
-)
+from ...host import files
 from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory, remove
 from .reader import TreeReader, enter, parents
@@ -62,9 +51,9 @@ class TreeWriter:
     def write_file(self, path: bytes, data: bytes, *, executable: bool = False) -> os.stat_result:
         """Create or replace a regular file."""
         permissions = 0o755 if executable else 0o644
-        with self.owner, opened(self._create(path, permissions)) as fd:
+        with self.owner, files.opened(self._create(path, permissions)) as fd:
             if data:
-                write_all(fd, data)
+                files.write_all(fd, data)
             return self._finish(fd, permissions)
 
     def copy_file(
@@ -77,8 +66,8 @@ class TreeWriter:
         attributes: Mapping[str, bytes] = MappingProxyType({}),
     ) -> os.stat_result:
         """Create or replace a regular file with the bytes that an open one has now."""
-        with self.owner, opened(self._create(path, permissions)) as fd:
-            copy_bytes(source, fd, os.fstat(source).st_size)
+        with self.owner, files.opened(self._create(path, permissions)) as fd:
+            files.copy_bytes(source, fd, os.fstat(source).st_size)
             for name, value in attributes.items():
                 os.setxattr(fd, name, value)
             return self._finish(fd, permissions, mtime_ns)
@@ -96,7 +85,7 @@ class TreeWriter:
                 os.symlink(target, name, dir_fd=directory)
             maker, _ = self.owner.maker
             when = self._mtime[0] if mtime_ns is None else mtime_ns
-            return set_owner(directory, name, self.owner.owner, when, maker=maker)
+            return files.set_owner(directory, name, self.owner.owner, when, maker=maker)
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
         """Make or replace a hard link to a file of ours; the stat of that file. For layers only."""
@@ -115,21 +104,21 @@ class TreeWriter:
 
     def write_whiteout(self, path: bytes) -> None:
         """Hide a name of the overlay layers below. For layers only."""
-        make_whiteout(*self.locate(path))
+        files.make_whiteout(*self.locate(path))
 
     def _create(self, path: bytes, permissions: int) -> int:
         directory, name = self._enter(path)
         try:
-            return os.open(name, CREATE, permissions, dir_fd=directory)
+            return os.open(name, files.CREATE, permissions, dir_fd=directory)
         except FileExistsError:
             self._clear(directory, path, name)
         except PermissionError:
             if self._trash is None:
                 raise
             with self.owner.aside():
-                unlock(directory, name)
+                files.unlock(directory, name)
             self._clear(directory, path, name)
-        return os.open(name, CREATE, permissions, dir_fd=directory)
+        return os.open(name, files.CREATE, permissions, dir_fd=directory)
 
     def _finish(self, fd: int, permissions: int, mtime_ns: int | None = None) -> os.stat_result:
         """Give a file that was just written its owner, time and mode."""
@@ -157,13 +146,13 @@ class TreeWriter:
             try:
                 os.mkdir(name, 0o755, dir_fd=directory)
             except FileExistsError:
-                found = find_stat(directory, name)
+                found = files.find_stat(directory, name)
                 if (
                     found
                     and stat.S_ISDIR(found.st_mode)
                     and (found.st_uid, found.st_gid) == self.owner.owner
                 ):
-                    with opened(self._open(directory, path, name)) as fd:
+                    with files.opened(self._open(directory, path, name)) as fd:
                         self._restore(fd)
                     return
                 self._clear(directory, path, name)
@@ -189,7 +178,7 @@ class TreeWriter:
         with self.owner:
             directory, name = self._enter(path)
             self._reader.leave(path)
-            with opened(self._open(directory, path, name)) as fd:
+            with files.opened(self._open(directory, path, name)) as fd:
                 for attribute, value in attributes.items():
                     os.setxattr(fd, attribute, value)
                 os.fchmod(fd, permissions)
@@ -197,7 +186,7 @@ class TreeWriter:
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Give a directory that we just made its mode and owner, unless it was replaced since."""
-        with opened(self._open(directory, path, name)) as fd:
+        with files.opened(self._open(directory, path, name)) as fd:
             found = os.fstat(fd)
             if found.st_uid != self.owner.maker[0]:
                 raise _busy(path)
@@ -214,9 +203,9 @@ class TreeWriter:
 
     def _restore(self, fd: int) -> None:
         """Undo what its user did to a directory itself: mode, flags, extended attributes."""
-        if is_locked(fd):
+        if files.is_locked(fd):
             with self.owner.aside():
-                unlock(fd, b".")
+                files.unlock(fd, b".")
         for attribute in os.listxattr(fd):
             os.removexattr(fd, attribute)
         if stat.S_IMODE(os.fstat(fd).st_mode) != 0o755:
@@ -284,6 +273,6 @@ class TreeWriter:
 
 def _busy(path: bytes) -> CheckoutBusyError:
     return CheckoutBusyError(
-        f"cannot write below {shown_path(path)}: it is not the directory it was",
+        f"cannot write below {files.shown_path(path)}: it is not the directory it was",
         hint="stop what runs in the checkout, then reset it",
     )

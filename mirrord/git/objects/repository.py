@@ -293,7 +293,7 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
 
 def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
     """Raise CorruptObjectError unless its packs have these objects, with the bytes of their ids."""
-    with tempfile.TemporaryDirectory(prefix="mirrord-packs-") as objects:
+    with tempfile.TemporaryDirectory(dir=directory) as objects:  # libgit2 wants a store around it
         Path(objects, "pack").symlink_to(directory.absolute())
         packs = pygit2.Odb(objects)
         for oid in oids:
