@@ -171,10 +171,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.mark.parametrize(
     ("verb", "start"),
     [
-        (verb, start)
-        for verb in VERBS
-        for start in STARTS
-        if verb.name in {*NEEDS_NO_DAEMON, "status"}
+        *[(verb, "script") for verb in VERBS if verb.name in {*NEEDS_NO_DAEMON, "status"}],
+        *[(verb, "module") for verb in VERBS if verb.name in {"doctor", "status"}],
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

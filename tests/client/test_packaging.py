@@ -129,24 +129,18 @@ def test_the_client_alone_talks_to_a_daemon(environment: Path) -> None:
     assert said.strip() == mirrord.__version__
 
 
-@pytest.mark.parametrize("document", ["README.md", "packaging/client/README.md"])
 def test_the_examples_of_the_documents_pass_strict_type_checks(
-    environment: Path, tmp_path: Path, document: str
+    environment: Path, tmp_path: Path
 ) -> None:
     """As a harness that installed the client would check them."""
-    examples = re.findall(r"```python\n(.*?)```", (PROJECT / document).read_text(), re.DOTALL)
-    assert examples
-    for number, example in enumerate(examples):
-        head = "from pathlib import Path\ndef run_agent(path: Path) -> None: ...\n"
-        (tmp_path / f"example_{number}.py").write_text(head + example)
-    mypy = [
-        "-m",
-        "mypy",
-        "--strict",
-        "--no-incremental",
-        f"--python-executable={environment}/bin/python",
-    ]
-    _run(sys.executable, *mypy, *map(str, sorted(tmp_path.glob("*.py"))), cwd=tmp_path)
+    for document in ("README.md", "packaging/client/README.md"):
+        examples = re.findall(r"```python\n(.*?)```", (PROJECT / document).read_text(), re.DOTALL)
+        assert examples, document
+        for number, example in enumerate(examples):
+            head = "from pathlib import Path\ndef run_agent(path: Path) -> None: ...\n"
+            (tmp_path / f"of_{len(document)}_{number}.py").write_text(head + example)
+    examined = map(str, sorted(tmp_path.glob("*.py")))
+    _run(sys.executable, *_mypy(environment), *examined, cwd=tmp_path)
 
 
 def test_the_public_names_have_types_for_those_who_import_them(
@@ -175,22 +169,17 @@ def test_the_public_names_have_types_for_those_who_import_them(
     (tmp_path / "wrong.py").write_text(
         "from mirrord import Client\nclient = Client()\nclient.checkout('a', view='grader')\nclient.health().mood\n"
     )
-    mypy = [
-        "-m",
-        "mypy",
-        "--strict",
-        "--no-incremental",
-        f"--python-executable={environment}/bin/python",
-    ]
-    _run(sys.executable, *mypy, "right.py", cwd=tmp_path)
     done = subprocess.run(
-        [sys.executable, *mypy, "wrong.py"],
+        [sys.executable, *_mypy(environment), "right.py", "wrong.py"],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
     )
-    assert [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line] == [
-        "3",
-        "4",
-    ]
+    errors = [line.split(":")[:2] for line in done.stdout.splitlines() if ": error:" in line]
+    assert errors == [["wrong.py", "3"], ["wrong.py", "4"]]
+
+
+def _mypy(environment: Path) -> list[str]:
+    python = f"--python-executable={environment}/bin/python"
+    return ["-m", "mypy", "--strict", "--no-incremental", python]

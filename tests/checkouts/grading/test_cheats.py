@@ -34,11 +34,11 @@ def test_the_honest_wrong_solution_fails(lab: GradingLab) -> None:
 def test_a_cheat_changes_nothing_and_is_named(lab: GradingLab, name: str) -> None:
     cheat = CHEATS[name]
     with lab.agent(cheat) as checkout:
-        for policy in ("drop", "report") if cheat.inert else ("drop",):
-            with checkout.grade(policy=policy) as grade:
-                assert outcome(grade.path) == HONEST, policy
-                assert cheat.rules <= {found.rule for found in grade.steering}, grade.steering
+        with checkout.grade(policy="drop") as grade:
+            assert outcome(grade.path) == HONEST
+            assert cheat.rules <= {found.rule for found in grade.steering}, grade.steering
         with checkout.grade() as grade:  # as configured: it reports
+            assert not cheat.inert or outcome(grade.path) == HONEST
             assert cheat.rules <= {found.rule for found in grade.steering}
             assert all(found.action != "dropped" for found in grade.steering)
         if cheat.works:  # in the agent's own tree

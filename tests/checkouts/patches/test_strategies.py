@@ -157,13 +157,13 @@ def test_a_file_with_crlf_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
     """A patch and a file; both as exact as small ones."""
-    lines = b"".join(b"%07d\n" % at for at in range(2_200_000))
-    patch = b"--- a/f\n+++ b/f\n@@ -9,3 +9,3 @@\n 0000008\n-0000009\n+nine\n 0000010\n"
+    lines = b"".join(b"%0999d\n" % at for at in range(17_000))
+    patch = b"--- a/f\n+++ b/f\n@@ -9,3 +9,3 @@\n %0999d\n-%0999d\n+nine\n %0999d\n" % (8, 9, 10)
     tree = MemoryTree({b"f": File(REGULAR, lines)})
     done = apply_patch(tree, patch, scratch=tmp_path / "s")
-    assert done.changes[0].data == lines.replace(b"0000009\n", b"nine\n", 1)
+    assert done.changes[0].data == lines.replace(b"%0999d\n" % 9, b"nine\n", 1)
     new = (
-        b"--- /dev/null\n+++ b/g\n@@ -0,0 +1,2200000 @@\n"
+        b"--- /dev/null\n+++ b/g\n@@ -0,0 +1,17000 @@\n"
         b"+" + lines[:-1].replace(b"\n", b"\n+") + b"\n"
     )
     done = apply_patch(tree, new, scratch=tmp_path / "s")
