@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -121,7 +120,7 @@ def _checkout(
             raise errors.UsageError(fact, hint="name an instance")
         yield client.open_checkout(find_id(session, target))
         return
-    take = partial(client.checkout, target, view=view, ttl=_LEASE, auto_renew=False, **given)
+    take = partial(client.checkout, target, view=view, ttl=_LEASE, **given)
     try:
         taken = take(bind=Bind.PROCESS)
     except errors.ProcessGoneError:  # the daemon cannot see this process
@@ -129,8 +128,7 @@ def _checkout(
     with taken as checkout:
         if checkout.instance and checkout.instance != target:  # the dataset's id tells a commit
             hide_argument(target)
-        with _renewing(session, checkout):
-            yield checkout
+        yield checkout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,24 +247,3 @@ def _forwarding() -> Iterator[Forward]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _renewing(session: Session, checkout: Checkout) -> Iterator[None]:
-    """Renew the lease while the command runs; a failure is printed, and tried again."""
-    ended = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(_LEASE.total_seconds() / 3):
-            try:
-                checkout.renew(_LEASE)
-            except errors.MirrordError as error:
-                session.fail(error)
-
-    thread = threading.Thread(target=renew, name="renew", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

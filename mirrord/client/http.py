@@ -1,4 +1,4 @@
-"""Requests as bytes and answers as messages or errors, over HTTP/1.1. Pure: no I/O.
+"""Requests as bytes and answers as messages or errors, over HTTP/1.1.
 
 In place of httpx: httpcore's pool (1.0) walks all its connections for each request, and 64 tasks
 over one client made 49 requests a second.
@@ -298,6 +298,12 @@ def policy_text(policy: str | Mapping[str, str] | None) -> str | None:
     if policy is None or isinstance(policy, str):
         return policy if policy is None else str(policy)
     return ",".join(f"{kind}={each}" for kind, each in policy.items())
+
+
+def iter_file(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(256 * 1024):
+            yield piece
 
 
 class EventReader:

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .primitives_sync import CHUNK_BYTES, whole_file
+from .primitives_sync import whole_file
 
 _RELEASE_SECONDS = 30
 
@@ -109,16 +109,6 @@ async def async_to_end(work: Coroutine[object, object, T]) -> T:
     if cancelled is not None:
         raise cancelled
     return task.result()
-
-
-async def async_chunks(path: Path, sent: Callable[[int], None]) -> AsyncIterator[bytes]:
-    """The bytes of a file in pieces; `sent` gets how many went out so far."""
-    with await asyncio.to_thread(path.open, "rb") as file:
-        done = 0
-        while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
-            yield chunk
-            done += len(chunk)
-            sent(done)
 
 
 async def async_pieces(

@@ -12,8 +12,6 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 256 * 1024
-
 
 def in_thread(work: Callable[[], T], cancel: Callable[[], object] | None = None) -> T:
     """Work here: only a task can be cancelled."""
@@ -50,16 +48,6 @@ def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> No
     poll.register(connected, event)
     if not poll.poll(None if timeout is None else timeout * 1000):
         raise TimeoutError
-
-
-def chunks(path: Path, sent: Callable[[int], None]) -> Iterator[bytes]:
-    """The bytes of a file in pieces; `sent` gets how many went out so far."""
-    with path.open("rb") as file:
-        done = 0
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-            done += len(chunk)
-            sent(done)
 
 
 def pieces(content: Iterable[bytes], sent: Callable[[int], None]) -> Iterator[bytes]:

@@ -1,20 +1,8 @@
 """Adapters: what each harness calls its environment, sandbox, runtime or container, over mirrord.
 
-| module | harness | what it is there |
-|---|---|---|
-| `mini_swe_agent` | mini-swe-agent | an environment class |
-| `harbor` | Harbor | an environment, by `--environment-import-path` |
-| `nemo_gym` | NeMo Gym | a sandbox provider, `mirrord` |
-| `inspect` | inspect-ai | a sandbox environment, `mirrord` |
-| `verifiers` | verifiers | a runtime |
-| `swe_rex` | swe-rex, SWE-agent | a deployment |
-| `swebench` | swebench | its evaluation, without docker |
-| `ray` | Ray | an actor, and what a node tells Ray of itself |
-
-`kubernetes` is a CSI plugin, a process of its own, and shares nothing with these.
-
-Each imports its harness, so import the one you use. All stand on the public client alone and take
-three settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
+Each imports its harness, so import the one you use; docs/integrations.md has them all. `kubernetes`
+is a CSI plugin, a process of its own. The others stand on the public client alone and take three
+settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
 `dataset`) and `sandbox` (arguments of `Sandbox`: `network`, `memory_bytes`, `processes`,
 `variables`). They hold a checkout from the harness's start to its stop, and release it there; when
 the harness is killed, its sandboxes and checkouts end too.

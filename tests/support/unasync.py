@@ -35,7 +35,7 @@ RULES: list[tuple[str, str]] = [
     (r"\basynccontextmanager\b", "contextmanager"),
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\baclose\b", "close"),
-    (r"\basync_(chunks|in_thread|pause|pieces|readable|receive|send|write)\b", r"\1"),
+    (r"\basync_(in_thread|pause|pieces|readable|receive|send|write)\b", r"\1"),
     (r"\baclosing\b", "closing"),
     (r"\bAsyncGenerator\[([\w.]+|tuple\[.*\])\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\[bytes\]", "Generator[bytes, None, None]"),

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from ... import errors, model, protocol
 from ...places import socket_path
 from .. import http, mounts
-from ..primitives_async import Pending, async_chunks, async_pause, async_pieces, async_write
+from ..primitives_async import Pending, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
 from .rehearsal import AsyncRehearsal
@@ -752,7 +752,7 @@ def _mirror(name: str) -> str:
 
 def _upload(path: Path, progress: ReportProgress | None) -> AsyncIterator[bytes]:
     """The bytes of a file in pieces; `progress` gets how many were sent."""
-    return async_chunks(path, _counted(path.stat().st_size, progress))
+    return async_pieces(http.iter_file(path), _counted(path.stat().st_size, progress))
 
 
 def _counted(total: int | None, progress: ReportProgress | None) -> Callable[[int], None]:

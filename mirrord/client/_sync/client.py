@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from ... import errors, model, protocol
 from ...places import socket_path
 from .. import http, mounts
-from ..primitives_sync import chunks, pause, pieces, write
+from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
 from .rehearsal import Rehearsal
@@ -751,7 +751,7 @@ def _mirror(name: str) -> str:
 
 def _upload(path: Path, progress: ReportProgress | None) -> Iterator[bytes]:
     """The bytes of a file in pieces; `progress` gets how many were sent."""
-    return chunks(path, _counted(path.stat().st_size, progress))
+    return pieces(http.iter_file(path), _counted(path.stat().st_size, progress))
 
 
 def _counted(total: int | None, progress: ReportProgress | None) -> Callable[[int], None]:

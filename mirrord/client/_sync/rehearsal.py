@@ -57,8 +57,8 @@ class Rehearsal:
         version = (client.health()).version
         named: list[tuple[str, str | None]] = [(each, dataset) for each in instances]
         if not named:
-            datasets = [dataset] if dataset else [each.name for each in client.list_datasets()]
-            for name in datasets:
+            datasets = [] if dataset else client.list_datasets()
+            for name in [dataset] if dataset else [each.name for each in datasets]:
                 named += [(found.id, name) for found in client.list_instances(name)]
         found = [self._look(*each, version) for each in dict.fromkeys(named)]
         self.candidates = sorted(found, key=lambda each: (each.created_at, each.instance))
@@ -100,16 +100,14 @@ class Rehearsal:
         """Whether an audit walked all closures of these mirrors lately, and after their syncs."""
         synced = [self._mirrors[name.lower()].synced_at for name in names]
         latest = max([utc_now() - _WALK_AGE, *(at for at in synced if at)])
-        for audit in self._client.list_audits():
-            if (
-                audit.level is not AuditLevel.QUICK
-                and audit.dataset is None
-                and audit.started_at > latest
-                and not audit.left
-                and {*names} <= {*audit.mirrors}
-            ):
-                return True
-        return False
+        return any(
+            audit.level is not AuditLevel.QUICK
+            and audit.dataset is None
+            and audit.started_at > latest
+            and not audit.left
+            and {*names} <= {*audit.mirrors}
+            for audit in self._client.list_audits()
+        )
 
     def _find_problems(self) -> dict[tuple[str, str], str]:
         """Why recorded commits cannot be served, by mirror in lower case and commit."""
@@ -296,13 +294,7 @@ class Rehearsal:
 def _must_be_clean(checkout: Checkout, applied: Sequence[str]) -> None:
     if patch := checkout.diff():
         after = f"after {' and '.join(applied)} and back" if applied else "as it is handed out"
-        paths = ", ".join(
-            sorted(
-                set(
-                    re.findall(r"^diff --git a/(\S+)", patch.decode(errors="replace"), re.MULTILINE)
-                )
-            )
-        )
-        raise errors.ProofFailedError(
-            f"cannot prove the tree equal to its base commit {after}: {paths[:200]} differ",
-        )
+        text = patch.decode(errors="replace")
+        paths = ", ".join(sorted({*re.findall(r"^diff --git a/(\S+)", text, re.MULTILINE)}))
+        fact = f"cannot prove the tree equal to its base commit {after}: {paths[:200]} differ"
+        raise errors.ProofFailedError(fact)

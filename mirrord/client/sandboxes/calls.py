@@ -138,9 +138,12 @@ class SandboxCall:
                 raise
             for stream, sink in ((pipes.out, self.stdout), (pipes.err, self.stderr)):
                 _drain(stream, sink)
-        struck = [name for name, times in room.strikes().items() if times > before.get(name, 0)]
+        after = {**room.strikes(), "time": is_late}
+        # of several memory, for the kernel ended a process for it
+        each: tuple[Struck, ...] = ("memory", "processes", "time")
+        struck = next((it for it in each if after.get(it, 0) > before.get(it, 0)), None)
         printed = self.stdout.bytes() if isinstance(self.stdout, Output) else b""
-        return Executed(status, printed, self.stderr.bytes(), _one_of(struck, is_late))
+        return Executed(status, printed, self.stderr.bytes(), struck)
 
     def _watch(self, room: SandboxRoom, pipes: Pipes) -> tuple[int, bool]:
         """Move bytes until the command has ended; answers its status and whether it was late."""
@@ -183,15 +186,6 @@ class SandboxCall:
                 is_late, deadline = True, time.monotonic() + _GRACE
                 poll.unregister(self._cancelled)
                 room.kill(pipes)
-
-
-def _one_of(struck: list[str], is_late: bool) -> Struck | None:
-    """What is told of several limits: memory, for the kernel ended a process for it."""
-    if "memory" in struck:
-        return "memory"
-    if "processes" in struck:
-        return "processes"
-    return "time" if is_late else None
 
 
 def _name(variable: str) -> str:

@@ -228,102 +228,87 @@ _OWN_PROCESSES = 5  # those around a command
 
 
 class Limits:
-    """`before` and `inside` are the starts of a command, on the host and in the box."""
+    """`before` and `inside` are the starts of a command, on the host and in the box.
+
+    A control group bounds all processes together. Where the kernel or its mounts allow none, each
+    process has its memory, and the kernel counts processes for each uid of a user namespace (Linux
+    5.14).
+    """
 
     def __init__(self, memory_bytes: int | None, processes: int | None) -> None:
-        processes = processes and processes + _OWN_PROCESSES
+        wanted = {"memory": memory_bytes, "pids": processes and processes + _OWN_PROCESSES}
+        limits = {name: limit for name, limit in wanted.items() if limit is not None}
         self.before: list[str] = []
         self.inside: list[str] = []
-        self._group: _ControlGroup | None = None
-        wanted = {"memory": memory_bytes, "pids": processes}
-        limits = {name: limit for name, limit in wanted.items() if limit is not None}
+        self._is_unified = (_ROOT / "cgroup.controllers").exists()
+        self._groups: dict[str, Path] = {}
         if not limits:
             return
         try:
-            self._group = _ControlGroup(limits)
-            self.before = self._group.entering()
+            self._make_groups(limits)
         except OSError:
-            # The kernel counts processes for each uid of a user namespace (Linux 5.14).
+            self.remove()
             options = {"memory": "data", "pids": "nproc"}
             given = [f"--{options[name]}={limit}" for name, limit in limits.items()]
             self.inside = ["prlimit", *given, "--"]
+            return
+        # a program that enters the groups, then replaces itself by what follows
+        enter = 'until [ "$1" = -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
+        members = [f"{path}/cgroup.procs" for path in sorted(set(self._groups.values()))]
+        self.before = ["sh", "-c", enter, "sh", *members, "--"]
 
-    def strikes(self) -> dict[str, int]:
-        """How often each limit struck so far, `memory` and `processes`."""
-        return self._group.strikes() if self._group else {}
-
-    def remove(self) -> None:
-        """Remove the group, whose processes have ended."""
-        if self._group:
-            self._group.remove()
-
-
-class _ControlGroup:
-    def __init__(self, limits: dict[str, int]) -> None:
-        """Raises OSError where the kernel or its mounts allow none."""
-        self._limits = limits
-        self._is_unified = (_ROOT / "cgroup.controllers").exists()
-        parents = self._parents()
+    def _make_groups(self, limits: dict[str, int]) -> None:
+        parents = self._parents(limits)
         for parent in set(parents.values()):
             _sweep(parent)
         name = _NAME.format(os.getpid(), os.urandom(4).hex())
-        self._paths = {controller: parent / name for controller, parent in parents.items()}
-        try:
-            for path in set(self._paths.values()):
-                path.mkdir(mode=0o755)
-            self._set_limits()
-        except OSError:
-            self.remove()
-            raise
+        for controller, parent in parents.items():
+            (parent / name).mkdir(mode=0o755, exist_ok=True)
+            self._groups[controller] = parent / name
+        for controller, limit in limits.items():
+            path = self._groups[controller]
+            if controller == "pids":
+                (path / "pids.max").write_text(str(limit))
+                continue
+            name = "memory.max" if self._is_unified else "memory.limit_in_bytes"
+            (path / name).write_text(str(limit))
+            with suppress(FileNotFoundError):  # a kernel without swap
+                if self._is_unified:
+                    (path / "memory.swap.max").write_text("0")
+                else:
+                    (path / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
-    def _parents(self) -> dict[str, Path]:
+    def _parents(self, limits: dict[str, int]) -> dict[str, Path]:
         """For each controller the group in which ours is made."""
         if not self._is_unified:
-            return {controller: _own_group(controller) for controller in self._limits}
+            return {controller: _own_group(controller) for controller in limits}
         # A group that holds processes, as our own, may pass no controller to others.
         parent = _ROOT / "mirrord"
         parent.mkdir(exist_ok=True)
-        enabled = " ".join(f"+{controller}" for controller in self._limits)
+        enabled = " ".join(f"+{controller}" for controller in limits)
         (parent / "cgroup.subtree_control").write_text(enabled)
-        return dict.fromkeys(self._limits, parent)
-
-    def _set_limits(self) -> None:
-        for controller, limit in self._limits.items():
-            path = self._paths[controller]
-            if controller == "pids":
-                (path / "pids.max").write_text(str(limit))
-            elif self._is_unified:
-                (path / "memory.max").write_text(str(limit))
-                with suppress(FileNotFoundError):  # a kernel without swap
-                    (path / "memory.swap.max").write_text("0")
-            else:
-                (path / "memory.limit_in_bytes").write_text(str(limit))
-                with suppress(FileNotFoundError):
-                    (path / "memory.memsw.limit_in_bytes").write_text(str(limit))
-
-    def entering(self) -> list[str]:
-        """A program that enters the group, then replaces itself by what follows."""
-        enter = 'until [ "$1" = -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
-        members = [f"{path}/cgroup.procs" for path in sorted(set(self._paths.values()))]
-        return ["sh", "-c", enter, "sh", *members, "--"]
+        return dict.fromkeys(limits, parent)
 
     def strikes(self) -> dict[str, int]:
+        """How often each limit struck so far, `memory` and `processes`."""
         events = "memory.events" if self._is_unified else "memory.oom_control"
         files = {
             "memory": ("memory", events, "oom_kill"),
             "pids": ("processes", "pids.events", "max"),
         }
         found = {}
-        for controller, path in self._paths.items():
+        for controller, path in self._groups.items():
             name, file, key = files[controller]
             lines = dict(line.split() for line in (path / file).read_text().splitlines())
             found[name] = int(lines.get(key, 0))
         return found
 
     def remove(self) -> None:
-        for path in set(self._paths.values()):
+        """Remove the groups, whose processes have ended."""
+        for path in set(self._groups.values()):
             with suppress(OSError):
                 path.rmdir()
+        self._groups = {}
 
 
 def _own_group(controller: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from ... import Client, __version__
+from ... import __version__
 from ...errors import InvalidRequestError, MirrordError, NoDaemonError
 from . import csi_pb2 as csi
 from . import csi_pb2_grpc as services
@@ -77,11 +77,11 @@ def _answering(
     return answer
 
 
-class Identity(services.IdentityServicer):
-    """Who the plugin is, and whether its daemon serves."""
+class Plugin(services.IdentityServicer, services.NodeServicer):
+    """Who the plugin is, whether its daemon serves, and the volumes of the pods of one node."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, name: str, volumes: PodVolumes) -> None:
+        self._name, self._volumes = name, volumes
 
     @_answering
     def GetPluginInfo(self, _: Any, __: grpc.ServicerContext) -> csi.GetPluginInfoResponse:
@@ -97,17 +97,10 @@ class Identity(services.IdentityServicer):
     def Probe(self, _: Any, __: grpc.ServicerContext) -> csi.ProbeResponse:
         """Not ready while no daemon answers; a degraded one serves."""
         try:
-            self._client.health()
+            self._volumes.client.health()
         except NoDaemonError:
             return csi.ProbeResponse(ready={"value": False})
         return csi.ProbeResponse(ready={"value": True})
-
-
-class Node(services.NodeServicer):
-    """Volumes of the pods of one node."""
-
-    def __init__(self, name: str, volumes: PodVolumes) -> None:
-        self._name, self._volumes = name, volumes
 
     @_answering
     def NodeGetInfo(self, _: Any, __: grpc.ServicerContext) -> csi.NodeGetInfoResponse:
@@ -148,5 +141,6 @@ def _check(wanted: csi.VolumeCapability) -> None:
 
 
 def add_services(server: grpc.Server, name: str, volumes: PodVolumes) -> None:
-    services.add_IdentityServicer_to_server(Identity(volumes.client), server)  # type: ignore[no-untyped-call]
-    services.add_NodeServicer_to_server(Node(name, volumes), server)  # type: ignore[no-untyped-call]
+    plugin = Plugin(name, volumes)
+    services.add_IdentityServicer_to_server(plugin, server)  # type: ignore[no-untyped-call]
+    services.add_NodeServicer_to_server(plugin, server)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import Client, model, protocol
 from ...client import mounts
@@ -49,15 +49,9 @@ class PublishedElsewhereError(ConflictError):
 
 
 class VolumeAttributes(NamedTuple):
-    """What a pod asks for. `what` is the tree, or the directory with tree and environment."""
+    """What a pod asks for: arguments of `Client.checkout`, and what of that it sees."""
 
-    instance: str | None
-    mirror: str | None
-    commit: str | None
-    dataset: str | None
-    history: model.History | None
-    environment: str | None
-    owner: int | None
+    choice: dict[str, Any]
     what: model.Target
 
 
@@ -78,20 +72,12 @@ def read_attributes(context: Mapping[str, str]) -> VolumeAttributes:
         raise _refused(f"no history {history}", f"history is {' or '.join(_HISTORIES)}")
     if owner is not None and not (re.fullmatch("[0-9]{1,10}", owner) and int(owner) <= _OWNER_MAX):
         raise _refused(f"no owner {owner}", "owner is the uid that the container works as")
-    environment = given.get("environment")
-    what = given.get("what", _WHAT[bool(environment)])
+    what = given.pop("what", _WHAT[bool(given.get("environment"))])
     if what not in _WHAT:
         raise _refused(f"what is not {what}", f"what is {' or '.join(_WHAT)}")
-    return VolumeAttributes(
-        given.get("instance"),
-        given.get("repo"),
-        given.get("commit"),
-        given.get("dataset"),
-        model.History(history) if history else None,
-        environment,
-        int(owner) if owner else None,
-        model.Target(what),
-    )
+    choice: dict[str, Any] = {**given, "mirror": given.get("repo"), "owner": owner and int(owner)}
+    choice.pop("repo", None)
+    return VolumeAttributes(choice, model.Target(what))
 
 
 @dataclass(eq=False, repr=False)
@@ -193,11 +179,8 @@ class PodVolumes:
         return [each for each in labelled if each.parent is None]
 
     def _take(self, volume: str, attributes: VolumeAttributes) -> protocol.Checkout:
-        chosen = attributes._asdict()
-        del chosen["what"]
-        return self.client.checkout(
-            **chosen, ttl=self.ttl, label=f"{LABEL}{volume}", attach=True, auto_renew=False
-        ).lease
+        how: dict[str, Any] = {"ttl": self.ttl, "label": f"{LABEL}{volume}", "auto_renew": False}
+        return self.client.checkout(**attributes.choice, attach=True, **how).lease
 
     def _release(self, volume: str) -> None:
         for held in self._held(volume):
