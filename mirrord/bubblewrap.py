@@ -1,15 +1,11 @@
 """A box for commands that somebody else wrote: its namespaces and mounts, made by bubblewrap.
 
-`Box` says what is inside; `start` runs a command in it. Nothing else writes options of bwrap(1).
-Inside are the tree at /testbed, an environment at its fixed path and active, the host's programs,
-and of /etc what programs need to run: no user, password, key or name of the host. All else, HOME
-and /tmp too, is in memory and ends with the box, as do all its processes when bwrap or the thread
-that started it ends. The command has no capability, cannot gain one and cannot make user
-namespaces, and there is no daemon's socket, no state directory and, unless asked, no network.
+`Box` says what is inside, and nothing else writes options of bwrap(1); docs/security.md has the
+guarantees. All else, HOME and /tmp too, is in memory and ends with the box, as do all its processes
+when bwrap or the thread that started it ends.
 
 The command's uid is the caller's, or another `owner`: root becomes it by setpriv(1) before bwrap
-starts, so that bwrap never has a privilege; a user enters a subordinate uid by unshare(1), which
-calls newuidmap.
+starts, so that bwrap never has a privilege; a user enters a subordinate uid by unshare(1).
 """
 
 import fcntl

@@ -300,17 +300,18 @@ class Deriver:
     def rows(self) -> Iterator[Row]:
         """All rows in their order, with the added columns and `derived`."""
         setups = self._setup_commits() if Column.SETUP in self._columns else {}
+        steps: dict[Column, Callable[[Row, Row], None]] = {
+            Column.PATCH: self._split,
+            Column.ISSUES: self._find_issues,
+            Column.VERSION: self._put_version,
+            Column.SETUP: partial(self._put_setup, setups),
+        }
+        chosen = [step for column, step in steps.items() if column in self._columns]
         for row in self._iterate():
             self.report.rows += 1
             rules: dict[str, Any] = {}
-            if Column.PATCH in self._columns:
-                self._split(row, rules)
-            if Column.ISSUES in self._columns:
-                self._find_issues(row, rules)
-            if Column.VERSION in self._columns:
-                self._put_version(row, rules)
-            if Column.SETUP in self._columns:
-                self._put_setup(row, rules, setups)
+            for step in chosen:
+                step(row, rules)
             yield {**row, "derived": rules} if rules else row
 
     # -- the columns ------------------------------------------------------------------------------
@@ -332,7 +333,8 @@ class Deriver:
         if is_split:
             known = split(_joined(patch, ""), SplitRule.SWEBENCH_V2)  # v1 would drop paths
             recorded = sorted((*known.sources, *known.tests))
-            self._compare(row, Column.PATCH, recorded, sorted(chosen.sources), str(self._rule))
+            rule = str(self._rule)
+            self._settle(row, rules, Column.PATCH, sorted(chosen.sources), rule, [recorded])
             return
         lacking = {column for column in ("patch", "test_patch") if not row.get(column)}
         row |= {column: getattr(chosen, column) for column in lacking}
@@ -347,30 +349,26 @@ class Deriver:
             return
         found = resolved_issues(texts, str(row.get("repo")))
         recorded = row.get("issue_numbers") or row.get("resolved_issues")
-        if not recorded:
-            self._add(row, rules, Column.ISSUES, found, "keywords")
-        else:
-            known = sorted(re.findall(r"\d+", str(recorded)))
-            self._compare(row, Column.ISSUES, known, sorted(found), "keywords")
+        known = [sorted(re.findall(r"\d+", str(recorded)))] if recorded else []
+        value = sorted(found) if recorded else found
+        self._settle(row, rules, Column.ISSUES, value, "keywords", known)
 
     def _put_version(self, row: Row, rules: Row) -> None:
         found = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
         if not isinstance(found, Version):
             self._lack(Column.VERSION, found or "the row has no repo or base_commit")
-        elif recorded := row.get("version"):
-            self._compare(row, Column.VERSION, str(recorded), found.text, found.rule)
-        else:
-            self._add(row, rules, Column.VERSION, found.text, found.rule)
+            return
+        known = [str(row["version"])] if row.get("version") else []
+        self._settle(row, rules, Column.VERSION, found.text, found.rule, known)
 
-    def _put_setup(self, row: Row, rules: Row, setups: Mapping[tuple[str, str], str]) -> None:
+    def _put_setup(self, setups: Mapping[tuple[str, str], str], row: Row, rules: Row) -> None:
         version = self._version_of(row)
         found = setups.get((_text(row, "repo").lower(), version or ""))
         if found is None:
             self._lack(Column.SETUP, "no row of its version has a date")
-        elif recorded := row.get(Column.SETUP):
-            self._compare(row, Column.SETUP, recorded, found, f"last of version {version}")
-        else:
-            self._add(row, rules, Column.SETUP, found, f"last of version {version}")
+            return
+        known = [row[Column.SETUP]] if row.get(Column.SETUP) else []
+        self._settle(row, rules, Column.SETUP, found, f"last of version {version}", known)
 
     def _setup_commits(self) -> dict[tuple[str, str], str]:
         """The last base commit by `created_at` of each repository's versions."""
@@ -391,19 +389,20 @@ class Deriver:
 
     # -- the report -------------------------------------------------------------------------------
 
-    def _add(self, row: Row, rules: Row, column: Column, value: Any, rule: str) -> None:
-        row[column] = value
-        rules[column] = rule
-        self.report.added[column] += 1
-
     def _lack(self, column: Column, reason: str) -> None:
         self.report.lacking[column, reason] += 1
 
-    def _compare(self, row: Row, column: Column, recorded: Any, derived: Any, rule: str) -> None:
-        if recorded == derived:
+    def _settle(
+        self, row: Row, rules: Row, column: Column, value: Any, rule: str, recorded: list[Any]
+    ) -> None:
+        """Add a value where none is recorded, or compare it with the one that is."""
+        if not recorded:
+            row[column], rules[column] = value, rule
+            self.report.added[column] += 1
+        elif recorded == [value]:
             self.report.agreed[column] += 1
         else:
-            found = Disagreement(_id(row), column, recorded, derived, rule)
+            found = Disagreement(_id(row), column, recorded[0], value, rule)
             self.report.disagreements.append(found)
 
 

@@ -61,9 +61,9 @@ def plan_uninstall(environment: Path) -> list[Step]:
     removed = [*(UNITS / name for name in units), *fragments, *links]
     steps = [Step(f"remove {path}", path.unlink) for path in removed]
     if units:
-        stop = _systemctl("disable", "--now", *(name for name in units if "@" not in name))
+        stop = _run("systemctl", "disable", "--now", *(name for name in units if "@" not in name))
         unmount = Step(f"unmount what is mounted below {STATE}", _unmount_all)
-        steps = [stop, *steps, _systemctl("daemon-reload"), unmount]
+        steps = [stop, *steps, _run("systemctl", "daemon-reload"), unmount]
     return steps
 
 
@@ -114,11 +114,8 @@ def _write_steps(environment: Path) -> Iterator[Step]:
         yield _write(UNITS / name, text)
     for name, path in _FRAGMENTS.items():
         yield _write(path, (SHARE / "systemd" / name).read_text())
-    yield Step(
-        "run systemd-sysusers mirrord.conf", partial(run, "systemd-sysusers", "mirrord.conf")
-    )
-    make = partial(run, "systemd-tmpfiles", "--create", "mirrord.conf")
-    yield Step("run systemd-tmpfiles --create mirrord.conf", make)
+    yield _run("systemd-sysusers", "mirrord.conf")
+    yield _run("systemd-tmpfiles", "--create", "mirrord.conf")
     if not CONFIG.exists():
         yield _write(CONFIG, (SHARE / "config.toml").read_text(), 0o640)
 
@@ -131,14 +128,10 @@ def _link_steps(environment: Path) -> Iterator[Step]:
 
 
 def _start_steps() -> Iterator[Step]:
-    yield _systemctl("daemon-reload")
-    yield _systemctl("enable", *ENABLED)
-    yield _systemctl("start", *(name for name in ENABLED if name.endswith(".socket")))
-    yield _systemctl("restart", *_SERVICES)
-
-
-def _systemctl(*arguments: str) -> Step:
-    return _run("systemctl", *arguments)
+    yield _run("systemctl", "daemon-reload")
+    yield _run("systemctl", "enable", *ENABLED)
+    yield _run("systemctl", "start", *(name for name in ENABLED if name.endswith(".socket")))
+    yield _run("systemctl", "restart", *_SERVICES)
 
 
 def _run(*command: str) -> Step:

@@ -170,7 +170,7 @@ def read_jobs(text: str, option: str) -> int:
 
 def read_pid(text: str | None) -> int | None:
     if text is None or text.isdecimal():
-        return None if text is None else int(text)
+        return int(text) if text else None
     raise UsageError(f"cannot read --pid {shown(text)}: it is not a number")
 
 

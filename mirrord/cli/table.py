@@ -40,7 +40,7 @@ class Verb(NamedTuple):
 
 # name; function; the digits of `ends`; summary
 _TABLE = """
-serve; service:serve; 357; Run the daemon in the foreground.
+serve; status:serve; 357; Run the daemon in the foreground.
 status; status:status; 39; Show the daemon and what it holds, at a glance.
 top; top:top; 39; Show what the daemon does now, live.
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
@@ -106,8 +106,8 @@ doctor; local:doctor; 7; Report what this host can and cannot do.
 support-bundle; support:support_bundle; 57; Write what a bug report needs into one file.
 service install; local:install; 357; Set up units, users and directories, and start the daemon.
 service uninstall; local:uninstall; 37; Stop the daemon and remove its units.
-reload; service:reload; 39; Have the daemon read its configuration again.
-events; service:events; 39; Print recent events; --follow prints new ones.
+reload; status:reload; 39; Have the daemon read its configuration again.
+events; status:events; 39; Print recent events; --follow prints new ones.
 config check; local:config_check; ; Check a configuration file.
 config show; local:config_show; ; Print the configuration in effect, defaults included.
 """

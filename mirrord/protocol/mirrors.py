@@ -126,7 +126,17 @@ class UnpinnedCommit(Answer):
     reason: str
 
 
-class Dataset(Answer):
+class DatasetSummary(Answer):
+    name: str
+    format: str
+    instance_count: int
+    commit_count: int
+    fault_count: int = 0
+    unpinned_count: int = 0
+    imported_at: datetime
+
+
+class Dataset(DatasetSummary):
     """`rules` counts how often each rule of a normaliser fired.
 
     `unpinned` and `faults` are cut; `unpinned_count` and `fault_count` count all. `sha256` is the
@@ -134,8 +144,6 @@ class Dataset(Answer):
     `last_created_at` (the dates of the instances) a list of datasets has nothing.
     """
 
-    name: str
-    format: str
     source: str
     sha256: str
     digest: str | None = None
@@ -143,31 +151,16 @@ class Dataset(Answer):
     environment_count: int | None = None
     first_created_at: datetime | None = None
     last_created_at: datetime | None = None
-    instance_count: int
-    commit_count: int
     mirrors: list[str]
-    unpinned_count: int = 0
     unpinned: list[UnpinnedCommit] = []
-    fault_count: int = 0
     faults: list[RowFault] = []
     rules: dict[str, int] = {}
-    imported_at: datetime
 
 
 class PrepareDataset(Request):
     """Without `instances` all of the dataset are meant."""
 
     instances: list[Word] = []
-
-
-class DatasetSummary(Answer):
-    name: str
-    format: str
-    instance_count: int
-    commit_count: int
-    fault_count: int
-    unpinned_count: int
-    imported_at: datetime
 
 
 class DatasetChange(Answer):
