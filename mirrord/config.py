@@ -42,12 +42,6 @@ from .units import format_duration, format_size, parse_duration, parse_size
 # -- kinds of values: each check raises ValueError with half a sentence ---------------------------
 
 
-def _positive(value: timedelta) -> timedelta:
-    if value <= timedelta():
-        raise ValueError("must be greater than zero")
-    return value
-
-
 def _like(pattern: str, fault: str, *, is_secret: bool = False) -> Callable[[str], str]:
     """A check of a text by its form. The message does not show what may hold a password."""
     form = re.compile(pattern)
@@ -165,7 +159,7 @@ def _absolute(value: Path) -> Path:
 
 
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
-Period = Annotated[Duration, AfterValidator(_positive)]
+Period = Annotated[Duration, Field(gt=timedelta())]
 Size = Annotated[int, BeforeValidator(parse_size), PlainSerializer(format_size)]
 Count = Annotated[StrictInt, Field(ge=1, le=100_000)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
@@ -371,6 +365,7 @@ _KINDS = {
     "bool_type": "must be true or false",
     "path_type": "must be a string",
     "too_short": "must not be empty",
+    "greater_than": "must be greater than zero",
 }
 
 

@@ -68,20 +68,10 @@ def checkout(
     With --owner, for another user: administrators may name anybody, members their own uids of
     /etc/subuid.
     """
-    handle = session.client.checkout(
-        instance,
-        dataset=dataset,
-        history=history,
-        view=view,
-        backend=backend,
-        ttl=read_duration(ttl, "--ttl"),
-        owner=read_owner(owner),
-        attach=attachable,
-        layer=layer,
-        environment=environment,
-        label=label,
-        auto_renew=False,
-    )
+    asked: dict[str, Any] = {"dataset": dataset, "history": history, "view": view}
+    asked |= {"backend": backend, "layer": layer, "environment": environment, "label": label}
+    asked |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
+    handle = session.client.checkout(instance, **asked, attach=attachable, auto_renew=False)
     session.answer(handle.lease, [handle.lease.path])
 
 
@@ -365,28 +355,17 @@ def grade(
     than the agent was: --owner. The status of --predictions is 0 when each has a grade, else that
     of the first without one.
     """
-    common: dict[str, Any] = {
-        "policy": ",".join(policy) if policy else None,
-        "backend": backend,
-        "ttl": read_duration(ttl, "--ttl"),
-        "owner": read_owner(owner),
-        "auto_renew": False,
-    }
+    common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
+    common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
+    common |= {"auto_renew": False}
     if predictions is not None:
         if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
             hint = "leave out the ID, --patch, --layer, --environment and --strategy"
             raise UsageError("cannot grade predictions and something else", hint=hint)
         many = importlib.import_module(".predictions", __package__)  # loads asyncio, for this alone
-        many.grade_all(
-            session,
-            predictions,
-            dataset=dataset,
-            reports=report or [],
-            concurrency=read_jobs(concurrency, "--concurrency"),
-            keep=keep,
-            history=history,
-            **common,
-        )
+        at_once = read_jobs(concurrency, "--concurrency")
+        common |= {"dataset": dataset, "history": history}
+        many.grade_all(session, predictions, report or [], at_once, keep=keep, **common)
         return
     if report or keep:
         hint = "they are for --predictions"

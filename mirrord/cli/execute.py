@@ -13,12 +13,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from .. import errors
 from ..bubblewrap import become, end, find_started
@@ -91,13 +91,13 @@ def execute(
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
     given |= {"layer": layer, "owner": read_owner(owner)}
     run = _Run(
-        command=command,
-        network=network,
-        shown=[Path(path).absolute() for path in show],
-        variables=dict(map(_read_variable, variable)),
-        timeout=read_duration(timeout, "--timeout"),
-        limits=_read_limits(memory, processes),
-        is_boxed=not keep_access,
+        command,
+        network,
+        not keep_access,
+        read_duration(timeout, "--timeout"),
+        _read_limits(memory, processes),
+        [Path(path).absolute() for path in show],
+        dict(map(_read_variable, variable)),
     )
     with _checkout(session, target, given, view) as checkout:
         if checkout.lease.owner_uid == 0 and not keep_access:
@@ -131,17 +131,16 @@ def _checkout(
         yield checkout
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """A command and what it may have."""
 
     command: list[str]
     network: bool
-    shown: list[Path]
-    variables: dict[str, str]
+    is_boxed: bool
     timeout: timedelta | None
     limits: Limits
-    is_boxed: bool
+    shown: list[Path]
+    variables: dict[str, str]
 
     def in_checkout(self, checkout: Checkout, session: Session) -> int:
         """Answers its exit status, and prints the limits that struck."""

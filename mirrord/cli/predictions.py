@@ -134,10 +134,10 @@ def _unusable(path: Path, fact: str) -> errors.UsageError:
 def grade_all(
     session: Session,
     path: Path,
+    reports: list[Path],
+    at_once: int,
     *,
     dataset: str | None,
-    reports: list[Path],
-    concurrency: int,
     keep: bool,
     **choices: Any,
 ) -> None:
@@ -158,7 +158,7 @@ def grade_all(
     async def begin(client: AsyncClient) -> Iterator[Awaitable[GradedPrediction]]:
         return map(_Grader(client, last, keep, choices).grade, read_predictions(path))
 
-    run(session, "grade", report, concurrency, begin)
+    run(session, "grade", report, at_once, begin)
     session.answer(report.answer(), report.lines())
     if status := report.exit_status:
         raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""`status`, `fleet`, `du`, `gc`, `serve`, `reload`, `events`: the daemon, at a glance and itself."""
+"""`status`, `fleet`, `du`, `gc`, `serve`, `reload`, `events`: the daemon at a glance."""
 
 import json
 import os

@@ -205,7 +205,7 @@ def grade_them(
     rows = [{"instance_id": name, "model_patch": "x"} for name in instances]
     predictions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     session, status = Session(socket=str(socket)), 0
-    known: dict[str, Any] = {"dataset": None, "concurrency": 3, "keep": False}
+    known: dict[str, Any] = {"dataset": None, "at_once": 3, "keep": False}
     try:
         grade_all(session, predictions, reports=[lines], **{**known, **choices})
     except SystemExit as end:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
@@ -176,15 +176,8 @@ class AsyncCheckout:
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a grader's tree with what was changed here, and the instance's tests."""
-        return self._client.grade_checkout(
-            self.id,
-            policy=policy,
-            backend=backend,
-            ttl=ttl,
-            owner=owner,
-            bind=bind,
-            auto_renew=auto_renew,
-        )
+        how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
+        return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     async def attach(
         self,

@@ -381,23 +381,11 @@ class AsyncClient:
         `label`, by default MIRRORD_LABEL, is a word of one's own; `list_checkouts` finds it, its
         forks and its grades by it.
         """
-        body = http.message(
-            protocol.StartCheckout,
-            instance=instance,
-            mirror=mirror,
-            commit=commit,
-            dataset=dataset,
-            history=history,
-            view=view,
-            backend=backend,
-            ttl=http.seconds_of(ttl),
-            owner=owner,
-            bind=bind,
-            attach=attach,
-            layer=layer,
-            environment=environment,
-            label=http.label_of(label),
-        )
+        asked: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
+        asked |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
+        asked |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
+        asked |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
+        body = http.message(protocol.StartCheckout, **asked)
         how = {"body": body, "auto_renew": auto_renew}
         return Pending(self._lease(AsyncCheckout, protocol.Checkout, "checkouts", **how))
 
@@ -556,20 +544,10 @@ class AsyncClient:
         `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
         `strategy` "tolerant" takes what `patch` with fuzz takes. The rest is as for `checkout`.
         """
-        query = {
-            "instance": instance,
-            "dataset": dataset,
-            "strategy": str(strategy),
-            "policy": http.policy_text(policy),
-            "history": history,
-            "backend": backend,
-            "ttl": http.seconds_of(ttl),
-            "owner": owner,
-            "bind": str(bind),
-            "layer": layer,
-            "environment": environment,
-            "label": http.label_of(label),
-        }
+        query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
+        query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
+        query |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": str(bind)}
+        query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
         how = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
         return Pending(self._lease(AsyncGrade, protocol.Grade, "grades", **query, **how))
 
@@ -585,14 +563,8 @@ class AsyncClient:
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a grader's tree with what a checkout's owner changed, and the instance's tests."""
-        body = http.message(
-            protocol.StartGrade,
-            policy=http.policy_text(policy),
-            backend=backend,
-            ttl=http.seconds_of(ttl),
-            owner=owner,
-            bind=bind,
-        )
+        asked = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
+        body = http.message(protocol.StartGrade, **asked, ttl=http.seconds_of(ttl), bind=bind)
         how = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")
         return Pending(self._lease(AsyncGrade, protocol.Grade, *path, **how))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
@@ -175,15 +175,8 @@ class Checkout:
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a grader's tree with what was changed here, and the instance's tests."""
-        return self._client.grade_checkout(
-            self.id,
-            policy=policy,
-            backend=backend,
-            ttl=ttl,
-            owner=owner,
-            bind=bind,
-            auto_renew=auto_renew,
-        )
+        how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
+        return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     def attach(
         self,
