@@ -10,13 +10,13 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TextIO
 
 import structlog
-from structlog.typing import Processor, WrappedLogger
+from structlog.typing import Processor
 
 log = structlog.get_logger()
 """Of every module: what tells lines apart is their event."""
@@ -68,12 +68,6 @@ def _masked_value(value: Any) -> Any:
     return value
 
 
-def _mask_secrets(
-    _logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
-    return {key: _masked_value(value) for key, value in event.items()}
-
-
 def configure(level: Level = "info", form: Format = "auto", stream: TextIO | None = None) -> None:
     """Log to `stream` (default stderr): JSON lines, or coloured text on a terminal.
 
@@ -92,7 +86,7 @@ def configure(level: Level = "info", form: Format = "auto", stream: TextIO | Non
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            _mask_secrets,
+            lambda _logger, _method, event: _masked_value(event),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),

@@ -115,7 +115,8 @@ def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
             if not _is_ours(place, proc) or _libc.umount2(
                 f"{proc}/fd/{place}".encode(), _MNT_DETACH
             ):
-                _must(_move(mount, place))
+                how = _F_EMPTY_PATH | _T_EMPTY_PATH
+                _must(_libc.syscall(_SYS_MOVE_MOUNT, mount, b"", place, b"", how))
                 return
         finally:
             os.close(place)
@@ -187,11 +188,6 @@ def _open_in(root: int, path: Path) -> int:
     how = _OpenHow(_PLACE, 0, _IN_ROOT | _NO_SYMLINKS | _NO_MAGICLINKS)
     size = ctypes.c_size_t(ctypes.sizeof(how))
     return _must(_libc.syscall(_SYS_OPENAT2, root, os.fsencode(path), ctypes.byref(how), size))
-
-
-def _move(mount: int, place: int) -> int:
-    how = _F_EMPTY_PATH | _T_EMPTY_PATH
-    return int(_libc.syscall(_SYS_MOVE_MOUNT, mount, b"", place, b"", how))
 
 
 def _must(result: int) -> int:

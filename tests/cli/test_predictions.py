@@ -24,8 +24,15 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.cli.predictions import Fault, Prediction, grade_all, read_predictions
-from mirrord.cli.predictions_report import GradedPrediction, GradingReport, State
+from mirrord.cli.predictions import (
+    Fault,
+    GradedPrediction,
+    GradingReport,
+    Prediction,
+    State,
+    grade_all,
+    read_predictions,
+)
 from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind
