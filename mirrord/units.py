@@ -74,6 +74,19 @@ def format_size(value: int) -> str:
     return f"{value}B"
 
 
+def three_digits(size: float) -> str:
+    """Bytes for people to read, in a binary unit."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.{0 if units[0] == 'B' or size >= 100 else 1}f} {units[0]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 mirror`, `2 mirrors`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class Backoff:
     """The pauses between tries: from `first` each doubles, up to `longest`.
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from ..model import printable
 from ..protocol import Mirror
+from ..units import counted, three_digits
 
 T = TypeVar("T")
 
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def table(
@@ -95,18 +95,10 @@ def when(time: datetime) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes with three digits and a binary unit."""
-    if count is None:
-        return "-"
-    number, unit = float(count), 0
-    while number >= 1000 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.{0 if unit == 0 or number >= 100 else 1}f} {_UNITS[unit]}"
+    return "-" if count is None else three_digits(count)
 
 
-def count(number: int, noun: str) -> str:
-    """`1 mirror`, `2 mirrors`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+count = counted
 
 
 def problem_of(mirror: Mirror) -> str | None:

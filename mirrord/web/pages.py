@@ -17,6 +17,7 @@ from .. import __version__
 from ..engine import Engine
 from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
 from ..model import utc_now
+from ..units import counted
 from . import shown, views
 from .shown import duration
 
@@ -77,7 +78,7 @@ class Pages:
             auto_reload=False,
         )
         self._environment.filters.update(
-            size=shown.size, duration=duration, seconds=shown.seconds, counted=shown.counted,
+            size=shown.size, duration=duration, seconds=shown.seconds, counted=counted,
             owner=shown.owner,
             path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
         )  # fmt: skip

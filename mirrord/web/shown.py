@@ -10,8 +10,9 @@ import re
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+from ..units import three_digits
+
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def upstream(url: str) -> str:
@@ -40,18 +41,8 @@ def owner(uid: int) -> str:
         return f"uid {uid}"
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def size(count: float | None) -> str:
-    """Bytes with three digits."""
-    if count is None:
-        return "–"
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
+    return "–" if count is None else three_digits(count)
 
 
 def duration(seconds: float) -> str:

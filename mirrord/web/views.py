@@ -12,9 +12,10 @@ from ..engine import Engine
 from ..errors import MirrordError, NotFoundError
 from ..model import CommitState, MirrorName, ReportKind, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation
+from ..units import counted
 from . import shown
 from .charts import Chart, Point, chart
-from .shown import counted, seconds, size
+from .shown import seconds, size
 
 Facts = dict[str, Any]
 Values = Mapping[str, str]
