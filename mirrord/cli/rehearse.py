@@ -19,7 +19,7 @@ from ..client.rehearsing import Candidate
 from ..errors import UsageError, from_problem
 from ..model import Readiness, ReportKind, printable
 from . import reports
-from .output import cell, count, table
+from .output import cell, count, listing, table
 from .session import Argument, Option, Session, read_duration, read_jobs
 
 _REPORT_HELP = "Write what is ready, and why the rest is not, as a page (.html); repeatable."
@@ -182,9 +182,7 @@ class Results(reports.Report[protocol.Rehearsed]):
                 yield f"{count(without, 'instance')} without {name}: nothing to apply"
         if bad := self.bad():
             yield ""
-            yield from table(
-                ("INSTANCE", "RESULT", "WHY"), [(r.instance, r.status, r.reason) for r in bad]
-            )
+            yield from listing(bad, "INSTANCE RESULT=status WHY=reason")
             yield from _unexpected(bad)
         counted = [
             f"{found:,} {state}"

@@ -36,7 +36,6 @@ RULES: list[tuple[str, str]] = [
     (r"\b__a(enter|exit)__", r"__\1__"),
     (r"\baclose\b", "close"),
     (r"\basync_(in_thread|pause|pieces|readable|receive|send|write)\b", r"\1"),
-    (r"\baclosing\b", "closing"),
     (r"\bAsyncGenerator\[([\w.]+|tuple\[.*\])\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\[bytes\]", "Generator[bytes, None, None]"),
     (r"\bAsync(\w+)", r"\1"),

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -690,12 +689,16 @@ class AsyncClient:
         last = after
         pauses = http.retry_pauses(self._patience.total_seconds())
         while True:
+            reader, headers = http.EventReader(), {"accept": "text/event-stream"}
+            headers |= {"last-event-id": last} if last else {}
+            stream = self._connection.stream("events", headers=headers, follow=follow)
             try:
-                async with aclosing(self._stream_events(last, follow)) as stream:
-                    async for event in stream:
-                        pauses = http.retry_pauses(self._patience.total_seconds())
-                        last = f"{event.boot}:{event.id}"
-                        yield event
+                async with stream as (_, body):
+                    async for piece in body:
+                        for event in reader.feed(piece):
+                            pauses = http.retry_pauses(self._patience.total_seconds())
+                            last = f"{event.boot}:{event.id}"
+                            yield event
                 if not follow:
                     return
             except errors.NoDaemonError:
@@ -705,16 +708,6 @@ class AsyncClient:
                 fact = f"cannot follow events: the daemon at {self.socket} went away"
                 raise errors.NoDaemonError(fact, hint="see its log")
             await async_pause(seconds)
-
-    async def _stream_events(
-        self, last: str | None, follow: bool
-    ) -> AsyncGenerator[protocol.Event]:
-        reader = http.EventReader()
-        headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        async with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
-            async for piece in body:
-                for event in reader.feed(piece):
-                    yield event
 
 
 def _mirror(name: str) -> str:

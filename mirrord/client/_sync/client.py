@@ -4,7 +4,6 @@
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -689,12 +688,16 @@ class Client:
         last = after
         pauses = http.retry_pauses(self._patience.total_seconds())
         while True:
+            reader, headers = http.EventReader(), {"accept": "text/event-stream"}
+            headers |= {"last-event-id": last} if last else {}
+            stream = self._connection.stream("events", headers=headers, follow=follow)
             try:
-                with closing(self._stream_events(last, follow)) as stream:
-                    for event in stream:
-                        pauses = http.retry_pauses(self._patience.total_seconds())
-                        last = f"{event.boot}:{event.id}"
-                        yield event
+                with stream as (_, body):
+                    for piece in body:
+                        for event in reader.feed(piece):
+                            pauses = http.retry_pauses(self._patience.total_seconds())
+                            last = f"{event.boot}:{event.id}"
+                            yield event
                 if not follow:
                     return
             except errors.NoDaemonError:
@@ -704,16 +707,6 @@ class Client:
                 fact = f"cannot follow events: the daemon at {self.socket} went away"
                 raise errors.NoDaemonError(fact, hint="see its log")
             pause(seconds)
-
-    def _stream_events(
-        self, last: str | None, follow: bool
-    ) -> Generator[protocol.Event, None, None]:
-        reader = http.EventReader()
-        headers = {"accept": "text/event-stream", **({"last-event-id": last} if last else {})}
-        with self._connection.stream("events", headers=headers, follow=follow) as (_, body):
-            for piece in body:
-                for event in reader.feed(piece):
-                    yield event
 
 
 def _mirror(name: str) -> str:
