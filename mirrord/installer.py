@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from .client.primitives_sync import whole_file
 from .doctor.checks import Step, run
 from .doctor.units import NAMES, PLACES, RUNNING
 from .errors import AccessError, ConflictError, ResourceError
@@ -144,12 +145,8 @@ def _write(path: Path, text: str, mode: int = 0o644) -> Step:
 
 def _replace(path: Path, text: str, mode: int) -> None:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.new")
-    staged.unlink(missing_ok=True)
-    with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(text)
-    staged.rename(path)
+    with whole_file(path, mode) as file:
+        file.write(text.encode())
 
 
 def _link(link: Path, program: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from .. import __version__, config, errors
+from ..client.primitives_sync import whole_file
 from ..config import Settings
 from ..doctor import examine
 from ..doctor.checks import run
@@ -198,19 +199,13 @@ def _lines(values: list[Any]) -> str:
 
 def _write(path: Path, parts: dict[str, str]) -> None:
     """A new file that its maker alone may read; none is left where that fails."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o600)
-    except FileExistsError as error:
+    if os.path.lexists(path):
         hint = "name another file, or remove it"
-        raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint) from error
-    except OSError as error:
-        fact = f"cannot write {path}: {error.strerror}"
-        raise errors.UsageError(fact, hint="name a file where you may write") from error
+        raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint)
     try:
         with (
             full_disk_named(str(path)),
-            os.fdopen(descriptor, "wb") as file,
+            whole_file(path) as file,
             tarfile.open(fileobj=file, mode="w:gz") as archive,
         ):
             for name, text in parts.items():
@@ -218,9 +213,9 @@ def _write(path: Path, parts: dict[str, str]) -> None:
                 member = tarfile.TarInfo(f"mirrord-support/{name}")
                 member.size, member.mode, member.mtime = len(content), 0o600, int(time.time())
                 archive.addfile(member, io.BytesIO(content))
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        fact = f"cannot write {path}: {error.strerror}"
+        raise errors.UsageError(fact, hint="name a file where you may write") from error
 
 
 _HEX = re.compile(r"(?i)[0-9a-f]{7,}")

@@ -71,13 +71,14 @@ def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file of mode 0600 beside `path`, renamed to it at the end; gone when the block raises."""
+def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """A file beside `path`, renamed to it at the end; gone when the block raises."""
     # tempfile loads bz2, lzma and hashlib: 8 ms of a verb.
     name = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
             yield file
             file.flush()
             os.fsync(file.fileno())
