@@ -185,11 +185,18 @@ class AddReport(Request):
     faults: Annotated[dict[Word, _Result], Bounds(max_length=FAULTS_MAX)] = {}
 
 
-class Report(AddReport, Answer):
+class Report(Answer):
     """A report as it was received. It was interrupted where `total` is more than the results."""
 
     id: str
     at: datetime
+    kind: model.ReportKind
+    dataset: str | None = None
+    duration_s: float = 0.0
+    total: int
+    results: dict[str, int] = {}
+    mirrors: dict[str, dict[str, int]] = {}
+    faults: dict[str, str] = {}
 
     @property
     def done(self) -> int:
