@@ -40,7 +40,7 @@ def upstream(make_upstream: Callable[..., Upstream]) -> Upstream:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[postgresql.Server]:
     with postgresql.running() as made:
         yield made

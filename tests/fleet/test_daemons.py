@@ -14,7 +14,7 @@ from pathlib import Path
 import postgresql
 import pytest
 from daemons import daemon
-from fleetlab import Fleet, become_like, done, eventually, have, refs, rows
+from fleetlab import Fleet, become_like, done, eventually, have, refs, rows, well_ended
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow
@@ -137,13 +137,7 @@ def test_syncs_at_the_same_time_ask_the_forge_twice_at_most(
     done(nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
     newest = upstream.commit({"new": "line\n"})
     started = [node.json("POST", "/v1/mirrors/owner__name/sync") for node in nodes]
-    results = []
-    for node, operation in zip(nodes, started, strict=True):
-        answer = operation
-        while answer["state"] == "running":
-            answer = node.json("GET", f"/v1/operations/{operation['id']}")
-        assert answer["state"] == "done", answer
-        results.append(answer["result"])
+    results = [well_ended(node, it) for node, it in zip(nodes, started, strict=True)]
     assert all(newest in refs(node) for node in nodes)
     asked = [it for it in results if it["summary"] != "another daemon synced it"]
     assert len(asked) <= 2, results
@@ -270,6 +264,7 @@ def test_a_round_without_news_costs_few_statements(fleet: Fleet, upstream: Upstr
     names = "".join(
         f'[[mirror]]\nrepo = "owner/n{number}"\nurl = "{upstream.url}"\n' for number in range(count)
     )
+    fleet.server.record(fleet.catalog)
     one = fleet.make(names, interval="15s")
     synced = "SELECT count(*) FROM mirrors WHERE synced_at IS NOT NULL"
     eventually(lambda: fleet.server.execute_in(fleet.catalog, synced) == [(count,)], 90)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,11 +84,12 @@ async def publish(store: ObjectStore, it: House) -> None:
         )  # fmt: skip
 
 
-@pytest.fixture
-def lost(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> Iterator[Lost]:
-    rows, bases = [], []
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Lost:
+    """In a store that no test may change."""
+    root, rows, bases = tmp_path_factory.mktemp("published"), [], []
     for name in NAMES:
-        upstream = make_upstream(name.repo.partition("/")[2])
+        upstream = Upstream(root / "upstreams" / name.repo.partition("/")[2])
         commits = upstream.history(4)
         upstream.git("tag", "-a", "-m", "one", "v1")
         bases.append(commits[1])
@@ -97,8 +97,8 @@ def lost(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> Iterator[L
             {"instance_id": f"{name}-{n}", "repo": name.repo, "base_commit": commit}
             for n, commit in enumerate(commits[:2])
         ]
-    template = f"file://{tmp_path}/upstreams/{{name}}"
-    store = ObjectStore(f"file://{tmp_path}/store")
+    template = f"file://{root}/upstreams/{{name}}"
+    store = ObjectStore(f"file://{root}/store")
     with daemon(f'[upstream]\nurl = "{template}"\n') as made:
         body = "".join(json.dumps(row) + "\n" for row in rows).encode()
         done(made, "/v1/datasets?name=d", body)
@@ -107,7 +107,13 @@ def lost(make_upstream: Callable[[str], Upstream], tmp_path: Path) -> Iterator[L
         state = state_of(made)
         made.stop()
         Builder(made.root, template).run(partial(publish, store))
-    yield Lost(store, state)
+    return Lost(store, state)
+
+
+@pytest.fixture
+def lost(published: Lost, tmp_path: Path) -> Lost:
+    place = shutil.copytree(published.store.shown.removeprefix("file://"), tmp_path / "store")
+    return Lost(ObjectStore(f"file://{place}"), published.state)
 
 
 def run(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:

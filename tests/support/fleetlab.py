@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,29 @@ def eventually(look: Callable[[], Any], bound_s: float = 60.0) -> Any:
 
 def done(one: Daemon, method: str, path: str, body: Any = None, bound_s: float = 90.0) -> Any:
     """The result of an operation."""
-    answer = ended(one, method, path, body, bound_s)
+    return well_ended(one, one.json(method, path, body), bound_s)
+
+
+def well_ended(one: Daemon, operation: Any, bound_s: float = 90.0) -> Any:
+    """The result of an operation that was begun."""
+    answer = _wait(one, operation, bound_s)
     assert answer["state"] == "done", answer
     return answer["result"]
 
 
 def ended(one: Daemon, method: str, path: str, body: Any = None, bound_s: float = 90.0) -> Any:
     """An operation, well ended or not."""
-    answer = one.json(method, path, body)
-    assert "id" in answer, answer
+    return _wait(one, one.json(method, path, body), bound_s)
+
+
+def _wait(one: Daemon, operation: Any, bound_s: float) -> Any:
+    assert "id" in operation, operation
     deadline = time.monotonic() + bound_s
-    while answer["state"] == "running":
-        assert time.monotonic() < deadline, answer
+    while operation["state"] == "running":
+        assert time.monotonic() < deadline, operation
         time.sleep(0.05)
-        answer = one.json("GET", f"/v1/operations/{answer['id']}")
-    return answer
+        operation = one.json("GET", f"/v1/operations/{operation['id']}")
+    return operation
 
 
 def rows(*commits: str, prefix: str = "i", patch: str = "") -> bytes:
@@ -68,17 +76,27 @@ def rows(*commits: str, prefix: str = "i", patch: str = "") -> bytes:
 def refs(one: Daemon) -> str:
     """All refs of its mirror but kept ones, and HEAD; empty without it.
 
-    A daemon whose sync nobody took keeps what it had fetched.
+    A daemon whose sync nobody took keeps what it had fetched. Read from the files: this is asked
+    again and again.
     """
-    path = one.state_dir / "mirrors/owner__name"
-    if not path.exists():
-        return ""
-    listed = "".join(
-        line
-        for line in git(path, "for-each-ref").splitlines(True)
-        if "refs/mirrord/kept/" not in line
-    )
-    return listed + git(path, "symbolic-ref", "HEAD")
+    found = _read_refs(one.state_dir / "mirrors/owner__name")
+    kept = "refs/mirrord/kept/"
+    return "".join(f"{found[it]} {it}\n" for it in sorted(found) if not it.startswith(kept))
+
+
+def _read_refs(mirror: Path) -> dict[str, str]:
+    """Loose ones first, as git does: one that is packed meanwhile is found there."""
+    found = dict[str, str]()
+    with suppress(FileNotFoundError):
+        loose = [it for it in (mirror / "refs").rglob("*") if it.is_file()]
+        for path in (mirror / "HEAD", *(it for it in loose if it.suffix != ".lock")):
+            with suppress(FileNotFoundError):
+                found[str(path.relative_to(mirror))] = path.read_text().strip()
+        for line in (mirror / "packed-refs").read_text().splitlines():
+            if not line.startswith(("#", "^")):
+                oid, _, name = line.partition(" ")
+                found.setdefault(name, oid)
+    return found
 
 
 def become_like(model: Daemon, *nodes: Daemon, bound_s: float = 60.0) -> None:

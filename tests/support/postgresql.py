@@ -34,7 +34,7 @@ class Server:
     def start(self) -> None:
         options = (
             f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.home}"
-            " -c fsync=off -c log_statement=all -c timezone=Asia/Tokyo -c max_connections=200"
+            " -c fsync=off -c timezone=Asia/Tokyo -c max_connections=200"
         )
         self._run(
             "pg_ctl",
@@ -82,8 +82,13 @@ class Server:
                 done = connection.execute(statement.encode())
             return done.fetchall() if done.description else []
 
+    def record(self, url: str) -> None:
+        """Write what is asked in a database of `create` to the log, from new connections on."""
+        name = url.rpartition("/")[2]
+        self.execute(f"ALTER DATABASE {name} SET log_statement = 'all'")
+
     def statements(self) -> list[str]:
-        """What it was asked since its start, without the ends of transactions."""
+        """What was asked since `record`, without the ends of transactions."""
         lines = (self.home / "log").read_text(errors="replace").splitlines()
         asked = (
             line.partition("LOG:  ")[2].partition(": ")[2] for line in lines if "LOG:  " in line
