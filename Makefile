@@ -26,7 +26,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" p
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/test_pool.py)
 
-.PHONY: help setup harnesses run demo check test coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint bench screenshots debian clean
+.PHONY: help setup harnesses run demo check test try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -88,10 +88,15 @@ demo: setup ## do the main job once, on real repositories, in a scratch director
 check: setup lint ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
-test: debian setup lint ## run every test and check but those of a release; one test: PYTEST_ARGS='-k NAME'
-	@$(MAKE) --no-print-directory wheels || echo 'no wheels here: the tests of the package are skipped' >&2
-	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
+test: debian setup ## run every test and check but those of a release; one test: PYTEST_ARGS='-k NAME'
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint try-wheels try-harnesses
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS)
+
+try-wheels:
+	@$(MAKE) --no-print-directory wheels || echo 'no wheels here: the tests of the package are skipped' >&2
+
+try-harnesses:
+	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
 
 coverage: debian setup ## run every test and print which lines of mirrord/ ran, in workers and children too
 	@area=$$(mktemp -d) && chmod 1777 $$area && trap 'rm -rf "$$area"' EXIT && export COVERAGE_AREA=$$area && \
