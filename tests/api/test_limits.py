@@ -54,7 +54,7 @@ def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon
 
 
 def heal_nothing(running: Daemon, numbers: range) -> None:
-    """Two events each."""
+    """Three events each."""
     with running.connect() as connection:
         for _ in numbers[::100]:
             connection.sendall(b"POST /v1/heals HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
@@ -70,13 +70,14 @@ def heal_nothing(running: Daemon, numbers: range) -> None:
 def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed() -> None:
     """The daemon neither waits for it nor keeps its events."""
     with daemon('[log]\nlevel = "error"\n') as running:
-        heal_nothing(running, range(1400))
+        heal_nothing(running, range(900))
         with running.connect() as connection:
             connection.sendall(b"GET /v1/events?after=0 HTTP/1.1\r\nhost: x\r\n\r\n")
-            heal_nothing(running, range(1400, 2700))
+            heal_nothing(running, range(900, 1900))
             raw = b""
             while b"events.dropped" not in raw:
                 chunk = connection.recv(1 << 20)
                 assert chunk, "the stream ended without saying what was dropped"
                 raw += chunk
+        assert raw.index(b"operation.started") < raw.index(b"events.dropped")
         assert running.get("/v1/health")[0] == 200
