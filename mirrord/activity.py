@@ -8,7 +8,7 @@ to the event loop's thread, so that counting a request takes no lock.
 import os
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,20 +38,16 @@ SNAPSHOT_S = 5.0
 WINDOW_S = 60.0
 
 
-class Answered(NamedTuple):
+@dataclass(slots=True)
+class Answered:
     """Answers by bucket of their time (one more for longer ones), and how many were 5xx."""
 
-    buckets: tuple[int, ...]
-    failed: int
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    failed: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.buckets)
-
-
-class _Snapshot(NamedTuple):
-    at: float
-    answered: dict[str, Answered]
 
 
 class Traffic:
@@ -65,52 +61,46 @@ class Traffic:
         self.answers: Counter[tuple[str, int]] = Counter()
         self.refusals: Counter[str] = Counter()
         self.connections: Callable[[], Mapping[int, int]] = dict
-        self.buckets: dict[str, list[int]] = {}
-        self.sums_s: dict[str, float] = {}
-        self._failed: Counter[str] = Counter()
+        self.sums_s: defaultdict[str, float] = defaultdict(float)
+        self._times: Counter[tuple[str, int]] = Counter()  # by endpoint and bucket
         keep = round(WINDOW_S / SNAPSHOT_S) + 1
-        self._snapshots = deque([_Snapshot(clock(), {})], maxlen=keep)
+        self._snapshots = deque([(clock(), self._times.copy(), self.answers.copy())], maxlen=keep)
 
     def observe(self, endpoint: str, status: int, seconds: float) -> None:
         """Count an answered request."""
-        buckets = self.buckets.get(endpoint)
-        if buckets is None:
-            buckets = self.buckets[endpoint] = [0] * (len(BUCKETS_S) + 1)
-            self.sums_s[endpoint] = 0.0
-        buckets[bisect_left(BUCKETS_S, seconds)] += 1
+        self._times[endpoint, bisect_left(BUCKETS_S, seconds)] += 1
         self.sums_s[endpoint] += seconds
         self.answers[endpoint, status] += 1
-        if status >= 500:
-            self._failed[endpoint] += 1
 
     def snapshot(self) -> None:
         """Remember the counts; call it every `SNAPSHOT_S`."""
-        self._snapshots.append(_Snapshot(self._clock(), self._now()))
+        self._snapshots.append((self._clock(), self._times.copy(), self.answers.copy()))
 
     def latest(self) -> tuple[float, dict[str, Answered]]:
         """What each endpoint answered in the last minute, or as much as there was; its seconds."""
-        before, now = self._snapshots[0], self._now()
-        found = {}
-        for endpoint, answered in now.items():
-            past = before.answered.get(endpoint)
-            since = _difference(answered, past) if past else answered
-            if since.total:
-                found[endpoint] = since
-        return self._clock() - before.at, found
+        at, times, answers = self._snapshots[0]
+        return self._clock() - at, _by_endpoint(self._times - times, self.answers - answers)
 
-    def _now(self) -> dict[str, Answered]:
-        return {
-            endpoint: Answered(tuple(buckets), self._failed[endpoint])
-            for endpoint, buckets in self.buckets.items()
-        }
+    def since_start(self) -> dict[str, Answered]:
+        return _by_endpoint(self._times, self.answers)
+
+
+def _by_endpoint(
+    times: Counter[tuple[str, int]], answers: Counter[tuple[str, int]]
+) -> dict[str, Answered]:
+    found: defaultdict[str, Answered] = defaultdict(Answered)
+    for (endpoint, bucket), count in times.items():
+        found[endpoint].buckets[bucket] = count
+    for (endpoint, status), count in answers.items():
+        found[endpoint].failed += count if status >= 500 else 0
+    return found
 
 
 def summed(answered: Iterable[Answered]) -> Answered:
     """All of them as one."""
-    known = list(answered)
+    known = [Answered(), *answered]
     columns = zip(*(each.buckets for each in known), strict=True)
-    buckets = tuple(map(sum, columns)) or (0,) * (len(BUCKETS_S) + 1)
-    return Answered(buckets, sum(each.failed for each in known))
+    return Answered([*map(sum, columns)], sum(each.failed for each in known))
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
@@ -124,11 +114,6 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
             return low + (BUCKETS_S[number] - low) * (rank - below) / count
         below += count
     return BUCKETS_S[-1] if buckets[-1] else None
-
-
-def _difference(now: Answered, past: Answered) -> Answered:
-    buckets = tuple(a - b for a, b in zip(now.buckets, past.buckets, strict=True))
-    return Answered(buckets, now.failed - past.failed)
 
 
 class HealthReport(NamedTuple):

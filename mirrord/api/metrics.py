@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ..activity import BUCKETS_S, Traffic
-from ..catalog import MirrorFigures
+from ..catalog import MirrorRow
 from ..engine import Engine
 
 MIRRORS_SHOWN = 50
@@ -103,29 +103,21 @@ async def answer(engine: Engine, accept: str = "", *, uid: int | None = None) ->
 
     With `uid`, of the owners that one alone.
     """
-    mirrors, rows = await engine.catalog.measure_mirrors(), await engine.catalog.count_rows()
+    mirrors, rows = await engine.catalog.list_mirrors(), await engine.catalog.count_rows()
     encode, media_type = choose_encoder(accept)
     registry = CollectorRegistry()
     ProcessCollector(namespace="mirrord", registry=registry)
-    registry.register(_Families(engine, uid, mirrors, rows))
+    values = _of_now(engine, uid) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
+    families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
+    registry.register(_Families([*families, _request_times(engine.traffic)]))
     return await anyio.to_thread.run_sync(encode, registry), media_type
 
 
 class _Families(Collector):
-    """Read on the event loop, rendered in a thread."""
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    def __init__(
-        self,
-        engine: Engine,
-        uid: int | None,
-        mirrors: Sequence[MirrorFigures],
-        rows: tuple[int, int],
-    ) -> None:
-        values = _of_now(engine, uid) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
-        families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
-        self._families = [*families, _request_times(engine.traffic)]
-
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Sequence[Metric]:
         return self._families
 
 
@@ -187,24 +179,20 @@ def _since_start(engine: Engine) -> dict[str, Values]:
 
 
 def _of_catalog(
-    engine: Engine, mirrors: Sequence[MirrorFigures], rows: tuple[int, int]
+    engine: Engine, mirrors: Sequence[MirrorRow], rows: tuple[int, int]
 ) -> dict[str, Values]:
     judged, last, started = engine.audits.judgements, engine.audits.last, engine.started_at
-    synced = [(each.synced_at, each.name) for each in mirrors]
-    audited = [
-        (judged[each.key].at if each.key in judged else max(started, each.added_at), each.name)
-        for each in mirrors
-    ]
+    synced = [(each.synced_at or each.added_at, str(each.name)) for each in mirrors]
+    known = [(each, judged.get(each.name.key)) for each in mirrors]
+    audited = [(it.at if it else max(started, row.added_at), str(row.name)) for row, it in known]
     datasets, instances = rows
     return {
         "mirrors": len(mirrors),
-        "mirrors_failed": sum(each.has_failed for each in mirrors),
+        "mirrors_failed": sum(each.error is not None for each in mirrors),
         "mirrors_bytes": sum(each.size_bytes or 0 for each in mirrors),
         "mirror_synced_timestamp_seconds": _oldest(synced),
         "mirror_audited_timestamp_seconds": _oldest(audited),
-        "commits_unservable": sum(
-            judged[each.key].unservable for each in mirrors if each.key in judged
-        ),
+        "commits_unservable": sum(it.unservable for _, it in known if it),
         "audit_findings": last.open_count if last else 0,
         "datasets": datasets,
         "instances": instances,
@@ -220,9 +208,9 @@ def _request_times(traffic: Traffic) -> Metric:
     times = HistogramMetricFamily(
         "mirrord_request_duration_seconds", "Time to an answer.", labels=["endpoint"]
     )
-    for endpoint, buckets in traffic.buckets.items():
+    for endpoint, answered in traffic.since_start().items():
         below, bounds = 0, []
-        for bound, count in zip(_BOUNDS, buckets, strict=True):
+        for bound, count in zip(_BOUNDS, answered.buckets, strict=True):
             below += count
             bounds.append((bound, float(below)))
         times.add_metric([endpoint], bounds, traffic.sums_s[endpoint])

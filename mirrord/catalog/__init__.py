@@ -25,12 +25,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import anyio
 from sqlalchemy import Connection
 
-from ..errors import (
-    CatalogConflictError,
-    CatalogFullError,
-    CatalogUnavailableError,
-    DiskFullError,
-)
+from .. import errors
 from ..git.workers import Workers
 from ..protocol import DatasetChange, RowsChange
 from ..telemetry import log
@@ -38,7 +33,7 @@ from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .datasets import EVERY, Servable
 from .fleet import MIRROR, REPAIR, RESTORED
-from .mirrors import PINS, MirrorFigures
+from .mirrors import PINS
 from .schema import (
     Claim,
     DatasetHead,
@@ -67,7 +62,6 @@ __all__ = [
     "HeldClaim",
     "InstanceRow",
     "JudgementRow",
-    "MirrorFigures",
     "MirrorRow",
     "NodeRow",
     "PinRow",
@@ -121,7 +115,7 @@ class _Outage:
     """
 
     def __init__(self) -> None:
-        self.error: CatalogUnavailableError | None = None
+        self.error: errors.CatalogUnavailableError | None = None
         self._retry_at = 0.0
         self._full_until = 0.0
 
@@ -134,11 +128,11 @@ class _Outage:
         if (error := self.error) is None:
             return
         if time.monotonic() < self._retry_at:
-            raise CatalogUnavailableError(error.message, hint=error.hint, **error.facts)
+            raise errors.CatalogUnavailableError(error.message, hint=error.hint, **error.facts)
         self._retry_at = time.monotonic() + _RETRY_S
 
-    def begin(self, error: CatalogUnavailableError) -> None:
-        if isinstance(error, CatalogFullError):
+    def begin(self, error: errors.CatalogUnavailableError) -> None:
+        if isinstance(error, errors.CatalogFullError):
             if not self.is_full:
                 log.warning("catalog.full", detail=error.message)
             self._full_until = time.monotonic() + _FULL_S
@@ -204,7 +198,6 @@ class Catalog:
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)
     list_mirrors = _reads(mirrors.list_mirrors)
-    measure_mirrors = _reads(mirrors.measure_mirrors)
     update_mirror = _writes(mirrors.update_mirror)
     delete_mirror = _writes(mirrors.delete_mirror)
     record_unchanged = _writes(mirrors.record_unchanged)
@@ -322,10 +315,10 @@ class Catalog:
                         answer = query(connection)
                     self._outage.end()
                     return answer
-                except CatalogConflictError:
+                except errors.CatalogConflictError:
                     if not left:
                         raise
-                except CatalogUnavailableError as error:
+                except errors.CatalogUnavailableError as error:
                     self._outage.begin(error)
                     raise
             raise AssertionError
@@ -351,7 +344,7 @@ class Catalog:
         self._outage.check()
         await self._reopen()
         if self._database.mode is not Mode.SHARED:
-            raise DiskFullError(
+            raise errors.DiskFullError(
                 f"cannot write the catalog {self._database.label}: the disk has no room beside it",
                 hint="make room; nothing was changed",
             )
@@ -359,6 +352,6 @@ class Catalog:
             if self._workers is not None:
                 return await self._workers.run(work, *args, timeout=timedelta(hours=1), **kwargs)
             return await anyio.to_thread.run_sync(partial(work, *args, **kwargs))
-        except CatalogUnavailableError as error:
+        except errors.CatalogUnavailableError as error:
             self._outage.begin(error)
             raise

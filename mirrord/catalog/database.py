@@ -18,17 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Table,
-    create_engine,
-    event,
-    insert,
-    inspect,
-    select,
-    text,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine, event, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -205,17 +196,17 @@ def lock(connection: Connection, name: str) -> None:
     PostgreSQL: of the whole fleet, also behind a transaction pooler. SQLite has one writer anyway.
     """
     if connection.dialect.name == "postgresql":
-        query = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+        query = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
         connection.execute(query, {"name": f"mirrord/{name}"})
 
 
-def insert_of(connection: Connection, table: Table) -> Any:
+def insert_of(connection: Connection, table: sa.Table) -> Any:
     """An INSERT that knows ON CONFLICT."""
     # only the dialect in use: the other one costs 3 MB and 40 ms of a start
     return import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(table)
 
 
-def upsert(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+def upsert(connection: Connection, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, or replace those with the same primary key."""
     if not rows:
         return
@@ -284,7 +275,7 @@ def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
     if mode is Mode.FROZEN:
         query = {"immutable": "1", "mode": "ro", "uri": "true"}
         url = url.set(database=f"file:{quote(str(url.database))}", query=query)
-    engine = create_engine(
+    engine = sa.create_engine(
         url,
         pool_size=4 if mode is Mode.SHARED else 1,
         max_overflow=10 if mode is Mode.SHARED else 0,
@@ -342,7 +333,7 @@ def prepare(database: Database) -> bool:
             )
         metadata.create_all(connection)
         version.create(connection)
-        connection.execute(insert(version).values(version_num=HEAD))
+        connection.execute(sa.insert(version).values(version_num=HEAD))
     log.info("catalog.created", catalog=database.label, revision=HEAD)
     return False
 

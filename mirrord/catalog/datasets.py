@@ -10,25 +10,8 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    RowMapping,
-    Text,
-    and_,
-    case,
-    cast,
-    delete,
-    distinct,
-    exists,
-    func,
-    literal,
-    literal_column,
-    or_,
-    select,
-    union,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, RowMapping, and_, distinct, exists, func, or_, select
 
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
@@ -54,8 +37,14 @@ _PINNED = exists().where(
 _UNPINNED = ~_PINNED.correlate(recorded, datasets)
 """The commit is recorded by a dataset that has no pin of it."""
 
-_UNRESOLVED = instances.c.base_commit == literal_column("''")  # as the partial index has it
+_UNRESOLVED = instances.c.base_commit == sa.literal_column("''")  # as the partial index has it
 """The mirror does not have the branch that holds the instance's base commit."""
+
+
+def of_dataset(dataset: str | None, *columns: Any, of: sa.Table = instances) -> sa.Select[Any]:
+    """A query of the rows of one dataset, or of all."""
+    query = select(*columns).join(datasets, datasets.c.id == of.c.dataset_id)
+    return query if dataset is None else query.where(datasets.c.name == dataset)
 
 
 # -- datasets -------------------------------------------------------------------------------------
@@ -107,9 +96,10 @@ def count_rows(connection: Connection) -> tuple[int, int]:
 
 def weigh_datasets(connection: Connection) -> dict[str, int]:
     """The bytes of patches and test lists by dataset: nearly all that the catalog holds."""
-    lists = (cast(column, Text) for column in (instances.c.fail_to_pass, instances.c.pass_to_pass))
-    parts = (func.length(part) for part in (instances.c.patch, instances.c.test_patch, *lists))
-    size = func.sum(sum((func.coalesce(part, 0) for part in parts), literal(0)))
+    row = instances.c
+    lists = (sa.cast(column, sa.Text) for column in (row.fail_to_pass, row.pass_to_pass))
+    parts = (func.length(part) for part in (row.patch, row.test_patch, *lists))
+    size = func.sum(sum((func.coalesce(part, 0) for part in parts), sa.literal(0)))
     query = select(datasets.c.name, func.coalesce(size, 0)).outerjoin(
         instances, instances.c.dataset_id == datasets.c.id
     )
@@ -120,7 +110,7 @@ def weigh_datasets(connection: Connection) -> dict[str, int]:
 def delete_dataset(connection: Connection, name: str) -> bool:
     """Delete a dataset with its instances; the caller removes its pins."""
     lock(connection, f"dataset/{name}")
-    found = connection.execute(delete(datasets).where(datasets.c.name == name)).rowcount > 0
+    found = connection.execute(sa.delete(datasets).where(datasets.c.name == name)).rowcount > 0
     touch(connection, f"dataset/{name}")
     return found
 
@@ -128,14 +118,15 @@ def delete_dataset(connection: Connection, name: str) -> bool:
 def put_refused(connection: Connection, name: str, key: str, refused: dict[str, str]) -> None:
     """Replace the reasons why commits of one mirror (`*`: all of them) have no pin."""
     lock(connection, f"dataset/{name}")
-    old = connection.execute(select(datasets.c.refused).where(datasets.c.name == name)).scalar()
+    mine = datasets.c.name == name
+    old = connection.execute(select(datasets.c.refused).where(mine)).scalar()
     if old is not None:
         values = {**old, key: refused}
-        connection.execute(update(datasets).where(datasets.c.name == name).values(refused=values))
+        connection.execute(sa.update(datasets).where(mine).values(refused=values))
 
 
 def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
-    names = union(
+    names = sa.union(
         select(recorded.c.mirror_name).where(recorded.c.dataset_id == row["id"]),
         select(instances.c.mirror_name).where(instances.c.dataset_id == row["id"], _UNRESOLVED),
     )
@@ -221,9 +212,7 @@ def find_instance(
     InstanceAmbiguousError where two of any record other repositories or base commits.
     """
     is_called_so = or_(instances.c.id == identity, instances.c.public_id == identity)
-    query = _select_instances().where(is_called_so).order_by(instances.c.dataset_id)
-    if dataset is not None:
-        query = query.where(datasets.c.name == dataset)
+    query = _select_instances(dataset).where(is_called_so).order_by(instances.c.dataset_id)
     rows = connection.execute(query).mappings().all()
     if len({(row["mirror_name"].lower(), row["base_commit"]) for row in rows}) > 1:
         names = [row["dataset"] for row in rows]
@@ -266,7 +255,7 @@ def iter_instances(
     """The instances of a dataset in the order of their ids' bytes, each with its repository as the
     file spells it; those that name one mirror, or have no base commit.
     """
-    query = _select_instances().where(datasets.c.name == dataset)
+    query = _select_instances(dataset)
     if key is not None:
         query = query.where(func.lower(instances.c.mirror_name) == key.lower())
     if unresolved:
@@ -280,17 +269,14 @@ def iter_instances(
 
 def find_instances(connection: Connection, dataset: str, ids: list[str]) -> Iterator[InstanceRow]:
     for batch in in_batches(ids):
-        query = _select_instances().where(datasets.c.name == dataset, instances.c.id.in_(batch))
+        query = _select_instances(dataset).where(instances.c.id.in_(batch))
         yield from _read_instances(connection, connection.execute(query).mappings().all())
 
 
-def _select_instances() -> Any:
+def _select_instances(dataset: str | None) -> sa.Select[Any]:
     known_as = func.coalesce(mirrors.c.name, instances.c.mirror_name).label("known_as")
-    return (
-        select(instances, datasets.c.name.label("dataset"), known_as)
-        .join(datasets, datasets.c.id == instances.c.dataset_id)
-        .outerjoin(mirrors, mirrors.c.key == func.lower(instances.c.mirror_name))
-    )
+    query = of_dataset(dataset, instances, datasets.c.name.label("dataset"), known_as)
+    return query.outerjoin(mirrors, mirrors.c.key == func.lower(instances.c.mirror_name))
 
 
 def _read_instances(
@@ -366,11 +352,7 @@ def count_servable(
     commits that are `lost`.
     """
     names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
-    query = select(names, mirror, state, func.count()).join(
-        datasets, datasets.c.id == instances.c.dataset_id
-    )
-    if dataset is not None:
-        query = query.where(names == dataset)
+    query = of_dataset(dataset, names, mirror, state, func.count())
     found = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
     return [(name, mirror, Servable(state), count) for name, mirror, state, count in found]
 
@@ -392,8 +374,7 @@ def list_servable(
     """
     public, known = func.coalesce(instances.c.public_id, instances.c.id), _servable(lost)
     columns = (public, instances.c.mirror_name, instances.c.base_commit, known)
-    query = select(*columns).join(datasets, datasets.c.id == instances.c.dataset_id)
-    query = query.where(datasets.c.name == dataset)
+    query = of_dataset(dataset, *columns)
     if state is not None:
         query = query.where(known == state)
     if mirror is not None:
@@ -408,13 +389,13 @@ def list_servable(
     ]
 
 
-def _servable(lost: Collection[str]) -> ColumnElement[str]:
+def _servable(lost: Collection[str]) -> sa.ColumnElement[str]:
     mine = and_(
         recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
     )
     unpinned = exists().where(mine, _UNPINNED)
     is_base = recorded.c.role == CommitRole.BASE
-    return case(
+    return sa.case(
         (_UNRESOLVED, Servable.NO_BRANCH),
         (unpinned.where(is_base).correlate(instances, datasets), Servable.UNPINNED),
         (instances.c.base_commit.in_(sorted(lost)[:_SHOWN]), Servable.LOST),
@@ -436,10 +417,8 @@ def list_public_ids(connection: Connection, ids: Collection[str]) -> dict[str, s
 
 def list_instance_ids(connection: Connection, dataset: str | None = None) -> list[str]:
     """Ids in the order of the datasets' first import, then by id."""
-    query = select(instances.c.id).join(datasets, datasets.c.id == instances.c.dataset_id)
-    if dataset is not None:
-        query = query.where(datasets.c.name == dataset)
-    ids = connection.execute(query.order_by(instances.c.dataset_id, instances.c.id)).scalars()
+    query = of_dataset(dataset, instances.c.id).order_by(instances.c.dataset_id, instances.c.id)
+    ids = connection.execute(query).scalars()
     return list(dict.fromkeys(ids))
 
 
@@ -452,15 +431,11 @@ def list_recorded(
 ) -> list[RecordedRow]:
     """Recorded commits of all, of one mirror, of one dataset; or only those without a pin."""
     known_as = func.coalesce(mirrors.c.name, recorded.c.mirror_name).label("known_as")
-    query = (
-        select(recorded, datasets.c.name.label("dataset"), known_as)
-        .join(datasets, datasets.c.id == recorded.c.dataset_id)
-        .outerjoin(mirrors, mirrors.c.key == recorded.c.mirror_key)
-    )
+    query = of_dataset(
+        dataset, recorded, datasets.c.name.label("dataset"), known_as, of=recorded
+    ).outerjoin(mirrors, mirrors.c.key == recorded.c.mirror_key)
     if key is not None:
         query = query.where(recorded.c.mirror_key == key.lower())
-    if dataset is not None:
-        query = query.where(datasets.c.name == dataset)
     if unpinned:
         query = query.where(_UNPINNED)
     order = (recorded.c.mirror_key, recorded.c.commit_id, recorded.c.instance_id, recorded.c.role)
@@ -480,15 +455,10 @@ def list_unresolved(
     connection: Connection, key: str, dataset: str | None = None
 ) -> list[tuple[DatasetName, str, str]]:
     """Dataset, id and revision of the instances whose branch a mirror did not have yet."""
-    query = (
-        select(datasets.c.name, instances.c.id, instances.c.revision)
-        .join(datasets, datasets.c.id == instances.c.dataset_id)
-        .where(_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
-        .order_by(instances.c.id)
-    )
-    if dataset is not None:
-        query = query.where(datasets.c.name == dataset)
-    return [(DatasetName(name), *rest) for name, *rest in connection.execute(query)]
+    query = of_dataset(dataset, datasets.c.name, instances.c.id, instances.c.revision)
+    mine = (_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
+    rows = connection.execute(query.where(*mine).order_by(instances.c.id))
+    return [(DatasetName(name), *rest) for name, *rest in rows]
 
 
 def list_unresolved_mirrors(connection: Connection) -> set[str]:

@@ -9,21 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    ColumnElement,
-    Connection,
-    and_,
-    case,
-    delete,
-    exists,
-    func,
-    insert,
-    or_,
-    select,
-    tuple_,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -55,7 +42,7 @@ _FORGOTTEN_MS = 30 * 24 * 3600 * 1000  # a node that was not seen for so long is
 class _now(FunctionElement[int]):  # noqa: N801 - a function of SQL
     """Milliseconds since 1970 by the database's clock."""
 
-    type = BigInteger()
+    type = sa.BigInteger()
     inherit_cache = True
 
 
@@ -148,7 +135,7 @@ def claim(
     lock(connection, "claims")
     row = connection.execute(select(claims).where(claims.c.key == key).with_for_update()).first()
     if row is None:
-        connection.execute(insert(claims).values(_new_claim(key)))
+        connection.execute(sa.insert(claims).values(_new_claim(key)))
     elif row.host and host_limit is not None:
         query = select(claims.c.is_batch, claims.c.node, func.count())
         query = query.where(_is_held, claims.c.host == row.host, claims.c.key != key)
@@ -186,7 +173,7 @@ def claim_due(
     other = claims.alias()
     is_held = and_(other.c.node.is_not(None), other.c.expires_ms > _now())
     same_host = and_(other.c.host == claims.c.host, other.c.key != claims.c.key)
-    in_batch = exists().where(same_host, is_held, other.c.is_batch, other.c.node != node)
+    in_batch = sa.exists().where(same_host, is_held, other.c.is_batch, other.c.node != node)
     asked = select(func.count()).where(same_host, is_held, ~other.c.is_batch).scalar_subquery()
     is_here = claims.c.key.in_(list(here))
     is_left = and_(claims.c.due_ms <= _now() - _ms(patience), ~claims.c.key.startswith(REPAIR))
@@ -220,9 +207,9 @@ def release(
     """Give claims back; their work is due `after` a time, or as it was before."""
     values: dict[str, Any] = {"node": None, "expires_ms": 0}
     if after is not None:
-        values["due_ms"] = case((claims.c.due_ms.is_(None), None), else_=_now() + _ms(after))
+        values["due_ms"] = sa.case((claims.c.due_ms.is_(None), None), else_=_now() + _ms(after))
         values["failures"] = claims.c.failures + 1 if has_failed else 0
-    theirs = tuple_(claims.c.key, claims.c.epoch).in_(list(held))
+    theirs = sa.tuple_(claims.c.key, claims.c.epoch).in_(list(held))
     connection.execute(update(claims).where(claims.c.node == node, theirs).values(values))
 
 

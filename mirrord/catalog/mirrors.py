@@ -4,23 +4,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import (
-    Column,
-    Connection,
-    RowMapping,
-    Table,
-    and_,
-    delete,
-    exists,
-    func,
-    select,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, RowMapping, and_, delete, func, select, update
 
 from ..model import AuditLevel, CommitId, MirrorName
-from ..protocol import Audit, AuditPart, Receipt, Report
+from ..protocol import Audit, AuditPart, Message, Receipt, Report
 from .database import lock, upsert
 from .fleet import MIRROR, touch
 from .schema import (
@@ -40,19 +30,9 @@ from .schema import (
 )
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 PINS = "pins/"
 """Before the key of a mirror in the topic of its pins' changes."""
-
-
-class MirrorFigures(NamedTuple):
-    """`synced_at` is when the mirror was added, where no sync succeeded yet."""
-
-    key: str
-    name: str
-    added_at: datetime
-    synced_at: datetime
-    size_bytes: int | None
-    has_failed: bool
 
 
 def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
@@ -75,18 +55,6 @@ def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
 def list_mirrors(connection: Connection) -> list[MirrorRow]:
     query = select(mirrors).order_by(mirrors.c.key)
     return [_mirror_row(row) for row in connection.execute(query).mappings()]
-
-
-def measure_mirrors(connection: Connection) -> list[MirrorFigures]:
-    """All, with what metrics need; without their faults, which may be long."""
-    since = func.coalesce(mirrors.c.synced_at, mirrors.c.added_at, type_=mirrors.c.added_at.type)
-    columns = (mirrors.c.key, mirrors.c.name, mirrors.c.added_at, since)
-    query = select(*columns, mirrors.c.size_bytes, mirrors.c.error).order_by(mirrors.c.key)
-    rows = connection.execute(query)  # no error is JSON's null, which SQL takes for a value
-    return [
-        MirrorFigures(key, name, added, synced, size, error is not None)
-        for key, name, added, synced, size, error in rows
-    ]
 
 
 def update_mirror(connection: Connection, /, key: str, **columns: Any) -> bool:
@@ -122,14 +90,10 @@ def _mirror_row(row: RowMapping) -> MirrorRow:
 
 def put_pins(connection: Connection, rows: Collection[PinRow]) -> None:
     for batch in in_batches(rows):
+        same = ("owner", "reason", "created_at")
         values = [
-            {
-                "mirror_key": row.mirror.key,
-                "commit_id": row.commit,
-                "owner": row.owner,
-                "reason": row.reason,
-                "created_at": row.created_at,
-            }
+            {"mirror_key": row.mirror.key, "commit_id": row.commit}
+            | {name: getattr(row, name) for name in same}
             for row in batch
         ]
         upsert(connection, pins, values)
@@ -179,7 +143,7 @@ def count_pins(connection: Connection) -> dict[str, int]:
 
 def list_stale_pins(connection: Connection, key: str | None = None) -> list[PinRow]:
     """Pins of a dataset that does not record their commit, or does not exist."""
-    still = exists().where(
+    still = sa.exists().where(
         recorded.c.mirror_key == pins.c.mirror_key,
         recorded.c.commit_id == pins.c.commit_id,
         recorded.c.dataset_id == datasets.c.id,
@@ -213,8 +177,8 @@ def put_audit(connection: Connection, audit: Audit, node: str = "") -> None:
 
 
 def find_audit(connection: Connection, identity: str) -> Audit | None:
-    document = connection.execute(select(audits.c.document).where(audits.c.id == identity)).scalar()
-    return Audit.from_json(document) if document else None
+    query = select(audits.c.document).where(audits.c.id == identity)
+    return next(_documents(connection, query, Audit), None)
 
 
 def list_audits(connection: Connection, limit: int = 50, node: str | None = None) -> list[Audit]:
@@ -222,22 +186,21 @@ def list_audits(connection: Connection, limit: int = 50, node: str | None = None
     query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id)
     if node is not None:
         query = query.where(audits.c.node == node)
-    documents = connection.execute(query.limit(limit)).scalars()
-    return [Audit.from_json(document) for document in documents]
+    return list(_documents(connection, query.limit(limit), Audit))
+
+
+def _documents(connection: Connection, query: sa.Select[Any], kind: type[M]) -> Iterator[M]:
+    return map(kind.from_json, connection.execute(query).scalars())
+
+
+_JUDGEMENT = ("level", "audit_id", "started_at", "judged_at", "node")
 
 
 def put_judgement(connection: Connection, row: JudgementRow) -> None:
     """Replace the mirror's judgement at this level."""
-    value = {
-        "mirror_key": row.key,
-        "level": row.level,
-        "node": row.node,
-        "audit_id": row.audit_id,
-        "started_at": row.started_at,
-        "judged_at": row.judged_at,
-        "document": row.part.to_json(),
-    }
-    upsert(connection, judgements, [value])
+    values = {name: getattr(row, name) for name in _JUDGEMENT}
+    values |= {"mirror_key": row.key, "document": row.part.to_json()}
+    upsert(connection, judgements, [values])
 
 
 def list_judgements(
@@ -253,22 +216,12 @@ def find_newest_judgement(
     connection: Connection, level: AuditLevel, node: str = ""
 ) -> JudgementRow | None:
     """The last one of `list_judgements`."""
-    query = select(judgements).where(judgements.c.level == level, judgements.c.node == node)
-    query = query.order_by(judgements.c.judged_at.desc(), judgements.c.mirror_key.desc())
-    found = connection.execute(query.limit(1)).mappings().first()
-    return _judgement_row(found) if found else None
+    return next(iter(list_judgements(connection, level, node)[-1:]), None)
 
 
 def _judgement_row(row: RowMapping) -> JudgementRow:
-    return JudgementRow(
-        key=row["mirror_key"],
-        level=AuditLevel(row["level"]),
-        audit_id=row["audit_id"],
-        started_at=row["started_at"],
-        judged_at=row["judged_at"],
-        part=AuditPart.from_json(row["document"]),
-        node=row["node"],
-    )
+    same = {name: row[name] for name in _JUDGEMENT} | {"level": AuditLevel(row["level"])}
+    return JudgementRow(row["mirror_key"], part=AuditPart.from_json(row["document"]), **same)
 
 
 # -- reports and receipts, of which the newest are kept --------------------------------------------
@@ -283,7 +236,7 @@ def put_report(connection: Connection, report: Report) -> None:
     _drop_old(connection, reports, reports.c.received_at)
 
 
-def _drop_old(connection: Connection, table: Table, at: Column[datetime]) -> None:
+def _drop_old(connection: Connection, table: sa.Table, at: sa.Column[datetime]) -> None:
     newest = select(table.c.id).order_by(at.desc(), table.c.id).limit(_KEPT)
     kept = connection.execute(newest).scalars().all()
     connection.execute(delete(table).where(table.c.id.not_in(kept)))
@@ -291,15 +244,13 @@ def _drop_old(connection: Connection, table: Table, at: Column[datetime]) -> Non
 
 def find_report(connection: Connection, identity: str) -> Report | None:
     query = select(reports.c.document).where(reports.c.id == identity)
-    document = connection.execute(query).scalar()
-    return Report.from_json(document) if document else None
+    return next(_documents(connection, query, Report), None)
 
 
 def list_reports(connection: Connection, limit: int = 200) -> list[Report]:
     """The newest first."""
     query = select(reports.c.document).order_by(reports.c.received_at.desc(), reports.c.id)
-    documents = connection.execute(query.limit(limit)).scalars()
-    return [Report.from_json(document) for document in documents]
+    return list(_documents(connection, query.limit(limit), Report))
 
 
 def put_receipt(connection: Connection, row: ReceiptRow) -> None:

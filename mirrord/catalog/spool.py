@@ -11,13 +11,14 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange, InstanceChange, RowsChange
 from .database import Database, lock
-from .datasets import SAME_COLUMNS, find_instances, iter_instances
+from .datasets import SAME_COLUMNS, find_instances, iter_instances, of_dataset
 from .fleet import touch
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
@@ -26,28 +27,32 @@ Found = Mapping[str, Mapping[str, CommitId]]  # by mirror key: what revisions ar
 Spooled = tuple[bytes, InstanceRow]  # the hash of a line, and its row
 
 
+# Digests are of lines: neither the names nor their order may change.
+_MEMBERS = {
+    "id": "id", "mirror": "mirror", "base_commit": "base", "direction": "direction",
+    "commits": "commits", "patch": "patch", "test_patch": "test_patch", "fail_to_pass": "fail",
+    "pass_to_pass": "pass", "revision": "revision", "environment": "environment",
+    "python_version": "python", "version": "version", "created_at": "created",
+    "history": "history", "install_config": "install", "rules": "rules",
+}  # fmt: skip
+"""What a line calls the fields of a row."""
+
+
 def spooled(row: InstanceRow) -> bytes:
     """One line: the same bytes for the same row."""
-    value = {
-        "id": row.id,
-        "mirror": str(row.mirror),
-        "base": row.base_commit,
-        "direction": row.direction,
-        "commits": sorted((commit, role) for commit, role in row.commits),
-        "patch": row.patch,
-        "test_patch": row.test_patch,
-        "fail": row.fail_to_pass,
-        "pass": row.pass_to_pass,
-        "revision": row.revision,
-        "environment": row.environment,
-        "python": row.python_version,
-        "version": row.version,
-        "created": row.created_at.isoformat() if row.created_at else None,
-        "history": row.history,
-        **({"install": row.install_config} if row.install_config else {}),  # digests stay
-        "rules": row.rules,
-    }
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    value = {member: getattr(row, name) for name, member in _MEMBERS.items()}
+    value |= {"mirror": str(row.mirror), "commits": sorted(row.commits)}
+    if not row.install_config:
+        del value["install"]
+    return _line(value)
+
+
+def _line(value: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
+    text = json.dumps(
+        value, ensure_ascii=False, sort_keys=sort_keys, separators=(",", ":"),
+        default=datetime.isoformat,
+    )  # fmt: skip
+    return text.encode() + b"\n"
 
 
 def digest_of(line: bytes) -> bytes:
@@ -72,26 +77,17 @@ def unspooled(line: bytes) -> InstanceRow:
     if not is_text or not is_known or len(value["id"]) > 500:
         raise ValueError("not the row of an instance")
     commits = [(parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]]
-    return InstanceRow(
-        id=value["id"],
-        dataset="",
-        mirror=MirrorName.parse(value["mirror"]),
-        base_commit=parse_commit(value["base"]) if value["base"] else None,
-        direction=Direction(value["direction"]),
-        commits=tuple(dict.fromkeys(commits)),
-        patch=value["patch"],
-        test_patch=value["test_patch"],
-        fail_to_pass=tuple(value["fail"]),
-        pass_to_pass=tuple(value["pass"]),
-        revision=value["revision"],
-        environment=value["environment"],
-        python_version=value["python"],
-        version=value["version"],
-        created_at=datetime.fromisoformat(value["created"]) if value["created"] else None,
-        history=History(value["history"]) if value["history"] else None,
-        rules=tuple(value["rules"]),
-        install_config=value["install"],
-    )
+    same = {name: value[member] for name, member in _MEMBERS.items()}
+    read = {
+        "mirror": MirrorName.parse(value["mirror"]),
+        "base_commit": parse_commit(value["base"]) if value["base"] else None,
+        "direction": Direction(value["direction"]),
+        "commits": tuple(dict.fromkeys(commits)),
+        "created_at": datetime.fromisoformat(value["created"]) if value["created"] else None,
+        "history": History(value["history"]) if value["history"] else None,
+    }
+    lists = {name: tuple(same[name]) for name in ("fail_to_pass", "pass_to_pass", "rules")}
+    return InstanceRow(dataset="", **(same | read | lists))
 
 
 def spool_rows(place: str, dataset: str, key: str | None, spool: Path) -> int:
@@ -233,10 +229,7 @@ def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spool
 
 
 def _digests(connection: Connection, name: str) -> dict[str, bytes]:
-    query = select(instances.c.id, instances.c.digest).join(
-        datasets, datasets.c.id == instances.c.dataset_id
-    )
-    rows = connection.execute(query.where(datasets.c.name == name))
+    rows = connection.execute(of_dataset(name, instances.c.id, instances.c.digest))
     return {identity: bytes(digest) for identity, digest in rows}
 
 
@@ -291,29 +284,20 @@ _COMPARED = [
 ]
 
 
+_COLUMNS = {
+    "id": "instance_id", "repo": "repo", "fail_to_pass": "FAIL_TO_PASS",
+    "pass_to_pass": "PASS_TO_PASS", "environment": "image_name",
+    **{name: name for name in ("base_commit", "revision", "direction", "patch", "test_patch")},
+    **{name: name for name in ("python_version", "version", "created_at", "history")},
+    "install_config": "install_config",
+}  # fmt: skip
+
+
 def exported(row: InstanceRow) -> bytes:
+    value = {column: getattr(row, name) for name, column in _COLUMNS.items()}
+    value["commits"] = [{"commit": commit, "role": role} for commit, role in sorted(row.commits)]
     setup = (commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT)
-    value = {
-        "instance_id": row.id,
-        "repo": row.repo,
-        "base_commit": row.base_commit,
-        "revision": row.revision,
-        "environment_setup_commit": next(setup, None),
-        "commits": [{"commit": commit, "role": role} for commit, role in sorted(row.commits)],
-        "direction": row.direction,
-        "patch": row.patch,
-        "test_patch": row.test_patch,
-        "FAIL_TO_PASS": row.fail_to_pass,
-        "PASS_TO_PASS": row.pass_to_pass,
-        "image_name": row.environment,
-        "python_version": row.python_version,
-        "version": row.version,
-        "created_at": row.created_at.isoformat() if row.created_at else None,
-        "history": row.history,
-        "install_config": row.install_config,
-    }
-    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return text.encode() + b"\n"
+    return _line(value | {"environment_setup_commit": next(setup, None)}, sort_keys=True)
 
 
 def export_dataset(place: str, name: str, file: Path) -> None:

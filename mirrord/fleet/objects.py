@@ -19,13 +19,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
-from ..errors import (
-    InvalidUrlError,
-    ResourceError,
-    StoreDamagedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from .. import errors
 from ..host.files import full_disk_named
 
 _PART_BYTES = 16 * 1024**2
@@ -81,9 +75,9 @@ class ObjectStore:
                 self._store = from_url(url, client_options=client, **_OPTIONS)
         except (exceptions.BaseError, ValueError) as error:
             fact = str(error).partition("\n")[0]
-            raise InvalidUrlError(f"cannot open store {url}: {fact}", hint=hint) from error
+            raise errors.InvalidUrlError(f"cannot open store {url}: {fact}", hint=hint) from error
         except OSError as error:
-            raise ResourceError(f"cannot open store {url}: {error.strerror}") from error
+            raise errors.ResourceError(f"cannot open store {url}: {error.strerror}") from error
 
     def put(self, key: str, content: bytes, *, replace: bool = False) -> bool:
         """Write an object that is not there, or any; answers whether it was written."""
@@ -119,7 +113,7 @@ class ObjectStore:
                 answer = obstore.get(self._store, key)
                 if answer.meta["size"] > limit_bytes:
                     fact = f"it has {answer.meta['size']} bytes, and {limit_bytes} are allowed"
-                    raise StoreDamagedError(f"cannot read {key} of the store: {fact}")
+                    raise errors.StoreDamagedError(f"cannot read {key} of the store: {fact}")
                 return bytes(answer.bytes())
             except (exceptions.NotFoundError, FileNotFoundError):
                 return None
@@ -133,7 +127,7 @@ class ObjectStore:
             try:
                 self._download(key, path, blob)
                 return
-            except (StoreDamagedError, StoreUnavailableError):
+            except (errors.StoreDamagedError, errors.StoreUnavailableError):
                 path.unlink(missing_ok=True)
                 if not left:
                     raise
@@ -154,12 +148,12 @@ class ObjectStore:
                     file.write(piece)
             except (exceptions.NotFoundError, FileNotFoundError) as error:
                 failure = f"cannot read {key} of the store: it is gone"
-                raise StoreDamagedError(failure, object=key) from error
+                raise errors.StoreDamagedError(failure, object=key) from error
             file.flush()
             os.fsync(file.fileno())
         if (digest.hexdigest(), size) != blob:
             fact = f"its {size} bytes are not what its manifest says"
-            raise StoreDamagedError(f"cannot use {key} of the store: {fact}", object=key)
+            raise errors.StoreDamagedError(f"cannot use {key} of the store: {fact}", object=key)
 
     def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
         """The objects whose names begin with `prefix`, which ends with a slash."""
@@ -199,18 +193,18 @@ class ObjectStore:
         key = f"checks/{secrets.token_hex(16)}"
         if not self.put(key, b"first"):
             fact = "it refuses an object that it does not have"
-            raise ResourceError(f"cannot use store {self.shown}: {fact}")
+            raise errors.ResourceError(f"cannot use store {self.shown}: {fact}")
         try:
             if self.put(key, b"second"):
-                raise ResourceError(
+                raise errors.ResourceError(
                     f"cannot use store {self.shown}: it ignores conditional writes",
                     hint="use a store with If-None-Match: S3, GCS, Azure, MinIO, Ceph from 19.2",
                 )
             if self.get(key, limit_bytes=100) != b"first":
                 fact = "it does not return what was written"
-                raise ResourceError(f"cannot use store {self.shown}: {fact}")
+                raise errors.ResourceError(f"cannot use store {self.shown}: {fact}")
         finally:
-            with suppress(StoreUnavailableError):  # one that may not delete can be used
+            with suppress(errors.StoreUnavailableError):  # one that may not delete can be used
                 self.delete([key])
 
     @contextmanager
@@ -224,13 +218,13 @@ class ObjectStore:
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError)
 
 
-def _translate(error: Exception, failure: str) -> StoreUnavailableError:
+def _translate(error: Exception, failure: str) -> errors.StoreUnavailableError:
     if _FULL.search(str(error)):
         hint = "make room in the store; what it refused is published by itself then"
-        return StoreFullError(f"{failure}: it has no room", hint=hint)
+        return errors.StoreFullError(f"{failure}: it has no room", hint=hint)
     if isinstance(error, _REFUSALS):
         hint = "check the store's credentials: docs/fleet.md names where they are looked for"
-        return StoreUnavailableError(f"{failure}: it refuses us", hint=hint)
+        return errors.StoreUnavailableError(f"{failure}: it refuses us", hint=hint)
     hint = "check that it is up and can be reached; what is on this disk is served meanwhile"
     fact = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0][:200]
-    return StoreUnavailableError(f"{failure}: {fact}", hint=hint)
+    return errors.StoreUnavailableError(f"{failure}: {fact}", hint=hint)

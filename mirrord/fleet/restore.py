@@ -1,4 +1,4 @@
-"""Mirrors again from the store, with what the catalog knew of them.
+"""Mirrors again from the store, with what the catalog knew of them; a donor of heals.
 
 A generation holds all refs, pins among them, and the records of the catalog as a bundle has them:
 its reader trusts nothing, proves every closure, and merges into what is there. A crash leaves what
@@ -7,20 +7,17 @@ the same restoration finishes.
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from anyio import to_thread
 
+from .. import errors
 from ..catalog import Generation
-from ..errors import (
-    InvalidBundleError,
-    MirrordError,
-    MirrorNotFoundError,
-    StoppingError,
-    StoreDamagedError,
-    StoreUnavailableError,
-)
+from ..git.packs import PackIndex, pack_trailer
 from ..host.files import full_disk_named, host_error
+from ..host.room import Room
 from ..mirrors.bundles import Bundles, sort_refs
+from ..mirrors.quarantine import Quarantine
 from ..mirrors.refs import theirs, write_durably
 from ..mirrors.repository import Repository
 from ..mirrors.upstream import public_url
@@ -30,6 +27,7 @@ from ..telemetry import log
 from .exchange import Exchange
 from .generations import (
     GenerationManifest,
+    PublishedPack,
     generation_file,
     index_key,
     is_before,
@@ -38,7 +36,7 @@ from .generations import (
     read_generation,
     read_manifest,
 )
-from .objects import ObjectStore
+from .objects import Blob, ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +68,15 @@ class Restoration:
                     continue  # packs of a publication that never ended
                 if not published:
                     fact = "the store has nothing of that name"
-                    raise MirrorNotFoundError(f"cannot restore mirror {key}: {fact}")
+                    raise errors.MirrorNotFoundError(f"cannot restore mirror {key}: {fact}")
                 restored, damage = await self._restore_newest(key, published, owner_uid)
-            except StoppingError:
+            except errors.StoppingError:
                 raise
-            except (MirrordError, OSError) as error:
-                known = error if isinstance(error, MirrordError) else host_error(error, "restore")
-                if known is None or (is_away and isinstance(known, StoreUnavailableError)):
+            except (errors.MirrordError, OSError) as error:
+                known = host_error(error, "restore") if isinstance(error, OSError) else error
+                if known is None or (is_away and isinstance(known, errors.StoreUnavailableError)):
                     raise
-                is_away = isinstance(known, StoreUnavailableError)
+                is_away = isinstance(known, errors.StoreUnavailableError)
                 log.warning("mirror.not_restored", mirror=key, detail=known.message)
                 yield NotRestored(mirror=key, error=Problem.from_json(known.problem()))
             else:
@@ -90,7 +88,7 @@ class Restoration:
 
     async def _restore_newest(
         self, key: str, published: Sequence[Generation], owner_uid: int
-    ) -> tuple[BundleImported, StoreDamagedError | None]:
+    ) -> tuple[BundleImported, errors.StoreDamagedError | None]:
         """Restore the newest generation that is whole; answers why a newer one is not."""
         store, name, newest = self.exchange.store, MirrorName.parse(key), published[-1]
         first, damaged = None, set[str]()
@@ -101,7 +99,7 @@ class Restoration:
                 if needed & damaged:
                     continue
                 restored = await self.restore(key, generation, owner_uid, newest.epoch)
-            except StoreDamagedError as error:
+            except errors.StoreDamagedError as error:
                 damaged.add(str(error.facts.get("object")))
                 first = first or error
             else:
@@ -109,7 +107,7 @@ class Restoration:
                     return restored, None
                 wanted, made = (f"{it.epoch}-{it.number}" for it in (newest, generation))
                 failure = f"cannot restore generation {wanted} of mirror {key}, but {made}"
-                return restored, StoreDamagedError(f"{failure}: {first.message}")
+                return restored, errors.StoreDamagedError(f"{failure}: {first.message}")
         assert first
         raise first
 
@@ -133,9 +131,9 @@ class Restoration:
         await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
         try:
             result = await self._take(name, manifest, owner_uid)
-        except InvalidBundleError as error:
+        except errors.InvalidBundleError as error:
             fact = error.message.partition(": ")[2]
-            raise StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
+            raise errors.StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
         summary = f"{len(theirs(manifest.refs))} created"  # before the merge, which found them
         return replace(result, summary=summary) if is_new else result
 
@@ -171,3 +169,86 @@ class Restoration:
 def restoration(url: str, bundles: Bundles) -> Restoration:
     """From the store of a URL."""
     return Restoration(Exchange(ObjectStore(url), bundles.mirrors.quarantine), bundles)
+
+
+# -- a donor of heals: of the newest generation, the packs that are needed -------------------------
+#
+# No pack is thin, so each is of use alone, and its index says what it has.
+
+
+class StoreDonor:
+    """One generation of a mirror in the store. `damage` says what of it could not be used."""
+
+    damage = ""
+
+    def __init__(self, store: ObjectStore, name: MirrorName, generation: Generation) -> None:
+        self.store, self.name, self.generation = store, name, generation
+        self._indexes: dict[PublishedPack, PackIndex] | None = None
+        self._left: set[PublishedPack] = set()
+
+    async def fill(self, quarantine: Quarantine, repository: Repository) -> None:
+        """Bring an empty repository to the generation."""
+        await Exchange(self.store, quarantine).follow(repository, self.generation)
+
+    def take(self, wanted: Collection[str], packs: Path, room: Room) -> None:
+        """Download packs that have some of `wanted` into a directory; where asked again, all.
+
+        Blocks. Objects behind those that are wanted may be in other packs: one that is damaged has
+        all others taken too. Raises StoreUnavailableError, also for a full disk: other donors may
+        need less room.
+        """
+        try:
+            room.must_suffice(f"download packs of mirror {self.name}")
+            self._take([bytes.fromhex(oid) for oid in wanted], packs, room)
+        except errors.DiskFullError as error:
+            raise errors.StoreUnavailableError(error.message, hint=error.hint) from error
+
+    def _take(self, wanted: Collection[bytes], packs: Path, room: Room) -> None:
+        if self._indexes is None:
+            manifest = read_manifest(self.store, self.name, self.generation)
+            self._left = {pack for pack in manifest.packs if self._has_index(pack, packs)}
+            self._indexes = {pack: PackIndex(_path(packs, pack, ".idx")) for pack in self._left}
+        having = {
+            pack for pack, index in self._indexes.items() if any(oid in index for oid in wanted)
+        }
+        is_first = len(self._left) == len(self._indexes)
+        for pack in sorted(self._left, key=lambda pack: (pack not in having, pack.pack.size_bytes)):
+            if pack in having or (having and (self.damage or not is_first)):
+                self._download(pack, packs, room)
+
+    def _has_index(self, pack: PublishedPack, packs: Path) -> bool:
+        path = _path(packs, pack, ".idx")
+        return self._has(index_key(self.name, pack), path, pack.index)
+
+    def _download(self, pack: PublishedPack, packs: Path, room: Room) -> None:
+        """Take a pack, which git sees when it is whole."""
+        self._left.discard(pack)
+        room.must_suffice(f"download packs of mirror {self.name}")
+        part, index = _path(packs, pack, ".part"), _path(packs, pack, ".idx")
+        try:
+            if self._has(pack_key(self.name, pack), part, pack.pack):
+                if PackIndex(index).pack_checksum == pack_trailer(part):
+                    part.rename(part.with_suffix(".pack"))
+                else:
+                    self.damage = f"the index of {pack_key(self.name, pack)} is of another pack"
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _has(self, key: str, path: Path, blob: Blob) -> bool:
+        try:
+            self.store.download(key, path, blob)
+        except errors.StoreDamagedError as error:
+            self.damage = error.message
+            return False
+        return True
+
+
+def _path(packs: Path, pack: PublishedPack, suffix: str) -> Path:
+    return packs / f"pack-{pack.pack.sha256[:40]}{suffix}"
+
+
+def find_donor(url: str, name: MirrorName, known: Generation | None) -> StoreDonor | None:
+    """What the store has of a mirror: the generation that the catalog knows, or else the newest."""
+    store = ObjectStore(url)
+    published = [known] if known else list_published(store, name)
+    return StoreDonor(store, name, published[-1]) if published else None

@@ -18,27 +18,16 @@ from functools import partial
 import anyio
 from anyio import to_thread
 
-from .. import __version__
+from .. import __version__, errors
 from ..catalog import MIRROR, PINS, REPAIR, RESTORED, MirrorRow
 from ..datasets.service import Datasets
-from ..errors import (
-    CatalogFullError,
-    CatalogUnavailableError,
-    DiskFullError,
-    MirrordError,
-    StoreDamagedError,
-    StoreUnavailableError,
-    UpstreamAuthError,
-    UpstreamNotFoundError,
-)
 from ..jobs.operations import Operations, Work
 from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Hold
 from .closures import list_needed
-from .collect import clock_of, collect
-from .generations import is_before
+from .generations import clock_of, collect, is_before
 from .restore import Restoration
 from .service import Fleet
 
@@ -100,9 +89,9 @@ class Rounds:
         while True:
             try:
                 await self._look()
-            except CatalogUnavailableError:
+            except errors.CatalogUnavailableError:
                 pass  # health says so
-            except MirrordError as error:
+            except errors.MirrordError as error:
                 log.warning("fleet.failed", detail=error.message)
             except Exception:
                 log.exception("fleet.crashed")
@@ -114,7 +103,7 @@ class Rounds:
             fleet, name = self.fleet, socket.gethostname()
             state = {"mirrors": len(here), "behind": len(fleet.behind), "fault": fleet.fault}
             state["holder"] = fleet.claims.holder
-            with suppress(CatalogFullError):  # what it has can be read
+            with suppress(errors.CatalogFullError):  # what it has can be read
                 await self.catalog.put_node(self.catalog.node, name, __version__, state)
         self._looks += 1
         await self._read_changes()
@@ -136,7 +125,7 @@ class Rounds:
         return {known[path] for path in paths if path in known}
 
     async def _try_store(self) -> None:
-        with suppress(StoreUnavailableError), self.fleet.noting():
+        with suppress(errors.StoreUnavailableError), self.fleet.noting():
             await to_thread.run_sync(self.fleet.store.try_write)
             self.fleet.fault = None
 
@@ -201,9 +190,9 @@ class Rounds:
                         self.datasets.rows_changed(restored.datasets)
                         log.warning("mirror.adopted", mirror=restored.mirror)
                 del self.fleet.lost[key]
-            except CatalogUnavailableError:
+            except errors.CatalogUnavailableError:
                 raise
-            except (MirrordError, OSError) as error:  # again at the next look
+            except (errors.MirrordError, OSError) as error:  # again at the next look
                 log.warning("mirror.not_adopted", mirror=key, detail=str(error))
 
     def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
@@ -214,7 +203,7 @@ class Rounds:
         async def run() -> None:
             try:
                 await work()
-            except CatalogUnavailableError:
+            except errors.CatalogUnavailableError:
                 pass
             except Exception:
                 log.exception("fleet.crashed", work=name)
@@ -235,13 +224,13 @@ class Rounds:
                     if is_here and not await self.mirrors.catch_up(name) and has_pins:
                         await self.mirrors.pins.follow(self.mirrors.repository(name))
                 self.fleet.behind.discard(key)
-            except CatalogUnavailableError:
+            except errors.CatalogUnavailableError:
                 self._repinned.add(key)
                 raise
-            except (MirrordError, OSError) as error:  # again at the next look
+            except (errors.MirrordError, OSError) as error:  # again at the next look
                 self._repinned.add(key)
                 log.warning("mirror.behind", mirror=str(name), detail=str(error))
-                if isinstance(error, StoreUnavailableError | DiskFullError):
+                if isinstance(error, errors.StoreUnavailableError | errors.DiskFullError):
                     return
 
     async def _publish_records(self) -> None:
@@ -252,10 +241,10 @@ class Rounds:
                 async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
                     if self.fleet.is_here(key):
                         await turn.publish(self.mirrors.repository(name))
-            except (MirrordError, OSError) as error:
+            except (errors.MirrordError, OSError) as error:
                 log.warning("mirror.unpublished", mirror=str(name), detail=str(error))
                 self.fleet.unrecorded.add(key)
-                if isinstance(error, StoreUnavailableError):
+                if isinstance(error, errors.StoreUnavailableError):
                     return
 
     async def _sync_unfinished(self) -> None:
@@ -265,10 +254,10 @@ class Rounds:
             try:
                 name = (await self.mirrors.sync(MirrorName.parse(key))).mirror
                 await self.datasets.repin(MirrorName.parse(name))
-            except (CatalogUnavailableError, StoreUnavailableError):
+            except (errors.CatalogUnavailableError, errors.StoreUnavailableError):
                 self.fleet.unfinished.add(key)
                 return
-            except (MirrordError, OSError):
+            except (errors.MirrordError, OSError):
                 pass  # the row has it, and its claim when it is tried again
 
     # -- what is due ----------------------------------------------------------------------------
@@ -347,7 +336,7 @@ class Rounds:
                         holds.remove(hold)
                         await self._end([hold])
                         await self.datasets.repin(row.name)
-                except (MirrordError, OSError) as error:
+                except (errors.MirrordError, OSError) as error:
                     counts["failed"] += 1
                     hold.after, hold.has_failed = await self._retry_after(hold, row, error), True
             counts["done"] += 1
@@ -367,7 +356,7 @@ class Rounds:
             """Whoever asks for one of them does not wait for the longest of the round."""
             while True:
                 await anyio.sleep(_RECORDING.total_seconds())
-                with suppress(CatalogUnavailableError):
+                with suppress(errors.CatalogUnavailableError):
                     await record()
 
         try:
@@ -391,7 +380,7 @@ class Rounds:
             async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
                 is_damaged = await self.fleet.repair(turn, self.mirrors.repository(name))
             await self.catalog.finish(hold.claim)
-        except (MirrordError, OSError):
+        except (errors.MirrordError, OSError):
             failures = await self.catalog.count_failures(hold.claim.key)
             hold.after, hold.has_failed = _RETRY * 2.0 ** min(failures, 10), True
             raise
@@ -400,10 +389,11 @@ class Rounds:
     async def _retry_after(self, hold: Hold, row: MirrorRow, error: Exception) -> timedelta:
         """A mirror never synced and unknown upstream is probably a mistyped name."""
         interval = self.fleet.settings().sync.interval
-        if isinstance(error, UpstreamNotFoundError | UpstreamAuthError) and not row.synced_at:
+        unknown = errors.UpstreamNotFoundError | errors.UpstreamAuthError
+        if isinstance(error, unknown) and not row.synced_at:
             return _NEVER_FOUND_INTERVAL
         failures = await self.catalog.count_failures(hold.claim.key)
-        asked = error.facts.get("retry_after_s") if isinstance(error, MirrordError) else None
+        asked = error.facts.get("retry_after_s") if isinstance(error, errors.MirrordError) else None
         pause: timedelta = min(_RETRY * 2.0 ** min(failures, 16), interval)
         return max(pause, min(timedelta(seconds=asked or 0), timedelta(days=1)))
 
@@ -423,7 +413,7 @@ class Rounds:
                 try:
                     with self.fleet.noting():
                         dropped = await to_thread.run_sync(work)
-                except StoreDamagedError as error:
+                except errors.StoreDamagedError as error:
                     log.warning("store.damaged", mirror=str(row.name), detail=error.message)
                     await self.fleet.ask_for_repair(key)
                     continue

@@ -15,15 +15,8 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from .. import protocol
+from .. import errors, protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
-from ..errors import (
-    CatalogUnavailableError,
-    ClaimLostError,
-    StoreDamagedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
 from ..host.files import full_disk_named
 from ..mirrors.bundles import Bundles
 from ..mirrors.refs import theirs, write_durably
@@ -112,7 +105,7 @@ class Fleet(Sharing):
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
         await self.claims.give_back([*self.claims.held.values()])
-        with suppress(CatalogUnavailableError):
+        with suppress(errors.CatalogUnavailableError):
             await self.catalog.delete_node(self.catalog.node)
 
     async def apply(self) -> None:
@@ -172,7 +165,7 @@ class Fleet(Sharing):
                 turn.is_fresh = after.synced_at != before.synced_at and not after.error
             try:
                 yield turn
-            except (CatalogUnavailableError, StoreUnavailableError):
+            except (errors.CatalogUnavailableError, errors.StoreUnavailableError):
                 self.unfinished.add(key)
                 raise
             if turn.is_synced:
@@ -197,7 +190,8 @@ class Fleet(Sharing):
         if at := await self.find_lost(repository):
             self.lost[name.key] = at
             failure = f"cannot publish mirror {name}: the catalog has an older state"
-            raise ClaimLostError(failure, hint="it is brought up to date; try again in a minute")
+            hint = "it is brought up to date; try again in a minute"
+            raise errors.ClaimLostError(failure, hint=hint)
         kinds = (KEPT, PIN_REFS, HISTORY)
         ours = {ref: oid for ref, oid in present.items() if ref.startswith(kinds)}
 
@@ -229,7 +223,7 @@ class Fleet(Sharing):
         try:
             with self.noting():
                 await self.exchange.prove(repository.name, newest)
-        except StoreDamagedError as error:
+        except errors.StoreDamagedError as error:
             log.warning("store.damaged", mirror=str(repository.name), detail=error.message)
         else:
             return False
@@ -238,7 +232,7 @@ class Fleet(Sharing):
 
     async def ask_for_repair(self, key: str) -> None:
         """Have a daemon that has the whole mirror look whether the store has it."""
-        with suppress(CatalogUnavailableError):
+        with suppress(errors.CatalogUnavailableError):
             await self.catalog.enrol({f"{REPAIR}{key}": ""})
 
     # -- generations ----------------------------------------------------------------------------
@@ -265,7 +259,7 @@ class Fleet(Sharing):
         try:
             with self.noting():
                 await self.exchange.follow(repository, self.generations[key])
-        except StoreDamagedError:
+        except errors.StoreDamagedError:
             self.damaged.setdefault(key, time.monotonic())
             await self.ask_for_repair(key)
             raise
@@ -308,8 +302,8 @@ class Fleet(Sharing):
         """Remember for health that the store could not be used, until it takes an object."""
         try:
             yield
-        except StoreUnavailableError as error:
-            is_full = isinstance(error, StoreFullError)
+        except errors.StoreUnavailableError as error:
+            is_full = isinstance(error, errors.StoreFullError)
             fact = "has no room" if is_full else "cannot be reached"
             self.fault = f"the store {fact}; what is on this machine is served"
             raise

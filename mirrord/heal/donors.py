@@ -39,7 +39,7 @@ from ..protocol import ProgressSink
 from ..telemetry import log
 
 if TYPE_CHECKING:
-    from ..fleet.donor import StoreDonor
+    from ..fleet.restore import StoreDonor
 
 _LENT = "the bundle that was sent"
 STORE = "the store"
@@ -272,7 +272,7 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
     url = mirrors.settings().store.url
     if not url:
         return None
-    donor = load("donor")
+    donor = load("restore")
     known = (await mirrors.catalog.list_generations([name.key])).get(name.key)
     found: StoreDonor | None = await anyio.to_thread.run_sync(donor.find_donor, url, name, known)
     return found

@@ -12,8 +12,9 @@ from gitrepos import Upstream
 
 from mirrord.catalog import Generation
 from mirrord.errors import StoreDamagedError
-from mirrord.fleet.collect import clock_of, collect
 from mirrord.fleet.generations import (
+    clock_of,
+    collect,
     index_key,
     list_published,
     manifest_key,

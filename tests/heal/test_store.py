@@ -284,7 +284,7 @@ def test_a_store_that_fails_is_asked_once_in_a_heal(
 def test_without_the_extra_the_store_is_refused(
     furnished: Furnished, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mirrord.fleet.donor", None)
+    monkeypatch.setitem(sys.modules, "mirrord.fleet.restore", None)
 
     async def body(house: House) -> None:
         furnished.lose("v1")
