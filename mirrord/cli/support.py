@@ -26,10 +26,9 @@ from ..client.primitives_sync import whole_file
 from ..config import Settings
 from ..doctor import examine
 from ..doctor.checks import run
-from ..doctor.disk import find_mount
 from ..doctor.units import NAMES
 from ..host.files import full_disk_named
-from ..host.mounts import mounts_below
+from ..host.mounts import find_mount, mounts_below
 from ..places import Layout
 from ..telemetry import masked
 from .local import find_config
@@ -146,7 +145,7 @@ def _places(settings: Settings) -> dict[str, Any]:
     """The file system of the state directory, its mounts, and how much is in it."""
     root = settings.state_dir
     mount, layout = find_mount(root), Layout(root)
-    disk = os.statvfs(mount.point)
+    disk = os.statvfs(mount.at)
     mounts = mounts_below(str(root))
     counts = {}
     for directory in layout.modes():
@@ -156,7 +155,7 @@ def _places(settings: Settings) -> dict[str, Any]:
         counts["bytes of the catalog"] = layout.catalog.stat().st_size
     return {
         "file_system": {
-            "kind": mount.kind, "source": mount.source, "point": str(mount.point),
+            "kind": mount.kind, "source": mount.source, "point": mount.at,
             "options": sorted(mount.options),
             "bytes": disk.f_blocks * disk.f_frsize, "free_bytes": disk.f_bavail * disk.f_frsize,
             "inodes": disk.f_files, "free_inodes": disk.f_favail,

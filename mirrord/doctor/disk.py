@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
-from ..host.mounts import attach, make_overlay, may_mount, replace, umount, unescape
+from ..host.mounts import attach, find_mount, make_overlay, may_mount, replace, umount
 from ..host.room import measure
 from .checks import Result, existing, judge
 
@@ -48,33 +48,6 @@ _SLOW_OPTIONS = {
 }
 
 
-class Mount(NamedTuple):
-    """Where a path is mounted: a line of mountinfo."""
-
-    device: str
-    point: Path
-    kind: str
-    source: str
-    options: frozenset[str]
-
-
-def find_mount(path: Path) -> Mount:
-    """The mount of a path; by its name, because btrfs has other device numbers than its files."""
-    resolved, found = existing(path).resolve(), None
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        first, _, last = line.partition(b" - ")
-        _, _, device, _, point, options, *_ = first.split()
-        kind, source, more = last.split(maxsplit=2)
-        place = Path(unescape(point))
-        if resolved.is_relative_to(place) and (not found or place.is_relative_to(found.point)):
-            names = (options + b"," + more).decode(errors="replace").split(",")
-            found = Mount(
-                device.decode(), place, kind.decode(), unescape(source), frozenset(names)
-            )  # fmt: skip
-    assert found is not None, "the root is mounted"
-    return found
-
-
 @contextmanager
 def scratch(settings: Settings) -> Iterator[Path]:
     """A directory where the state directory is, or will be; a killed doctor leaves it."""
@@ -97,9 +70,9 @@ def options(settings: Settings) -> Result:
     mount = find_mount(settings.state_dir)
     if "ro" in mount.options:
         remedy = "see the kernel's log: ext4 does that to itself where a disk fails; then remount"
-        return "fail", f"{mount.point} is read-only", remedy
+        return "fail", f"{mount.at} is read-only", remedy
     found = sorted(mount.options & _SLOW_OPTIONS.keys())
-    fact = f"{mount.point} is mounted with {', '.join(found)}" if found else f"of {mount.point}"
+    fact = f"{mount.at} is mounted with {', '.join(found)}" if found else f"of {mount.at}"
     remedy = "; ".join(f"{name}: {_SLOW_OPTIONS[name]}" for name in found)
     return judge(not found, fact, remedy, otherwise="warn")
 

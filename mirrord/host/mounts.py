@@ -266,16 +266,14 @@ def descriptor_path(fd: int) -> str:
 
 def read_overlays() -> set[str]:
     """Where overlays are mounted now. Costs 10 ms with 3,000 of them: not for the hot path."""
-    with open("/proc/self/mountinfo", "rb") as file:
-        fields = [line.split(b" ") for line in file]
-    return {unescape(each[4]) for each in fields if each[each.index(b"-") + 1] == b"overlay"}
+    return {each.at for each in read_mounts() if each.kind == "overlay"}
 
 
 def mounts_below(directory: str) -> list[str]:
     """What is mounted on a directory and below it, as this process sees it."""
     top = os.path.realpath(directory)
     with open("/proc/self/mountinfo", "rb") as file:
-        points = [unescape(line.split(b" ", 5)[4]) for line in file]
+        points = [_unescape(line.split(b" ", 5)[4]) for line in file]
     return [point for point in points if point == top or point.startswith(f"{top}/")]
 
 
@@ -354,9 +352,11 @@ def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     return ResourceError(fact, hint="the kernel's log may say more", errno=number)
 
 
-def unescape(field: bytes) -> str:
+def _unescape(field: bytes) -> str:
     """Read a path of mountinfo: space, tab, newline and backslash are octal."""
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field))
+    if b"\\" in field:
+        field = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
+    return os.fsdecode(field)
 
 
 # -- what other processes see ----------------------------------------------------------------------
@@ -370,11 +370,15 @@ class Visible(IntEnum):
     MOUNTS = 2
 
 
-class _Mount(NamedTuple):
-    kind: list[bytes]  # of its file system, and its source
-    device: bytes
-    root: str  # the directory of that file system which is seen at `at`
+class Mount(NamedTuple):
+    """A line of mountinfo. `root` is the directory of the file system which is seen at `at`."""
+
+    kind: str
+    source: str
+    device: str
+    root: str
     at: str
+    options: frozenset[str]  # of the mount and of its file system
     groups: frozenset[bytes]
 
 
@@ -393,11 +397,10 @@ def visible_to(pid: int, directory: Path) -> Visible:
     ask about other users' processes.
     """
     try:
-        theirs = _read_mounts(pid)
+        theirs = read_mounts(pid)
     except OSError:
         return Visible.MOUNTS
-    holds = [each for each in _read_mounts("self") if _is_within(str(directory), each.at)]
-    ours = max(reversed(holds), key=lambda each: len(each.at))  # of several at one place the last
+    ours = find_mount(directory)
     place = os.path.normpath(f"{ours.root}/{os.path.relpath(directory, ours.at)}")
     seen = [each for each in theirs if each.device == ours.device and _is_within(place, each.root)]
     if any(each.groups & ours.groups for each in seen):
@@ -419,23 +422,31 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
             if namespace in looked_at:
                 continue
             looked_at.add(namespace)
-            for each in _read_mounts(pid):
-                is_ours = each.kind == [b"overlay", b"mirrord"]
+            for each in read_mounts(pid):
+                is_ours = (each.kind, each.source) == ("overlay", "mirrord")
                 if is_ours and not each.groups and not _is_within(each.at, str(checkouts)):
                     found[pid] = each.at
     return found
 
 
-def _read_mounts(pid: int | str) -> list[_Mount]:
+def find_mount(path: Path) -> Mount:
+    """The mount of a path, by its name: btrfs has other device numbers than its files."""
+    place = str(path.resolve())
+    holds = [each for each in read_mounts() if _is_within(place, each.at)]
+    return max(reversed(holds), key=lambda each: len(each.at))  # of several at one place the last
+
+
+def read_mounts(pid: int | str = "self") -> list[Mount]:
     found = []
     with open(f"/proc/{pid}/mountinfo", "rb") as file:
         for fields in map(bytes.split, file):
             end = fields.index(b"-", 6)
             tags = [tag.partition(b":") for tag in fields[6:end]]
             groups = frozenset(group for kind, _, group in tags if kind in (b"shared", b"master"))
-            root, at = unescape(fields[3]), unescape(fields[4])
-            kind = fields[end + 1 : end + 3]
-            found.append(_Mount(kind, fields[2], root, at, groups))
+            root, at, source = map(_unescape, (fields[3], fields[4], fields[end + 2]))
+            kind, device = fields[end + 1].decode(), fields[2].decode()
+            options = frozenset(os.fsdecode(b",".join((fields[5], fields[end + 3]))).split(","))
+            found.append(Mount(kind, source, device, root, at, options, groups))
     return found
 
 

@@ -11,7 +11,7 @@ from faults.disks import run, unmount
 
 from mirrord.config import AccessSettings, CheckoutSettings, Settings
 from mirrord.doctor import disk
-from mirrord.host.mounts import may_mount, mounts_below
+from mirrord.host.mounts import find_mount, may_mount, mounts_below
 
 Mounted = Callable[..., Settings]
 
@@ -101,7 +101,7 @@ def test_one_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_no_trial_shows_is_known_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
 ) -> None:
-    found = disk.find_mount(tmp_path)._replace(kind=kind)
+    found = find_mount(tmp_path)._replace(kind=kind)
     monkeypatch.setattr("mirrord.doctor.disk.find_mount", lambda _: found)
     verdict, fact, _ = disk.file_system(Settings(state_dir=tmp_path))
     assert (verdict, words in fact) == ("warn", True)
@@ -119,7 +119,7 @@ def test_what_bounds_the_disk_of_a_user_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     options: set[str], bound: int, verdict: str, words: str,
 ) -> None:  # fmt: skip
-    found = disk.find_mount(tmp_path)._replace(options=frozenset(options))
+    found = find_mount(tmp_path)._replace(options=frozenset(options))
     monkeypatch.setattr("mirrord.doctor.disk.find_mount", lambda _: found)
     access = AccessSettings(bytes_per_user=bound)
     answer = disk.quotas(Settings(state_dir=tmp_path, access=access))
