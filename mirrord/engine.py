@@ -218,22 +218,17 @@ class Engine:
         place = self.layout.environments
         builds = Builds(
             place=place, service=self._settings.socket.parent / "build.sock",
-            store=self.environment_store, checkouts=self.checkouts, workers=self.workers,
-            events=self.events, trash=self.trash, settings=self.settings,
-            mirrors_path=self.mirrors.path,
+            store=self.environment_store, checkouts=self.checkouts, mirrors=self.mirrors,
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
         self.environments = Environments(
-            store=self.environment_store, builds=builds, preparations=Preparations(builds),
-            recipes=place / "recipes",
-            datasets=self.datasets, mirrors=self.mirrors, workers=self.workers,
-            events=self.events,
+            builds=builds, preparations=Preparations(builds), recipes=place / "recipes",
+            datasets=self.datasets,
         )  # fmt: skip
         self._closing.push_async_callback(self.environments.close)
         self.storage = Storage(
-            layout=self.layout, workers=self.workers, catalog=self.catalog,
-            quarantine=self.mirrors.quarantine, templates=self.templates, checkouts=self.checkouts,
-            environments=self.environments, trash=self.trash, events=self.events, room=self.room,
+            layout=self.layout, mirrors=self.mirrors, templates=self.templates,
+            checkouts=self.checkouts, environments=self.environments,
         )  # fmt: skip
         self.monitor = ActivityMonitor(
             settings=self.settings, started_at=self.started_at, room=self.room,

@@ -17,7 +17,6 @@ from typing import NamedTuple, get_args
 import anyio
 import anyio.to_thread
 
-from .catalog import Catalog
 from .checkouts.files.reader import weigh
 from .checkouts.leases import Lease
 from .checkouts.service import Checkouts
@@ -25,12 +24,9 @@ from .checkouts.snapshots import layer_path
 from .checkouts.stores.store import SealedStore
 from .checkouts.templates.store import Templates
 from .environments.service import Environments
-from .git.workers import Workers
 from .host.peers import Peer
-from .host.room import Room
-from .host.trash import TRASH_PREFIX, Trash, find_trash
-from .jobs.events import Events
-from .mirrors.quarantine import Quarantine
+from .host.trash import TRASH_PREFIX, find_trash
+from .mirrors.service import Mirrors
 from .model import Backend, History
 from .places import Layout
 from .protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
@@ -77,19 +73,16 @@ class Storage:
     """The disk of one daemon."""
 
     layout: Layout
-    workers: Workers
-    catalog: Catalog
-    quarantine: Quarantine
+    mirrors: Mirrors
     templates: Templates
     checkouts: Checkouts
     environments: Environments
-    trash: Trash
-    events: Events
-    room: Room
     _collecting: anyio.Lock = field(default_factory=anyio.Lock)
     _is_low: bool = False
 
     def __post_init__(self) -> None:
+        self.room, self.trash = self.mirrors.room, self.mirrors.trash
+        self.quarantine, self.events = self.mirrors.quarantine, self.mirrors.events
         self.room.evict = self._make_room
 
     async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
@@ -243,7 +236,7 @@ class Storage:
         """By a walk."""
         limit_s = _WALK_LIMIT.total_seconds()
         paths = {str(kind): [each.paths for each in some] for kind, some in things.items()}
-        weights = await self.workers.run(weigh, paths, limit_s, timeout=_WALK_LIMIT * 2)
+        weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_LIMIT * 2)
         found = []
         for kind, some in things.items():
             rows = [
@@ -281,7 +274,7 @@ class Storage:
     async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
         """By the values of rows; what else the database takes is apart."""
         held = Counter(lease.dataset for lease in leases)
-        sizes = await self.catalog.weigh_datasets()
+        sizes = await self.mirrors.catalog.weigh_datasets()
         rows = [
             UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])
             for name, size in sizes.items()

@@ -1,5 +1,8 @@
 """Checkouts. Warm ones are the daemon's hot path: nothing here waits for anything else."""
 
+from collections.abc import Awaitable
+from typing import TypeVar
+
 from pydantic import Field
 from starlette.responses import Response
 
@@ -14,20 +17,18 @@ from ..telemetry import log
 from .request import Call, Query, read_patch, stream_file, text_response
 
 _DIFF = "text/x-diff"
+C = TypeVar("C", bound=protocol.Checkout)
 
 
 async def start_checkout(call: Call, body: protocol.StartCheckout) -> protocol.Checkout:
     process = _bound_process(call, body.bind)
-    checkout = await call.engine.checkouts.checkout(body, call.peer, process)
-    await _release_if_lost(call, checkout)
-    return checkout
+    return await _kept(call, call.engine.checkouts.checkout(body, call.peer, process))
 
 
 async def fork_checkout(call: Call, body: protocol.ForkCheckout) -> protocol.Fork:
     process = _bound_process(call, body.bind)
-    fork = await call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
-    await _release_if_lost(call, fork)
-    return fork
+    forking = call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
+    return await _kept(call, forking)
 
 
 def _bound_process(call: Call, bind: Bind) -> Process | None:
@@ -36,14 +37,16 @@ def _bound_process(call: Call, bind: Bind) -> Process | None:
     return process_of(call.connection.transport.get_extra_info("socket"), call.peer)
 
 
-async def _release_if_lost(call: Call, checkout: protocol.Checkout) -> None:
-    """Release what was made for a client that has hung up."""
+async def _kept(call: Call, making: Awaitable[C]) -> C:
+    """What is made; released where its client has hung up meanwhile."""
+    checkout = await making
     if call.connection.is_lost:
         try:
             await call.engine.checkouts.release(checkout.id, call.peer)
             log.info("checkout.abandoned", checkout=checkout.id, uid=call.peer.uid)
         except CheckoutNotFoundError:
             pass
+    return checkout
 
 
 async def make_snapshot(call: Call, body: protocol.MakeSnapshot) -> protocol.Snapshot:
@@ -181,10 +184,8 @@ async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
 
 async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grade:
     """A grader's checkout of what the owner of a checkout changed, with the instance's tests."""
-    process = _bound_process(call, body.bind)
-    grade = await call.engine.checkouts.grading.grade(call.path["id"], body, call.peer, process)
-    await _release_if_lost(call, grade)
-    return grade
+    process, grading = _bound_process(call, body.bind), call.engine.checkouts.grading
+    return await _kept(call, grading.grade(call.path["id"], body, call.peer, process))
 
 
 class GradeQuery(Query):
@@ -208,17 +209,12 @@ async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
     `instance` may be NAME@COMMITISH, which has no tests.
     """
     choices = query.model_dump(exclude={"strategy", "policy"})
-    start, process = (
-        protocol.StartCheckout(view=View.GRADER, **choices),
-        _bound_process(call, query.bind),
-    )
+    start = protocol.StartCheckout(view=View.GRADER, **choices)
+    process, grading = _bound_process(call, query.bind), call.engine.checkouts.grading
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
-        grade = await call.engine.checkouts.grading.grade_patch(
-            start, source, query.policy, call.peer, process
-        )
-    await _release_if_lost(call, grade)
-    return grade
+        making = grading.grade_patch(start, source, query.policy, call.peer, process)
+        return await _kept(call, making)
 
 
 async def restore_paths(call: Call, body: protocol.RestorePaths) -> protocol.RestoreAnswer:

@@ -66,20 +66,14 @@ def unwrap_pro(row: RawFields, note: Note) -> RawFields:
 # -- R2E-Gym --------------------------------------------------------------------------------------
 
 _R2E_REPOSITORIES = {
-    "aiohttp": "aio-libs/aiohttp",
-    "bokeh": "bokeh/bokeh",
-    "coveragepy": "nedbat/coveragepy",
-    "datalad": "datalad/datalad",
-    "numpy": "numpy/numpy",
-    "orange3": "biolab/orange3",
-    "pandas": "pandas-dev/pandas",
-    "pillow": "python-pillow/Pillow",
-    "pyramid": "Pylons/pyramid",
-    "scrapy": "scrapy/scrapy",
-    "statsmodels": "statsmodels/statsmodels",
-    "sympy": "sympy/sympy",
-    "tornado": "tornadoweb/tornado",
+    repo.partition("/")[2].lower(): repo
+    for repo in (
+        *("aio-libs/aiohttp", "bokeh/bokeh", "nedbat/coveragepy", "datalad/datalad", "numpy/numpy"),
+        *("biolab/orange3", "pandas-dev/pandas", "python-pillow/Pillow", "Pylons/pyramid"),
+        *("scrapy/scrapy", "statsmodels/statsmodels", "sympy/sympy", "tornadoweb/tornado"),
+    )
 }
+"""By the names alone that rows have."""
 _MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 _TEST_DIRECTORIES = {"test", "tests", "Test", "Tests"}
 

@@ -16,6 +16,7 @@ import anyio
 from ..catalog import EVERY, PinRow, roles_of
 from ..errors import MirrordError, StoppingError
 from ..host.files import sync_directory
+from ..jobs.operations import together
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.refs import write_durably
 from ..mirrors.service import Mirrors
@@ -83,12 +84,7 @@ async def pin_all(
         done += sum(map(len, wanted))
         report(name.repo)
 
-    try:
-        async with anyio.create_task_group() as tasks:
-            for key in names:
-                tasks.start_soon(pin_mirror, key)
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+    await together(pin_mirror(key) for key in names)
     return outcomes
 
 
@@ -152,12 +148,7 @@ async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
             log.warning("pins.left", **facts, detail=str(error))
             left.append(name)
 
-    try:
-        async with anyio.create_task_group() as tasks:
-            for (name, owner), commits in groups.items():
-                tasks.start_soon(unpin_mirror, name, owner, commits)
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
+    await together(unpin_mirror(*whose, commits) for whose, commits in groups.items())
     return not left
 
 

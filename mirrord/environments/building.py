@@ -11,7 +11,7 @@ import platform
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -25,13 +25,10 @@ from .. import protocol
 from ..checkouts.environments import RECORD, EnvironmentRecord, EnvironmentStore
 from ..checkouts.leases import EnvironmentName
 from ..checkouts.service import Checkouts
-from ..config import Settings
 from ..errors import EnvironmentFailedError
-from ..git.workers import Workers
 from ..host.files import full_disk_named
 from ..host.peers import Peer, own_process
-from ..host.trash import Trash
-from ..jobs.events import Events
+from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName
 from ..protocol import Preparation, Recipe, SaveLayer
 from ..seal.scan import scan_environment
@@ -91,12 +88,13 @@ class Builds:
     service: Path
     store: EnvironmentStore
     checkouts: Checkouts
-    workers: Workers
-    events: Events
-    trash: Trash
-    settings: Callable[[], Settings]
-    mirrors_path: Callable[[MirrorName], Path]
+    mirrors: Mirrors
     _running: dict[str, _Running] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        mirrors = self.mirrors
+        self.workers, self.events, self.trash = mirrors.workers, mirrors.events, mirrors.trash
+        self.settings = mirrors.settings
 
     def open(self) -> None:
         """Remove what an earlier daemon left half done. In a thread."""
@@ -188,7 +186,7 @@ class Builds:
         """What of the mirror's future is in a prefix that is used at `commit`."""
         if plan.mirror is None:
             return []
-        git_dir = self.mirrors_path(plan.mirror)
+        git_dir = self.mirrors.path(plan.mirror)
         leaks = await self.workers.run(
             scan_environment, prefix, git_dir, commit, timeout=_SCAN_TIMEOUT
         )

@@ -18,14 +18,12 @@ import anyio.to_thread
 
 from .. import errors, protocol
 from ..catalog import InstanceRow
-from ..checkouts.environments import EnvironmentRecord, EnvironmentStore, not_found
+from ..checkouts.environments import EnvironmentRecord, not_found
 from ..datasets.service import Datasets
 from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
 from ..git.turns import Coalescer, SharedWork
-from ..git.workers import Workers
-from ..jobs.events import Events
-from ..mirrors.service import Mirrors
+from ..jobs.operations import together
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
 from .building import Builds, Plan, Preparations, failed, layer_name
@@ -47,16 +45,15 @@ _AT_ONCE = 2
 class Environments:
     """The environments of one daemon. Belongs to one event loop."""
 
-    store: EnvironmentStore
     builds: Builds
     preparations: Preparations
     recipes: Path
     datasets: Datasets
-    mirrors: Mirrors
-    workers: Workers
-    events: Events
     _running: Coalescer[None] = field(default_factory=Coalescer)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
+
+    def __post_init__(self) -> None:
+        self.store, self.mirrors = self.builds.store, self.builds.mirrors
 
     async def close(self) -> None:
         """Cancel what is being built."""
@@ -76,7 +73,7 @@ class Environments:
                 new.rename(self.recipes / f"{recipe.key}.json")
 
         await anyio.to_thread.run_sync(write)
-        self.events.publish("recipes.imported", count=len(recipes))
+        self.mirrors.events.publish("recipes.imported", count=len(recipes))
         return recipes
 
     async def _find_imported(self, key: str) -> Recipe | None:
@@ -151,7 +148,7 @@ class Environments:
                     hint="name an instance that has this environment",
                 )
             path = self.mirrors.path(mirror)
-            recipe = await self.workers.run(
+            recipe = await self.mirrors.workers.run(
                 read_requirements, path, commit, recipe, timeout=_READ_TIMEOUT
             )
         return Plan(recipe, digest_of(recipe), mirror, commit, tuple(bases))
@@ -191,12 +188,7 @@ class Environments:
                 report.failed.append(protocol.FailedBuild(key=key, detail=detail))
             step(plan.name, left)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for plan in plans:
-                    group.create_task(one(plan))
-        except BaseExceptionGroup as broken:  # the first ended the others
-            raise broken.exceptions[0] from None
+        await together(map(one, plans))
         return report
 
     async def _build(self, plan: Plan, again: bool) -> None:
@@ -272,7 +264,7 @@ class Environments:
         for record in records:
             self.builds.checkouts.prepared.remove_of(record.digest)
             self.store.remove(record.digest)
-            self.events.publish("environment.removed", key=record.key, digest=record.digest)
+            self.mirrors.events.publish("environment.removed", key=record.key, digest=record.digest)
         if imported:
             await anyio.to_thread.run_sync(path.unlink)
         await self.builds.sweep()

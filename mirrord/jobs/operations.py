@@ -9,7 +9,7 @@ import asyncio
 import builtins
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -239,6 +239,16 @@ def answering() -> Iterator[None]:
     finally:
         _answered.reset(token)
         answered.set()
+
+
+async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Do all at the same time; the first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 class Deferred:
