@@ -230,7 +230,6 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, server: Server, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
         self._server = server
-        self._is_counted = False
         self._is_lingering = False
         self._linger_bytes = LINGER_BYTES
         self._working: asyncio.Task[Any] | None = None
@@ -254,7 +253,6 @@ class HttpConnection(HttpToolsProtocol):
         except errors.TooManyConnectionsError as error:
             self._refuse(error)
             return
-        self._is_counted = True
         self.app_state = {**self.app_state, "connection": self}
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_on_head)
 
@@ -265,8 +263,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head_timer()
         self._cancel_reader_timer()
-        if self._is_counted:
-            self._server.connections.remove(self)
+        self._server.connections.remove(self)
         if self._is_lingering:
             self._server.lingering -= 1
         super().connection_lost(exc)
@@ -426,4 +423,3 @@ class HttpConnection(HttpToolsProtocol):
     def _cancel_reader_timer(self) -> None:
         if self._reader_timer is not None:
             self._reader_timer.cancel()
-            self._reader_timer = None

@@ -50,29 +50,10 @@ from .schema import (
 from .spool import digest_of, roles_of, spooled, unspooled
 
 __all__ = [
-    "EVERY",
-    "MIRROR",
-    "PINS",
-    "REPAIR",
-    "RESTORED",
-    "Catalog",
-    "Claim",
-    "DatasetHead",
-    "Generation",
-    "HeldClaim",
-    "InstanceRow",
-    "JudgementRow",
-    "MirrorRow",
-    "NodeRow",
-    "PinRow",
-    "ReceiptRow",
-    "RecordedRow",
-    "Servable",
-    "digest_of",
-    "roles_of",
-    "spooled",
-    "unspooled",
-]
+    "EVERY", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "DatasetHead",
+    "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "NodeRow", "PinRow",
+    "ReceiptRow", "RecordedRow", "Servable", "digest_of", "roles_of", "spooled", "unspooled",
+]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")
