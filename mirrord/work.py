@@ -20,8 +20,7 @@ from .catalog import Catalog
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.store import Templates
 from .config import Settings
-from .datasets.fields import Columns
-from .datasets.service import Datasets
+from .datasets.service import DatasetFile, Datasets
 from .environments.service import Environments
 from .errors import DiskFullError, InstanceNotFoundError, InvalidRequestError, MirrordError
 from .fleet import load
@@ -165,41 +164,25 @@ class BackgroundWork:
             await self.stores.forget(name)
 
     async def import_upload(
-        self,
-        path: Path,
-        *,
-        filename: str,
-        name: DatasetName | None,
-        format: str | Columns | None,  # noqa: A002
-        dry_run: bool = False,
-        owner_uid: int = 0,
+        self, file: DatasetFile, *, dry_run: bool = False, owner_uid: int = 0
     ) -> Operation:
         """Import a dataset file of ours, or say what that would change, and remove the file."""
 
         async def compare(_: ProgressSink) -> Message:
-            return await self.datasets.compare_file(path, name=name, format=format, source=filename)
+            return await self.datasets.compare_file(file)
 
-        run: Work = partial(self._import, path, name, format, filename)
+        run: Work = partial(self._import, file)
         kind, run = ("dataset.compare", compare) if dry_run else ("dataset.import", run)
-        return await self._start_with(path, kind, name or filename, run, owner_uid)
+        return await self._start_with(file.path, kind, file.name or file.source, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
         """Import a file of the watched directory, which stays where it is."""
-        run = partial(self._import, path, None, None, path.name)
+        run = partial(self._import, DatasetFile(path, path.name))
         return self.operations.start("dataset.import", path.name, run)
 
-    async def _import(
-        self,
-        path: Path,
-        name: DatasetName | None,
-        format: str | Columns | None,  # noqa: A002
-        source: str,
-        progress: ProgressSink,
-    ) -> object:
-        await self.mirrors.room.ensure(f"import {source}")
-        result = await self.datasets.import_file(
-            path, name=name, format=format, source=source, progress=progress
-        )
+    async def _import(self, file: DatasetFile, progress: ProgressSink) -> object:
+        await self.mirrors.room.ensure(f"import {file.source}")
+        result = await self.datasets.import_file(file, progress)
         await self.on_mirrors_changed()
         return result
 

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from .. import protocol
 from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
+from ..datasets.service import DatasetFile
 from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
 from ..model import View, parse_dataset_name
 from .request import (
@@ -86,10 +87,9 @@ async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
         )
     await call.engine.room.ensure(f"import {filename}")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, DATASET_LIMIT_BYTES)
-    return await call.engine.work.import_upload(
-        path, filename=filename, name=name, format=columns or query.format,
-        dry_run=query.dry_run, owner_uid=call.peer.uid,
-    )  # fmt: skip
+    file = DatasetFile(path, filename, name, columns or query.format)
+    dry_run, uid = query.dry_run, call.peer.uid
+    return await call.engine.work.import_upload(file, dry_run=dry_run, owner_uid=uid)
 
 
 async def prepare_dataset(call: Call, body: protocol.PrepareDataset) -> protocol.Operation:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 
@@ -50,6 +50,25 @@ from .reading import ReadResult, read_dataset
 K = TypeVar("K")
 T = TypeVar("T")
 _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNORECASE)
+
+
+class DatasetFile(NamedTuple):
+    """A file to be read. Messages call it `source`, and without `name` the dataset is named after
+    that; without `format`, a name or a mapping, it is found by the columns.
+    """
+
+    path: Path
+    source: str
+    name: str | None = None
+    format: str | Columns | None = None
+
+    @property
+    def dataset(self) -> DatasetName:
+        return parse_dataset_name(self.name) if self.name else name_from(self.source)
+
+    @property
+    def label(self) -> str:
+        return Path(self.source).name or self.source
 
 
 class Answers(Generic[K, T]):
@@ -175,32 +194,25 @@ class Datasets:
     # -- import and removal -----------------------------------------------------------------------
 
     async def import_file(
-        self,
-        path: Path,
-        *,
-        name: str | None,
-        format: str | Columns | None,  # noqa: A002
-        source: str,
-        progress: ProgressSink | None = None,
+        self, file: DatasetFile, progress: ProgressSink | None = None
     ) -> dict[str, Any]:
-        """Make the dataset what the file says; without `name` it is named after `source`.
+        """Make the dataset what the file says.
 
-        The format is found by the columns, or given: by name, or as a mapping. Answers `dataset`
-        and `change` as JSON values; commits that mirrors lack are in the dataset's `unpinned`.
-        Raises InvalidDatasetError, InvalidNameError, ResourceError.
+        Answers `dataset` and `change` as JSON values; commits that mirrors lack are in the
+        dataset's `unpinned`. Raises InvalidDatasetError, InvalidNameError, ResourceError.
         """
-        dataset = parse_dataset_name(name) if name else name_from(source)
-        owner = owner_of(dataset)
+        dataset, kind = file.dataset, SPOOL_PREFIX.rstrip("-")
         # a file name that is not UTF-8 has surrogates in Python, which no database takes
-        source = source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
-        kind = SPOOL_PREFIX.rstrip("-")
-        async with self._sole(owner), self._quarantine.directory(kind) as directory:
+        source = file.source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
+        file = file._replace(source=source)
+        async with self._sole(owner_of(dataset)), self._quarantine.directory(kind) as directory:
             spool = directory / "rows.jsonl"
-            label = Path(source).name or source
-            read = await self._mirrors.workers.run(
-                read_dataset, path, label, format, spool, timeout=timedelta(hours=1)
-            )
+            read = await self._read(file, spool)
             return await self._replace(dataset, read, source, spool, progress)
+
+    async def _read(self, file: DatasetFile, spool: Path) -> ReadResult:
+        what = (file.path, file.label, file.format, spool)
+        return await self._mirrors.workers.run(read_dataset, *what, timeout=timedelta(hours=1))
 
     async def _replace(
         self,
@@ -216,16 +228,13 @@ class Datasets:
         try:
             wanted = (read.names, read.commits, read.revisions)
             outcomes = await pin_all(self._mirrors, dataset, *wanted, progress)
+            same = ("format", "sha256", "fault_count", "faults", "rules")
             head = DatasetHead(
                 name=dataset,
-                format=read.format,
                 source=source,
-                sha256=read.sha256,
                 imported_at=utc_now(),
-                fault_count=read.fault_count,
-                faults=read.faults,
-                rules=read.rules,
                 refused={key: its.refused for key, its in outcomes.items() if its.refused},
+                **{each: getattr(read, each) for each in same},
             )
             found = {key: its.found for key, its in outcomes.items()}
             change = await self._catalog.replace_dataset(head, spool, found)
@@ -251,26 +260,17 @@ class Datasets:
 
     # -- whole datasets ---------------------------------------------------------------------------
 
-    async def compare_file(
-        self,
-        path: Path,
-        *,
-        name: str | None,
-        format: str | Columns | None,  # noqa: A002
-        source: str,
-    ) -> DatasetDiff:
+    async def compare_file(self, file: DatasetFile) -> DatasetDiff:
         """What an import of the file would change. Raises what that raises."""
-        dataset = parse_dataset_name(name) if name else name_from(source)
+        dataset = file.dataset
         async with self._quarantine.directory("compare") as directory:
-            spool, label = directory / "rows.jsonl", Path(source).name or source
-            read = await self._mirrors.workers.run(
-                read_dataset, path, label, format, spool, timeout=timedelta(hours=1)
-            )
+            spool = directory / "rows.jsonl"
+            read = await self._read(file, spool)
             change = await self._catalog.compare_dataset(dataset, spool)
         known = {row.name.key for row in await self._catalog.list_mirrors()}
         return DatasetDiff(
             a=dataset,
-            b=label,
+            b=file.label,
             change=change,
             format=read.format,
             fault_count=read.fault_count,

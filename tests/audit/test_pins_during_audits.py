@@ -18,7 +18,7 @@ from heallab import House, refs_of
 
 from mirrord.audit.examine import Judged
 from mirrord.audit.service import Audits, Repairer, Scrubber
-from mirrord.datasets.service import Datasets
+from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName
 from mirrord.protocol import Audit, ProgressSink, Repair, StartAudit
 
@@ -133,7 +133,7 @@ async def test_a_dataset_imported_again_during_a_heal_has_exactly_its_pins(
     rows.write_text(json.dumps(row))
 
     async def shrink() -> None:
-        await datasets.import_file(rows, name="lite", format=None, source="lite.jsonl")
+        await datasets.import_file(DatasetFile(rows, "lite.jsonl", "lite"))
 
     await heal_while(house, shrink, when)
     assert (pins_of(house, "dataset/lite"), await said_of(house, "dataset/lite")) == ({tip}, {tip})
@@ -167,7 +167,7 @@ async def test_an_audit_asks_what_is_recorded_when_it_comes_to_a_mirror(
         "test_patch": "",
     }
     rows.write_text(json.dumps(row))
-    await datasets.import_file(rows, name="more", format=None, source="more.jsonl")
+    await datasets.import_file(DatasetFile(rows, "more.jsonl", "more"))
 
     async def remove_once(_: MirrorName) -> Mapping[str, str]:
         if await house.catalog.find_dataset("more"):

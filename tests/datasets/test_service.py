@@ -20,7 +20,7 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import Answers, name_from
+from mirrord.datasets.service import Answers, DatasetFile, name_from
 from mirrord.errors import (
     CatalogUnavailableError,
     DatasetNotFoundError,
@@ -410,7 +410,7 @@ def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Up
     async def body(house: House) -> None:
         path = house.root / os.fsdecode(b"caf\xe9.jsonl")
         path.write_text(json.dumps(row("a", base)) + "\nnonsense\n")
-        answer = await house.datasets.import_file(path, name=None, format=None, source=str(path))
+        answer = await house.datasets.import_file(DatasetFile(path, str(path)))
         assert answer["dataset"]["name"] == "caf-"
         assert answer["dataset"]["faults"][0]["file"] == r"caf\udce9.jsonl"
 
@@ -420,9 +420,7 @@ def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Up
 def test_a_file_that_is_not_there_is_an_error_of_its_own(house: Builder) -> None:
     async def body(house: House) -> None:
         with pytest.raises(ResourceError, match="No such file"):
-            await house.datasets.import_file(
-                house.root / "none", name="x", format=None, source="none.jsonl"
-            )
+            await house.datasets.import_file(DatasetFile(house.root / "none", "none.jsonl", "x"))
 
     house.run(body)
 
@@ -436,7 +434,7 @@ def test_many_imports_of_the_same_dataset_at_once_end_in_one_whole_dataset(
         async def one(number: int) -> None:
             path = house.root / f"upload{number}"
             path.write_text(json.dumps(row("a", commits[number])))
-            await house.datasets.import_file(path, name="lite", format=None, source="lite.jsonl")
+            await house.datasets.import_file(DatasetFile(path, "lite.jsonl", "lite"))
 
         async with anyio.create_task_group() as tasks:
             for number in range(4):
@@ -530,12 +528,13 @@ _IMPORTER = """
 import sys, anyio
 from pathlib import Path
 from datasetlab import standing_house
+from mirrord.datasets.service import DatasetFile
 
 async def main():
     async with standing_house(Path(sys.argv[1])) as house:
         while True:
             for name in sys.argv[2:]:
-                await house.datasets.import_file(Path(name), name="lite", format=None, source=name)
+                await house.datasets.import_file(DatasetFile(Path(name), name, "lite"))
                 print("done", flush=True)
 
 anyio.run(main)

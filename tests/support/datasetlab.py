@@ -13,7 +13,7 @@ from gitrepos import git
 
 from mirrord.catalog import Catalog
 from mirrord.config import Settings
-from mirrord.datasets.service import Datasets
+from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
@@ -42,9 +42,7 @@ class House:
             if isinstance(rows, bytes)
             else b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         )
-        answer = await self.datasets.import_file(
-            path, name=name, format=None, source="lite.jsonl", **options
-        )
+        answer = await self.datasets.import_file(DatasetFile(path, "lite.jsonl", name), **options)
         return {
             **answer["dataset"],
             **{key: value for key, value in answer.items() if key != "dataset"},
