@@ -30,7 +30,7 @@ from mirrord.checkouts.service import Checkouts
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.templates.store import Templates
 from mirrord.config import Settings
-from mirrord.datasets.service import Datasets
+from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
 from mirrord.host.peers import Access, Peer
@@ -251,9 +251,7 @@ class Service:
     def import_instances(self, rows: list[dict[str, str]]) -> None:
         file = self.state / "instances.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.call(
-            self.datasets.import_file, file, name="lab", format=None, source="instances.jsonl"
-        )
+        self.call(self.datasets.import_file, DatasetFile(file, "instances.jsonl", "lab"))
 
     @property
     def mirror(self) -> Path:
