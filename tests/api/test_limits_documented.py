@@ -21,17 +21,17 @@ from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 MIB, GIB = 1024**2, 1024**3
 
 BOUNDS = [
-    ("a mapping of columns", [f"{fields.MAPPING_LIMIT_BYTES // 1024} KiB"]),
+    ("a column mapping", [f"{fields.MAPPING_LIMIT_BYTES // 1024} KiB"]),
     (
         "connections of members",
         [f"{server.CONNECTIONS_OF[Role.MEMBER]:,}", f"{server.MAX_CONNECTIONS:,}"],
     ),
     ("connections of members", [f"{server.RESERVED_CONNECTIONS} of them"]),
     (
-        "connections of who owns",
+        "connections of checkout owners",
         [f"{server.CONNECTIONS_OF[Role.OWNER]}; {server.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
-    ("connections of who owns", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
+    ("connections of checkout owners", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
     ("requests, unanswered", [f"{turns.WORKING} of them", f"{turns.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
@@ -68,22 +68,22 @@ BOUNDS = [
     ),
     ("the tree of a commit", [f"{TREE_PATH_LIMIT_BYTES:,} bytes"]),
     (
-        "a patch that is given",
+        "a patch in an answer",
         [f"{diff.PATCH_LIMIT_BYTES // MIB} MiB", f"{diff.FILES_LIMIT:,} new files"],
     ),
-    ("a patch that is given", [f"{worktree.BYTES_LIMIT // MIB} MiB changed"]),
+    ("a patch in an answer", [f"{worktree.BYTES_LIMIT // MIB} MiB changed"]),
     (
-        "what a dataset file",
-        [f"{readers.UNPACKED_FREE_BYTES // MIB} MiB and {readers.UNPACKED_RATIO} times"],
+        "unpacked size of a dataset file",
+        [f"{readers.UNPACKED_FREE_BYTES // MIB} MiB plus {readers.UNPACKED_RATIO} times"],
     ),
     (
-        "what a dataset file",
+        "unpacked size of a dataset file",
         [
             f"{readers.UNPACKED_LIMIT_BYTES // GIB} GiB",
             f"{readers.ELEMENT_LIMIT_BYTES // MIB} MiB",
         ],
     ),
-    ("what a dataset file", [f"{readers.DEPTH_LIMIT:,} deep"]),
+    ("unpacked size of a dataset file", [f"{readers.DEPTH_LIMIT:,} deep"]),
 ]
 
 
