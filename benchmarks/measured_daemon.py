@@ -19,7 +19,7 @@ from rivals import disk_bytes
 
 from mirrord import Client
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.store import Templates
+from mirrord.checkouts.templates.service import Templates
 from mirrord.config import Settings
 from mirrord.errors import MirrordError
 from mirrord.git.command import Git

@@ -20,7 +20,7 @@ import anyio.to_thread
 from . import __version__, protocol
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
-from .checkouts.templates.store import Templates
+from .checkouts.templates.service import Templates
 from .config import Settings
 from .git.turns import HOUSEKEEPING, Gate
 from .git.workers import Workers

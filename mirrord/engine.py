@@ -26,7 +26,7 @@ from .checkouts.environments import EnvironmentStore
 from .checkouts.overlay_probe import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
-from .checkouts.templates.store import Templates
+from .checkouts.templates.service import Templates
 from .config import Settings
 from .datasets.service import Datasets
 from .environments.building import Builds, Preparations
@@ -269,7 +269,7 @@ class Engine:
         self.datasets.on_change(prewarm.start)
         self.work = BackgroundWork(
             self.operations, self.mirrors, self.bundles, self.datasets, self.audits, self.heals,
-            self.templates, self.stores, self.environments, prewarm,
+            self.templates, self.environments, prewarm,
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
         self._watches: list[Watch] = []

@@ -22,7 +22,7 @@ from .checkouts.leases import Lease
 from .checkouts.service import Checkouts
 from .checkouts.snapshots import layer_path
 from .checkouts.stores.store import SealedStore
-from .checkouts.templates.store import Templates
+from .checkouts.templates.service import Templates
 from .environments.service import Environments
 from .host.peers import Peer
 from .host.trash import TRASH_PREFIX, find_trash

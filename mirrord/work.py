@@ -17,8 +17,7 @@ import anyio
 
 from .audit.service import Audits
 from .catalog import Catalog
-from .checkouts.stores.builder import StoreBuilder
-from .checkouts.templates.store import Templates
+from .checkouts.templates.service import Templates
 from .config import Settings
 from .datasets.service import DatasetFile, Datasets
 from .environments.service import Environments
@@ -60,7 +59,6 @@ class BackgroundWork:
     audits: Audits
     heals: Heals
     templates: Templates
-    stores: StoreBuilder
     environments: Environments
     prewarm: Prewarm
     on_mirrors_changed: Callable[[], Awaitable[None]]
@@ -160,8 +158,7 @@ class BackgroundWork:
     ) -> None:
         async with self.prewarm.paused(name):
             await remove(name)
-            await self.templates.forget(name)
-            await self.stores.forget(name)
+            await self.templates.remove_mirror(name)
 
     async def import_upload(
         self, file: DatasetFile, *, dry_run: bool = False, owner_uid: int = 0

@@ -17,7 +17,7 @@ from daemons import Daemon, daemon
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirrord.checkouts.patches.parse import NotPlainError, named_paths, parse
+from mirrord.checkouts.patches.parse import NeedsGitError, named_paths, parse
 from mirrord.checkouts.patches.strategies import recount, to_lf, unwrap
 from mirrord.cli.main import run
 from mirrord.cli.predictions import read_predictions
@@ -194,7 +194,7 @@ _PATCH_LINES = st.lists(
 def test_a_patch_is_parsed_or_left_to_git(patch: bytes) -> None:
     for text in (patch, recount(patch), unwrap(patch), to_lf(patch)):
         for as_patch in (False, True):
-            with suppress(NotPlainError):
+            with suppress(NeedsGitError):
                 parse(text, as_patch=as_patch)
         named_paths(text)
 

@@ -34,7 +34,7 @@ from .environments import EnvironmentStore
 from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .overlay_changes import OverlayParts, changed_paths, copy_checkout
 from .snapshots import layer_path, objects_path
-from .templates.store import Template, TemplateFacts, Templates, proven_at, read_facts
+from .templates.service import Template, TemplateFacts, Templates, proven_at, read_facts
 
 T = TypeVar("T")
 

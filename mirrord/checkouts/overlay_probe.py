@@ -20,7 +20,7 @@ from ..model import MirrorName, new_checkout_id
 from ..telemetry import log
 from .environments import EnvironmentStore
 from .overlay import OverlayBackend
-from .templates.store import Templates
+from .templates.service import Templates
 
 
 async def find_overlay(

@@ -23,7 +23,7 @@ from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
 from .files import dotgit
 from .files.manifest import DIRECTORY, Entry, Manifest, clock_ns
 from .files.reader import TreeReader, open_top, parents
-from .files.scan import Changes, examine, hash_tree, is_control, prove_directories, scan
+from .files.scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
 from .files.tree import materialise, move, must_fit_from, repair
 from .leases import Directories
 from .snapshots import lay, with_layers
@@ -85,7 +85,7 @@ def make(
                 manifest = _write_tree(paths, commit, tree, trash)
             with _timed(timings, "git"):
                 store = dotgit.read_store(paths.store) if paths.store else None
-                manifest = _bring(paths, store, commit, manifest, Changes(), trash)
+                manifest = _bring(paths, store, commit, manifest, ScanResult(), trash)
         manifest.save(paths.manifest)
         _lay(paths, manifest)
     return manifest.tree, timings
@@ -98,7 +98,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
-        found = scan(paths.tree, before) if before else Changes()
+        found = scan(paths.tree, before) if before else ScanResult()
         try:
             with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
                 manifest = before or _write_tree(paths, commit, tree, trash)
@@ -160,7 +160,7 @@ def _bring(
     store: dotgit.DotGit | None,
     commit: str,
     before: Manifest,
-    found: Changes,
+    found: ScanResult,
     trash: TrashDirectory,
 ) -> Manifest:
     """Undo the changes that were found and move on; look again at everything that was touched, and
@@ -209,7 +209,7 @@ def _bring(
     )
 
 
-def _with_proven(manifest: Manifest, found: Changes) -> Manifest:
+def _with_proven(manifest: Manifest, found: ScanResult) -> Manifest:
     """The record with the stat of the directories that only look changed."""
     if not found.proven:
         return manifest

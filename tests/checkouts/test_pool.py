@@ -21,8 +21,8 @@ from gitrepos import Upstream, git
 
 from mirrord.checkouts import pool_tree as pooled
 from mirrord.checkouts.files import scan as scanning
-from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
-from mirrord.checkouts.files.scan import Changes, examine, scan
+from mirrord.checkouts.files.manifest import Entries, Manifest, clock_ns
+from mirrord.checkouts.files.scan import ScanResult, examine, scan
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.pool_tree import PoolPaths
 from mirrord.model import History
@@ -191,7 +191,7 @@ def test_what_a_move_wrote_is_read_back_once(
     before.
     """
 
-    def examine_later(*given: Any) -> Changes:
+    def examine_later(*given: Any) -> ScanResult:
         time.sleep(0.05)
         return examine(*given)
 
@@ -238,7 +238,7 @@ def forge_record(place: PoolPaths) -> None:
         for part in (manifest.files, manifest.control)
     ]
     replace(
-        manifest, files=Records(parts[0]), control=parts[1], recorded_ns=time.time_ns() + 10**9
+        manifest, files=Entries(parts[0]), control=parts[1], recorded_ns=time.time_ns() + 10**9
     ).save(place.manifest)
 
 

@@ -28,7 +28,7 @@ from mirrord.checkouts.pool import PoolBackend
 from mirrord.checkouts.pool_tree import PoolPaths
 from mirrord.checkouts.service import Checkouts
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.store import Templates
+from mirrord.checkouts.templates.service import Templates
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.git.command import Git

@@ -10,7 +10,7 @@ import anyio
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.store import Template, Templates
+from mirrord.checkouts.templates.service import Template, Templates
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers

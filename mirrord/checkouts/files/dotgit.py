@@ -25,7 +25,7 @@ from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory
 from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, blob_id
 from .reader import file_id, open_top
-from .scan import Changes, is_control
+from .scan import ScanResult, is_control
 from .writer import TreeWriter
 
 _GIT = b".git"
@@ -66,7 +66,7 @@ def read_store(source: Path) -> DotGit:
     return store
 
 
-def _unchanged(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
+def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
     """The recorded control files that a scan found unchanged; none where `.git` itself is not one
     of them, or is the file of a worktree.
     """
@@ -75,7 +75,7 @@ def _unchanged(manifest: Manifest, found: Changes) -> dict[bytes, Entry]:
     return kept if _GIT in kept and kept[_GIT].is_directory else {}
 
 
-def has_index(manifest: Manifest, found: Changes) -> bool:
+def has_index(manifest: Manifest, found: ScanResult) -> bool:
     """Whether the index is still the written one."""
     return _INDEX in _unchanged(manifest, found)
 
@@ -83,7 +83,7 @@ def has_index(manifest: Manifest, found: Changes) -> bool:
 def write_store(
     tree: Path,
     manifest: Manifest,
-    found: Changes,
+    found: ScanResult,
     store: DotGit,
     index: bytes | None,
     trash: TrashDirectory,

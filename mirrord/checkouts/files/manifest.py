@@ -95,7 +95,7 @@ class Entry(NamedTuple):
         return Entry(self.mode, self.oid, self.content, *stat_tuple(found))
 
 
-class Records(MutableMapping[bytes, Entry]):
+class Entries(MutableMapping[bytes, Entry]):
     """Entries by path, as bytes of the manifest's file; one is decoded when it is asked for.
 
     A scan of thousands of paths decodes none; moving a tree on decodes and encodes those that
@@ -209,7 +209,7 @@ class Records(MutableMapping[bytes, Entry]):
         fresh = [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
         return chain(kept, fresh)
 
-    def recorded_since(self, before: Records) -> list[bytes]:
+    def recorded_since(self, before: Entries) -> list[bytes]:
         """The paths recorded since this was a copy of `before`; else all."""
         if self._names is not before._names:
             return [*self]
@@ -257,7 +257,7 @@ class Manifest:
     commit: str
     tree: str
     recorded_ns: int
-    files: Records
+    files: Entries
     control: dict[bytes, Entry] = field(default_factory=dict)
     index: str = ""
 
@@ -299,7 +299,7 @@ class Manifest:
             spare.rename(path)
 
     def pieces(self) -> list[bytes | memoryview]:
-        sections = [self.files.pieces(), Records(self.control).pieces()]
+        sections = [self.files.pieces(), Entries(self.control).pieces()]
         header = {
             "commit": self.commit,
             "tree": self.tree,
@@ -341,6 +341,6 @@ class Manifest:
         files_end = header_end + 1 + header.pop("sections")[0]
         if header.pop("boot") != boot_id():
             header["recorded_ns"] = 0
-        files = Records.from_bytes(body[header_end + 1 : files_end])
-        control = Records.from_bytes(body[files_end:])
+        files = Entries.from_bytes(body[header_end + 1 : files_end])
+        control = Entries.from_bytes(body[files_end:])
         return cls(**header, files=files, control=control.decoded())

@@ -29,14 +29,14 @@ from ...host.files import (
     shown_path,
 )
 from ...host.processes import ActingAs
-from .manifest import DIRECTORY, SYMLINK, Entry, Manifest, Records, clock_ns, stat_tuple
+from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import TreeReader, content_id, enter, open_top
 
 _CONTROL = b".git"
 
 
 @dataclass
-class Changes:
+class ScanResult:
     """Paths from the root of the tree; control files begin with `.git`.
 
     Of an extra directory only its own path is listed; of a missing one everything that was in it.
@@ -68,7 +68,7 @@ def is_control(path: bytes) -> bool:
     return path == _CONTROL or path.startswith(_CONTROL + b"/")
 
 
-def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Changes:
+def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> ScanResult:
     """Compare everything below `root` with the manifest.
 
     `rehash` reads every file, whatever its stat says; by default when the checkout belongs to root,
@@ -78,15 +78,15 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> Chang
     return _compare(root, manifest, None, every=every)
 
 
-def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> Changes:
+def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanResult:
     """Look closer at some paths, whatever their stat says: what was just written is read back."""
     return _compare(root, manifest, paths, every=True)
 
 
 def _compare(
     root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool
-) -> Changes:
-    found = Changes(began_ns=clock_ns())
+) -> ScanResult:
+    found = ScanResult(began_ns=clock_ns())
     with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
         entries = manifest.files | manifest.control
         found.looked_at = len(entries) - 1 if paths is None else len(paths)
@@ -99,7 +99,7 @@ def _compare(
     return found
 
 
-def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: Changes) -> list[bytes]:
+def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult) -> list[bytes]:
     """The paths whose stat is not what it was, or too young to prove anything.
 
     Those in a directory that has become something else are suspects too, and lost to the closer
@@ -140,8 +140,8 @@ class _Examination:
     root: int
     owner: ActingAs
     reader: TreeReader
-    entries: Records
-    found: Changes
+    entries: Entries
+    found: ScanResult
     read_from_ns: int
     children: dict[bytes, list[bytes]] = field(default_factory=dict)
     lost: set[bytes] = field(default_factory=set)

@@ -21,9 +21,9 @@ from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, w
 from ...host.files import full_disk_named, opened
 from ...host.processes import ActingAs
 from ...host.trash import TrashDirectory, try_to_remove
-from .manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, Records, blob_id, clock_ns
+from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns
 from .reader import content_id, open_top
-from .scan import Changes, is_control
+from .scan import ScanResult, is_control
 from .writer import TreeWriter
 
 Owner = tuple[int, int]
@@ -99,7 +99,7 @@ def move(
 def repair(
     git_dir: Path,
     manifest: Manifest,
-    found: Changes,
+    found: ScanResult,
     dest: Path,
     trash: TrashDirectory | None = None,
 ) -> Manifest:
@@ -226,7 +226,7 @@ def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> 
 def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:
     """The manifest of a tree that was just written."""
     _record_directories(files, writer)
-    return Manifest(info.commit, info.tree, clock_ns(), Records(files))
+    return Manifest(info.commit, info.tree, clock_ns(), Entries(files))
 
 
 def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
@@ -241,9 +241,9 @@ def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter)
 # -- conversions -----------------------------------------------------------------------------------
 
 
-def conversions_for(objects: Objects, files: Records | Iterable[TreeEntry]) -> Conversions:
+def conversions_for(objects: Objects, files: Entries | Iterable[TreeEntry]) -> Conversions:
     """The conversions of a commit, whose attribute files are among `files`."""
-    if isinstance(files, Records):
+    if isinstance(files, Entries):
         files = _tree_entries(files, filter(is_attributes, files))
     found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
     return Conversions(objects, found)
@@ -254,7 +254,7 @@ def is_attributes(path: bytes) -> bool:
 
 
 def reconverted(
-    objects: Objects, manifest: Manifest, after: Conversions, kept: Records
+    objects: Objects, manifest: Manifest, after: Conversions, kept: Entries
 ) -> list[TreeEntry]:
     """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
     before = conversions_for(objects, manifest.files)
@@ -262,7 +262,7 @@ def reconverted(
     return _tree_entries(kept, [path for path in regular if before.find(path) != after.find(path)])
 
 
-def _tree_entries(files: Records, paths: Iterable[bytes]) -> list[TreeEntry]:
+def _tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
     return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
 
 

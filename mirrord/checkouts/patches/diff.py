@@ -23,7 +23,8 @@ from ...model import DiffFormat
 from ..files.manifest import blob_id
 from ..files.reader import parents
 from .fit import Change
-from .render import NeedsGit, Renderer, pair_up
+from .parse import NeedsGitError
+from .render import Renderer, pair_up
 from .worktree import SMALLER_HINT, PatchJob, RawFile, Worktree, open_worktree, unrecordable
 
 PATCH_LIMIT_BYTES = 256 * 1024**2
@@ -57,11 +58,11 @@ def diff(
         reason = None
         try:
             if form is DiffFormat.STAT:
-                raise NeedsGit("stat")
+                raise NeedsGitError("stat")
             pairs = pair_up(worktree.objects, changes)
             renderer = Renderer(worktree.objects, worktree.attributes)
             content = _spooled(_PRINTED_BY[form](renderer, pairs), spool)
-        except NeedsGit as error:
+        except NeedsGitError as error:
             reason = error.reason
             with full_disk_named("a private copy of the changes"):
                 content = _by_git(job, worktree, changes, form, spool)

@@ -22,7 +22,7 @@ from .parse import (
     SYMLINK,
     FilePatch,
     Hunk,
-    NotPlainError,
+    NeedsGitError,
 )
 
 DIRECTORY, UNTRACKED = 0o040000, 0
@@ -76,7 +76,7 @@ def fit(
 ) -> Results:
     """What each path that the patches name becomes; None for one that goes.
 
-    Raises NotPlainError where only git can tell, MisfitError where a file does not fit: with
+    Raises NeedsGitError where only git can tell, MisfitError where a file does not fit: with
     `rejects` it is left out.
     """
     if reverse:
@@ -85,7 +85,7 @@ def fit(
     going = {patch.old for patch in patches if patch.new is None or patch.is_rename}
     names = [name for patch in patches for name in {patch.old, patch.new} - {None}]
     if any(patch.is_rename or patch.is_copy for patch in patches) and len(set(names)) < len(names):
-        raise NotPlainError("a file moves, and is named again")
+        raise NeedsGitError("a file moves, and is named again")
     for patch in patches:
         try:
             results |= _fit_one(tree, patch, results, going, reverse=reverse, splice=splice)
@@ -93,7 +93,7 @@ def fit(
             if not rejects:
                 raise
     if any(results.get(above) for path, file in results.items() if file for above in parents(path)):
-        raise NotPlainError("a file below another")
+        raise NeedsGitError("a file below another")
     return results
 
 
@@ -111,7 +111,7 @@ def _fit_one(
     """
     is_move = patch.is_rename or patch.is_copy
     if patch.old and patch.new and patch.old != patch.new and not is_move:
-        raise NotPlainError("two names of one file")
+        raise NeedsGitError("two names of one file")
     before = _before(tree, patch, results)
     mode = _mode_of(patch, before, reverse=reverse)
     for name in {patch.old, patch.new} - {None}:
@@ -136,7 +136,7 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
         return None
     if patch.old in results:
         if patch.is_rename or patch.is_copy:
-            raise NotPlainError("a file moves that was changed before")
+            raise NeedsGitError("a file moves that was changed before")
         found = results[patch.old]
         if found is None:
             raise MisfitError
@@ -148,20 +148,20 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
             return None
         raise MisfitError
     if found.mode == SUBMODULE:
-        raise NotPlainError("a submodule")
+        raise NeedsGitError("a submodule")
     return found
 
 
 def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
     if before is None:
         if reverse and patch.new_mode not in (0, REGULAR):
-            raise NotPlainError("the mode of a removed file, taken back")
+            raise NeedsGitError("the mode of a removed file, taken back")
         return _canonical(patch.new_mode or REGULAR)
     if (patch.old_mode or before.mode) & _FORMAT != before.mode & _FORMAT:
         raise MisfitError
     if reverse and patch.new_mode and not patch.old_mode and patch.new_mode != before.mode:
         # git up to 2.43 takes the mode of an `index` line for the new one, later ones do not
-        raise NotPlainError("the mode of an index line, taken back")
+        raise NeedsGitError("the mode of an index line, taken back")
     mode = patch.new_mode or before.mode
     if mode & _FORMAT != before.mode & _FORMAT and not patch.is_delete:
         raise MisfitError
@@ -177,15 +177,15 @@ def _canonical(mode: int) -> int:
 def _must_be_safe(path: bytes, mode: int) -> None:
     parts = path.split(b"/")
     if any(_ODD_NAME.fullmatch(part) for part in parts):
-        raise NotPlainError("a path that git may refuse")
+        raise NeedsGitError("a path that git may refuse")
     if mode == SYMLINK and parts[-1].lower() == b".gitmodules":
-        raise NotPlainError("a link for .gitmodules")
+        raise NeedsGitError("a link for .gitmodules")
 
 
 def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | None]) -> None:
     if path in results:
         if results[path] is not None:
-            raise NotPlainError("a file is made twice")
+            raise NeedsGitError("a file is made twice")
     elif path not in going and (found := tree.read(path)) and found.mode != DIRECTORY:
         raise MisfitError
 
@@ -193,7 +193,7 @@ def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | N
 def _must_have_directories(tree: Tree, path: bytes, results: Results) -> None:
     for above in reversed(parents(path)):
         if above in results or ((found := tree.read(above)) and found.mode != DIRECTORY):
-            raise NotPlainError("a file where a directory should be")
+            raise NeedsGitError("a file where a directory should be")
 
 
 def find_obstacle(tree: Tree, results: Results) -> bytes | None:
@@ -296,7 +296,7 @@ def splice(
 def split_lines(data: bytes) -> list[bytes]:
     """Lines that end with a newline: `splitlines` would end them at a carriage return as well."""
     if len(data) > _LIMIT_BYTES:
-        raise NotPlainError("a large file")
+        raise NeedsGitError("a large file")
     lines = [line + b"\n" for line in data.split(b"\n")]
     last = lines.pop()[:-1]
     return [*lines, last] if last else lines
@@ -323,7 +323,7 @@ def _find(lines: list[bytes], patched: bytearray, hunk: Hunk, before: list[bytes
         if is_possible and lines[at : at + count] == before and 1 not in patched[at : at + count]:
             return at
         if has_ragged_end and 0 <= at <= last and lines[at + count - 1].startswith(before[-1]):
-            raise NotPlainError("half a line, which git takes for a whole one")
+            raise NeedsGitError("half a line, which git takes for a whole one")
     raise MisfitError
 
 

@@ -1,7 +1,7 @@
 """Patches as `git apply` reads them: names, modes, hunks.
 
 Follows apply.c of git 2.39. What it refuses, what is not text, and what two versions of git take in
-two ways raises NotPlainError: then git itself decides. Pure; names and lines are bytes.
+two ways raises NeedsGitError: then git itself decides. Pure; names and lines are bytes.
 """
 
 import re
@@ -111,7 +111,7 @@ def parse(patch: bytes, *, as_patch: bool = False) -> list[FilePatch]:
     believes a `/dev/null`, and knows up to three lines that an editor cut off the end.
     """
     if len(patch) > LIMIT_BYTES:
-        raise NotPlainError("it is large")
+        raise NeedsGitError("it is large")
     return _Parser(patch.split(b"\n")[:-1], as_patch=as_patch).parse()
 
 
@@ -129,13 +129,13 @@ class _Parser:
             while self._line(0).startswith(b"@@ -"):
                 patch.hunks.append(self._hunk())
             if self._is_binary():  # also after a header that would make an empty file
-                raise NotPlainError("a binary file")
+                raise NeedsGitError("a binary file")
             if _is_whole(patch):
                 found.append(patch)
             elif not self._as_patch:
-                raise NotPlainError("a header without hunks")
+                raise NeedsGitError("a header without hunks")
         if not found:
-            raise NotPlainError("it has no patch")
+            raise NeedsGitError("it has no patch")
         return found
 
     def _is_binary(self) -> bool:
@@ -156,7 +156,7 @@ class _Parser:
             if line.startswith(_GIT) and not (self._as_patch and self._is_traditional()):
                 return self._git_header(line)
             if line.startswith(b"@@ -") and _HUNK.match(line) and not self._as_patch:
-                raise NotPlainError("a hunk without a header")
+                raise NeedsGitError("a hunk without a header")
             is_header = line.startswith(b"--- ") and self._line(1).startswith(b"+++ ")
             if is_header and self._line(2).startswith(b"@@ -"):
                 self._at += 2
@@ -171,7 +171,7 @@ class _Parser:
 
     def _traditional_header(self, first: bytes, second: bytes) -> FilePatch:
         if _EPOCH.search(first) or _EPOCH.search(second):
-            raise NotPlainError("a timestamp may say that there is no file")
+            raise NeedsGitError("a timestamp may say that there is no file")
         if self._strip is None:
             bare = None if NULL.match(second) else traditional_name(second, 0)
             if bare and b"/" not in bare:
@@ -191,7 +191,7 @@ class _Parser:
                 name = short  # the other is `file.orig` or so
             patch.old = patch.new = name
         if not (patch.old or patch.new):
-            raise NotPlainError("a header without a name")
+            raise NeedsGitError("a header without a name")
         return patch
 
     def _git_header(self, line: bytes) -> FilePatch:
@@ -203,14 +203,14 @@ class _Parser:
             if not _read_extended(patch, self._line(0), default, strip):
                 break
             if [patch.is_new, patch.is_delete, patch.is_rename, patch.is_copy].count(True) > 1:
-                raise NotPlainError("two kinds of change in one header")
+                raise NeedsGitError("two kinds of change in one header")
             self._at += 1
         if self._at == began:
-            raise NotPlainError("a header of one line")
+            raise NeedsGitError("a header of one line")
         if patch.old is None and patch.new is None:
             patch.old = patch.new = default
         if (patch.new is None and not patch.is_delete) or (patch.old is None and not patch.is_new):
-            raise NotPlainError("a header without a name")
+            raise NeedsGitError("a header without a name")
         return patch
 
     # -- hunks -------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class _Parser:
     def _hunk(self) -> Hunk:
         found = _HUNK.match(self._line(0))
         if not found:
-            raise NotPlainError("a hunk without numbers")
+            raise NeedsGitError("a hunk without numbers")
         old_start, old_count, new_start, new_count = (
             1 if number is None else int(number) for number in found.groups()
         )
@@ -240,21 +240,21 @@ class _Parser:
             old, new = old - new, 0
         is_void = all(kind == CONTEXT for kind, _ in lines) and not self._as_patch
         if old or new or is_void:
-            raise NotPlainError("a hunk with wrong numbers")
+            raise NeedsGitError("a hunk with wrong numbers")
         if self._line(0).startswith(_NO_NEWLINE) and len(self._line(0)) >= _NO_NEWLINE_BYTES:
             self._drop_newline(lines, self._line(0))
             self._at += 1
         hunk = Hunk(old_start, old_count, new_start, new_count, lines)
         for side in (hunk.before, hunk.after):
             if any(not line.endswith(b"\n") for line in side[:-1]) or b"" in side:
-                raise NotPlainError("a line without a newline before another")
+                raise NeedsGitError("a line without a newline before another")
         return hunk
 
     @staticmethod
     def _drop_newline(lines: list[tuple[int, bytes]], line: bytes) -> None:
         is_marker = line.startswith(_NO_NEWLINE) and len(line) >= _NO_NEWLINE_BYTES
         if not is_marker or not lines or not lines[-1][1].endswith(b"\n"):
-            raise NotPlainError("a line that is none of a hunk")
+            raise NeedsGitError("a line that is none of a hunk")
         kind, last = lines[-1]
         lines[-1] = kind, last[:-1]
 
@@ -268,10 +268,10 @@ def _is_whole(patch: FilePatch) -> bool:
     if patch.is_delete is None and (has_new or len(counts) > 1):
         patch.is_delete = False
     if (patch.is_new and has_old) or (patch.is_delete and has_new):
-        raise NotPlainError("a file that is new or removed and has other lines")
+        raise NeedsGitError("a file that is new or removed and has other lines")
     modes = {patch.old_mode, patch.new_mode} - {0}
     if any(mode & 0o170000 not in (0o100000, SYMLINK) for mode in modes):
-        raise NotPlainError("a mode that is no file's")
+        raise NeedsGitError("a mode that is no file's")
     is_more = patch.is_new or patch.is_delete or patch.is_rename or patch.is_copy
     return bool(counts or is_more or len(modes) > 1)
 
@@ -283,7 +283,7 @@ def named_paths(patch: bytes) -> set[bytes]:
         rest = line[len(_GIT) :] if line.startswith(_GIT) else None
         named = _EXTENDED.match(line)
         for strip in (0, 1):
-            with suppress(NotPlainError):
+            with suppress(NeedsGitError):
                 if rest is not None:
                     found.add(header_name(rest, strip))
                 elif named and named[1].startswith((b"---", b"+++")):
@@ -333,17 +333,17 @@ def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: 
 def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) -> bytes | None:
     if is_null:
         if known is not None or not NULL.match(rest):
-            raise NotPlainError("a name where /dev/null should be")
+            raise NeedsGitError("a name where /dev/null should be")
         return None
     name = name_of(rest, strip)
     if known is not None and name != known:
-        raise NotPlainError("two names for one side")
+        raise NeedsGitError("two names for one side")
     return name
 
 
 def _mode(text: bytes) -> int:
     if not (found := _MODE.match(text)):
-        raise NotPlainError("a mode that is no number")
+        raise NeedsGitError("a mode that is no number")
     return int(found[1], 8)
 
 
@@ -356,8 +356,12 @@ _STAMP = re.compile(
 NULL = re.compile(rb"/dev/null(?:[ \t\r]|$)")
 
 
-class NotPlainError(Exception):
-    """A patch that only git can judge."""
+class NeedsGitError(Exception):
+    """Only git can read, apply or print this; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def traditional_name(line: bytes, strip: int) -> bytes | None:
@@ -374,7 +378,7 @@ def name_of(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
     if line.startswith(b'"'):
         quoted, _ = _unquoted(line)
         if (name := _stripped(quoted, strip)) is None:
-            raise NotPlainError("a quoted name without a directory")
+            raise NeedsGitError("a quoted name without a directory")
         return name
     return _stripped(re.split(rb"\r" if has_tabs else rb"[\t\r]", line, maxsplit=1)[0], strip)
 
@@ -382,7 +386,7 @@ def name_of(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
 def _must_be_sane(line: bytes) -> None:
     """A long line of blanks would keep us for minutes; none is a path that may be written."""
     if b"\0" in line or len(line) > _NAME_LIMIT_BYTES:
-        raise NotPlainError("a name with a NUL, or very long")
+        raise NeedsGitError("a name with a NUL, or very long")
 
 
 def _stripped(name: bytes, strip: int) -> bytes | None:
@@ -395,7 +399,7 @@ def _stripped(name: bytes, strip: int) -> bytes | None:
 def _unquoted(text: bytes) -> tuple[bytes, bytes]:
     found = unquoted(text)
     if found is None or b"\0" in found[0]:
-        raise NotPlainError("a quote without an end, or with what git does not know")
+        raise NeedsGitError("a quote without an end, or with what git does not know")
     return found
 
 
@@ -404,7 +408,7 @@ def header_name(rest: bytes, strip: int) -> bytes | None:
     _must_be_sane(rest)
     if b'"' in rest:
         if not rest.startswith(b'"'):
-            raise NotPlainError("a quote inside a header")
+            raise NeedsGitError("a quote inside a header")
         first, rest = _unquoted(rest)
         rest = rest.lstrip(b" \t\r")
         second, _ = _unquoted(rest) if rest.startswith(b'"') else (rest, b"")

@@ -1,9 +1,9 @@
 """Changes as git prints them: `git diff --cached --binary --full-index -M` after `git add --all`.
 
-Headers, binary files that come or go, and exact renames are made here, hunks by libgit2. What
-neither can do raises NeedsGit with the reason: a modified binary file (git's delta), a deletion and
-an addition whose sizes leave room for a rename by content, a diff driver such as `diff=rust`, whose
-rules choose the text behind `@@`, and files over LARGE_BYTES.
+Prints headers, added and deleted binary files and exact renames; libgit2 makes the hunks. Raises
+NeedsGitError for the rest: a modified binary file (git's delta), a deletion and an addition that
+may be a rename with changes, a diff driver such as `diff=rust` whose rules choose the text after
+`@@`, and files over LARGE_BYTES.
 """
 
 import base64
@@ -22,6 +22,7 @@ from ...git.objects.trees import TreeEntry
 from ...git.patterns import Attributes, State
 from ..files.manifest import blob_id
 from .fit import Change
+from .parse import NeedsGitError
 
 LARGE_BYTES = 64 * 1024**2
 
@@ -30,14 +31,6 @@ _NO_FILE = b"/dev/null"
 _BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
 _LINE_BYTES = 52
-
-
-class NeedsGit(Exception):
-    """`reason` names what only git can do, in one word."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class New(NamedTuple):
@@ -67,7 +60,7 @@ class Pair(NamedTuple):
 def pair_up(objects: Objects, changes: Sequence[Change]) -> list[Pair]:
     """The entries of the diff, by path, with exact renames.
 
-    Raises NeedsGit where a rename may have to be found by content.
+    Raises NeedsGitError where a rename may have to be found by content.
     """
     pairs = [
         Pair(old, None if mode is None else New(path, mode, blob_id(data).hex(), data))
@@ -84,7 +77,7 @@ def pair_up(objects: Objects, changes: Sequence[Change]) -> list[Pair]:
     for old in gone:
         is_left = stat.S_ISREG(old.mode) and old.path not in used
         if is_left and _may_match(objects.blob_size(old.oid), sizes):
-            raise NeedsGit("renames")
+            raise NeedsGitError("renames")
     return [
         Pair(sources.get(new.path, old), new) if new else Pair(old, None)
         for old, new in pairs
@@ -172,7 +165,7 @@ class Renderer:
             return b"\n".join(lines) + _binary(before, after)
         driver = state if isinstance(state, str) else None
         if driver not in DRIVERS and before and after:
-            raise NeedsGit("driver")
+            raise NeedsGitError("driver")
         a_label, b_label = _label(a_name) if old else _NO_FILE, _label(b_name) if new else _NO_FILE
         head = b"%s--- %s\n+++ %s\n" % (b"\n".join(lines), a_label, b_label)
         return head + hunks(before, after, driver)
@@ -189,7 +182,7 @@ class Renderer:
         if old.is_submodule:
             return f"Subproject commit {old.oid}\n".encode()
         if self.objects.blob_size(old.oid) > LARGE_BYTES:
-            raise NeedsGit("size")
+            raise NeedsGitError("size")
         return self.objects.read_blob(old.oid)
 
 
@@ -206,7 +199,7 @@ def _label(name: bytes) -> bytes:
 def _binary(before: bytes, after: bytes) -> bytes:
     """git deflates at a level of its own (1), and tries no delta where one side is empty."""
     if before and after:
-        raise NeedsGit("binary")
+        raise NeedsGitError("binary")
     return b"GIT binary patch\n" + _literal(after) + _literal(before)
 
 

@@ -42,7 +42,7 @@ from .fit import (
     splice,
     splice_fuzzily,
 )
-from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, NotPlainError, named_paths, parse
+from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, NeedsGitError, named_paths, parse
 
 _TIMEOUT = timedelta(minutes=4)
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
@@ -101,7 +101,7 @@ class _Work:
     def exactly(self, patch: bytes) -> Results:
         try:
             return fit(self.tree, parse(patch), reverse=self.reverse, splice=splice)
-        except (MisfitError, NotPlainError):
+        except (MisfitError, NeedsGitError):
             return self._by_git(patch)
 
     def tolerantly(self, patch: bytes) -> tuple[FoundStrategy, Results] | None:
@@ -144,7 +144,7 @@ class _Work:
             return fit(self.tree, parse(patch), reverse=self.reverse, splice=how)
         except MisfitError:
             return None
-        except NotPlainError:
+        except NeedsGitError:
             if how is splice:  # binary, say
                 with suppress(*_REFUSALS):
                     return self._by_git(patch)
@@ -161,14 +161,14 @@ class _Work:
             left = fit(
                 self.tree, parse(patch), reverse=self.reverse, splice=rejecting, rejects=True
             )
-        except NotPlainError:
+        except NeedsGitError:
             left = {}
         text = to_lf(patch) if has_crlf_headers(patch) else patch
         try:
             patches = parse(text, as_patch=True)
             tree = Patched(self.tree, left)
             then = fit(tree, patches, reverse=self.reverse, splice=splice_fuzzily)
-        except (MisfitError, NotPlainError):
+        except (MisfitError, NeedsGitError):
             return None
         return left | then
 

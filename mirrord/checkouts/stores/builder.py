@@ -194,7 +194,7 @@ class StoreBuilder:
 
         return await self._closures.keep_only(name, needed)
 
-    async def forget(self, name: MirrorName) -> None:
+    async def remove_mirror(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""
         self._found = {key: store for key, store in self._found.items() if key[0] != name.key}
         self._stores.pop(name.key, None)

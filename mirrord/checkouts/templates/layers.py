@@ -23,14 +23,14 @@ from ...host.files import full_disk_named, open_directory, opened, shown_path
 from ...host.processes import ActingAs, boot_id
 from ..files import tree as worktree
 from ..files.dotgit import index_bytes
-from ..files.manifest import Manifest, Records
+from ..files.manifest import Entries, Manifest
 from ..files.reader import TreeReader, iter_files, parents
 from ..files.scan import hash_tree, prove_files, tree_id
 from ..files.tree import Blobs
 from ..files.writer import TreeWriter
 
 DEPTH_MAX = 16
-NEAR = 2
+PER_DEPTH = 2
 RECORD = "layer.json"
 _BLOCK_BYTES = 4096
 
@@ -124,7 +124,7 @@ def _laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Mani
     files, gone = below.files, set(removed)
     if gone:
         inside = tuple(path + b"/" for path in gone)
-        files = Records(
+        files = Entries(
             {
                 path: entry
                 for path, entry in files.items()
@@ -253,7 +253,7 @@ def _choose_base(
     best: tuple[int, Layer] | None = None
     seen: Counter[int] = Counter()
     for layer in sorted(known, key=lambda layer: abs(layer.time - info.time)):
-        if layer.depth >= DEPTH_MAX or seen[layer.depth] >= NEAR:
+        if layer.depth >= DEPTH_MAX or seen[layer.depth] >= PER_DEPTH:
             continue
         seen[layer.depth] += 1
         penalty = layer.depth * 64 * 1024

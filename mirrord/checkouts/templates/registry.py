@@ -24,7 +24,7 @@ from ...model import MirrorName
 from ...telemetry import log
 from ..files.manifest import Manifest
 from ..files.tree import Blobs
-from .layers import NEAR, Layer, blobs_path, chain_of, read_record, verify_layer
+from .layers import PER_DEPTH, Layer, blobs_path, chain_of, read_record, verify_layer
 
 _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)
@@ -111,13 +111,13 @@ class MirrorTemplates:
             return False
 
     def near(self, time: int) -> list[Layer]:
-        """The layers to build on: of each depth the nearest NEAR in time that are whole, each with
-        those below it.
+        """Return the whole layers to build on, with those below them: PER_DEPTH of each depth, the
+        nearest in time.
         """
         found: dict[str, Layer] = {}
         seen: Counter[int] = Counter()
         for layer in sorted(self.layers.values(), key=lambda layer: abs(layer.time - time)):
-            if seen[layer.depth] < NEAR and self.is_whole(layer.tree):
+            if seen[layer.depth] < PER_DEPTH and self.is_whole(layer.tree):
                 seen[layer.depth] += 1
                 found |= {each.tree: each for each in self.chain(layer.tree)}
         return list(found.values())

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import awkward, record_control
 
-from mirrord.checkouts.files.manifest import Entry, Manifest, Records
+from mirrord.checkouts.files.manifest import Entries, Entry, Manifest
 from mirrord.checkouts.files.tree import materialise
 from mirrord.errors import ProofFailedError
 
@@ -31,7 +31,7 @@ ENTRIES = st.dictionaries(
 @given(ENTRIES, ENTRIES)
 def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes, Entry]) -> None:
     """Any names and numbers, in the order of their names."""
-    manifest = Manifest("1" * 40, "2" * 40, 3, Records(files), control)
+    manifest = Manifest("1" * 40, "2" * 40, 3, Entries(files), control)
     read = Manifest.from_bytes(b"".join(manifest.pieces()))
     assert read == manifest
     assert list(read.files) == sorted(files)
@@ -46,7 +46,7 @@ PATHS = st.lists(
 def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bool]) -> None:
     """As looking at every path finds it, whatever was recorded or removed since; and again when that was written."""
     entry = Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)
-    records = Records.from_bytes(b"".join(Records(dict.fromkeys({b"", *read}, entry)).pieces()))
+    records = Entries.from_bytes(b"".join(Entries(dict.fromkeys({b"", *read}, entry)).pieces()))
     for path, is_there in later.items():
         if is_there:
             records[path] = entry
@@ -59,7 +59,7 @@ def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bo
         above: sorted(path for path in paths if path and path.rpartition(b"/")[0] == above)
         for above in directories
     }
-    for each in (records, Records.from_bytes(b"".join(records.pieces()))):
+    for each in (records, Entries.from_bytes(b"".join(records.pieces()))):
         assert set(each) == paths
         assert len(each) == len(paths)
         assert {
@@ -91,7 +91,7 @@ def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> Non
     """Cut short, empty or altered: an error, never half a record."""
     path = tmp_path / "manifest"
     entry = Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)
-    whole = b"".join(Manifest("1" * 40, "2" * 40, 3, Records({b"a": entry})).pieces())
+    whole = b"".join(Manifest("1" * 40, "2" * 40, 3, Entries({b"a": entry})).pieces())
     path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
     with pytest.raises(ProofFailedError):
         Manifest.load(path)

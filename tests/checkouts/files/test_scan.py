@@ -16,9 +16,9 @@ import pytest
 from gitrepos import Upstream, git
 from trees import awkward, contents, record_control
 
-from mirrord.checkouts.files.manifest import Manifest, Records, clock_ns
+from mirrord.checkouts.files.manifest import Entries, Manifest, clock_ns
 from mirrord.checkouts.files.reader import iter_files
-from mirrord.checkouts.files.scan import Changes, scan
+from mirrord.checkouts.files.scan import ScanResult, scan
 from mirrord.checkouts.files.tree import materialise, repair
 from mirrord.host.trash import TrashDirectory
 
@@ -37,7 +37,7 @@ class Checkout:
         (root / ".git/index").write_bytes(b"an index")
         self.manifest = settle(record_control(root, manifest))
 
-    def scan(self, *, rehash: bool | None = None) -> Changes:
+    def scan(self, *, rehash: bool | None = None) -> ScanResult:
         return scan(self.root, self.manifest, rehash=rehash)
 
     def repair(self) -> Manifest:
@@ -79,7 +79,7 @@ def test_nothing_is_believed_of_another_boot(
         (path, entry) for path, entry in checkout.manifest.files.items() if stat.S_ISREG(entry.mode)
     )
     other = entry._replace(content=bytes(20))
-    files = Records({**checkout.manifest.files.decoded(), path: other})
+    files = Entries({**checkout.manifest.files.decoded(), path: other})
     replace(checkout.manifest, files=files).save(tmp_path / "manifest")
     checkout.manifest = Manifest.load(tmp_path / "manifest")
     assert checkout.scan().is_empty
@@ -112,7 +112,7 @@ def test_whole_seconds_prove_less(checkout: Checkout) -> None:
     }
     assert checkout.manifest.racy_from_ns == checkout.manifest.recorded_ns
     assert (
-        replace(checkout.manifest, files=Records(coarse)).racy_from_ns
+        replace(checkout.manifest, files=Entries(coarse)).racy_from_ns
         <= checkout.manifest.recorded_ns - 2 * 10**9
     )
 
@@ -306,7 +306,7 @@ CONTROL: dict[str, Callable[[Path], object]] = {
 }
 
 
-def in_control(found: Changes) -> list[bytes]:
+def in_control(found: ScanResult) -> list[bytes]:
     """All that differs below `.git`."""
     return sorted({*found.modified, *found.missing, *found.extra} - set(found.in_tree()))
 

@@ -15,7 +15,7 @@ from patchlab import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
 from mirrord.checkouts.files.manifest import blob_id
 from mirrord.checkouts.patches import fit
 from mirrord.checkouts.patches.fit import File, MisfitError, splice, splice_fuzzily
-from mirrord.checkouts.patches.parse import NotPlainError, parse
+from mirrord.checkouts.patches.parse import NeedsGitError, parse
 from mirrord.checkouts.patches.strategies import apply_patch
 from mirrord.errors import MirrordError
 from mirrord.model import ApplyStrategy, FoundStrategy
@@ -61,7 +61,7 @@ def test_an_exact_patch_does_what_git_does(tmp_path: Path) -> None:
 def is_plain(tree: MemoryTree, patch: bytes, *, reverse: bool) -> bool:
     try:
         fit.fit(tree, parse(patch), reverse=reverse, splice=splice)
-    except (NotPlainError, MisfitError):
+    except (NeedsGitError, MisfitError):
         return False
     return True
 
@@ -121,7 +121,7 @@ def test_fuzz_does_what_gnu_patch_does(tmp_path: Path) -> None:
             got = splice_fuzzily(text, parse(patch)[0].hunks)
         except MisfitError:
             got = None
-        except NotPlainError:
+        except NeedsGitError:
             continue
         assert got == wanted, (case, text, patch)
         taken += got is not None

@@ -216,7 +216,7 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
         await stores.remove(stores.discard(store))
         assert stores.find(NAME, site.line[4], History.SEALED) is None
         await stores.ensure(NAME, site.line[4], History.SEALED)
-        await stores.forget(NAME)
+        await stores.remove_mirror(NAME)
         assert list((site.root / "templates/owner__name").iterdir()) == []
 
     site.run(body)

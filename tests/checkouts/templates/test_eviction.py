@@ -56,7 +56,7 @@ def test_the_least_used_goes_first_and_what_is_held_stays(
         assert await store.templates.evict() == 2
         assert [store.find(commit) is not None for commit in commits] == [True, False, False]
         with pytest.raises(CheckoutBusyError):
-            await store.templates.forget(NAME)
+            await store.templates.remove_mirror(NAME)
         store.templates.drop(made[0])
         assert await store.templates.evict() == 1
         for left in ("trees", "gits", "packs", "blobs"):

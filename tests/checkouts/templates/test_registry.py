@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.checkouts.templates.layers import NEAR, Layer, chain_of
+from mirrord.checkouts.templates.layers import PER_DEPTH, Layer, chain_of
 from mirrord.checkouts.templates.registry import MirrorTemplates
 from mirrord.host.trash import Trash
 
@@ -69,7 +69,9 @@ def test_what_is_near_is_the_nearest_of_each_depth(seed: int) -> None:
         near = stock.near(time)
         assert all(layer in near for top in near for layer in chain_of(top, plain))
         for depth in {layer.depth for layer in plain.values()}:
-            away = sorted(abs(layer.time - time) for layer in whole if layer.depth == depth)[:NEAR]
+            away = sorted(abs(layer.time - time) for layer in whole if layer.depth == depth)[
+                :PER_DEPTH
+            ]
             found = sorted(abs(layer.time - time) for layer in near if layer.depth == depth)
             assert found[: len(away)] == away
 
@@ -81,7 +83,7 @@ def test_a_worker_is_told_of_few_layers_however_many_there_are() -> None:
     for number in range(1000):
         stock.enter(Layer(f"{number:040}", "k" * 40, "", number, 2, 0, 0, 0), 0.0)
     assert {0, 500} < {layer.time for layer in stock.near(500)}
-    assert len(stock.near(500)) == 1 + NEAR
+    assert len(stock.near(500)) == 1 + PER_DEPTH
 
 
 def test_a_layer_whose_base_is_gone_is_not_whole() -> None:

@@ -264,7 +264,7 @@ class Templates:
         found = self._found.items()
         self._found = {key: each for key, each in found if each.layers[1].is_dir()}
 
-    async def forget(self, name: MirrorName) -> None:
+    async def remove_mirror(self, name: MirrorName) -> None:
         """Remove a removed mirror's templates; CheckoutBusyError while a checkout holds one."""
         templates = self._registry.get(name)
         async with templates.changes.turn():
@@ -276,7 +276,7 @@ class Templates:
             for tree in list(templates.layers):
                 self._registry.retire(templates, tree)
             await self._registry.sweep()
-            await self.stores.forget(name)
+            await self.stores.remove_mirror(name)
             self._forget_gone()
         await self._registry.weigh()  # removes the shared files
 

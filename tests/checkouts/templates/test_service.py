@@ -166,7 +166,7 @@ def test_what_the_disk_does_not_let_go_goes_later(
         with ExitStack() as mounts:
             for path in (*stuck, next((shelf / "blobs").iterdir())):
                 mounts.enter_context(busy(path))
-            await store.templates.forget(NAME)
+            await store.templates.remove_mirror(NAME)
             left = [
                 path for kind in ("trees", "gits", "packs") for path in (shelf / kind).iterdir()
             ]
