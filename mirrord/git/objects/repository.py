@@ -1,4 +1,4 @@
-"""Open repositories, few at a time; verified reads from them; commits and what one adds."""
+"""Repositories and verified reads from them; commit look-ups; packs of what a commit adds."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +17,15 @@ from pygit2.enums import DescribeStrategy, ObjectType, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
 from ...model import NEAR, CommitId, Resolved, shown
-from ..packs import Packed, PackIndex, PackObject, write_pack
+from ..packs import Packed, PackIndex, write_pack
 
-# An open repository keeps packs mapped and trees cached: 50 of them reached 1.5 GB.
-_KEPT_OPEN = 2
+# An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
+_OPEN_MAX = 2
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
 
 
 class Objects:
-    """Verified reads by object id (hexadecimal, or 20 bytes) from one repository."""
+    """Verified reads from one repository, by object id: hexadecimal, or 20 bytes."""
 
     def __init__(self, git_dir: Path) -> None:
         self.git_dir = git_dir
@@ -35,11 +36,11 @@ class Objects:
             raise _damaged(git_dir, fact) from error
 
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
-        """Raises CorruptObjectError where it is absent, damaged or of another kind."""
+        """Raises CorruptObjectError if the object is absent, damaged or of another kind."""
         try:
             found, data = self.repository.read(_oid(oid))
         except (pygit2.GitError, KeyError, ValueError) as error:
-            if "out of memory" in str(error).lower():  # libgit2's words where malloc fails
+            if "out of memory" in str(error).lower():  # libgit2's message when malloc fails
                 raise MemoryError from error
             raise _corrupt(oid, error) from error
         if found != kind:
@@ -51,7 +52,7 @@ class Objects:
         return self.read(oid, ObjectType.BLOB)
 
     def blob_size(self, oid: str | bytes) -> int:
-        """The size in the object's header, without inflating the object."""
+        """Read the size from the object's header, without inflating the object."""
         try:
             return self.repository.odb.read_header(_oid(oid))[1]
         except (pygit2.GitError, KeyError, ValueError) as error:
@@ -82,7 +83,7 @@ def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
 
 
 class _OpenRepositories(threading.local):
-    """A libgit2 repository belongs to one thread at a time, so each thread has its own."""
+    """Each thread has its own: a libgit2 repository may be used by one thread at a time."""
 
     def __init__(self) -> None:
         self.by_key: OrderedDict[tuple[Path, int, int], Objects] = OrderedDict()
@@ -93,11 +94,11 @@ _open = _OpenRepositories()
 
 @contextmanager
 def open_objects(git_dir: Path) -> Iterator[Objects]:
-    """Borrow the repository at `git_dir`, opened now or lately; one put in its place is opened."""
+    """Borrow the repository at `git_dir` from a cache. A replaced one has another inode."""
     try:
         found = os.stat(git_dir)
     except FileNotFoundError as error:
-        raise _damaged(git_dir, "it is gone") from error
+        raise _damaged(git_dir, "it does not exist") from error
     except OSError as error:
         raise _damaged(git_dir, str(error.strerror)) from error
     key = (git_dir, found.st_dev, found.st_ino)
@@ -106,11 +107,11 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
         yield objects
     finally:
         _open.by_key[key] = objects
-        while len(_open.by_key) > _KEPT_OPEN:
+        while len(_open.by_key) > _OPEN_MAX:
             _open.by_key.popitem(last=False)[1].close()
 
 
-# -- commits: what a person typed, times, first parents --------------------------------------------
+# -- commits: resolving what a person typed --------------------------------------------------------
 
 _COMMITISH = re.compile(
     r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
@@ -119,7 +120,7 @@ _HEX = re.compile(r"[0-9a-fA-F]{4,40}")
 
 
 class CommitInfo(NamedTuple):
-    """`time` is the committer's, in seconds since the epoch."""
+    """`time` is the committer date, in seconds since the epoch."""
 
     commit: CommitId
     tree: str
@@ -128,9 +129,9 @@ class CommitInfo(NamedTuple):
 
 
 def resolve(git_dir: Path, commitish: str) -> Resolved:
-    """Find the commit of a full or abbreviated id, branch, tag or ref, with any `~N` and `^N`.
+    """Find the commit that a full or abbreviated id, branch, tag or ref means, with `~N` and `^N`.
 
-    Raises CommitNotFoundError, also where the text could mean two different commits.
+    Raises CommitNotFoundError, also if the text is ambiguous.
     """
     with open_objects(git_dir) as objects:
         found = read_commit(objects, commitish)
@@ -142,12 +143,14 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
 
 
 def describe(git_dir: Path) -> str | None:
-    """What `git describe --tags --long` says of HEAD: NAME-COUNT-gDIGITS; None without a tag."""
+    """Return `git describe --tags --long` of HEAD, NAME-COUNT-gDIGITS; None without a tag."""
+    options: dict[str, Any] = {
+        "describe_strategy": DescribeStrategy.TAGS,
+        "always_use_long_format": True,
+    }
     objects = Objects(git_dir)
     try:
-        how: dict[str, Any] = {"describe_strategy": DescribeStrategy.TAGS}
-        how["always_use_long_format"] = True
-        text: str = objects.repository.describe("HEAD", **how)  # without it, of a work tree
+        text: str = objects.repository.describe("HEAD", **options)
     except (pygit2.GitError, KeyError):
         return None
     finally:
@@ -156,16 +159,16 @@ def describe(git_dir: Path) -> str | None:
 
 
 def _first_parents(objects: Objects, commit: str, limit: int) -> list[CommitId]:
-    line = [bytes.fromhex(commit)]
-    while len(line) < limit and (parents := _links(objects.read(line[-1], ObjectType.COMMIT))[1]):
-        line.append(parents[0])
-    return [CommitId(oid.hex()) for oid in line]
+    chain = [bytes.fromhex(commit)]
+    while len(chain) < limit and (parents := _links(objects.read(chain[-1], ObjectType.COMMIT))[1]):
+        chain.append(parents[0])
+    return [CommitId(oid.hex()) for oid in chain]
 
 
 def read_commit(objects: Objects, commitish: str) -> CommitInfo:
     parts = _COMMITISH.fullmatch(commitish)
     if parts is None:
-        raise _not_found(commitish, "it is no commit id, branch or tag")
+        raise _not_found(commitish, "it is not a commit id, branch or tag")
     base, steps = parts.groups()
     if len(base) == 40 and _HEX.fullmatch(base):
         starts = {_find(objects.repository, base)} - {None}
@@ -174,8 +177,8 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
         starts = {_find(objects.repository, name) for name in names}
         starts = (starts | {_find_abbreviated(objects.repository, base)}) - {None}
     if len(starts) > 1:
-        hint = "give the whole id, or refs/heads/… or refs/tags/…"
-        raise _not_found(commitish, "it could mean two different commits", hint)
+        hint = "give the full id, or refs/heads/… or refs/tags/…"
+        raise _not_found(commitish, "it is ambiguous: it could mean two different commits", hint)
     if not starts:
         raise _not_found(commitish, "no commit of the mirror has that name")
     try:
@@ -192,7 +195,7 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
     except ValueError as error:
         if "ambiguous" in str(error):
             fact = "several objects begin with these digits"
-            raise _not_found(name, fact, "give the whole id") from error
+            raise _not_found(name, fact, "give the full id") from error
         return None
     except (KeyError, pygit2.InvalidSpecError):
         return None
@@ -203,7 +206,7 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
 
 
 def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:
-    """libgit2 does not look for an id where a branch has the name."""
+    """Look for an id, which `revparse` does not if a branch has that name (libgit2 1.9)."""
     if not _HEX.fullmatch(digits):
         return None
     try:
@@ -221,7 +224,7 @@ def _not_found(
     )
 
 
-# -- what a commit adds to packs that are there ---------------------------------------------------
+# -- what a commit adds to existing packs ---------------------------------------------------------
 
 _OBJECTS_MAX = 2000
 _BYTES_MAX = 16 * 1024**2
@@ -230,60 +233,53 @@ _FIXED_BYTES = 22  # the space, the NUL and the id
 
 
 def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -> Packed | None:
-    """Pack what the closure of `tip` adds to the packs whose indexes are `below`; None if too much.
+    """Pack what the closure of `tip` adds to the packs with indexes `below`; None if too much.
 
-    The walk starts at the commit, so all it finds is in the closure. It follows every link but
-    those into the packs below, which are closed, so nothing of the closure is left out. It takes
-    nothing from a neighbouring tree on trust: where changes were reverted that led in a circle.
-    Commits are read from their own bytes: no commit-graph, bitmap, graft or replacement changes the
-    walk. Raises CorruptObjectError when an object is missing or damaged.
+    The walk follows every link from the commit except those into the packs below. Those packs are
+    closed, so the result with them is exactly the closure. Commits are read from their own bytes:
+    no commit-graph, bitmap, graft or replacement changes the walk. Raises CorruptObjectError when
+    an object is missing or damaged.
     """
-    found: dict[bytes, PackObject] = {}  # each after the object that it may be a delta on
-    judged: set[bytes] = set()  # found, or known to be below
-    entries: dict[bytes, list[tuple[bytes, bytes, bytes]]] = {}
+    found: dict[bytes, tuple[int, bytes]] = {}
+    visited: set[bytes] = set()  # found, or in a pack below
     indexes = [_open_index(path) for path in below]
     size_bytes = 0
 
     def is_new(oid: bytes) -> bool:
-        if oid in judged:
+        if oid in visited:
             return False
-        judged.add(oid)
+        visited.add(oid)
         return not any(oid in index for index in indexes)
 
-    def add(oid: bytes, kind: ObjectType, newer: bytes | None = None) -> bytes:
+    def add(oid: bytes, kind: ObjectType) -> bytes:
         nonlocal size_bytes
         data = objects.read(oid, kind)
-        found[oid] = PackObject(oid, int(kind), data, newer)
+        found[oid] = int(kind), data
         size_bytes += len(data)
         return data
 
     with open_objects(git_dir) as objects:
-        commits: list[tuple[bytes, bytes | None]] = [(bytes.fromhex(tip), None)]
+        commits = [bytes.fromhex(tip)]
         while commits:
-            commit, newer = commits.pop()
-            if not is_new(commit):
+            if not is_new(commit := commits.pop()):
                 continue
-            top, parents = _links(add(commit, ObjectType.COMMIT))
-            commits += [(parent, top) for parent in reversed(parents)]
-            # the newer tree only says what may be a delta on what
-            trees = [(top, newer)]
+            root, parents = _links(add(commit, ObjectType.COMMIT))
+            commits += reversed(parents)
+            trees = [root]
             while trees:
-                tree, newer = trees.pop()
-                if not is_new(tree):
+                if not is_new(tree := trees.pop()):
                     continue
-                named = {name: oid for _, name, oid in entries.get(newer or b"", ())}
-                listed = tree_entries(add(tree, ObjectType.TREE, newer))
-                if listed is None:
+                entries = tree_entries(add(tree, ObjectType.TREE))
+                if entries is None:
                     raise _corrupt(tree, "it is malformed")
-                entries[tree] = listed
-                for mode, name, oid in entries[tree]:
+                for mode, _, oid in entries:
                     mode = mode.lstrip(b"0")
-                    if oid in judged or mode == b"160000":  # a submodule
+                    if oid in visited or mode == b"160000":  # a submodule
                         continue
                     if mode == b"40000":
-                        trees.append((oid, named.get(name)))
+                        trees.append(oid)
                     elif is_new(oid):
-                        add(oid, ObjectType.BLOB, named.get(name))
+                        add(oid, ObjectType.BLOB)
                 if len(found) > _OBJECTS_MAX or size_bytes > _BYTES_MAX:
                     return None
         packed = write_pack(found, into)
@@ -292,8 +288,8 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
 
 
 def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
-    """Raise CorruptObjectError unless its packs have these objects, with the bytes of their ids."""
-    with tempfile.TemporaryDirectory(dir=directory) as objects:  # libgit2 wants a store around it
+    """Raise CorruptObjectError unless the packs in `directory` have all of `oids`, undamaged."""
+    with tempfile.TemporaryDirectory(dir=directory) as objects:  # libgit2 opens only whole stores
         Path(objects, "pack").symlink_to(directory.absolute())
         packs = pygit2.Odb(objects)
         for oid in oids:
@@ -305,22 +301,19 @@ def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
 
 @lru_cache(maxsize=128)
 def _open_index(path: Path) -> PackIndex:
-    """A closure pack's name is the checksum of its content: it is never written again."""
+    """Map an index once. A closure pack is named by its checksum, so its index never changes."""
     return PackIndex(path, mapped=True)
 
 
 def _links(commit: bytes) -> tuple[bytes, list[bytes]]:
-    tree, *rest = commit.split(b"\n")
-    parents = []
-    for line in rest:
-        if not line.startswith(b"parent "):
-            break
-        parents.append(bytes.fromhex(line[7:].decode()))
-    return bytes.fromhex(tree[5:].decode()), parents
+    """Return a commit's tree and parents."""
+    tree, *headers = commit.split(b"\n")
+    lines = takewhile(lambda line: line.startswith(b"parent "), headers)
+    return bytes.fromhex(tree[5:].decode()), [bytes.fromhex(line[7:].decode()) for line in lines]
 
 
 def tree_entries(data: bytes) -> list[tuple[bytes, bytes, bytes]] | None:
-    """Mode, name and raw id of each entry of a tree object; None where it is malformed."""
+    """Return mode, name and raw id of each entry of a tree object; None if it is malformed."""
     found: list[tuple[bytes, bytes, bytes]] = _ENTRY.findall(data)
     size = sum(len(mode) + len(name) + _FIXED_BYTES for mode, name, _ in found)
     return found if size == len(data) else None
