@@ -1,7 +1,7 @@
-"""Logs: structlog set up once per process, a request id on each line, secrets masked.
+"""Logs: structlog, set up once per process; request ids; masking of secrets.
 
-A line that cannot be written raises nothing: a full disk under stderr must not stop a checkout.
-Workers call `configure` too, so that their lines look the same.
+A line that cannot be written is lost without an error: a full disk under stderr must not stop a
+checkout. Workers call `configure` too, so that their lines look the same.
 """
 
 import logging
@@ -10,7 +10,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TextIO
@@ -19,13 +19,19 @@ import structlog
 from structlog.typing import Processor
 
 log = structlog.get_logger()
-"""Of every module: what tells lines apart is their event."""
+"""The one logger: events tell lines apart, not modules."""
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["auto", "json", "console"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^/\s'\"]*@")
+# Upstreams choose some of this text, and it is masked on the event loop: all take linear time.
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})://([^/\s'\"]*)@")
+_QUERY = re.compile(
+    r"([?&;](?=[^=\s?&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential))[^=\s?&;'\"]*=)"
+    r"[^&;#\s'\"]+",
+    re.IGNORECASE,
+)
 _HIDDEN_WORDS = r"(?:access_|private_|auth_)?token|password|passwd|secret|api_?key|authorization"
 _SECRET_PAIR = re.compile(rf"(?i)\b({_HIDDEN_WORDS})(\s*[=:]\s*)(?:basic |bearer )?[^\s&'\"]+")
 
@@ -33,27 +39,38 @@ _PRIORITIES = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 
 
 def new_request_id() -> str:
-    # no system call: each gives up the interpreter, and waits for it again
+    # `random` makes no system call; one would release the interpreter lock and wait for it again
     return f"{random.getrandbits(64):016x}"
 
 
 def usable_request_id(text: str) -> bool:
-    """Whether a client's id is short, and cannot forge a log line or a header."""
+    """Return whether a client's id is short, and cannot forge a log line or a header."""
     return bool(_REQUEST_ID.fullmatch(text))
 
 
 def bind_request(identity: str) -> None:
-    """Add a request id to every line of the present task, and of those that it starts."""
+    """Add a request id to every line of this task and of the tasks it starts."""
     structlog.contextvars.bind_contextvars(request_id=identity)
 
 
-def masked(text: str) -> str:
-    """Hide the user information of URLs, and the values of words such as `token=`."""
+def masked(text: str, secrets: Iterable[str] = ()) -> str:
+    """Hide `secrets`, credentials in URLs, and the values of words such as `token=`."""
     if "@" in text:
-        text = _USERINFO.sub(r"\g<scheme>***@", text)
+        text = _USERINFO.sub(_masked_userinfo, text)
     if "=" in text or ":" in text:
-        text = _SECRET_PAIR.sub(r"\1\2***", text)
+        text = _SECRET_PAIR.sub(r"\1\2***", _QUERY.sub(r"\1***", text))
+    for secret in secrets:
+        if len(secret) > 3:  # a shorter one protects nothing, and would blank half the sentence
+            text = text.replace(secret, "***")
     return text
+
+
+def _masked_userinfo(found: re.Match[str]) -> str:
+    scheme, userinfo = found.groups()
+    if scheme.lower() in {"ssh", "git+ssh", "ssh+git"}:  # the user is part of the address
+        user, colon, _ = userinfo.partition(":")
+        return f"{scheme}://{user}{':***' if colon else ''}@"
+    return f"{scheme}://***@"
 
 
 def _masked_value(value: Any) -> Any:
@@ -71,7 +88,7 @@ def _masked_value(value: Any) -> Any:
 def configure(level: Level = "info", form: Format = "auto", stream: TextIO | None = None) -> None:
     """Log to `stream` (default stderr): JSON lines, or coloured text on a terminal.
 
-    May be called again: a reload changes the level of every logger.
+    May be called again: a reload changes the level.
     """
     out = stream or sys.stderr
     renderer: Processor = structlog.processors.JSONRenderer(default=str)
@@ -102,10 +119,10 @@ def configure(level: Level = "info", form: Format = "auto", stream: TextIO | Non
 
 
 class _LineWriter:
-    """One line per event, unbuffered; a line that cannot be written is lost, not raised."""
+    """Writes one unbuffered line per event. A line that cannot be written is lost."""
 
     def __init__(self, out: TextIO) -> None:
-        # straight to the descriptor: a stream keeps what a full disk refused, and grows
+        # to the descriptor: a text stream would keep what a full disk refuses, and grow
         try:
             descriptor = out.fileno()
         except OSError:
@@ -127,7 +144,7 @@ class _LineWriter:
 
 
 def priority(level: str, out: TextIO) -> str:
-    """The prefix of sd-daemon(3) for a line of this level where `out` is the journal, else none."""
+    """Return the level's prefix (sd-daemon(3)) if `out` is the journal, else an empty string."""
     try:
         found = os.fstat(out.fileno())
     except (OSError, ValueError):
@@ -137,22 +154,22 @@ def priority(level: str, out: TextIO) -> str:
 
 
 class Seldom:
-    """Counts events that may happen thousands of times a second: a line a minute for each key."""
+    """Limits logs of frequent events: one line a minute for each key, with a count."""
 
     def __init__(self) -> None:
         self._logged: dict[Hashable, tuple[float, int]] = {}
 
     def count(self, key: Hashable) -> int:
-        """Count one; answers how many since the last line, where another is due, else 0."""
+        """Count one event. Return how many since the last line if a line is due, else 0."""
         now = time.monotonic()
         logged_at, count = self._logged.get(key, (now - 60, 0))
-        is_time = now - logged_at >= 60
-        self._logged[key] = (now, 0) if is_time else (logged_at, count + 1)
-        return count + 1 if is_time else 0
+        is_due = now - logged_at >= 60
+        self._logged[key] = (now, 0) if is_due else (logged_at, count + 1)
+        return count + 1 if is_due else 0
 
 
 class _Bridge(logging.Handler):
-    """Libraries log with `logging`; their lines come out as ours, named by their logger."""
+    """Turns the `logging` records of libraries into lines like ours, with the logger's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         fields: dict[str, Any] = {"exc_info": record.exc_info} if record.exc_info else {}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from ..catalog import Generation
 from ..errors import MirrordError, StoreDamagedError, StoreUnavailableError
-from ..git.errors import masked_url
 from ..mirrors.refs import directories_of, is_safe_ref
 from ..mirrors.repository import Refs
 from ..model import MirrorName
+from ..telemetry import masked
 from .objects import Blob, ObjectInfo, ObjectStore
 
 _FORMAT = 1
@@ -57,7 +57,7 @@ class GenerationManifest:
         value = {
             "format": _FORMAT,
             "mirror": self.mirror,
-            "url": masked_url(self.url),
+            "url": masked(self.url),
             "epoch": self.epoch,
             "number": self.number,
             "head": self.head,

@@ -1,10 +1,10 @@
-"""git commands: the only place that starts a git, and reads many objects from one.
+"""git commands: the only place that starts git; reading many objects with one process.
 
 Every git gets an empty environment, an explicit repository, safe configuration that outranks all
-files, its own process group, a deadline and a bound on its output; its stderr becomes one of our
-errors. No secret of a URL is on a command line, in an error or in a log. The group is killed when
-the deadline passes or the caller is cancelled; git dies with the daemon, and the next start cleans
-up after its children (`mirrors/maintenance.py`).
+files, its own process group, a deadline and a bound on its output. Its stderr becomes one of our
+errors. No secret of a URL is on a command line, in an error or in a log. The group is killed at the
+deadline and when the caller is cancelled. git dies with the daemon; the next start removes what its
+children left (`mirrors/maintenance.py`).
 """
 
 import asyncio
@@ -51,10 +51,10 @@ from .turns import Askers
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
-# util-linux, because a preexec_fn may deadlock in a process with threads. git is not given what
-# systemd lets the daemon do to files.
+# setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit
+# the ambient capabilities that systemd gives to the daemon.
 _DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
-# never the disk's idle class: a child that holds a lock must end some time
+# not the disk's idle class, which may starve a child that holds a lock
 _LOW_PRIORITY = (
     "ionice", "--class", "best-effort", "--classdata", "7", "--ignore",
     "nice", "--adjustment", "10",
@@ -65,7 +65,7 @@ _is_low_priority: ContextVar[bool] = ContextVar("git_is_low_priority", default=F
 
 @contextlib.contextmanager
 def low_priority() -> Iterator[None]:
-    """Start every git inside, by this task and those it starts, with low CPU and disk priority."""
+    """Give low CPU and disk priority to every git that this task and its children start."""
     token = _is_low_priority.set(True)
     try:
         yield
@@ -74,7 +74,7 @@ def low_priority() -> Iterator[None]:
 
 
 def priority_prefix() -> tuple[str, ...]:
-    """Nothing where a user waits for the work by now."""
+    """Return the prefix of a command; empty if a user waits for the work by now."""
     return _LOW_PRIORITY if _is_low_priority.get() and not Askers.present().uids else ()
 
 
@@ -89,7 +89,7 @@ class GitResult(NamedTuple):
 
 
 class Git:
-    """Starts git for the daemon. `home` becomes HOME: a directory of ours with one small file."""
+    """Runs git for the daemon. `home` becomes HOME, a directory with one small file."""
 
     def __init__(self, *, home: Path) -> None:
         self._home = home
@@ -115,11 +115,11 @@ class Git:
     ) -> GitResult:
         """Run one git command to its end.
 
-        `stdin` is bytes, a file's path, or an open file, read from where it stands. `quiet_timeout`
-        bounds the time without output. `quarantine_objects` receives new objects in place of the
-        repository. `remote` is the upstream that the command talks to, with its credentials.
-        `memory_bytes` bounds what each process of it may allocate. `doing` completes "cannot …" in
-        an error. A status that is not in `ok` raises the error that stderr asks for.
+        `stdin` is bytes, a path, or an open file at its present offset. `quiet_timeout` bounds the
+        time without output. `quarantine_objects` receives new objects instead of the repository.
+        `remote` is the upstream that the command talks to, with its credentials. `memory_bytes`
+        limits each of its processes. `doing` completes "cannot …" in an error. A status outside of
+        `ok` raises the error that fits stderr.
         """
         doing = doing or f"run git {args[0]}"
         stdout, stderr = bytearray(), StderrReader(progress)
@@ -153,12 +153,12 @@ class Git:
         duration_s = round(anyio.current_time() - began, 3)
         log.debug("git.ended", command=doing, status=child.status, duration_s=duration_s)
         if scope.cancelled_caught:
-            raise _late(doing, timeout, quiet_timeout, upstream=remote is not None)
+            raise _timed_out(doing, timeout, quiet_timeout, upstream=remote is not None)
         if overflowed:
             error = errors.UpstreamError if remote else errors.GitFailedError
             raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
-        _must_be_answered(result, ok, stderr, remote, doing)
+        _check_result(result, ok, stderr, remote, doing)
         return result
 
     @contextlib.asynccontextmanager
@@ -171,16 +171,16 @@ class Git:
         quiet_timeout: timedelta = DEFAULT_TIMEOUT,
         doing: str | None = None,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Read git's output as it comes; git waits for its reader. Leaving the block ends git.
+        """Stream git's output; git waits for its reader. Leaving the block ends git.
 
-        The iterator ends in the error that stderr asks for, if git failed after all.
+        The iterator raises the error that fits stderr if git fails in the end.
         """
         doing = doing or f"run git {args[0]}"
         environment = child_environment(home=self._home)
 
         async def pieces() -> AsyncGenerator[bytes]:
             stderr = StderrReader()
-            beside = asyncio.ensure_future(_read_stderr(child, stderr, lambda: None))
+            reading = asyncio.ensure_future(_read_stderr(child, stderr, lambda: None))
             try:
                 while True:
                     with anyio.fail_after(quiet_timeout.total_seconds()):
@@ -188,12 +188,12 @@ class Git:
                     if not piece:
                         break
                     yield piece
-                await beside
+                await reading
                 status = await child.wait()
             except TimeoutError as error:
-                raise _late(doing, quiet_timeout, None, upstream=False) from error
+                raise _timed_out(doing, quiet_timeout, upstream=False) from error
             finally:
-                beside.cancel()
+                reading.cancel()
             if status:
                 raise failure(doing, status, stderr.text())
 
@@ -204,7 +204,7 @@ class Git:
                 yield iterator
 
 
-def _must_be_answered(
+def _check_result(
     result: GitResult, ok: Collection[int], stderr: StderrReader, remote: Remote | None, doing: str
 ) -> None:
     if result.status not in ok:
@@ -215,12 +215,13 @@ def _must_be_answered(
         )  # fmt: skip
     if remote is not None and stderr.http.is_garbage:
         raise errors.UpstreamError(
-            f"cannot {doing}: upstream answers, but not as git does", hint="check the upstream URL"
+            f"cannot {doing}: upstream does not answer as a git server",
+            hint="check the upstream URL",
         )
     if remote is not None and (target := foreign_redirect(remote.url, result.stderr)):
         raise errors.UpstreamError(
             f"cannot {doing}: upstream redirects to another host, {shown(target, 200)}",
-            hint="nothing of it was taken; if the repository has moved there, give that URL",
+            hint="nothing was fetched; if the repository has moved there, give that URL",
         )
 
 
@@ -237,7 +238,7 @@ def run_git_sync(
     home: Path = Path("/nonexistent"),
     doing: str | None = None,
 ) -> GitResult:
-    """`Git.run` without an event loop, for workers and commands. Never talks to an upstream."""
+    """Run one git command without an event loop, as `Git.run`. Never talks to an upstream."""
     doing = doing or f"run git {args[0]}"
     environment = child_environment(home=home, extra=env)
     with _started(
@@ -245,7 +246,7 @@ def run_git_sync(
     ) as process:
         ended = run_to_end(process, timeout)
     if ended is None:
-        raise _late(doing, timeout, None, upstream=False)
+        raise _timed_out(doing, timeout, upstream=False)
     status, stdout, messages = ended
     stderr = StderrReader()
     stderr.feed(messages)
@@ -268,14 +269,13 @@ def _started(
 ) -> Iterator[Process]:
     argv = [*priority_prefix(), *_DIE_WITH_PARENT, "git"]
     if memory_bytes is not None:
-        # RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs
-        # that git maps to read
+        # RLIMIT_DATA counts private writable mappings since Linux 4.7, not the packs that git maps
         argv = ["prlimit", f"--data={memory_bytes}", *argv]
     if git_dir:
         argv.append(f"--git-dir={git_dir}")
     if work_tree:
         argv.append(f"--work-tree={work_tree}")
-    if quarantine is not None and git_dir is not None:  # git refuses to move refs meanwhile
+    if quarantine is not None and git_dir is not None:  # git moves no refs with these set
         environment = environment | {
             "GIT_OBJECT_DIRECTORY": str(quarantine),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(git_dir / "objects"),
@@ -299,38 +299,38 @@ async def _read_stderr(child: Child, reader: StderrReader, extend: Callable[[], 
         reader.feed(piece)
 
 
-def _late(
-    doing: str, timeout: timedelta, quiet_timeout: timedelta | None, *, upstream: bool
+def _timed_out(
+    doing: str, timeout: timedelta, quiet_timeout: timedelta | None = None, *, upstream: bool
 ) -> errors.MirrordError:
     seconds = min(timeout, quiet_timeout or timeout).total_seconds()
     if upstream:
-        fact = "upstream was silent for" if quiet_timeout else "no end after"
+        fact = "upstream was silent for" if quiet_timeout else "not finished after"
         hint = "try again later, or raise upstream.timeout"
         return errors.UpstreamTimeoutError(f"cannot {doing}: {fact} {seconds:g} s", hint=hint)
     return errors.DeadlineError(
-        f"cannot {doing}: no end after {seconds:g} s",
+        f"cannot {doing}: not finished after {seconds:g} s",
         hint="the disk may be slow or the repository damaged",
     )
 
 
-# -- cat-file in its batch modes: many objects asked of one process --------------------------------
+# -- cat-file in batch mode: many objects from one process -----------------------------------------
 #
-# git (2.39) dies of the first damaged object and says nothing of the rest. With `bisect` the names
-# are asked again by halves, until the damaged ones stand alone.
+# git (2.39) dies at the first damaged object. With `bisect` the names are asked again in halves,
+# until each damaged one is found.
 
 _INFO, _CONTENTS = "info", "contents"
-_INFO_FORMAT = "--batch-command=%(objectname) %(objecttype)"  # a size costs a look into each delta
+_INFO_FORMAT = "--batch-command=%(objectname) %(objecttype)"  # a size costs a read of each delta
 _CONTENTS_FORMAT = f"{_INFO_FORMAT} %(objectsize)"
 _TYPES = {"commit", "tree", "blob", "tag"}
-_Asked = list[tuple[str, str]]
+_Requests = list[tuple[str, str]]
 
 
 class BatchObject(NamedTuple):
-    """What git says of `name`: an object id, or an expression that leads on from one (`ID^{tree}`).
+    """The object that `name` means: an id, or an expression such as `ID^{tree}`.
 
-    `kind` is the object's type, or git's word for none (`missing`, `ambiguous`; `oid` and `data`
-    are empty then), or `damaged` where git died of it. A loose object that does not inflate is
-    `missing`.
+    `kind` is its type. Without an object, `oid` and `data` are empty, and `kind` is git's word
+    (`missing`, `ambiguous`), or `damaged` if git died of it. A loose object that does not inflate
+    is `missing`.
     """
 
     name: str
@@ -344,7 +344,7 @@ class BatchObject(NamedTuple):
 
 
 def lines_of(names: Iterable[str]) -> bytes:
-    """Names as git reads them from stdin."""
+    """Encode names as git reads them from stdin."""
     return "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
 
 
@@ -358,26 +358,25 @@ async def object_info(
     bisect: bool = False,
     quarantine_objects: Path | None = None,
 ) -> list[BatchObject]:
-    """Id and type of each name, in order; with `contents` the bytes too."""
+    """Return id and type of each name, in order; with `contents` the bytes too."""
     found: list[BatchObject] = []
-    verb, form = (_CONTENTS, _CONTENTS_FORMAT) if contents else (_INFO, _INFO_FORMAT)
-    pending = [[(verb, name) for name in names]]
+    verb = _CONTENTS if contents else _INFO
+    pending = [[(verb, name) for name in names]] if names else []
     while pending:
-        if not (asked := pending.pop()):
-            continue
+        requests = pending.pop()
         try:
             done = await git.run(
-                "cat-file", "--buffer", form,
+                *_command(requests),
                 git_dir=git_dir,
-                stdin=lines_of(map(" ".join, asked)),
+                stdin=lines_of(map(" ".join, requests)),
                 quarantine_objects=quarantine_objects,
                 doing=doing,
-            )  # fmt: skip
-            found += _parse(asked, done.stdout)
+            )
+            found += _parse(requests, done.stdout)
         except (CorruptObjectError, GitFailedError):
             if not bisect:
                 raise
-            found += _ask_again(asked, pending)
+            found += _split(requests, pending)
     return found
 
 
@@ -391,43 +390,48 @@ def read_objects_sync(
     timeout: timedelta = DEFAULT_TIMEOUT,
     bisect: bool = False,
 ) -> Iterator[BatchObject]:
-    """Id and type of each of `info`, then id, type and bytes of each of `names`, in order.
+    """Iterate id and type of each of `info`, then id, type and bytes of each of `names`, in order.
 
-    `options` stand before `cat-file`. Runs, and fails, from the first `next` on.
+    `options` precede `cat-file`. git is started by the first `next`.
     """
-    pending = [[*((_INFO, name) for name in info), *((_CONTENTS, name) for name in names)]]
+    requests = [*((_INFO, name) for name in info), *((_CONTENTS, name) for name in names)]
+    pending = [requests] if requests else []
     while pending:
-        if not (asked := pending.pop()):
-            continue
+        requests = pending.pop()
         try:
             done = run_git_sync(
-                *options, "cat-file", "--buffer",
-                _INFO_FORMAT if asked[-1][0] == _INFO else _CONTENTS_FORMAT,
+                *options,
+                *_command(requests),
                 git_dir=git_dir,
-                stdin=lines_of(map(" ".join, asked)),
+                stdin=lines_of(map(" ".join, requests)),
                 timeout=timeout,
                 doing=doing,
-            )  # fmt: skip
+            )
         except (CorruptObjectError, GitFailedError):
             if not bisect:
                 raise
-            yield from _ask_again(asked, pending)
+            yield from _split(requests, pending)
         else:
-            yield from _parse(asked, done.stdout)
+            yield from _parse(requests, done.stdout)
 
 
-def _ask_again(asked: _Asked, pending: list[_Asked]) -> list[BatchObject]:
-    """Ask by halves what git died of; the damaged object is where one name stands alone."""
-    if len(asked) == 1:
-        return [BatchObject(asked[0][1], "", "damaged")]
-    middle = len(asked) // 2
-    pending += [asked[middle:], asked[:middle]]
+def _command(requests: _Requests) -> tuple[str, ...]:
+    wants_contents = requests[-1][0] == _CONTENTS  # they come last
+    return "cat-file", "--buffer", _CONTENTS_FORMAT if wants_contents else _INFO_FORMAT
+
+
+def _split(requests: _Requests, pending: list[_Requests]) -> list[BatchObject]:
+    """Queue both halves of what git died of; a single request is the damaged object."""
+    if len(requests) == 1:
+        return [BatchObject(requests[0][1], "", "damaged")]
+    middle = len(requests) // 2
+    pending += [requests[middle:], requests[:middle]]
     return []
 
 
-def _parse(asked: Iterable[tuple[str, str]], output: bytes) -> Iterator[BatchObject]:
+def _parse(requests: _Requests, output: bytes) -> Iterator[BatchObject]:
     at = 0
-    for verb, name in asked:
+    for verb, name in requests:
         end = output.index(b"\n", at)
         oid, _, kind = output[at:end].decode("utf-8", "surrogateescape").partition(" ")
         at = end + 1

@@ -1,7 +1,8 @@
-"""git's stderr, told apart line by line while it runs, and as our errors; URLs without secrets.
+"""git's stderr: read line by line while git runs, and turned into our errors.
 
-One table holds a pattern, a class and a hint; the first row that matches wins. Whatever leaves here
-went through `masked_url`; HTTP traces are never kept.
+Tables of pattern, error class and hint; the first match wins. Secrets are masked in all that leaves
+this module, and HTTP traces are dropped. Upstreams choose much of the text, and it is read on the
+event loop: every pattern takes linear time.
 """
 
 import re
@@ -16,31 +17,7 @@ from urllib.parse import urlsplit
 from .. import errors
 from ..model import printable, utc_now
 from ..protocol import Progress
-
-# Upstreams choose this text, on the event loop's thread: each pattern takes linear time.
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})(://)([^/\s'\"]+)@")
-_QUERY = re.compile(
-    r"([?&;](?=[^=\s?&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential))[^=\s?&;'\"]*=)"
-    r"[^&;#\s'\"]+",
-    re.IGNORECASE,
-)
-
-
-def masked_url(text: str, secrets: Iterable[str] = ()) -> str:
-    """Hide the secrets of URLs: user information, query values that look like tokens."""
-    text = _QUERY.sub(r"\1***", _USERINFO.sub(_mask_userinfo, text))
-    for secret in secrets:
-        if len(secret) > 3:  # a shorter one guards nothing, and would blank half the sentence
-            text = text.replace(secret, "***")
-    return text
-
-
-def _mask_userinfo(match: re.Match[str]) -> str:
-    scheme, separator, userinfo = match.groups()
-    if scheme.lower() in {"ssh", "git+ssh", "ssh+git"}:
-        user, colon, _ = userinfo.partition(":")
-        return f"{scheme}{separator}{user}{':***' if colon else ''}@"
-    return f"{scheme}{separator}***@"
+from ..telemetry import masked
 
 
 class _Rule(NamedTuple):
@@ -66,7 +43,7 @@ _UPSTREAM_RULES = (
         r"|no supported authentication",
         errors.UpstreamAuthError,
         "the repository may be private or absent: give a URL with credentials, or a key to the "
-        "daemon's user; nobody is asked",
+        "daemon's user; the daemon never prompts",
     ),
     _Rule(
         r"repository '[^']*' not found|returned error: (404|410)|repository not found"
@@ -95,37 +72,37 @@ _LOCAL_RULES = (
         r"|missing (blob|tree|commit|tag)|failed to read object|packed object"
         r"|does not match index|unable to (parse|find|read) |bad tree object|not a valid object",
         errors.CorruptObjectError,
-        "audit the mirror; a heal brings damaged objects back",
+        "audit the mirror; a heal restores damaged objects",
     ),
 )
-# How git dies of what it reads: index-pack (2.39) aborts at some damaged packs.
+# git crashes on some damaged input: index-pack (2.39) aborts on some damaged packs.
 _CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-# Of a git that git started; a hostile pack can make it die of other signals.
+# A git that git started was killed. A hostile pack can cause other signals.
 _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILINE)
-# git fetch (2.39), when its index-pack ended; one that refused a pack has said why before.
+# git fetch (2.39) says this when its index-pack died. One that refused a pack gave a reason first.
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
-# Of the repository that git was started in; an upstream's name is in quotes.
+# The repository that git was started in. Upstream's name would be in quotes.
 _NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
-# The named objects are whole: another tree, which is not named, has one of them under a wrong mode.
+# The named objects are intact: some unnamed tree has one of them under a wrong mode.
 _MISNAMED = re.compile(r"is a (?:blob|tree|commit|tag), not a |mode, but is not a ")
-_MOST_OBJECTS = 20
+_OBJECTS_MAX = 20
 
 _PROGRESS = re.compile(
     r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*"
 )
 _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
 _HEADER = re.compile(r"<= Recv header:\s*(.*)")
-_MAX_LINE = 4096
-_MAX_LINES = 400
-_MOST_TEXT = 1 << 15
+_LINE_MAX = 4096
+_LINES_MAX = 400
+_TEXT_MAX = 1 << 15
 
 
 class HttpAnswer(NamedTuple):
-    """The last HTTP answer that git got, as GIT_TRACE_CURL showed it."""
+    """The last HTTP response that git received, from GIT_TRACE_CURL."""
 
     status: int = 0
     retry_after: str | None = None
@@ -133,34 +110,33 @@ class HttpAnswer(NamedTuple):
 
     @property
     def is_garbage(self) -> bool:
-        """A page, which git would take for an empty repository of the old, dumb protocol."""
+        """A web page, which git takes for an empty repository of the dumb protocol."""
         return self.status == 200 and not (self.content_type or "").startswith("application/x-git-")
 
 
 class StderrReader:
-    """Feed it chunks; ask it for the messages at the end. Keeps the first and the last lines."""
+    """Collects the messages in git's stderr, of many the first and last; reports its progress."""
 
     def __init__(self, progress: Callable[[Progress], None] | None = None) -> None:
         self._progress = progress
         self._tail = b""
         self._first: list[str] = []
-        self._last: deque[str] = deque(maxlen=_MAX_LINES)
+        self._last: deque[str] = deque(maxlen=_LINES_MAX)
         self.http = HttpAnswer()
 
     def feed(self, chunk: bytes) -> None:
         *lines, tail = re.split(rb"[\r\n]", self._tail + chunk)
-        self._tail = tail[-_MAX_LINE:]
+        self._tail = tail[-_LINE_MAX:]
         for line in lines:
             self._take(line)
 
     def text(self) -> str:
-        """The messages that were kept."""
         tail, self._tail = self._tail, b""
         self._take(tail)
         return "\n".join([*self._first, *self._last])
 
     def _take(self, raw: bytes) -> None:
-        line = raw[:_MAX_LINE].decode("utf-8", "replace").removesuffix("\x1b[K").rstrip()
+        line = raw[:_LINE_MAX].decode("utf-8", "replace").removesuffix("\x1b[K").rstrip()
         if not line:
             return
         if trace := _TRACE.fullmatch(line):
@@ -169,12 +145,15 @@ class StderrReader:
         elif found := _PROGRESS.fullmatch(line):
             if self._progress is not None:
                 title, done, total, count = found.groups()
-                unit = title.split()[-1].lower()
-                whole = int(total) if total else None
                 self._progress(
-                    Progress(done=int(done or count), total=whole, unit=unit, note=title)
+                    Progress(
+                        done=int(done or count),
+                        total=int(total) if total else None,
+                        unit=title.split()[-1].lower(),
+                        note=title,
+                    )
                 )
-        elif len(self._first) < _MAX_LINES:
+        elif len(self._first) < _LINES_MAX:
             self._first.append(printable(line))
         else:
             self._last.append(printable(line))
@@ -198,19 +177,22 @@ def failure(
     http: HttpAnswer = HttpAnswer(),
     secrets: Iterable[str] = (),
 ) -> errors.MirrordError:
-    """The error for a git that ended with `status`; `upstream`: it talked to another repository."""
-    if len(stderr) > 2 * _MOST_TEXT:  # to look through all of it would hold up the event loop
-        stderr = f"{stderr[:_MOST_TEXT]}\n{stderr[-_MOST_TEXT:]}"
+    """Return the error for a git that ended with `status`.
+
+    `upstream` says that it talked to another repository.
+    """
+    if len(stderr) > 2 * _TEXT_MAX:  # searching all of it would block the event loop
+        stderr = f"{stderr[:_TEXT_MAX]}\n{stderr[-_TEXT_MAX:]}"
     death = f"git was killed by signal {-status}" if status < 0 else None
-    silence = death or f"git ended with status {status} and said nothing"
-    fact = masked_url(_fact(stderr) or silence, secrets)
+    no_message = death or f"git ended with status {status} and no message"
+    fact = masked(_fact(stderr) or no_message, secrets)
     complaints = [line for line in stderr.splitlines() if line.startswith(("fatal: ", "error: "))]
     if -status in _CRASHES:
         death = None
     if not death and (inner := _INNER_DEATH.search(stderr)):
         death = inner[1]
     elif not death and complaints == [_SILENT_INDEX_PACK]:
-        death = "index-pack died and said nothing"
+        death = "index-pack died without a message"
     if death:
         return errors.GitKilledError(
             f"cannot {doing}: {death}",
@@ -219,7 +201,7 @@ def failure(
         )
     if http.status == 429 or (http.status == 503 and http.retry_after):
         seconds = retry_after_seconds(http.retry_after, now=utc_now())
-        asked = "" if seconds is None else f"; it asks us to wait {seconds:g} s"
+        asked = "" if seconds is None else f"; it asks for a wait of {seconds:g} s"
         return errors.UpstreamThrottledError(
             f"cannot {doing}: upstream answers {http.status}{asked}",
             hint="the next sync waits that long; fewer mirrors per host, or credentials, "
@@ -230,12 +212,12 @@ def failure(
     if _NO_REPOSITORY.search(stderr):
         fact = "its HEAD, refs, objects or configuration are damaged"
     facts: dict[str, Any] = {"git_status": status}
-    # objects that git or upstream complains of: an id in a warning says nothing
+    # only ids in errors: those in warnings are not damaged
     named = dict.fromkeys(
         oid for line in stderr.splitlines() if _COMPLAINT.match(line) for oid in _OID.findall(line)
     )
     if named and not _MISNAMED.search(stderr):
-        facts["objects"] = list(named)[:_MOST_OBJECTS]
+        facts["objects"] = list(named)[:_OBJECTS_MAX]
     if "filtering not recognized by server" in stderr:
         facts["filter_ignored"] = True
     error: type[errors.MirrordError] = errors.GitFailedError
@@ -250,20 +232,17 @@ def failure(
 
 
 def foreign_redirect(url: str, stderr: str) -> str | None:
-    """The URL, without secrets, that git was redirected to, if it is of another host.
-
-    https that became http counts as another host.
-    """
+    """Return the masked URL of a redirect to another host, or from https to http."""
     for target in re.findall(r"(?m)^warning: redirecting to (\S+)", stderr):
         asked, answered = urlsplit(url), urlsplit(target)
         is_weaker = (asked.scheme, answered.scheme) == ("https", "http")
         if asked.hostname != answered.hostname or is_weaker:
-            return masked_url(target)
+            return masked(target)
     return None
 
 
 def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
-    """Read a Retry-After header: seconds, or an HTTP date."""
+    """Parse a Retry-After header: seconds, or an HTTP date."""
     if value is None:
         return None
     if re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII):
@@ -276,9 +255,7 @@ def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
 
 
 def _fact(stderr: str) -> str:
-    """The line that says most: the first that names an object, git's first `fatal:` or `error:`,
-    else upstream's last words.
-    """
+    """Choose a line: the first error with an object id, else git's first error, else the last."""
     lines = [
         line.strip() for line in stderr.splitlines() if line.strip() and not _NOISE.match(line)
     ]

@@ -1,16 +1,15 @@
-"""`python -m mirrord.git.forkserver`: the process that workers are forked from; a worker's loop.
+"""`python -m mirrord.git.forkserver`: the process that workers are forked from, and their loop.
 
-It has loaded what workers need and opened nothing, and it has one thread, so that a fork holds
-nothing half done. A worker is there in 10 ms instead of 200 and shares what was loaded. The server
-ends when the daemon's end of its socket closes, however the daemon ended; the kernel ends the
-workers with it.
+It has one thread, has imported what workers need and has opened no file, so a fork is safe. A
+worker is ready in 10 ms instead of 200 and shares the imported modules. The server ends when the
+daemon's end of its socket closes, however the daemon ends; the kernel ends the workers with it.
 """
 
 import gc
 import sys
 
-gc.disable()  # what an import makes is no garbage; workers collect theirs
-sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # structlog loads all of it
+gc.disable()  # imports make no garbage; workers turn it on again
+sys.modules.setdefault("rich", None)  # type: ignore[arg-type]  # structlog would import all of it
 
 import os
 import pickle
@@ -26,16 +25,16 @@ from ..errors import MirrordError
 from ..host.processes import die_with_parent, limit_memory, resident_bytes, trim_memory
 
 _TRIM_STEP_BYTES = 32 * 1024**2
-_LOW = 10  # as git children of background work
+_LOW_NICE = 10  # as for background git children (`git/command.py`)
 
 
 def main() -> None:
-    """Fork a worker for each socket that arrives; answer its pidfd."""
+    """Fork a worker for each socket received, and send back its pidfd."""
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
-        with suppress(Exception):  # the caller of what cannot be loaded gets the error
+        with suppress(Exception):  # a call into it will raise the error
             import_module(name)
-    gc.freeze()  # stays shared with the workers
+    gc.freeze()  # a collection in a worker would write to, and so copy, the shared pages
     server = os.getpid()
     signal.signal(signal.SIGCHLD, _reap)
     while True:
@@ -43,12 +42,12 @@ def main() -> None:
         if not descriptors:
             return None
         with socket.socket(fileno=descriptors[0]) as connection:
-            # no reaping before there is a pidfd: the number could be another process's
+            # reap no child before its pidfd is open: its pid could be reused
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             if (pid := os.fork()) == 0:
                 control.close()
                 die_with_parent(server)
-                os.nice(_LOW if priority == b"\1" else 0)
+                os.nice(_LOW_NICE if priority == b"\1" else 0)
                 return _serve(connection)
             pidfd = os.pidfd_open(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -63,14 +62,14 @@ def _reap(*_: object) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Take calls until the daemon closes the connection, or is gone in the middle of one."""
+    """Perform calls until the daemon closes the connection or dies."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     limit_memory()
     gc.enable()
     trimmed_at_bytes = 0
     stream = connection.makefile("rb")
-    with suppress(ConnectionError):  # the kernel may be a moment late to end us with the server
+    with suppress(ConnectionError):  # the daemon died; the kernel has yet to kill this worker
         while length := stream.read(8):
             answer = _perform(stream.read(int.from_bytes(length)))
             connection.sendall(len(answer).to_bytes(8))
@@ -82,7 +81,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _perform(call: bytes) -> bytes:
-    """A pickled pair: result and error, one of them None."""
+    """Return a pickled pair of result and error; one of them is None."""
     try:
         prepare, context, function, args = pickle.loads(call)
         del call
@@ -96,7 +95,7 @@ def _perform(call: bytes) -> bytes:
         error.add_note("".join(traceback.format_exception(error)))
         try:
             pickle.loads(answer := pickle.dumps((None, error)))
-        except Exception:  # noqa: BLE001  (it cannot cross)
+        except Exception:  # noqa: BLE001  (it does not survive pickling)
             return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
         return answer
 

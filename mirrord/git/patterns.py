@@ -1,8 +1,8 @@
-"""What `.gitignore` and `.gitattributes` files say of a path, exactly as git 2.39 does.
+"""`.gitignore` and `.gitattributes`: which paths they match, exactly as in git 2.39.
 
-Follows `parse_path_pattern`, `match_basename` and `match_pathname` of dir.c, wildmatch.c, whose
-patterns become regular expressions, and attr.c. Only the files of the tree count: none of the
-machine, of a user or in a `.git`. Pure: reads no file. Paths are from the top of the tree.
+Follows `parse_path_pattern`, `match_basename` and `match_pathname` of dir.c, and attr.c; the
+patterns of wildmatch.c become regular expressions. Only files of the tree count: none of the host,
+of a user or in a `.git`. Pure: reads no file. Paths are relative to the top of the tree.
 """
 
 import re
@@ -32,9 +32,9 @@ _NEVER = re.compile(rb"(?!)")
 
 
 class Pattern(NamedTuple):
-    """One pattern. `literal` is what stands before its first wildcard; the whole, if it has none.
+    """One pattern. `literal` is its part before the first wildcard.
 
-    `is_name` matches the last part of a path alone, `suffix` its end.
+    With `is_name` it matches only the last component of a path; with `suffix` that one's end.
     """
 
     text: bytes
@@ -45,8 +45,9 @@ class Pattern(NamedTuple):
     negative: bool
 
     def matches(self, base: bytes, path: bytes, name: bytes) -> bool:
-        """Whether it matches `path`, whose last part is `name`. Its file is in `base`, which is
-        empty or ends with a slash, and which the path is below.
+        """Return whether it matches `path`, whose last component is `name`.
+
+        `base` is the directory of the pattern's file: empty, or a prefix of `path` with a slash.
         """
         if self.is_name:
             if len(self.literal) == len(self.text):
@@ -60,7 +61,7 @@ class Pattern(NamedTuple):
         at += len(self.literal)
         if len(self.literal) == len(self.text):
             return at == len(path)
-        # git matches what is left: `foo**/x` is `foo`, then `**/x`
+        # git matches the remainder by itself: `foo**/x` is `foo`, then `**/x`
         return bool(_compiled(self.text[len(self.literal) :], True).fullmatch(path, at))
 
 
@@ -69,7 +70,7 @@ def parse_pattern(text: bytes) -> Pattern:
     text = text[negative:]
     found = _SPECIAL.search(text)
     literal = len(text) if found is None else found.start()
-    # `no_wildcard` looks at the slash at the end too, which is none
+    # `no_wildcard` runs before the slash at the end is removed
     is_suffix = text.startswith(b"*") and not _SPECIAL.search(text, 1)
     directory_only = text.endswith(b"/")
     if directory_only:
@@ -84,8 +85,8 @@ def parse_pattern(text: bytes) -> Pattern:
 class _IgnoreFile(NamedTuple):
     """The patterns of a `.gitignore`, the last first, as they are tried.
 
-    Most paths match none. `names`, `suffixes`, `starts` and `globs` are of all patterns together,
-    and say so in four steps instead of one for each pattern.
+    Most paths match none. `names`, `suffixes`, `starts` and `globs` join all patterns, so that four
+    look-ups rule them out.
     """
 
     patterns: list[Pattern]
@@ -127,15 +128,16 @@ def _parse_ignore_file(content: bytes) -> _IgnoreFile:
 
 
 def _trimmed(line: bytes) -> bytes:
-    """The line without blanks at its end, but for one behind a backslash."""
+    """Strip trailing blanks, except one after a backslash."""
     kept = line.rstrip(b" ")
     is_escaped = (len(kept) - len(kept.rstrip(b"\\"))) % 2
     return line[: len(kept) + is_escaped]
 
 
 class Ignores:
-    """What the `.gitignore` files of a tree ignore, from the top down: a directory that is ignored
-    stays so with all in it. `read` gives the file of a directory, or None.
+    """The ignored paths of a tree. Everything in an ignored directory is ignored.
+
+    `read` returns the `.gitignore` of a directory, or None.
     """
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
@@ -154,9 +156,7 @@ class Ignores:
         return False
 
     def _enter(self, directory: bytes) -> None:
-        """Find the files that speak of names in a directory, the nearest first, each with its base;
-        none where it is ignored.
-        """
+        """Find the files that apply in a directory, the nearest first; None if it is ignored."""
         files: list[tuple[bytes, _IgnoreFile]] | None = []
         if directory:
             is_ignored = self.match(directory, is_directory=True)
@@ -169,7 +169,7 @@ class Ignores:
 
 @lru_cache(maxsize=1024)
 def _compiled(glob: bytes, is_path: bool) -> re.Pattern[bytes]:
-    """A regular expression for wildmatch's `glob`; with `is_path` a star matches no slash."""
+    """Translate a wildmatch glob; with `is_path`, `*` matches no slash."""
     try:
         return re.compile(b"".join(_translated(glob, is_path)), re.DOTALL)
     except _NeverMatches:
@@ -177,7 +177,7 @@ def _compiled(glob: bytes, is_path: bool) -> re.Pattern[bytes]:
 
 
 class _NeverMatches(Exception):
-    """git aborts at such a glob."""
+    """git aborts the match of such a glob."""
 
 
 def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
@@ -189,12 +189,12 @@ def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
             stars = at
             while glob[at : at + 1] == b"*":
                 at += 1
-            rest = glob[at : at + 2]
+            following = glob[at : at + 2]
             opens = stars == 0 or glob[stars - 1 : stars] == b"/"
-            closes = rest[:1] in (b"", b"/") or rest == b"\\/"
+            closes = following[:1] in (b"", b"/") or following == b"\\/"
             if at - stars == 1 or not (is_path and opens and closes):
                 yield some
-            elif rest[:1] == b"/":
+            elif following[:1] == b"/":
                 yield b"(?:.*/)?"
                 at += 1
             else:
@@ -220,8 +220,9 @@ def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
 
 
 def _bracket(glob: bytes, at: int) -> tuple[set[int], bool, int]:
-    """The members of a bracket whose content begins at `at`, whether they are excluded, and the end
-    behind it. `dowild` takes a `]` or `-` at its beginning as a member.
+    """Return a bracket's members, whether it is negated, and the position after it.
+
+    Its content begins at `at`. A `]` or `-` in first place is a member (`dowild`).
     """
     negated = glob[at : at + 1] in (b"!", b"^")
     at += negated
@@ -261,7 +262,7 @@ def _byte(glob: bytes, at: int) -> int:
 # -- attributes ------------------------------------------------------------------------------------
 
 State = bool | str | None
-"""Set, unset, a value; None is unspecified."""
+"""True is set, False unset, a string a value, None unspecified."""
 _States = list[tuple[str, State]]
 
 _LINE_LIMIT_BYTES = 2048
@@ -276,10 +277,7 @@ class _Line(NamedTuple):
 
 
 class Attributes:
-    """The attributes of paths, by the `.gitattributes` files on the way to each.
-
-    `read` gives the file of a directory, which is empty for the top, or None.
-    """
+    """The attributes of paths. `read` returns the `.gitattributes` of a directory, or None."""
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
         self._read = read
@@ -287,7 +285,7 @@ class Attributes:
         self._macros = {"binary": _states(b"-diff -merge -text") or []}
 
     def find(self, path: bytes) -> dict[str, State]:
-        """The attributes that something is said of, for a file."""
+        """Return the attributes of a file that are mentioned."""
         found: dict[str, State] = {}
         above, _, name = path.rpartition(b"/")
         if (files := self._files.get(above)) is None:
@@ -299,7 +297,7 @@ class Attributes:
         return found
 
     def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_Line]]]:
-        """The files that speak of names in a directory, the nearest first, each with its base."""
+        """Return the files that apply in a directory, the nearest first, each with its base."""
         if (found := self._files.get(directory)) is None:
             found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
             if content := self._read(directory):
@@ -330,12 +328,12 @@ def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
         if not line or line.startswith(b"#"):
             continue
         if (quoted := unquoted(line)) is not None:
-            name, rest = quoted
+            name, words = quoted
         else:
             name = re.split(rb"[ \t\r\n]", line, maxsplit=1)[0]
-            rest = line[len(name) :]
+            words = line[len(name) :]
         is_macro = name.startswith(_MACRO) and len(name) > len(_MACRO)
-        if (states := _states(rest)) is None:
+        if (states := _states(words)) is None:
             continue
         if is_macro:
             name = name[len(_MACRO) :].lstrip(_BLANK)
@@ -347,7 +345,7 @@ def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
 
 
 def _states(text: bytes) -> _States | None:
-    """The attributes of a line, the last first; None where git refuses the line."""
+    """Parse the attributes of a line, the last first; None if git rejects the line."""
     states: _States = []
     for word in re.split(rb"[ \t\r\n]+", text.strip(_BLANK)):
         name, equals, value = word.partition(b"=")
@@ -366,7 +364,7 @@ def _states(text: bytes) -> _States | None:
     return states[::-1]
 
 
-# -- names in quotes -------------------------------------------------------------------------------
+# -- quoted names ----------------------------------------------------------------------------------
 
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\(?:[abfnrtv\\"]|[0-3][0-7]{2}))*)"', re.DOTALL)
 _ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
@@ -374,9 +372,7 @@ _ESCAPED = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
 
 
 def unquoted(text: bytes) -> tuple[bytes, bytes] | None:
-    """The name in C's quotes that a text begins with, and what follows; None without a sound one
-    (unquote_c_style).
-    """
+    """Split a leading C-quoted name from what follows; None without one (`unquote_c_style`)."""
     found = _QUOTED.match(text)
     return (_ESCAPE.sub(_unescaped, found[1]), text[found.end() :]) if found else None
 

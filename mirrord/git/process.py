@@ -1,8 +1,9 @@
-"""Child processes: started by vfork, awaited on the event loop, gone when their block is left.
+"""Child processes, awaited on the event loop and ended with their block; git's environment.
 
-asyncio's own subprocess reaps a child when it ends, and the number of its group may be another's
-then. Here the group is killed first. Also what every git child gets: its whole environment, with
-the safe configuration in it.
+asyncio's own subprocess reaps a child as soon as it ends. From then on the number of its process
+group may be reused, and its remaining members can no longer be killed safely. Here the group is
+killed before the child is reaped. Every git child gets its whole environment from here, with the
+safe configuration in it.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from ..host.processes import search_path
 NOTHING = subprocess.DEVNULL
 PIPE = subprocess.PIPE
 Process = subprocess.Popen[bytes]
-Stream = BinaryIO | int  # a file, or one of the two above
+Stream = BinaryIO | int  # a file, NOTHING or PIPE
 
 _GRACE_S = 2.0
 _CHUNK = 1 << 16
@@ -42,9 +43,9 @@ def start(
     stdin: Stream = NOTHING,
     stdout: Stream = PIPE,
 ) -> Process:
-    """Start a command as the leader of a session, with no terminal to ask on and stderr a pipe.
+    """Start a command in a session of its own, with stderr as a pipe and no terminal to prompt on.
 
-    Its stdin is a file, never a pipe: nobody has to write while it runs.
+    Its stdin is a file, never a pipe that must be fed while it runs.
     """
     try:
         return subprocess.Popen(
@@ -65,15 +66,15 @@ def start(
 
 
 class Child:
-    """A process that runs until the block is left: `async with Child(start(…)) as child`.
+    """A process that is ended with its block: `async with Child(start(…)) as child`.
 
-    Start it on the event loop's thread: a child that dies with its parent dies with the *thread*
-    that started it.
+    Start it on the event loop's thread: PR_SET_PDEATHSIG kills a child when the *thread* that
+    started it ends.
     """
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._gone = anyio.Event()
+        self._ended = anyio.Event()
         try:
             self._pidfd = os.pidfd_open(process.pid)
         except BaseException:
@@ -94,7 +95,7 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the group: politely, so that git removes its temporary files, then for good."""
+        """End the group: SIGTERM, so that git removes its temporary files, then SIGKILL."""
         with anyio.CancelScope(shield=True):
             self.signal(signal.SIGTERM)
             try:
@@ -110,28 +111,28 @@ class Child:
     @property
     def status(self) -> int | None:
         """None while it runs; negative for a signal."""
-        return self._process.returncode if self._gone.is_set() else None
+        return self._process.returncode if self._ended.is_set() else None
 
     async def wait(self) -> int:
-        await self._gone.wait()
+        await self._ended.wait()
         return self._process.returncode
 
     async def read_stdout(self) -> bytes:
-        """The next bytes; empty at the end, or without a pipe. A child that is not read waits."""
+        """Read the next bytes; empty at the end, or without a pipe. An unread child blocks."""
         return await self._read(self._process.stdout)
 
     async def read_stderr(self) -> bytes:
         return await self._read(self._process.stderr)
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the group: its number is its own until the leader was reaped."""
-        if not self._gone.is_set():
+        """Signal the group. Its number is not reused before the leader is reaped."""
+        if not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     async def _read(self, pipe: IO[bytes] | None) -> bytes:
         while pipe is not None:
-            await anyio.wait_readable(pipe)  # first, else a fast writer holds up the loop
+            await anyio.wait_readable(pipe)  # always, so that a fast writer cannot hold the loop
             piece: bytes | None = pipe.read(_CHUNK)
             if piece is not None:
                 return piece
@@ -142,12 +143,12 @@ class Child:
         os.close(self._pidfd)
         self.signal(signal.SIGKILL)
         self._process.wait()
-        self._gone.set()
+        self._ended.set()
 
 
 @contextlib.contextmanager
 def in_memory(data: bytes) -> Iterator[BinaryIO]:
-    """A file without a name, to be read by a child from its beginning."""
+    """Make a file in memory, to be read by a child from its beginning."""
     with open(os.memfd_create("stdin"), "w+b") as file:
         file.write(data)
         file.seek(0)
@@ -155,7 +156,7 @@ def in_memory(data: bytes) -> Iterator[BinaryIO]:
 
 
 def run_to_end(process: Process, timeout: timedelta) -> tuple[int, bytes, bytes] | None:
-    """Status, stdout and stderr, without an event loop; None, and the group killed, if too late."""
+    """Wait without an event loop; return status, stdout and stderr, or None after a timeout."""
     with process:
         try:
             stdout, stderr = process.communicate(timeout=timeout.total_seconds())
@@ -168,9 +169,9 @@ def run_to_end(process: Process, timeout: timedelta) -> tuple[int, bytes, bytes]
 
 
 def start_module(name: str, connection: socket.socket, arguments: Sequence[str]) -> Process:
-    """Run a module of ours in another interpreter, with a socket as its first argument.
+    """Run a module of ours in a new interpreter; its first argument is the number of a socket.
 
-    -P: without it, Python looks for modules in the working directory first, where a json.py in a
+    Without -P, Python would look for modules in the working directory first: a json.py in a
     checkout would run as root.
     """
     number = connection.fileno()
@@ -178,7 +179,7 @@ def start_module(name: str, connection: socket.socket, arguments: Sequence[str])
     return subprocess.Popen(
         [sys.executable, "-P", "-m", name, str(number), *arguments],
         env={**os.environ, "PYTHONPATH": path},
-        cwd="/",  # a directory that is a process's own cannot be unmounted
+        cwd="/",  # a file system with a process's working directory cannot be unmounted
         stdin=NOTHING,
         pass_fds=(number,),
         start_new_session=True,
@@ -186,7 +187,7 @@ def start_module(name: str, connection: socket.socket, arguments: Sequence[str])
 
 
 def await_end(process: Process) -> None:
-    """Wait for a process that was asked to end; kill it where it does not."""
+    """Wait for a process that was asked to end; kill it if it does not."""
     try:
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
@@ -194,19 +195,19 @@ def await_end(process: Process) -> None:
         process.wait()
 
 
-# -- the environment of a git child: explicit, nothing of the caller's ----------------------------
+# -- the environment of a git child: explicit, nothing inherited -----------------------------------
 #
-# The table of safe configuration travels as GIT_CONFIG_COUNT and friends, not as `-c`, so that a
-# process list shows the command and nothing else; both outrank every configuration file.
+# Safe configuration is passed by GIT_CONFIG_COUNT and friends instead of `-c`, so that a process
+# list shows only the command. Both outrank every configuration file.
 
 _PASSED_ON = (
     "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
     "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""A machine's way to the network."""
+"""How this machine reaches the network."""
 
 _SAFE: tuple[tuple[str, str], ...] = (
-    # nothing of a repository's own configuration may run
+    # no program that a repository's own configuration names may run
     ("core.hooksPath", "/dev/null"),
     ("core.fsmonitor", "false"),
     ("core.attributesFile", "/dev/null"),
@@ -224,16 +225,16 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("init.defaultBranch", "main"),
     # a replace ref changes what a recorded commit checks out to
     ("core.useReplaceRefs", "false"),
-    # we say when a repository is packed
+    # only `mirrors/maintenance.py` packs a mirror
     ("gc.auto", "0"),
     ("gc.autoDetach", "false"),
     ("maintenance.auto", "false"),
     ("fetch.writeCommitGraph", "false"),
-    # we write none, and git believes whatever one says
+    # we write none, and git does not verify a bitmap
     ("pack.useBitmaps", "false"),
-    # Gitaly's choice; git's default does not flush references
+    # as Gitaly does; git's default does not flush references
     ("core.fsync", "objects,derived-metadata,reference"),
-    # land as packs: libgit2 1.9 hangs on a torn loose object
+    # fetched objects stay in packs: libgit2 1.9 hangs on a truncated loose object
     ("transfer.unpackLimit", "1"),
     ("fetch.unpackLimit", "1"),
     ("pack.writeReverseIndex", "true"),
@@ -253,34 +254,34 @@ _HARMLESS = (
     "missingSpaceBeforeEmail", "missingTaggerEntry", "multipleAuthors", "nulInCommit",
     "zeroPaddedDate", "zeroPaddedFilemode",
 )  # fmt: skip
-"""fsck's names for slips in real histories that change no tree: who and when."""
+"""fsck's names for faults in authors and dates, which real histories have; no tree is affected."""
 
 STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
-"""An option of `git index-pack`, which reads no configuration about it."""
+"""For `git index-pack`, which does not read `fetch.fsck.*`."""
 
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
-"""Neither file is needed to read a repository, and each can hide that an object is missing."""
+"""Options of git: both files are optional, and each can hide that an object is missing."""
 
 _HELPER = (
     '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
     ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
 )
-_OURS = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
+_CONFIGURATION = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
 
 
-def _configured(config: Sequence[tuple[str, str]]) -> dict[str, str]:
-    environment = {"GIT_CONFIG_COUNT": str(len(config))}
-    for number, (key, value) in enumerate(config):
+def _as_variables(configuration: Sequence[tuple[str, str]]) -> dict[str, str]:
+    environment = {"GIT_CONFIG_COUNT": str(len(configuration))}
+    for number, (key, value) in enumerate(configuration):
         environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return environment
 
 
-_CONFIG = _configured(_OURS)
+_VARIABLES = _as_variables(_CONFIGURATION)
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An upstream: a URL without secrets, for the command line, and its secrets."""
+    """An upstream: a URL without secrets, for the command line, and the credentials."""
 
     url: str
     username: str | None = field(default=None, repr=False)
@@ -298,8 +299,8 @@ class Remote:
 def child_environment(
     *, home: Path, remote: Remote | None = None, extra: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The whole environment of one git child. `remote` adds its credentials, for that host only."""
-    environment = _CONFIG | {
+    """Return the whole environment of a git child. `remote`'s credentials serve its host only."""
+    environment = _VARIABLES | {
         "PATH": search_path(),
         "HOME": str(home),
         "LC_ALL": "C.UTF-8",
@@ -311,13 +312,13 @@ def child_environment(
         "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
         "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
         "GIT_NO_REPLACE_OBJECTS": "1",
-        # a repository's own grafts and shallow file would cut history short; empty means none
+        # a repository's grafts and shallow file would cut history short; empty means none
         "GIT_GRAFT_FILE": "/nonexistent",
         "GIT_SHALLOW_FILE": "",
         "GIT_NO_LAZY_FETCH": "1",
         "GIT_OPTIONAL_LOCKS": "0",
         "GIT_ADVICE": "0",
-        "GIT_FLUSH": "0",  # else `rev-list` writes commit by commit into a pipe
+        "GIT_FLUSH": "0",  # else `rev-list` flushes each commit into a pipe
     }
     if remote is not None:
         environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -327,17 +328,17 @@ def child_environment(
             # bound to scheme, host and port: a redirect to another host gets nothing
             parts = urlsplit(remote.url)
             helper = f"credential.{parts.scheme}://{parts.netloc}.helper"
-            environment |= _configured((*_OURS, (helper, _HELPER)))
+            environment |= _as_variables((*_CONFIGURATION, (helper, _HELPER)))
             environment["MIRRORD_UPSTREAM_USERNAME"] = remote.username
             environment["MIRRORD_UPSTREAM_PASSWORD"] = remote.password or ""
     return environment | dict(extra or {})
 
 
 def make_home(home: Path) -> None:
-    """Make the directory that becomes HOME. An intact file stays: a full disk would leave it empty.
+    """Make the directory that becomes HOME, with a .gitconfig.
 
-    upload-pack of a local upstream does not get our environment's configuration, and refuses a
-    repository of another user.
+    upload-pack of a local upstream ignores configuration in the environment, and refuses a
+    repository of another user. An intact file is kept: on a full disk a rewrite would empty it.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     file, text = home / ".gitconfig", "[safe]\n\tdirectory = *\n"

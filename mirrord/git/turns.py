@@ -1,8 +1,8 @@
-"""Who is next: turns of scarce work, shared work, and the gate of requests.
+"""Fair scheduling by user: turns for scarce work, shared work, and the gate for requests.
 
-A user holds a bounded number of turns; background work comes last. The user with the fewest is
-next, then the one served longest ago. Work that several wait for counts for whichever of them is
-next, so that nobody inherits the place of a user with a long queue.
+A user holds a bounded number of turns, and background work comes last. The user with the fewest
+turns is next; among equals the one served longest ago. Work that several users wait for takes the
+best place that any of them has, so no user waits in another's queue.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ if TYPE_CHECKING:  # workers load this module, and no pydantic
     from ..config import AccessSettings
 
 HOUSEKEEPING = -1
-"""The user that stands for work in everybody's interest, such as removing released checkouts."""
+"""A pseudo-user for work in the interest of all, such as removing released checkouts."""
 
 _askers: "ContextVar[Askers | None]" = ContextVar("git_askers", default=None)
 _clock = itertools.count(1)
 
 
 class Askers:
-    """The uids that wait for one piece of work; none for background work."""
+    """The uids that wait for a piece of work; empty for background work."""
 
     def __init__(self, *uids: int) -> None:
         self.uids = list(uids)
@@ -46,12 +46,12 @@ class Askers:
         return _askers.get() or Askers()
 
     def bind(self) -> None:
-        """Make the present task, and the tasks that it starts from now on, work for these."""
+        """Make this task, and the tasks it starts from now on, work for these users."""
         _askers.set(self)
 
     @contextmanager
     def joined(self, others: "Askers") -> Iterator[None]:
-        """Work for those who wait for `others` too, inside the block."""
+        """Count the users of `others` among these inside the block."""
         uids = list(others.uids)
         self.uids += uids
         for queue in list(self.queues):
@@ -68,14 +68,14 @@ class _Turn:
     askers: Askers
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     uid: int | None = None
-    """The user it counts for, once it has begun; None is background work."""
+    """Once it has begun: the user it counts for; None is background work."""
 
 
 class Turns:
-    """At most `most` turns at a time: `each` for one user, `background` for background work.
+    """Grants up to `most` turns at a time: `each` to one user, `background` to background work.
 
-    A single turn is a lock: its holder works for the users who wait for it too, and passes through
-    other queues as they would. Belongs to one event loop.
+    A single turn is a lock with priority inheritance: its holder also takes the place of those who
+    wait for it in other queues. Belongs to one event loop.
     """
 
     def __init__(self, most: int = 1, *, each: int = 1, background: int = 1) -> None:
@@ -86,7 +86,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[int | None]:
-        """Wait for a turn, and hold it inside the block; answers the user it counts for."""
+        """Wait for a turn, and hold it inside the block. Yields the user it counts for."""
         turn = _Turn(Askers.present())
         self._waiting.append(turn)
         turn.askers.queues.append(self)
@@ -104,7 +104,7 @@ class Turns:
             self.admit()
 
     def waiting(self) -> Counter[int | None]:
-        """How many turns are waited for, by the first user who asked."""
+        """Count the waiting turns, each by the first of its users."""
         return Counter(next(iter(turn.askers.uids), None) for turn in self._waiting)
 
     def admit(self) -> None:
@@ -119,7 +119,7 @@ class Turns:
             self._served.clear()
 
     def _choose(self) -> tuple[_Turn, int | None] | None:
-        """The next turn and the user it counts for; None where nobody may begin."""
+        """Return the next turn and the user it counts for; None if none may begin."""
         running = [turn.uid for turn in self._running]
         best: tuple[tuple[bool, int, int], _Turn, int | None] | None = None
         for turn in self._waiting:
@@ -133,11 +133,11 @@ class Turns:
         return best[1:] if best else None
 
 
-# -- work that several callers ask for at the same time runs once ----------------------------------
+# -- shared work: callers that ask for the same thing at the same time -----------------------------
 #
-# A caller joins work of the same key until the work looks at facts that may change
-# (`SharedWork.close`); later callers share the next run, so no result is older than its question.
-# The work is cancelled when its last caller was. It takes its turns for all callers.
+# Callers join work of the same key until it reads facts that may change (`SharedWork.close`). Later
+# callers share the next run, so no result is older than the call. The work takes turns for all its
+# callers, and is cancelled with the last of them.
 
 T = TypeVar("T")
 Run = Callable[["SharedWork[T]"], Coroutine[None, None, T]]
@@ -145,7 +145,7 @@ Run = Callable[["SharedWork[T]"], Coroutine[None, None, T]]
 
 @dataclass(slots=True, eq=False)
 class SharedWork(Generic[T]):
-    """One run of the work, as the work itself sees it. After `close` nobody joins it."""
+    """One run of the work, as passed to it. After `close` no caller joins it."""
 
     close: Callable[[], None]
     askers: Askers = field(default_factory=Askers)
@@ -159,7 +159,7 @@ class SharedWork(Generic[T]):
 
 
 class Coalescer(Generic[T]):
-    """Shared work by key."""
+    """Runs shared work, by key."""
 
     def __init__(self) -> None:
         self._open: dict[str, SharedWork[T]] = {}
@@ -169,7 +169,7 @@ class Coalescer(Generic[T]):
         return key in self._open
 
     async def join(self, key: str, run: Run[T], progress: ProgressSink | None = None) -> T:
-        """Wait for the open work of that key, or begin it with `run`."""
+        """Wait for the open work of a key, or begin it with `run`."""
         work = self._open.get(key) or self._begin(key, run)
         sinks = [progress] if progress else []
         work.callers += 1
@@ -205,7 +205,7 @@ class Coalescer(Generic[T]):
         return work
 
     async def close(self) -> None:
-        """Cancel everything and wait for its end."""
+        """Cancel all work and wait for its end."""
         for work in list(self._running):
             await self._cancel(work)
 
@@ -217,22 +217,22 @@ class Coalescer(Generic[T]):
             work.task.exception()
 
 
-# -- the gate of requests: who begins next, who waits, who is told to come again -----------------
+# -- the gate: which request begins next, which wait, which are refused ----------------------------
 #
-# A turn of the event loop begins one request, that of the user served longest ago, so that nobody
-# waits behind the queue of another. A user with one request at a time begins at once. While there
-# is such a user, those with many at once get a part of the machine together, measured in seconds of
-# the loop and of workers: a queue alone is not enough, since the loop and the processors would be
-# busy whenever a single request arrives.
+# Each iteration of the event loop begins one request, that of the user served longest ago, so no
+# user waits behind another's queue. A user with a single request begins at once. While there is
+# such a user, the crowd (users with several requests at once) shares a part of the machine,
+# measured in seconds of the loop and of workers. A queue alone would not do: the loop and the
+# processors would be busy whenever a single request arrives.
 
 WORKING = 64
-"""Requests of one user that are worked on at a time; the others wait."""
+"""How many requests of one user run at a time; the others wait."""
 WAITING = 2048
-"""Requests of all users that wait; an administrator's is always taken."""
+"""How many requests of all users may wait. An administrator's is always accepted."""
 CROWD_SHARE = 0.25
-"""Seconds of the machine a second for those with many requests, while others have single ones."""
-_SINGLE_S = 0.1  # so long around a single request its user is thought to have another
-_DEBT_S = 0.25  # so much of what a crowd took at once is held against it
+"""Seconds of the machine per second for the crowd, while other users have single requests."""
+_SINGLE_S = 0.1  # how long after a single request its user is expected to send another
+_DEBT_MAX_S = 0.25
 _USERS = 256
 
 
@@ -257,11 +257,11 @@ class Gate:
     ) -> None:
         self._limits, self._clock = limits, clock
         self._users: dict[int, _User] = {}
-        self._single: dict[int, float] = {}  # when each user's last single request began
+        self._last_single: dict[int, float] = {}  # when each user last had a single request
         self._served = 0
         self._debt_s, self._settled_at = 0.0, clock()
-        self._turn: asyncio.Handle | None = None
-        self._is_late = False  # the turn waits for the debt to shrink
+        self._next: asyncio.Handle | None = None
+        self._is_delayed = False  # `_next` waits until the crowd's debt is paid
 
     @property
     def waiting(self) -> int:
@@ -272,34 +272,34 @@ class Gate:
         return sum(each.working for each in self._users.values())
 
     def unanswered(self) -> dict[int, int]:
-        """Requests at work or waiting, by user."""
+        """Count running and waiting requests by user."""
         return {uid: each.requests for uid, each in self._users.items() if each.requests}
 
     @asynccontextmanager
     async def entered(self, uid: int, *, is_admin: bool) -> AsyncIterator[None]:
-        """Wait for the user's turn, and count a request inside the block.
+        """Wait for the user's turn, and count a request as running inside the block.
 
-        Raises TooManyRequestsError at a limit of the user and OverloadedError where the queue is
-        full, neither for an administrator.
+        Raises TooManyRequestsError at a limit of the user, OverloadedError if the queue is full;
+        neither for an administrator.
         """
         if len(self._users) > _USERS:
             self._users = {uid: each for uid, each in self._users.items() if each.requests}
         user = self._users.setdefault(uid, _User())
         if not is_admin:
-            self._must_be_within(uid, user)
+            self._check_limits(uid, user)
         is_single = not user.requests
-        await self._begun(uid, user)
+        await self._wait_for_turn(uid, user)
         try:
             yield
         finally:
             user.working -= 1
             if is_single:
-                self._single[uid] = self._clock()
-            self._look()
+                self._last_single[uid] = self._clock()
+            self._schedule()
 
     @types.coroutine
     def metered(self, uid: int, work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-        """Do the work, and charge the user with what it takes of the event loop."""
+        """Run a coroutine, and charge the user for its time on the event loop."""
         step = partial(work.send, None)
         while True:
             began = time.perf_counter()
@@ -313,18 +313,16 @@ class Gate:
             try:
                 yield awaited
                 step = partial(work.send, None)
-            except BaseException as error:  # noqa: BLE001  a cancellation, which is the work's
+            except BaseException as error:  # noqa: BLE001  (a cancellation, for the coroutine)
                 step = partial(work.throw, error)
 
     def charge(self, uids: Collection[int], seconds: float) -> None:
-        """Count seconds of the loop or of a worker, by all who wait for what was done."""
+        """Charge seconds of the loop or of a worker to the users who wait for the work."""
         users = [self._users[uid] for uid in uids if uid in self._users]
         if users and all(user.requests > 1 for user in users):
-            self._debt_s = min(self._debt() + seconds, _DEBT_S)
+            self._debt_s = min(self._debt() + seconds, _DEBT_MAX_S)
 
-    # -- who may begin -----------------------------------------------------------------------------
-
-    def _must_be_within(self, uid: int, user: _User) -> None:
+    def _check_limits(self, uid: int, user: _User) -> None:
         limits, now = self._limits(), self._clock()
         if user.requests >= limits.requests_per_user:
             fact = f"{user.requests} are unanswered"
@@ -341,7 +339,7 @@ class Gate:
             user.tokens -= 1
         if self.waiting >= WAITING:
             raise OverloadedError(
-                f"cannot take another request: {WAITING} wait already",
+                f"cannot accept another request: {WAITING} are waiting",
                 hint="try again a little later",
                 retry_after=1,
             )
@@ -349,16 +347,16 @@ class Gate:
     def _too_many(
         self, reason: str, uid: int, fact: str, hint: str, *, retry_after: float
     ) -> TooManyRequestsError:
-        message = f"cannot take another request of uid {uid}: {fact}"
+        message = f"cannot accept another request of uid {uid}: {fact}"
         return TooManyRequestsError(message, hint=hint, reason=reason, retry_after=retry_after)
 
-    async def _begun(self, uid: int, user: _User) -> None:
+    async def _wait_for_turn(self, uid: int, user: _User) -> None:
         if not user.requests:
-            self._single[uid] = self._clock()
+            self._last_single[uid] = self._clock()
         turn = asyncio.get_running_loop().create_future()
         user.waiting.append(turn)
-        if self._turn is None or self._is_late:
-            self._admit()  # it need not wait for a turn of the loop
+        if self._next is None or self._is_delayed:
+            self._admit()  # now rather than in the next iteration of the loop
         try:
             await turn
         except BaseException:
@@ -366,19 +364,19 @@ class Gate:
                 user.waiting.remove(turn)
             elif not turn.cancelled():
                 user.working -= 1
-                self._look()
+                self._schedule()
             raise
 
-    def _look(self) -> None:
-        if self._turn is None and self.waiting:
-            self._turn = asyncio.get_running_loop().call_soon(self._admit)
+    def _schedule(self) -> None:
+        if self._next is None and self.waiting:
+            self._next = asyncio.get_running_loop().call_soon(self._admit)
 
     def _admit(self) -> None:
-        """Begin one request, and look again at the next turn of the loop."""
+        """Begin one request, and schedule the next."""
         loop = asyncio.get_running_loop()
-        if self._turn is not None:
-            self._turn.cancel()
-        self._turn, self._is_late = None, False
+        if self._next is not None:
+            self._next.cancel()
+        self._next, self._is_delayed = None, False
         ready = [each for each in self._users.values() if each.waiting and each.working < WORKING]
         free = [each for each in ready if not self._is_held_back(each)]
         if free:
@@ -387,18 +385,18 @@ class Gate:
             user.served = self._served
             user.working += 1
             user.waiting.popleft().set_result(None)
-            self._turn = loop.call_soon(self._admit)
+            self._next = loop.call_soon(self._admit)
         elif ready:
-            self._is_late = True
-            self._turn = loop.call_later(self._debt() / CROWD_SHARE, self._admit)
+            self._is_delayed = True
+            self._next = loop.call_later(self._debt() / CROWD_SHARE, self._admit)
 
     def _is_held_back(self, user: _User) -> bool:
-        """Whether it is a crowd that has to wait for the sake of those with single requests."""
+        """Return whether a user of the crowd has to wait for the sake of single requests."""
         if user.requests == 1:
             return False
         recently = self._clock() - _SINGLE_S
-        self._single = {uid: at for uid, at in self._single.items() if at > recently}
-        if all(self._users.get(uid) is user for uid in self._single):
+        self._last_single = {uid: at for uid, at in self._last_single.items() if at > recently}
+        if all(self._users.get(uid) is user for uid in self._last_single):
             self._debt_s = 0.0
         return self._debt() > 0
 

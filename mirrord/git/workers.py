@@ -1,9 +1,9 @@
-"""Worker processes: object work with a deadline, away from the daemon.
+"""Worker processes: work on objects, with a deadline, outside of the daemon's process.
 
-A worker serves one call at a time and is kept for the next; after a while without work they end,
-so that an idle daemon has none. A call that misses its deadline, needs too much memory or is
-cancelled costs its worker, which is killed: libgit2 can hang with the GIL held, so nothing less
-helps. `turns.py` says who gets one. All die with the daemon, whatever kills it.
+A worker runs one call at a time and is kept for the next; idle workers end after a while. A call
+that misses its deadline, needs too much memory or is cancelled costs its worker, which is killed:
+libgit2 can hang while it holds the GIL. `turns.py` decides who gets a worker. All of them die with
+the daemon, however it ends.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from .turns import Askers, Turns
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_USERS = 5  # with as many calls as one may have; others wait for a turn
+_USERS = 5  # users that can have their full share of calls at a time
 _SHORT = timedelta(minutes=1)
 _GRACE_S = 2.0
 
@@ -42,7 +42,7 @@ _GRACE_S = 2.0
 class ForkServer:
     """The process that workers are forked from (`forkserver.py`), started when first needed.
 
-    It keeps the umask and the limits of the moment of its start.
+    Workers get the umask and the limits that the daemon had at that moment.
     """
 
     def __init__(self) -> None:
@@ -51,16 +51,16 @@ class ForkServer:
         self._preload: Sequence[str] = ()
 
     def start(self, preload: Sequence[str] = ()) -> None:
-        """Start it before it is needed. `preload` names modules that it loads for its workers."""
+        """Start the process. `preload` names modules that it imports for its workers."""
         with self._lock:
             self._preload = preload
-            control, theirs = socket.socketpair()
-            with theirs:
-                process = start_module("mirrord.git.forkserver", theirs, preload)
+            control, far_end = socket.socketpair()
+            with far_end:
+                process = start_module("mirrord.git.forkserver", far_end, preload)
             self._running = process, control
 
     def stop(self) -> None:
-        """End it, and all its workers with it."""
+        """End the process, and all its workers with it."""
         with self._lock:
             if self._running is not None:
                 process, control = self._running
@@ -69,33 +69,33 @@ class ForkServer:
                 await_end(process)
 
     def fork(self, *, is_low: bool = False) -> tuple[socket.socket, int]:
-        """A new worker: the connection to it and its pidfd. Waits for a server that still loads.
+        """Fork a worker; return the connection to it and its pidfd. Waits for a starting server.
 
-        `is_low` gives it, and the git children that it starts, low CPU priority for ever.
+        `is_low` gives the worker and its git children low CPU priority, for good.
         """
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
-            for _ in range(2):  # it may have been killed since the last time
+        connection, far_end = socket.socketpair()
+        with self._lock, far_end:
+            for _ in range(2):  # the server may have been killed
                 if self._running is None:
                     self.start(self._preload)
                 assert self._running is not None
                 try:
-                    socket.send_fds(self._running[1], [bytes([is_low])], [theirs.fileno()])
+                    socket.send_fds(self._running[1], [bytes([is_low])], [far_end.fileno()])
                     _, pidfds, _, _ = socket.recv_fds(
                         self._running[1], 1, 1, socket.MSG_CMSG_CLOEXEC
                     )
                 except ConnectionError:
                     pidfds = []
                 if pidfds:
-                    ours.setblocking(False)
-                    return ours, pidfds[0]
+                    connection.setblocking(False)
+                    return connection, pidfds[0]
                 self.stop()
-        ours.close()
+        connection.close()
         raise _crashed("start a worker", "the fork server ended")
 
 
 FORK_SERVER = ForkServer()
-"""Of this process; its end at the latest ends the server."""
+"""The one of this process, which it does not outlive."""
 atexit.register(FORK_SERVER.stop)
 
 
@@ -107,19 +107,20 @@ class _Worker:
         asyncio.get_running_loop().add_reader(pidfd, self._end)
 
     def has_ended(self) -> bool:
-        """Ask the kernel: the loop may not know yet."""
+        """Ask the kernel: the event loop may not know yet."""
+        if self.gone.is_set():
+            return True
         poll = select.poll()
-        if not self.gone.is_set():
-            poll.register(self._pidfd, select.POLLIN)
-        return self.gone.is_set() or bool(poll.poll(0))
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended, and the loop does not know yet
+        with suppress(ProcessLookupError):  # it has ended, which the event loop does not know yet
             if not self.gone.is_set():
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def exchange(self, call: bytes) -> bytes:
-        """Raises ConnectionError where the worker died."""
+        """Send a call and return the answer. Raises ConnectionError if the worker died."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self.connection, len(call).to_bytes(8))
         await loop.sock_sendall(self.connection, call)
@@ -127,12 +128,12 @@ class _Worker:
 
     async def _receive(self, count: int) -> bytearray:
         data = bytearray(count)
-        rest = memoryview(data)
-        while rest:
-            got = await asyncio.get_running_loop().sock_recv_into(self.connection, rest)
-            if not got:
+        missing = memoryview(data)
+        while missing:
+            received = await asyncio.get_running_loop().sock_recv_into(self.connection, missing)
+            if not received:
                 raise ConnectionResetError("the worker died")
-            rest = rest[got:]
+            missing = missing[received:]
         return data
 
     def _end(self) -> None:
@@ -142,7 +143,7 @@ class _Worker:
 
 
 class WorkerCall(NamedTuple):
-    """What a worker does; `uid` is the user it counts for, None in the background."""
+    """A running call. `uid` is the user it counts for; None for background work."""
 
     function: str
     uid: int | None
@@ -150,13 +151,13 @@ class WorkerCall(NamedTuple):
 
 
 class Workers:
-    """Processes for sync, importable functions with picklable arguments and results.
+    """Runs sync, importable functions with picklable arguments and results in worker processes.
 
-    At most `size` calls run for one user, as many in the background, and five times as many in
-    all; the others wait. Calls with a deadline of at most a minute are counted apart: a diff waits
-    for no template to be built. Calls that no user waits for run in workers of low priority, which
-    are kept apart: what lowered its priority may not raise it again. `on_start` runs in each new
-    worker, to set up its logging; `charge` learns how long each call took, and for whom. Belongs to
+    At most `size` calls run for one user, `size` in the background, and five times `size` in all;
+    the others wait. Calls with a deadline of at most a minute are counted separately, so that a
+    diff does not wait for a template build. Background calls run in workers of low priority, which
+    stay so: an unprivileged process cannot raise its priority. `on_start` runs once in each worker,
+    to set up its logging; `charge` is called with the users and seconds of each call. Belongs to
     one event loop.
     """
 
@@ -185,9 +186,9 @@ class Workers:
     async def run(self, function: Callable[[*Ts], T], /, *args: *Ts, timeout: timedelta) -> T:
         """Run `function` in a worker.
 
-        Raises its errors; DeadlineError when it took longer than `timeout`; OutOfMemoryError when
-        it needed more than `memory_limit_bytes`; WorkerCrashedError when the worker died.
-        Cancelling kills the worker, and waits for its end: nothing of the call writes afterwards.
+        Raises its errors; DeadlineError after `timeout`; OutOfMemoryError above
+        `memory_limit_bytes`; WorkerCrashedError when the worker died. Cancelling kills the worker
+        and waits for its end, so the call writes nothing afterwards.
         """
         if self._retire_timer is not None:
             self._retire_timer.cancel()
@@ -203,7 +204,7 @@ class Workers:
                 self._retire_timer = loop.call_later(self._idle.total_seconds(), self._retire)
 
     def prepare_by(self, on_start: Callable[[], None]) -> None:
-        """Run `on_start` in every worker, before its next call."""
+        """Run `on_start` in every worker before its next call."""
         self._on_start = on_start
         for worker in (*self._free, *self._busy):
             worker.is_prepared = False
@@ -213,15 +214,15 @@ class Workers:
         return len(self._busy) + len(self._free)
 
     def calls(self) -> list[WorkerCall]:
-        """What runs now, the longest first."""
+        """Return the running calls, the oldest first."""
         return list(self._busy.values())
 
     def waiting(self) -> Counter[int | None]:
-        """How many calls wait for their turn, by user; None is background work."""
+        """Count the waiting calls by user; None is background work."""
         return self._short.waiting() + self._long.waiting()
 
     async def close(self) -> None:
-        """Kill what runs and refuse new calls."""
+        """Kill running calls and refuse new ones."""
         self._closed = True
         if self._retire_timer is not None:
             self._retire_timer.cancel()
@@ -288,7 +289,7 @@ class Workers:
         return result
 
     async def _get_worker(self, *, is_low: bool) -> _Worker:
-        """The one of this priority that was busy last, or a new one."""
+        """Take the free worker of this priority that was busy last, or fork one."""
         if self._closed:
             raise _stopping()
         for worker in reversed([each for each in self._free if each.is_low is is_low]):
@@ -314,7 +315,7 @@ class Workers:
 
 
 async def _end(worker: _Worker) -> None:
-    """A worker ends by itself when its connection closes."""
+    """Close the connection, on which a worker ends; kill it if it does not."""
     worker.connection.close()
     try:
         async with asyncio.timeout(_GRACE_S):

@@ -21,7 +21,6 @@ from ..catalog import Catalog, Generation, MirrorRow
 from ..config import Settings
 from ..errors import DamagedMirrorError, InvalidNameError, MirrordError
 from ..git.command import Git
-from ..git.errors import masked_url
 from ..git.workers import Workers
 from ..host.files import host_error, sync_directory
 from ..host.room import UNBOUNDED, Room
@@ -29,7 +28,7 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
-from ..telemetry import log
+from ..telemetry import log, masked
 from . import maintenance
 from .history import columns_of
 from .pins import Pins, adopt_pins, read_pins, stands_alone
@@ -389,7 +388,7 @@ def _shown(row: MirrorRow, pin_count: int) -> Mirror:
     return Mirror(
         name=str(row.name),
         repo=row.name.repo,
-        url=masked_url(row.url),
+        url=masked(row.url),
         state="failed" if row.error else "ready" if row.synced_at else "empty",
         default_branch=row.default_branch,
         ref_count=row.ref_count,

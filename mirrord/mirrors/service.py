@@ -17,10 +17,10 @@ from anyio import to_thread
 from .. import errors, protocol
 from ..catalog import MirrorRow
 from ..git.command import object_info
-from ..git.errors import masked_url
 from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
+from ..telemetry import masked
 from .history import columns_of, diff_records, find_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
@@ -90,7 +90,7 @@ class Mirrors(Inventory):
             self.events.publish("mirror.failed", mirror=str(name), **fact)
             raise
         if to := result.redirected_to:
-            url = masked_url(row.url)
+            url = masked(row.url)
             self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
         took = round((utc_now() - started_at).total_seconds(), 3)
         facts = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}

@@ -22,11 +22,11 @@ from anyio import to_thread
 from .. import errors
 from ..errors import MirrordError, UpstreamLossError
 from ..git.command import GitResult, lines_of, object_info
-from ..git.errors import masked_url
 from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
+from ..telemetry import masked
 from . import refs
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
@@ -66,7 +66,7 @@ class Fetcher:
             )
         offer = await to_thread.run_sync(lambda: refs.read_offer(answer.lines, patterns))
         if redirects := re.findall(r"(?m)^warning: redirecting to (\S+)", answer.stderr):
-            return replace(offer, redirected_to=masked_url(redirects[-1].rstrip("/")))
+            return replace(offer, redirected_to=masked(redirects[-1].rstrip("/")))
         return offer
 
     async def fetch(

@@ -21,9 +21,9 @@ import anyio
 from .. import errors
 from ..config import Settings
 from ..errors import InvalidUrlError, MirrordError, UpstreamThrottledError
-from ..git.errors import masked_url
 from ..git.process import Remote
 from ..model import MirrorName, shown
+from ..telemetry import masked
 from ..units import Backoff
 
 _LOCAL = "local"
@@ -44,7 +44,7 @@ class Upstream:
     @property
     def shown(self) -> str:
         """The URL without secrets."""
-        return masked_url(self.url)
+        return masked(self.url)
 
 
 def upstream_url(template: str, name: MirrorName) -> str:
@@ -64,7 +64,7 @@ def public_url(text: str) -> str | None:
         bare = parse_upstream(text).remote.url
     except InvalidUrlError:
         return None
-    return bare if masked_url(bare) == bare else None
+    return bare if masked(bare) == bare else None
 
 
 _SCHEMES = {"https", "http", "ssh", "git", "file"}
@@ -117,7 +117,7 @@ def parse_upstream(text: str) -> Upstream:
 
 def _refused(text: str, why: str) -> InvalidUrlError:
     return InvalidUrlError(
-        f"cannot use upstream {shown(masked_url(text), 200)}: {why}",
+        f"cannot use upstream {shown(masked(text), 200)}: {why}",
         hint="give https://host/owner/name.git, ssh://, git://, file:///path, /path or"
         " user@host:path",
     )

@@ -72,6 +72,23 @@ def test_secrets_are_masked_wherever_they_stand(out: io.StringIO, text: str) -> 
     assert "s3cret" not in telemetry.masked(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://me:pw@host/x", "https://***@host/x"),
+        ("https://token@host/x", "https://***@host/x"),
+        ("https://me:p@ss@host/x", "https://***@host/x"),
+        ("ssh://git@host/x", "ssh://git@host/x"),
+        ("ssh://git:pw@host/x", "ssh://git:***@host/x"),
+        ("https://host/x?private_token=abc&b=c", "https://host/x?private_token=***&b=c"),
+        ("unable to access 'https://a:b@c/': no", "unable to access 'https://***@c/': no"),
+        ("nothing here", "nothing here"),
+    ],
+)
+def test_secrets_of_urls_are_masked(text: str, expected: str) -> None:
+    assert telemetry.masked(text) == expected
+
+
 def test_a_url_without_a_secret_stays_as_it_is() -> None:
     """Masking must not eat what is needed to understand a line."""
     assert (

@@ -28,7 +28,7 @@ from mirrord.errors import (
     UpstreamTimeoutError,
 )
 from mirrord.git.command import Git, low_priority, run_git_sync
-from mirrord.git.errors import HttpAnswer, StderrReader, failure, masked_url, retry_after_seconds
+from mirrord.git.errors import HttpAnswer, StderrReader, failure, retry_after_seconds
 from mirrord.git.process import Remote
 from mirrord.mirrors.upstream import blames_objects
 from mirrord.protocol import Progress
@@ -391,23 +391,6 @@ def test_a_url_in_the_process_list_has_no_secret(
 
 
 # -- words ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "masked"),
-    [
-        ("https://me:pw@host/x", "https://***@host/x"),
-        ("https://token@host/x", "https://***@host/x"),
-        ("https://me:p@ss@host/x", "https://***@host/x"),
-        ("ssh://git@host/x", "ssh://git@host/x"),
-        ("ssh://git:pw@host/x", "ssh://git:***@host/x"),
-        ("https://host/x?private_token=abc&b=c", "https://host/x?private_token=***&b=c"),
-        ("unable to access 'https://a:b@c/': no", "unable to access 'https://***@c/': no"),
-        ("nothing here", "nothing here"),
-    ],
-)
-def test_secrets_of_urls_are_masked(text: str, masked: str) -> None:
-    assert masked_url(text) == masked
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from forge import serving
 from gitrepos import Upstream, git
 from waiting import until
 
-from mirrord.git.errors import failure, masked_url, retry_after_seconds
+from mirrord.git.errors import failure, retry_after_seconds
 from mirrord.model import utc_now
+from mirrord.telemetry import masked
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 
@@ -308,8 +309,9 @@ def test_what_an_upstream_says_reaches_no_terminal_raw(running: Daemon) -> None:
 @pytest.mark.timeout(20)
 def test_what_an_upstream_says_is_read_in_linear_time() -> None:
     """These held up the event loop for a minute, and for seconds: the lengths are those that upstreams may use."""
-    masked_url("?" * 1300 + "key" * 900)
-    masked_url("a" * 100_000 + "@")
+    masked("?" * 1300 + "key" * 900)
+    masked("a" * 100_000 + "@")
+    masked("password" + " " * 100_000)
     line = "fatal: " + "repository '" * 300
     error = failure("ask", 128, "\n".join([line] * 800), upstream=True)
     assert error.code == "upstream-failed"

@@ -1,12 +1,12 @@
-"""Git objects through libgit2: the only package that imports pygit2. Sync; called in workers.
+"""Git objects through libgit2: the only package that imports pygit2. Synchronous, for workers.
 
-Reads are verified: an object whose bytes do not match its id is a CorruptObjectError.
+Reads are verified: CorruptObjectError if an object's bytes do not match its id.
 """
 
 import os
 import ssl
 
-# pygit2 (1.21) does not load where OpenSSL's certificates are missing. No object read needs one.
+# pygit2 (1.21) fails to import without OpenSSL's certificates, which no object read needs.
 _paths = ssl.get_default_verify_paths()
 if not (_paths.cafile or _paths.capath):
     _given = os.environ.get(_paths.openssl_capath_env)

@@ -1,9 +1,9 @@
-"""The text of files: what git changes on its way to the disk and back, and hunks between two.
+"""Text of files: git's conversions between blob and disk, and the hunks between two texts.
 
-Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers, as checkouts
-are made: a driver such as git-lfs is a program of the machine's, so its pointer files stay. Only
-the tree's own `.gitattributes` count. libgit2 does not know `working-tree-encoding`, so the
-conversions are done here: line ends, `$Id$`, encodings.
+Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers: a driver such
+as git-lfs is a program of the host, so its pointer files are not replaced. Only the tree's own
+`.gitattributes` count. Line ends, `$Id$` and encodings are converted here, because libgit2 (1.9)
+does not know `working-tree-encoding`.
 """
 
 import codecs
@@ -38,8 +38,10 @@ _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 1
 
 
 class Conversion(NamedTuple):
-    """`text` makes every CRLF a LF on the way into git; `auto`, and `auto input` where `eol=lf`,
-    only if the file is text. With `crlf` every lone LF becomes CRLF on the way to the disk.
+    """How git converts one file.
+
+    With `text`, CRLF becomes LF on the way into git: `text` always, `auto` and `auto input`
+    (`eol=lf`) only in text files. With `crlf`, LF becomes CRLF on the way to the disk.
     """
 
     text: str | None
@@ -49,11 +51,11 @@ class Conversion(NamedTuple):
 
     @property
     def changes_files(self) -> bool:
-        """Whether the bytes on the disk may differ from the blob."""
+        """Return whether the bytes on the disk may differ from the blob."""
         return self.crlf or self.ident or self.encoding is not None
 
     def smudge(self, data: bytes, oid: str) -> bytes:
-        """The bytes that git would write for the blob `oid`."""
+        """Return the bytes that git would write for the blob `oid`."""
         if self.ident and b"$Id" in data:
             # git streams a file that needs nothing else, and then expands `$Id$` by other rules
             is_read_whole = self.encoding is not None or self.text == "auto"
@@ -66,14 +68,14 @@ class Conversion(NamedTuple):
         return data
 
     def clean(self, data: bytes, read_before: Callable[[], bytes]) -> bytes:
-        """The blob that git would make of a file. `read_before` gives the one in the index.
+        """Return the blob that git would make of a file. `read_before` reads the indexed blob.
 
-        Raises ValueError, with git's reason, where the bytes are not in their encoding.
+        Raises ValueError, with git's reason, if the bytes are not in their encoding.
         """
         if self.encoding is not None and data:
             data = _decode(data, self.encoding)
         if self.text and b"\r\n" in data:
-            # has_crlf_in_index: a file that was committed with CRLF keeps it
+            # has_crlf_in_index: a file committed with CRLF keeps it
             is_kept = False
             if self.text != "text" and not (is_kept := _is_binary(data)):
                 before = read_before()
@@ -83,7 +85,7 @@ class Conversion(NamedTuple):
 
 
 def find_conversion(attributes: Attributes, path: bytes) -> Conversion | None:
-    """How git converts the file at a path (convert_attrs); None where it does not."""
+    """Find how git converts the file at a path (convert_attrs); None if it does not."""
     found = attributes.find(path)
     if not found:
         return None
@@ -102,14 +104,14 @@ def find_conversion(attributes: Attributes, path: bytes) -> Conversion | None:
 
 
 def _text(state: State) -> str | None:
-    """`text`, `auto`, nothing for no text; None where unspecified (git_path_check_crlf)."""
+    """Return `text`, `auto`, or "" for binary; None if unspecified (git_path_check_crlf)."""
     if isinstance(state, str):
         return {"input": "text", "auto": "auto"}.get(state)
     return {True: "text", False: ""}.get(state) if state is not None else None
 
 
 class Conversions:
-    """The conversions of one commit's paths; `find` answers None where the bytes stay."""
+    """The conversions of one commit's paths; `find` returns None where bytes are unchanged."""
 
     def __init__(self, objects: Objects, attribute_files: list[TreeEntry]) -> None:
         files = {
@@ -136,7 +138,7 @@ def _to_crlf(data: bytes, how: str | None) -> bytes:
 
 
 def _is_binary(data: bytes) -> bool:
-    """convert_is_binary: a NUL, a lone carriage return, or over one unprintable byte in 128."""
+    """convert_is_binary: a NUL, a lone CR, or more than one unprintable byte in 128."""
     returns = data.count(b"\r")
     if returns and returns != data.count(b"\r\n"):
         return True
@@ -147,11 +149,11 @@ def _is_binary(data: bytes) -> bool:
 
 
 def _expand_ident(data: bytes, expansion: bytes) -> bytes:
-    """ident_to_worktree: `$Id$` and `$Id: any$` become `$Id: <blob> $`; a foreign id stays."""
+    """ident_to_worktree: `$Id$` and `$Id: any$` become `$Id: <blob> $`; a foreign id is kept."""
     parts, position = [], 0
     while found := _IDENT.search(data, position):
         inner = found.group(1)
-        if inner is not None and b" " in inner[1:-1]:  # spaces inside: a foreign id
+        if inner is not None and b" " in inner[1:-1]:  # foreign: another system's, with spaces
             parts.append(data[position : found.start() + 1])
             position = found.start() + 1
             continue
@@ -161,8 +163,8 @@ def _expand_ident(data: bytes, expansion: bytes) -> bytes:
 
 
 def _stream_ident(data: bytes, expansion: bytes) -> bytes:
-    """ident_filter_fn, oddities included: after `$$` it sees no `$Id$`, and `$Id` with one byte
-    before the next `$Id:` swallows that byte. `held` is not written yet.
+    """ident_filter_fn, with its faults: it misses `$Id$` after a `$`, and drops the byte between
+    `$Id` and a following `$Id:`. `held` is not written yet.
     """
     done, held = bytearray(), bytearray()
     matched, skipping = 0, False
@@ -193,7 +195,7 @@ def _stream_ident(data: bytes, expansion: bytes) -> bytes:
 
 
 def _encode(data: bytes, encoding: str) -> bytes:
-    """As git does: bytes that do not convert stay."""
+    """Encode as git does: bytes that do not convert are kept."""
     bom, codec = _BOMS.get(encoding.lower(), (b"", encoding))
     try:
         return bom + data.decode().encode(codec)
@@ -220,34 +222,34 @@ def _decode(data: bytes, encoding: str) -> bytes:
 
 # -- hunks -----------------------------------------------------------------------------------------
 #
-# libgit2's xdiff is git's. The text behind `@@` is found here: libgit2 cuts it in another way, and
-# takes a driver from the attributes of a repository alone.
+# libgit2 has git's xdiff. The text after `@@` is found here: libgit2 truncates it differently, and
+# reads a driver only from a repository's attributes.
 
 _FLAGS = DiffOption.FORCE_TEXT | DiffOption.INDENT_HEURISTIC
 _HEADER = re.compile(rb"\n@@ -(\d+)(?:,(\d+))? (\S+) @@[^\n]*")
 _NAME_BYTES = 80
-# def_ff of xdiff, and userdiff.c; other drivers have lists of rules, some of them negative
+# def_ff of xdiff, and userdiff.c; the other drivers have lists of rules, with negative ones
 _NAMES = {
     None: re.compile(rb"([A-Za-z_$].*)"),
     "python": re.compile(rb"[ \t]*((?:class|(?:async[ \t]+)?def)[ \t].*)"),
 }
 DRIVERS = frozenset(_NAMES)
-"""The values of the attribute `diff` that `hunks` knows; None is any text."""
+"""The values of the attribute `diff` that `hunks` supports; None is plain text."""
 
 
 def hunks(old: bytes, new: bytes, driver: str | None = None) -> bytes:
-    """The hunks, without any header; empty where the texts are equal."""
+    """Return the hunks between two texts, without a file header; empty if they are equal."""
     if not old or not new:
-        return _whole(old or new, b"-" if old else b"+")
+        return _whole_file(old or new, b"-" if old else b"+")
     text = pygit2.Patch.create_from(old, new, flag=_FLAGS).data
     begin = text.find(b"\n@@ ")
     return b"".join(_named(text[begin:], old, driver)) if begin >= 0 else b""
 
 
 def _named(text: bytes, old: bytes, driver: str | None) -> Iterator[bytes]:
-    """The hunks with git's text behind `@@`: of the lines above one, the last that is a name.
+    """Add git's text after each `@@`: the last line above the hunk that matches the driver.
 
-    The expression of a driver matches no line that is not UTF-8, where that is git's locale.
+    A driver's expression matches only lines of UTF-8, in a UTF-8 locale.
     """
     lines, names = old.split(b"\n"), _NAMES[driver]
     name, above, at = b"", -1, 1
@@ -267,7 +269,7 @@ def _named(text: bytes, old: bytes, driver: str | None) -> Iterator[bytes]:
 
 
 def _utf8_part(text: bytes) -> bytes:
-    """What stands before the first byte that is not UTF-8 (sane_truncate_line of diff.c)."""
+    """Cut before the first byte that is not UTF-8 (sane_truncate_line of diff.c)."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -275,8 +277,8 @@ def _utf8_part(text: bytes) -> bytes:
     return text
 
 
-def _whole(text: bytes, sign: bytes) -> bytes:
-    """The hunk of a text that comes or goes: large ones are common, and need no search."""
+def _whole_file(text: bytes, sign: bytes) -> bytes:
+    """Make the hunk of an added or removed file without a diff: large ones are common."""
     if not text:
         return b""
     count = text.count(b"\n") + (not text.endswith(b"\n"))

@@ -1,8 +1,7 @@
-"""Trees: what is in one, what differs between two, and whether one is small enough to check out.
+"""Trees: walking, comparing and measuring them; new blobs and trees outside of a repository.
 
-Trees are parsed from their raw bytes, because a mirrored repository may hold hostile ones. A name
-that would leave the tree or write into `.git` is refused here, for all who materialise one. Also
-new objects of our own: beside a repository, which stays as it is.
+Trees are parsed from their raw bytes, because a mirrored repository may have hostile ones. Names
+that would leave the tree or write into `.git` are refused here, for every user of a tree.
 """
 
 import os
@@ -25,13 +24,13 @@ FILE_LIMIT_BYTES = 1024**3
 TREE_LIMIT_BYTES = 64 * 1024**3
 
 _TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
-_Token = tuple[bytes, bytes, bytes]
+_RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
 _FEW_CHANGES = 10_000
 _PATH_MAX = 4096
 
 
 class TreeEntry(NamedTuple):
-    """`path` from the root of the tree, `mode` as git stores it, `oid` in hexadecimal."""
+    """`path` is relative to the root of the tree, `mode` as git stores it, `oid` hexadecimal."""
 
     path: bytes
     mode: int
@@ -55,7 +54,7 @@ class TreeEntry(NamedTuple):
 
 
 class TreeChange(NamedTuple):
-    """One path that differs. `inherited`: a change of a directory above covers this one."""
+    """One path that differs. `inherited`: because a directory above was added or removed."""
 
     path: bytes
     old: TreeEntry | None
@@ -64,11 +63,12 @@ class TreeChange(NamedTuple):
 
     @property
     def is_within(self) -> bool:
-        """A directory that both trees have, and in which something differs."""
+        """True for a directory of both trees with changes inside."""
         return bool(self.old and self.new and self.old.is_tree and self.new.is_tree)
 
 
 def walk(objects: Objects, tree: str, above: bytes = b"") -> Iterator[TreeEntry]:
+    """Iterate all entries of a tree, each directory before its content."""
     for entry in _entries(tree, _parse(objects, tree), above):
         yield entry
         if entry.is_tree:
@@ -78,18 +78,18 @@ def walk(objects: Objects, tree: str, above: bytes = b"") -> Iterator[TreeEntry]
 def changes(
     objects: Objects, old: str | None, new: str | None, above: bytes = b"", inherited: bool = False
 ) -> Iterator[TreeChange]:
-    """What differs between two trees, a directory before its content. None stands for no tree.
+    """Iterate what differs between two trees, a directory before its content. None is no tree.
 
     Subtrees that both have are not read.
     """
-    tokens_a, tokens_b = _parse(objects, old), _parse(objects, new)
-    both = set(tokens_a).intersection(tokens_b)
+    raw = _parse(objects, old), _parse(objects, new)
+    same = {*raw[0]}.intersection(raw[1])
     before, after = (
         {
             entry.path: entry
-            for entry in _entries(tree or "", [each for each in tokens if each not in both], above)
+            for entry in _entries(tree or "", [each for each in entries if each not in same], above)
         }
-        for tree, tokens in ((old, tokens_a), (new, tokens_b))
+        for tree, entries in zip((old, new), raw, strict=True)
     )
     for path in sorted(before.keys() | after.keys()):
         a, b = before.get(path), after.get(path)
@@ -97,15 +97,15 @@ def changes(
         tree_a = a.oid if a and a.is_tree else None
         tree_b = b.oid if b and b.is_tree else None
         if tree_a or tree_b:
-            whole = inherited or not (tree_a and tree_b)
-            yield from changes(objects, tree_a, tree_b, path + b"/", whole)
+            is_covered = inherited or not (tree_a and tree_b)
+            yield from changes(objects, tree_a, tree_b, path + b"/", is_covered)
 
 
 _Names = dict[bytes, tuple[int, str]]
 
 
 class BaseTree:
-    """Look-ups in one tree; reads only the directories on the way to a path."""
+    """Look-ups in one tree. Reads only the directories on the way to a path."""
 
     def __init__(self, objects: Objects, tree: str) -> None:
         self.oid = tree
@@ -113,17 +113,17 @@ class BaseTree:
         self._directories = {b"": self._read(tree)}
 
     def find(self, path: bytes) -> TreeEntry | None:
-        """The entry of a path, with the mode that git's index would have."""
+        """Find the entry of a path, with the mode that git's index would have."""
         above, _, name = path.rpartition(b"/")
         if (found := self.names_in(above).get(name)) is None:
             return None
         mode, oid = found
-        if mode & 0o170000 == _FILE:  # canon_mode: old commits have files of mode 100664
+        if mode & 0o170000 == _FILE:  # canon_mode: old commits have files with mode 100664
             mode = 0o100755 if mode & 0o100 else 0o100644
         return TreeEntry(path, mode, oid)
 
     def iter_files(self, directory: bytes) -> Iterator[TreeEntry]:
-        """Every file, link and submodule below a directory."""
+        """Iterate every file, link and submodule below a directory."""
         for name in sorted(self.names_in(directory)):
             entry = self.find(directory + b"/" + name if directory else name)
             if entry and entry.is_tree:
@@ -132,7 +132,7 @@ class BaseTree:
                 yield entry
 
     def names_in(self, directory: bytes) -> _Names:
-        """Mode, as it is stored, and id of each name; empty where there is no such directory."""
+        """Return the stored mode and id of each name; empty without such a directory."""
         if (found := self._directories.get(directory)) is None:
             entry = self.find(directory)
             found = self._read(entry.oid) if entry and entry.is_tree else {}
@@ -140,41 +140,41 @@ class BaseTree:
         return found
 
     def _read(self, tree: str) -> _Names:
-        tokens = _parse(self._objects, tree)
-        return {name: (int(mode, 8), oid.hex()) for mode, name, oid in tokens}
+        entries = _parse(self._objects, tree)
+        return {name: (int(mode, 8), oid.hex()) for mode, name, oid in entries}
 
 
 def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
-    """Raise TreeTooLargeError for a tree over a bound: entries, depth, path length, bytes.
+    """Raise TreeTooLargeError for a tree over a limit: entries, depth, path length, bytes.
 
-    Raises CommitUnservableError for a link that no file system holds.
+    Raises CommitUnservableError for a symbolic link with an impossible target.
 
-    Fifteen tiny objects can name 10^10 paths, so each subtree is measured once, however often it is
-    named, and by the sizes in its blobs' headers: nothing is inflated. Of a tree that differs
-    little from `near`, which fits, only the changes are measured.
+    Fifteen tiny objects can name 10^10 paths, so each distinct subtree is measured once, and file
+    sizes are read from object headers. Of a tree that differs little from `near`, which is known to
+    fit, only the changes are measured.
     """
-    known: dict[str, tuple[int, int, int]] = {}
+    measured: dict[str, tuple[int, int, int]] = {}
 
     @cache
     def file_bytes(oid: str, is_symlink: bool) -> int:
         if (size := objects.blob_size(oid)) > FILE_LIMIT_BYTES:
-            limit = f"at most {FILE_LIMIT_BYTES >> 20} MiB are written"
+            limit = f"the limit is {FILE_LIMIT_BYTES >> 20} MiB"
             raise _too_large(tree, f"a file has {size} bytes; {limit}")
         if is_symlink:
             must_be_target(oid, objects.read_blob(oid) if size < _PATH_MAX else b"")
         return size
 
-    def must_be_within(entries: int, size_bytes: int) -> None:
+    def check_totals(entries: int, size_bytes: int) -> None:
         if entries > ENTRIES_LIMIT:
             raise _too_large(tree, f"it has more than {ENTRIES_LIMIT} entries")
         if size_bytes > TREE_LIMIT_BYTES:
             raise _too_large(tree, f"its files have more than {TREE_LIMIT_BYTES >> 30} GiB")
 
     def measure(subtree: str, depth: int) -> tuple[int, int, int]:
-        """Entries, bytes and levels of a subtree at `depth`. The bound keeps Python's stack."""
+        """Return entries, bytes and levels of a subtree. The depth limit bounds the recursion."""
         if depth > TREE_DEPTH_LIMIT:
             raise _too_deep(tree)
-        if (found := known.get(subtree)) is None:
+        if (found := measured.get(subtree)) is None:
             entries = size_bytes = below = 0
             for entry in _entries(subtree, _parse(objects, subtree), b""):
                 entries += 1
@@ -184,8 +184,8 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
                     below = max(below, inner[2])
                 elif not entry.is_submodule:
                     size_bytes += file_bytes(entry.oid, entry.is_symlink)
-                must_be_within(entries, size_bytes)
-            found = known[subtree] = entries, size_bytes, below + 1
+                check_totals(entries, size_bytes)
+            found = measured[subtree] = entries, size_bytes, below + 1
         if depth + found[2] - 1 > TREE_DEPTH_LIMIT:
             raise _too_deep(tree)
         return found
@@ -194,45 +194,45 @@ def must_fit(objects: Objects, tree: str, *, near: str | None = None) -> None:
     if near and len(few) < _FEW_CHANGES:
         new = (change.new for change in few)
         files = (entry for entry in new if entry and not entry.is_tree and not entry.is_submodule)
-        must_be_within(0, sum(file_bytes(entry.oid, entry.is_symlink) for entry in files))
+        check_totals(0, sum(file_bytes(entry.oid, entry.is_symlink) for entry in files))
     else:
         measure(tree, 1)
 
 
 def must_be_target(oid: str, data: bytes) -> None:
-    """Raise CommitUnservableError for the blob of a symbolic link that no file system holds."""
+    """Raise CommitUnservableError for a symbolic link's target that no file system accepts."""
     if not 0 < len(data) < _PATH_MAX or b"\0" in data:
         raise CommitUnservableError(
-            f"cannot use blob {oid}: no symbolic link can have it as its target",
+            f"cannot use blob {oid}: it cannot be the target of a symbolic link",
             hint="leave the commit out",
         )
 
 
-def _parse(objects: Objects, tree: str | None) -> list[_Token]:
+def _parse(objects: Objects, tree: str | None) -> list[_RawEntry]:
     if tree is None:
         return []
-    tokens = tree_entries(objects.read(tree, ObjectType.TREE))
-    if tokens is None:
+    entries = tree_entries(objects.read(tree, ObjectType.TREE))
+    if entries is None:
         raise _unservable(tree, "it is malformed")
-    if len({name for _, name, _ in tokens}) != len(tokens):
-        raise _unservable(tree, "it names an entry twice")
-    return tokens
+    if len({name for _, name, _ in entries}) != len(entries):
+        raise _unservable(tree, "it has two entries of the same name")
+    return entries
 
 
-def _entries(tree: str, tokens: list[_Token], above: bytes) -> list[TreeEntry]:
-    """The entries of one tree, below `above`. Raises CommitUnservableError, TreeTooLargeError."""
+def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
+    """Check entries of a directory `above`. Raises CommitUnservableError, TreeTooLargeError."""
     entries = []
-    if tokens and above.count(b"/") >= TREE_DEPTH_LIMIT:
+    if raw and above.count(b"/") >= TREE_DEPTH_LIMIT:
         raise _too_deep(tree)
-    for octal, name, oid in tokens:
+    for octal, name, oid in raw:
         mode = int(octal, 8)
         if mode not in (_TREE, _SUBMODULE, _SYMLINK) and mode & 0o170000 != _FILE:
             raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
         if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
-            raise _unservable(tree, f"its entry {_shown(name)} is no file name")
-        # git's verify_path refuses both, in any letter case
+            raise _unservable(tree, f"its entry {_shown(name)} is not a valid file name")
+        # git's verify_path refuses these in any letter case
         if len(name) < 8 and name.lower() in (b".git", b"git~1"):
-            raise _unservable(tree, f"its entry {_shown(name)} would be git's own directory")
+            raise _unservable(tree, f"its entry {_shown(name)} means git's own directory")
         if mode == _SYMLINK and name.lower() == b".gitmodules":
             raise _unservable(tree, "its .gitmodules is a symbolic link")
         if len(above) + len(name) > TREE_PATH_LIMIT_BYTES:
@@ -248,7 +248,7 @@ def _too_deep(tree: str) -> TreeTooLargeError:
 def _too_large(tree: str, fact: str) -> TreeTooLargeError:
     return TreeTooLargeError(
         f"cannot check out tree {tree}: {fact}",
-        hint="leave the commit out; no clone of it would be of use",
+        hint="leave the commit out; it is larger than mirrord checks out",
         tree=tree,
     )
 
@@ -260,20 +260,20 @@ def _shown(name: bytes) -> str:
 def _unservable(tree: str, fact: str) -> CommitUnservableError:
     return CommitUnservableError(
         f"cannot use tree {tree}: {fact}",
-        hint="no git checks out such a tree; leave the commit out",
+        hint="git does not check out such a tree either; leave the commit out",
         tree=tree,
     )
 
 
-# -- objects of our own: new blobs, trees, an index ------------------------------------------------
+# -- new blobs, trees and an index, outside of any mirror ------------------------------------------
 
 _CONFIG = "[core]\n\trepositoryformatversion = 0\n\tbare = false\n\tfilemode = true\n"
 
 
 class ScratchRepository:
-    """A private repository with blobs and an index of a few paths, for one git to work on.
+    """A private repository for one git: an index of a few paths, and their blobs.
 
-    Made at `git_dir`, which must not exist; it has no object of any other repository.
+    Made at `git_dir`, which must not exist.
     """
 
     def __init__(self, git_dir: Path) -> None:
@@ -292,7 +292,7 @@ class ScratchRepository:
         index = pygit2.Index(str(self.git_dir / "index"))
         for entry in entries:
             oid, mode = pygit2.Oid(hex=entry.oid), FileMode(entry.mode)
-            # a name need not be UTF-8; pygit2 (1.21) takes bytes, though its types do not say so
+            # a name need not be UTF-8; pygit2 (1.21) accepts bytes, against its own types
             index.add(pygit2.IndexEntry(entry.path, oid, mode))  # type: ignore[arg-type]
         index.write()
 
@@ -303,7 +303,7 @@ class ScratchRepository:
 
 
 def make_repository(git_dir: Path, *, borrows_from: Path | None = None) -> None:
-    """Make a repository of the objects in `git_dir/objects`, and those that another one has."""
+    """Make a repository around `git_dir/objects`; `borrows_from` becomes its alternate."""
     (git_dir / "refs").mkdir()
     (git_dir / "objects/info").mkdir(exist_ok=True)
     if borrows_from is not None:
@@ -314,7 +314,7 @@ def make_repository(git_dir: Path, *, borrows_from: Path | None = None) -> None:
 
 
 class ScratchObjects:
-    """An object directory that git can use as GIT_OBJECT_DIRECTORY."""
+    """An object directory, as for GIT_OBJECT_DIRECTORY."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -324,9 +324,9 @@ class ScratchObjects:
         return str(self._odb.write(ObjectType.BLOB, data))
 
     def write_tree(self, base: BaseTree, edits: Mapping[bytes, tuple[int, str] | None]) -> str:
-        """The tree that `base` becomes with these modes and ids; None removes a path.
+        """Write `base` with paths changed to a mode and id, or removed (None); return its id.
 
-        Writes the directories of changed paths alone, the deepest first.
+        Only the directories of changed paths are written, the deepest first.
         """
         pending: defaultdict[bytes, dict[bytes, tuple[int, str] | None]] = defaultdict(dict)
         for path, entry in edits.items():
@@ -338,10 +338,10 @@ class ScratchObjects:
         directories = sorted(pending, key=lambda each: each.count(b"/") + bool(each), reverse=True)
         for directory in directories:
             names = base.names_in(directory) | pending[directory]
-            left = [(at[0], name, bytes.fromhex(at[1])) for name, at in names.items() if at]
+            kept = [(at[0], name, bytes.fromhex(at[1])) for name, at in names.items() if at]
             above, _, name = directory.rpartition(b"/")
-            if left or not directory:
-                written = str(self._odb.write(ObjectType.TREE, tree_bytes(left)))
+            if kept or not directory:
+                written = str(self._odb.write(ObjectType.TREE, tree_bytes(kept)))
                 if not directory:
                     return written
                 pending[above][name] = _TREE, written
@@ -351,9 +351,9 @@ class ScratchObjects:
 
 
 def tree_bytes(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
-    """A tree object of modes, names and raw ids, in any order.
+    """Encode a tree object from modes, names and raw ids in any order.
 
-    git sorts a directory as if its name had a slash behind it.
+    git sorts a directory as if its name ended with a slash.
     """
     rows = [
         (name + b"/" if mode == _TREE else name, b"%o %s\0%s" % (mode, name, oid))
