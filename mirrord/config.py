@@ -5,6 +5,7 @@ Never changes anything: a bad file is refused, and the daemon keeps the settings
 
 import difflib
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
@@ -383,7 +384,14 @@ def load(path: Path | None) -> Settings:
         return Settings()
     text = _read_text(path)
     try:
+        tomllib.loads(text)  # toml 0.10.2 takes an array without its end for a whole one
         values = toml.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        said, _, position = str(error).rpartition(" (at ")
+        number = re.match(r"line (\d+)", position)  # else at the end of the document
+        line = int(number[1]) if number else len(text.rstrip().splitlines())
+        fault = ConfigFault("", f"not TOML: {_without_values(said)}", line)
+        raise _refusal(path, fault) from None
     except toml.TomlDecodeError as error:
         fault = ConfigFault("", f"not TOML: {_without_values(error.msg)}", error.lineno)
         raise _refusal(path, fault) from None
@@ -410,7 +418,7 @@ def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise _refusal(path, ConfigFault("", f"not readable: {error.strerror}")) from error
     except UnicodeDecodeError as error:

@@ -367,7 +367,10 @@ def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
     (fault,) = faults_of(
         tmp_path, "[upstream]\nurl = 'https://u:sesame@h/{name}'\n[upstream]\ntimeout = '1m'\n"
     )
-    assert "upstream already exists" in str(fault["message"])
+    assert (fault["message"], fault["line"]) == (
+        "not TOML: Cannot declare ('upstream',) twice",
+        3,
+    )
     assert "sesame" not in str(fault["message"])
 
 
@@ -386,6 +389,7 @@ NO_TOML = [
     ".=1",
     "[a]\n[a.b]\n[[a]]\n",
     '"a"."b"=1',
+    "[upstream]\nfallbacks = ['https://h/{name}'",
 ]
 
 
@@ -393,6 +397,16 @@ NO_TOML = [
 def test_whatever_toml_raises_is_one_fault(tmp_path: Path, text: str) -> None:
     """Version 0.10.2 has an OverflowError, a RecursionError and more for what is no TOML."""
     assert faults_of(tmp_path, text)
+
+
+def test_a_file_that_ends_too_early_is_refused_at_its_last_line(tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, "[upstream]\nfallbacks = [\n")
+    assert (fault["message"], fault["line"]) == ("not TOML: Invalid value", 2)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("\ufeffsocket = '/run/m.sock'\n")
+    assert config.load(tmp_path / "config.toml").socket == Path("/run/m.sock")
 
 
 @given(st.text(alphabet="[]{}=\"'\\.#,\n aUu0-9_:x", max_size=60))
