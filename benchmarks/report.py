@@ -10,28 +10,28 @@ from typing import Any
 
 METHOD = """# Benchmarks
 
-Written by `make bench DOCS=1 REPO=…`; do not edit. Each row does both sides one after the other, round by round, in one run
-on one machine; the figures are medians, with the fastest and slowest round, and the ratio of the medians. Ours is always the
-whole way: a Python client, the socket, the daemon, the answer. Theirs is the git command alone, without a client around it.
-Making room again (removing the rival's worktree, releasing the checkout) is outside the time of both. What keeps a figure from
-its goal is told in [limits.md](limits.md).
+Written by `make bench DOCS=1 REPO=…`; do not edit. [Limits](limits.md) explains the goals that were missed.
 
-What a rollout asks for (`make bench REPO=… BENCH_ARGS='--ext4 --cases rollouts'`) is measured on an ext4 with a journal, in a
-file. Both sides start each round clean, with nothing left to remove, and write the change anew; each patch is compared with
-git's. A whole turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one
-`AsyncClient`, which writes the files itself, on the same processors; every few seconds git has the machine instead, with a
-process for each processor. There the time for removing is inside the time of both.
+**One operation.** Each row measures both sides alternately in one run on one machine. The figures are medians, with the
+fastest and slowest round, and the ratio of the medians. mirrord's figure includes everything: a Python client, the socket, the
+daemon and the answer. The other is the git command without a client. Cleaning up (removing the worktree, releasing the
+checkout) is not measured.
 
-Many mirrors (`make bench BENCH_ARGS='--cases scale'`): a dataset of the shape of SWE-rebench over generated repositories, 20
-commits and 10 rows each, first a tenth of them and then all, each time in a daemon that begins with nothing. Ours is the command
-of the command line from its start to its end; a start ends when the daemon serves. "Times" is how a cost grows: 10 is linear.
+**A rollout** (`make bench REPO=… BENCH_ARGS='--ext4 --cases rollouts'`) is measured on an ext4 with a journal in a file. Both
+sides start each round clean, with nothing left to remove, and write the change again; each patch is compared with git's. A
+turn is: checkout, write, diff, grade, release of the grade, reset, release. In the crowd all tasks share one `AsyncClient`,
+which also writes the files, on the same processors. Every few seconds git gets the machine instead, with a process for each
+processor. There, removal counts for both sides.
 
-A soak (`make bench BENCH_ARGS='--ext4 --cases soak --seconds 600'`, with `--restart` through an orderly restart and a SIGKILL)
-is a busy day in small: three members and an administrator do every verb on both backends, `--rate` turns a second in all, beside
-slow clients, clients that hang up, garbage, crowds of connections, huge requests and answers that nobody reads, with syncs,
-force pushes, imports, audits and gcs below them. Before and after, the daemon comes to rest and is compared: memory,
-descriptors, threads, mounts, directories. A leak, an answer that [errors.md](errors.md) does not have, or a lost request
-ends it with status 1.
+**Many mirrors** (`make bench BENCH_ARGS='--cases scale'`): a dataset of the shape of SWE-rebench over generated repositories, 20
+commits and 10 rows each, first a tenth of them and then all, each time in a new daemon. The time is that of the whole command on
+the command line; a start ends when the daemon serves. "Times" is the growth of the cost: 10 is linear.
+
+**A soak** (`make bench BENCH_ARGS='--ext4 --cases soak --seconds 600'`, with `--restart` through an orderly restart and a SIGKILL)
+simulates a busy day: three members and an administrator use every command on both backends, `--rate` turns a second in all. At the
+same time there are slow clients, clients that hang up, garbage, crowds of connections, huge requests and unread answers, and
+syncs, force pushes, imports, audits and gcs. The idle daemon is compared before and after: memory, descriptors, threads, mounts,
+directories. A leak, an answer that is not in [errors.md](errors.md), or a lost request ends the soak with status 1.
 """
 
 

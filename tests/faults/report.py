@@ -18,30 +18,29 @@ The result of one run of the fault suite. Written by `make faults`; do not edit.
 | faults | {count} |
 | something was lost | {lost} |
 | seed, share of each part | {seed}, {share:g} |
-| ended | {ended} UTC |
+| finished | {ended} UTC |
 | mirrord | {commits} |
 
 ## Method
 
-Each fault strikes a real daemon, with its workers and gits, during a real operation. Then the daemon is judged: after
-a kill, once it is started again; after a full or failing disk, or a killed child, while it lives on (for which it has
-30 s), and once more after a kill and a start. Nothing is left behind, `git fsck` is content with every mirror, every
-pin and tip that was ever answered is there whole, catalog and refs agree, every lease that was answered stands with
-its owner's work, the audit is clean, and the same operation works again. The steps struck are those that a run
-without a fault showed.
+Each fault is injected into a real daemon, with its workers and git processes, during a real operation, at a step that a run
+without a fault recorded. Then the daemon is checked: after a kill, when it has restarted; after a full or failing disk or a
+killed child, while it runs on (within 30 s), and again after a kill and a restart. The checks: nothing is left behind; `git
+fsck` accepts every mirror; every acknowledged pin and tip is complete; catalog and refs agree; every acknowledged lease
+exists with its owner's work; the audit is clean; and the same operation succeeds again.
 
-- **kill -9** strikes at a named change in the state directory, seen by inotify; or a child of the daemon, by its kind.
-- **disk full** is a tmpfs with so much room left.
-- **EIO and ENOSPC at a system call** are given by `strace -e inject` at one call of a run, chosen by the seed. A read error of a
-  file is also tried on a disk that lost its end.
-- **power cut** ends an ext4 at once, without its journal being flushed; it is mounted again from what had reached the disk, with
-  another boot id. Leases of the last seconds may be gone after one.
-- **damage** to one thing in a mirror, and which donors are there to heal it, are chosen by the seed. Objects, refs and evidence
-  are judged against what was written down before.
-- **none** is an audit of a mirror that nothing is wrong with, after its past (repacks, heals, bundles) is chosen by the seed; a
-  finding counts as a loss.
+- **kill -9** hits the daemon at a given change in the state directory, observed by inotify, or a child of the daemon, by kind.
+- **disk full** is a tmpfs with a given amount of free space.
+- **EIO and ENOSPC at a system call** are injected by `strace -e inject` at one call of a run, chosen by the seed. A read error of
+  a file is also tried on a truncated disk.
+- **power cut** stops an ext4 immediately, without flushing its journal. It is mounted again from what had reached the disk, with
+  another boot id. Leases of the last seconds may be missing after one.
+- **damage** to one thing in a mirror, and the donors that can heal it, are chosen by the seed. Objects, refs and evidence are
+  compared with records made before.
+- **none** is an audit of an undamaged mirror whose past (repacks, heals, bundles) is chosen by the seed; a finding counts as a
+  loss.
 
-Not tried: single blocks that cannot be written (it takes a device-mapper, which not every kernel has).
+Not tried: single blocks that cannot be written, which needs a device-mapper that not every kernel has.
 
 ## Totals
 
@@ -106,7 +105,7 @@ def _named_commits(parts: Sequence[Ended]) -> str:
 
 def _summary(rows: Sequence[Row]) -> list[str]:
     """How many of each fault, in how many operations."""
-    lines = ["| fault | times | operations |", "|---|---|---|"]
+    lines = ["| fault | count | operations |", "|---|---|---|"]
     for fault in dict.fromkeys(row.fault for row in rows):
         struck = [row for row in rows if row.fault == fault]
         lines.append(
