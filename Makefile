@@ -1,4 +1,4 @@
-# The whole developer interface. `make setup` leaves .venv/bin/mirrord; every other target does its own set-up.
+# The developer interface. `make setup` creates .venv/bin/mirrord; other targets run it as needed.
 
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3.12 /usr/bin/python3.13) python3)
 BIN := .venv/bin
@@ -11,13 +11,13 @@ FAULTS_ARGS ?=
 SEED ?= 1
 MINUTES ?= 30
 
-# Without bytecode each start of a daemon in the tests compiles it: 0.4 s.
+# Without bytecode, each start of a daemon in the tests compiles it: 0.4 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-# What the tests need from Debian; nothing of it is needed to run the daemon but git.
+# Debian packages for the tests; the daemon itself needs only git.
 DEBIAN_PACKAGES := libfaketime git openssh-client jq curl python3.11-venv systemd-container util-linux e2fsprogs strace patch postgresql-15 uidmap bubblewrap pipx podman runc prometheus chromium chromium-driver fonts-dejavu-core slurmctld slurmd slurm-client munge
 
-# Supported, as uv finds them; pyenv's wrappers need to be told which one is asked for.
+# Supported versions, found by uv; pyenv's wrappers need the version in the environment.
 PYTHONS ?= 3.11 3.12 3.13
 FIND_PYTHON = PYENV_VERSION=$(1) $(CURDIR)/$(BIN)/uv python find --system --no-python-downloads --no-project $(1) 2>/dev/null
 PYTHONS_TESTS ?= $(LOWEST_TESTS) tests/docs/test_commands.py tests/cli tests/mirrors tests/heal tests/audit
@@ -31,7 +31,7 @@ LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
 
-setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
+setup: .venv/ready ## create the environment with .venv/bin/mirrord
 
 .venv/ready: requirements-dev.lock pyproject.toml packaging/client/pyproject.toml
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
@@ -41,7 +41,7 @@ setup: .venv/ready ## make the environment and leave .venv/bin/mirrord
 	umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e packaging/client
 	@touch $@
 
-# The packages of harnesses, away from our own. Harbor needs Python 3.12; where there is none, its tests are skipped.
+# The packages of harnesses, separate from ours. Harbor needs Python 3.12; without it, its tests are skipped.
 UV := umask 022; $(CURDIR)/$(BIN)/uv --quiet
 LOCKS := tests/integrations/requirements
 
@@ -82,13 +82,13 @@ harnesses: .venv/harnesses/ready .venv/harbor/ready .venv/moto/ready .venv/kuber
 run: setup ## run the daemon in the foreground
 	$(BIN)/mirrord serve
 
-demo: setup ## do the main job once, on real repositories, in a scratch directory
+demo: setup ## run the main job once on real repositories, in a scratch directory
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
 check: setup lint ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
-test: debian setup ## run every test and check but those of a release; one test: PYTEST_ARGS='-k NAME'
+test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint try-wheels try-harnesses
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS)
 
@@ -98,12 +98,12 @@ try-wheels:
 try-harnesses:
 	@$(MAKE) --no-print-directory harnesses || echo 'no harnesses here: their tests are skipped' >&2
 
-coverage: debian setup ## run every test and print which lines of mirrord/ ran, in workers and children too
+coverage: debian setup ## all tests, with the coverage of mirrord/, also in workers and children
 	@area=$$(mktemp -d) && chmod 1777 $$area && trap 'rm -rf "$$area"' EXIT && export COVERAGE_AREA=$$area && \
 	{ $(BIN)/python -m coverage run -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS); status=$$?; \
 	$(BIN)/python -m coverage combine --quiet; $(BIN)/python -m coverage report --fail-under=90 && exit $$status; }
 
-pythons: $(addprefix .venv/python,$(PYTHONS)) ## an environment with each supported Python that uv finds
+pythons: $(addprefix .venv/python,$(PYTHONS)) ## environments with each supported Python that uv finds
 
 .venv/python%: .venv/ready
 	@rm -rf $@; \
@@ -114,13 +114,13 @@ pythons: $(addprefix .venv/python,$(PYTHONS)) ## an environment with each suppor
 	$$uv pip sync --python $@ --require-hashes requirements-dev.lock; \
 	$$uv pip install --python $@ --no-deps --no-build-isolation -e . -e packaging/client
 
-test-pythons: pythons ## a good share of the tests with each supported Python that uv finds
+test-pythons: pythons ## many of the tests with each supported Python that uv finds
 	@status=0; for version in $(PYTHONS); do \
 		[ ! -d .venv/python$$version ] || { echo "Python $$version:"; \
 		.venv/python$$version/bin/python -m pytest -n 2 --dist loadfile -q -m "not root" $(PYTEST_ARGS) $(PYTHONS_TESTS) || status=1; }; \
 	done; exit $$status
 
-test-lowest: ## some of the tests with the oldest versions that pyproject.toml allows, in a scratch environment
+test-lowest: ## some of the tests with the oldest allowed versions of dependencies
 	@scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; set -e; \
 	$(PYTHON) -m venv $$scratch/uv; $$scratch/uv/bin/python -m pip install --quiet --disable-pip-version-check uv; \
 	$(PYTHON) -m venv --without-pip $$scratch/venv; \
@@ -129,7 +129,7 @@ test-lowest: ## some of the tests with the oldest versions that pyproject.toml a
 	$$install $(LOWEST_TOOLS); \
 	$$scratch/venv/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(LOWEST_TESTS)
 
-faults: debian setup ## break it everywhere while it works, and write docs/reliability.md; SEED=number
+faults: debian setup ## inject faults everywhere and write docs/reliability.md; SEED=number
 	PYTHONPATH=tests:tests/support $(BIN)/python -m faults --seed $(SEED) --document docs/reliability.md $(FAULTS_ARGS)
 
 lint: setup ## style, types, layers
@@ -138,16 +138,16 @@ lint: setup ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-deb: setup ## the Debian package of this tree in dist/
+deb: setup ## build the Debian package in dist/
 	@$(BIN)/python packaging/deb.py dist
 
-wheels: setup ## download what requirements.lock names, for the package and its tests
+wheels: setup ## download the wheels of requirements.lock, for the package and its tests
 	@$(BIN)/python packaging/deb.py
 
-release: setup release-tools ## wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
+release: setup release-tools ## build wheels, sdists, deb, SBOM and SHA256SUMS of this commit in dist/
 	@$(BIN)/python packaging/release.py dist
 
-release-check: debian setup pythons wheels release-tools ## the same twice, every byte equal; its tests, each Python and pipx with them
+release-check: debian setup pythons wheels release-tools ## build twice, compare bytes, run the release tests
 	$(BIN)/python -m pytest -m release tests/packaging
 	@$(BIN)/python packaging/release.py --check dist
 
@@ -158,10 +158,10 @@ release-tools: .venv/release/ready
 	@$(UV) pip sync --python .venv/release --require-hashes packaging/release.lock
 	@touch $@
 
-bench: setup ## measure, side by side with git; REPO=path of a repository
+bench: setup ## benchmark against git; REPO=path of a repository
 	$(BIN)/python benchmarks/bench.py $(foreach repo,$(REPO),--repo '$(repo)') $(if $(DOCS),--docs) $(BENCH_ARGS)
 
-screenshots: debian setup ## take the pictures in docs/web.md; MINUTES of work are in their plots
+screenshots: debian setup ## take the pictures of docs/web.md; MINUTES of work in their plots
 	PYTHONPATH=tests/support $(BIN)/python tests/web/screenshots.py docs --minutes $(MINUTES)
 
 debian:
@@ -169,5 +169,5 @@ debian:
 		missing=$$(for p in $(DEBIAN_PACKAGES); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q ' installed' || echo $$p; done); \
 		[ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }; fi
 
-clean: ## remove what the other targets made
+clean: ## remove generated files
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,14 +1,14 @@
 #!/bin/sh
-# A rollout in containers: an agent works on an instance, its change is graded in a second container.
+# A rollout in containers: an agent works on an instance; its change is graded in a second container.
 #
 #   ENGINE=podman container_rollout.sh INSTANCE IMAGE 'COMMAND OF THE AGENT' 'COMMAND OF THE TESTS'
 #
 # Needs root, and a daemon with `[docker] volumes = true`. Prints the patch; ends with the status of
-# the tests. Whatever happens, the volumes go, and their checkouts with them.
+# the tests. The volumes and their checkouts are always removed.
 set -eu
 instance=$1 image=$2 agent=$3 tests=$4
 engine=${ENGINE:-docker}
-agent_uid=3000 tests_uid=3001        # the agent never was the user who runs the tests
+agent_uid=3000 tests_uid=3001        # the tests run as another user than the agent
 work=$instance--work-$$ graded=$instance--graded-$$ grade=
 
 clean_up() {

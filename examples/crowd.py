@@ -1,4 +1,4 @@
-"""A crowd: 64 rollouts side by side in one process; each works, is reset, and works again.
+"""64 concurrent rollouts in one process; each works, is reset, and works again.
 
 crowd.py INSTANCE COMMAND [HOW_MANY]
 """
@@ -10,7 +10,7 @@ from mirrord import AsyncClient, AsyncSandbox
 
 
 async def roll_out(client: AsyncClient, instance: str, command: str) -> int:
-    """Two episodes in one checkout; how many had the same change, without a trace of the first."""
+    """Run two episodes in one checkout; return how many made the same change as the first."""
     async with client.checkout(instance, environment="auto") as checkout:
         sandbox = AsyncSandbox(checkout)
         await sandbox.exec(command, timeout=120)

@@ -1,8 +1,8 @@
-"""Grade predictions: apply each patch, run a command that tests it, print who passed.
+"""Grade predictions: apply each patch, run a test command, print which ones pass.
 
     grade_predictions.py PREDICTIONS.jsonl TEST_COMMAND
 
-The tests run in a grade: the base commit, the model's change by its content, the hidden tests.
+The tests run in a grade: the base commit, the model's change by content, the hidden tests.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A dataset of your own: rows of any shape, by a mapping of their columns.
+"""A dataset of your own: rows of any shape, read through a mapping of their columns.
 
     own_dataset.py ROWS.jsonl NAME
 

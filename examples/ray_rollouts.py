@@ -1,4 +1,4 @@
-"""Rollouts on a Ray cluster, each in a checkout of the mirrord on its actor's node.
+"""Rollouts on a Ray cluster, each in a checkout on its actor's node.
 
 ray_rollouts.py INSTANCE COMMAND TEST [HOW_MANY]; RAY_ADDRESS names the cluster.
 """
@@ -19,7 +19,7 @@ def main(instance: str, command: str, test: str, how_many: int) -> None:
     leases = ray.get([actor.checkout.remote(instance) for actor in actors])
     found = []
     for actor, lease in zip(actors, leases, strict=True):
-        # an actor works in the order of its calls, so nobody waits here
+        # an actor executes its calls in order, so there is no need to wait here
         ran = actor.run.remote(lease.id, command, timeout=120)
         found += [(ran, actor.diff.remote(lease.id), actor.grade.remote(lease.id, test))]
     for lease, answers in zip(leases, found, strict=True):

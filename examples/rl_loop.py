@@ -1,8 +1,8 @@
-"""A search with forks: from one state try several actions, keep what scores best, go on from there.
+"""A search with forks: try several actions from one state, keep the best, continue from it.
 
     rl_loop.py INSTANCE SCORE_COMMAND ROUNDS ACTION…
 
-A fork has all that its parent changed, costs what was changed, and goes at the end of its block.
+A fork has all changes of its parent, costs as much as these, and is released with its block.
 """
 
 import sys
@@ -12,7 +12,7 @@ from mirrord import Checkout, Client, Sandbox
 
 
 def score(checkout: Checkout, command: str) -> float:
-    """The last word that the command prints; 0 where it fails."""
+    """Return the last word of the command's output as a number, or 0 if the command fails."""
     with Sandbox(checkout) as sandbox:
         done = sandbox.exec(command, timeout=60)
     return float(done.stdout.split()[-1]) if done.exit_code == 0 else 0.0

@@ -1,8 +1,8 @@
-"""An agent of your own in a sandbox: asks a program for the next command until it has none.
+"""An agent of your own in a sandbox: ask a program for the next command until it has none.
 
     sandboxed_agent.py INSTANCE AGENT…
 
-AGENT runs on the host, with its keys and its network. It gets what the last command printed on its
+AGENT runs on the host, with its keys and its network. It reads the output of the last command on
 standard input, and prints the next command; an empty answer ends the rollout. Only the commands
 run in the sandbox: as another uid, without a network, with limits.
 """

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Prolog of slurmd: begin to make the dataset warm that a job names by a word mirrord=DATASET in its
-# --comment, or in its --extra where Slurm has that. It waits for nothing, and the job starts without
-# mirrord too: a prolog that fails would drain the node.
+# Prolog of slurmd: start to prepare the dataset that the job names by a word mirrord=DATASET in its
+# --comment, or in its --extra if Slurm supports that. It does not wait, and the job starts even without
+# mirrord: a prolog that fails would drain the node.
 
 export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}"
 set -f

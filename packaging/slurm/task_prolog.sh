@@ -1,5 +1,4 @@
 #!/bin/sh
-# TaskProlog of slurmd: what it prints is set in the environment of each task. The checkouts of a
-# job get this label.
+# TaskProlog of slurmd: its output sets variables of each task. The job's checkouts get this label.
 
 echo "export MIRRORD_LABEL=slurm/$SLURM_JOB_ID"
