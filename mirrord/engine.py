@@ -23,13 +23,13 @@ from .activity import ActivityMonitor, HealthMonitor, Traffic
 from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.environments import EnvironmentStore
-from .checkouts.overlay_probe import find_overlay
+from .checkouts.overlay import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
 from .checkouts.templates.service import Templates
 from .config import Settings
 from .datasets.service import Datasets
-from .environments.building import Builds, Preparations
+from .environments.building import Builds
 from .environments.service import Environments
 from .errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
 from .fleet.claims import Claims
@@ -222,8 +222,7 @@ class Engine:
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
         self.environments = Environments(
-            builds=builds, preparations=Preparations(builds), recipes=place / "recipes",
-            datasets=self.datasets,
+            builds=builds, recipes=place / "recipes", datasets=self.datasets
         )  # fmt: skip
         self._closing.push_async_callback(self.environments.close)
         self.storage = Storage(

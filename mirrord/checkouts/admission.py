@@ -1,24 +1,28 @@
-"""Who gets which checkout, who may work on one, and what is answered of it.
+"""Admission: who may have which checkout, for how long, and with how much disk.
 
-Decides whose it is, with what view, how long, how many, on which backend, and under which names of
-commits. A checkout answers to its owner, to the uid that took it, and to administrators; for others
-it does not exist. The work itself is in `service.py`.
+A checkout answers to its owner, to the uid that took it, and to administrators; for others it does
+not exist. Requests are judged before anything is looked up, so a refusal tells nothing about what
+exists. The work itself is in `service.py`.
 """
 
 import os
+import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import anyio
 import anyio.to_thread
 
 from .. import errors, protocol
 from ..config import Settings
-from ..errors import CheckoutBusyError, StoppingError
+from ..git.workers import Workers
 from ..host.mounts import Visible, shares_mounts, visible_to
 from ..host.peers import Access, Owners, Peer, Process, Role
 from ..host.processes import Owner, may_give_files_away
@@ -26,19 +30,24 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, Bind, History, View
 from ..units import format_duration
+from .files.reader import weigh
 from .leases import Lease, Leases, LeaseState, SavedState, not_found
 from .lifecycle import Expiry, Lifecycle
-from .quotas import Quotas
+from .prepared import PreparedLayers
 from .resolve import Naming, ResolvedRequest
+from .snapshots import Layers
 
-_SHOWN = (
+_FIELDS = (
     *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),
     *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
 )
+_WEIGHING_TIME = timedelta(seconds=20)  # of a walk; what is not reached weighs what it did
+_WEIGHING_TIMEOUT = timedelta(seconds=40)
+_WEIGHING_PAUSE_S = 5.0  # between two weighings for users over the bound
 
 
 class Admitted(NamedTuple):
-    """A checkout that its asker may have."""
+    """What a peer was allowed to check out."""
 
     owner: Owner
     taken_by: int
@@ -51,8 +60,100 @@ class Admitted(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
+class Quotas:
+    """The bytes that each user has on disk (`used`), and the bound on them.
+
+    A user is charged for what was written in the checkouts of its uids, for their snapshots, and
+    for the prepared layers that it saved. Clients write without the daemon's knowledge, so a worker
+    weighs all of it once a minute. A user over `access.bytes_per_user` gets nothing new.
+    """
+
+    settings: Callable[[], Settings]
+    access: Access
+    leases: Leases
+    layers: Layers
+    prepared: PreparedLayers
+    workers: Workers
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._over: set[int] = set()
+        self._weighed_at = -_WEIGHING_PAUSE_S
+        self._weighing = anyio.Lock()
+        self.used: dict[int, int] = {}
+
+    async def ensure(self, doing: str, asker: int, owner: int) -> None:
+        """Raise QuotaExceededError if the user of either uid is still over the bound when weighed
+        again. Administrators are never refused.
+        """
+        users = {self.access.user_of(uid) for uid in (asker, owner)}
+        if self.access.is_admin(asker) or not any(map(self._is_over, users)):
+            return
+        async with self._weighing:
+            if time.monotonic() - self._weighed_at > _WEIGHING_PAUSE_S:
+                await self.weigh()
+        limit = self.settings().access.bytes_per_user
+        for user in filter(self._is_over, users):
+            used = self.used[user]
+            raise errors.QuotaExceededError(
+                f"cannot {doing}: uid {user} has {used >> 20} MiB in checkouts, snapshots and"
+                f" layers, and {limit >> 20} is the most",
+                hint="reset or release checkouts, remove snapshots and layers (see `mirrord du"
+                " --verbose`), or raise access.bytes_per_user",
+                uid=user,
+                used_bytes=used,
+                limit_bytes=limit,
+            )
+
+    def add(self, uid: int, size_bytes: int) -> None:
+        """Charge a user for what was just written, until the next weighing."""
+        user = self.access.user_of(uid)
+        self.used[user] = self.used.get(user, 0) + size_bytes
+
+    async def weigh(self) -> None:
+        """Weigh what all users have; publish `quota.exceeded` and `quota.recovered`."""
+        self._weighed_at = time.monotonic()
+        paths = self._paths_by_user()
+        if not paths and not self.used:
+            return
+        found = await self.workers.run(
+            weigh, {str(user): each for user, each in paths.items()},
+            _WEIGHING_TIME.total_seconds(), timeout=_WEIGHING_TIMEOUT,
+        )  # fmt: skip
+        before, self.used = self.used, {}
+        for user in paths:
+            weights = found[str(user)]
+            is_whole = all(each.is_whole for each in weights.each)
+            earlier = 0 if is_whole else before.get(user, 0)
+            self.used[user] = max(weights.total_bytes, earlier)
+        over = {user for user in self.used if self._is_over(user)}
+        limit = self.settings().access.bytes_per_user
+        for name, users in ("exceeded", over - self._over), ("recovered", self._over - over):
+            for user in sorted(users):
+                facts = {"owner_uid": user, "used_bytes": self.used.get(user, 0)}
+                self.events.publish(f"quota.{name}", **facts, limit_bytes=limit)
+        self._over = over
+
+    def _is_over(self, user: int) -> bool:
+        limit = self.settings().access.bytes_per_user
+        return 0 < limit <= self.used.get(user, 0) and not self.access.is_admin(user)
+
+    def _paths_by_user(self) -> dict[int, list[tuple[Path, ...]]]:
+        found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
+        for lease in self.leases:
+            trees = [lease.tree_path] if lease.backend is Backend.POOL else []
+            own = map(self.layers.path, sorted(lease.own_layers))
+            found[self.access.user_of(lease.owner_uid)].append((lease.private, *trees, *own))
+        for record in self.prepared.all():
+            own = map(self.layers.path, record.own_layers)
+            objects = self.layers.path(record.saved.id).with_suffix(".git")
+            found[self.access.user_of(record.saved.saved_by)].append((objects, *own))
+        return found
+
+
+@dataclass(eq=False, repr=False)
 class Leasing:
-    """The leases of a daemon, for those who may have them. Belongs to one event loop."""
+    """The leases of a daemon, behind the rights of its peers. Belongs to one event loop."""
 
     settings: Callable[[], Settings]
     access: Access
@@ -73,21 +174,25 @@ class Leasing:
         self._may_give_files_away = may_give_files_away()
         self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
 
-    # -- who may have what -------------------------------------------------------------------------
+    # -- rights ------------------------------------------------------------------------------------
 
     def may_see(self, lease: Lease, peer: Peer) -> bool:
         return peer.uid in {lease.owner_uid, lease.taken_by} or self.access.is_admin(peer.uid)
 
-    def must_be_admin(self, peer: Peer, what: str) -> None:
-        """A grader's checkout may be owned by a plain uid, which runs what the agent wrote."""
+    def must_be_admin(self, peer: Peer, action: str) -> None:
+        """Raise AccessError unless the peer is an administrator.
+
+        A grader's view needs this beside ownership: its checkout may belong to a plain uid, under
+        which the agent's code runs.
+        """
         if not self.access.is_admin(peer.uid):
             raise errors.AccessError(
-                f"cannot {what}: only administrators may",
+                f"cannot {action}: only administrators may",
                 hint="see access.admins in the configuration",
             )
 
     def check(self, peer: Peer, owner: Owner, view: View, history: History) -> None:
-        """Raise AccessError unless the peer may have such a checkout for that owner."""
+        """Raise AccessError unless the peer may have a checkout with these properties."""
         if view is View.GRADER:
             self.must_be_admin(peer, "check out with the grader view")
         if owner[0] != os.geteuid() and not self._may_give_files_away:
@@ -103,12 +208,11 @@ class Leasing:
             )
 
     def must_be_gradable(self, graded: Lease, owner: Owner) -> None:
-        """Refuse a grade for the uid that the agent had: what it left running reaches both trees.
-        Refuse that of a checkout whose owner saved its layer: that is no change of theirs, and
-        could be anything.
+        """Raise AccessError where the agent could reach into its own grade.
 
-        Root and the daemon's own user may grade what they ran themselves, administrators what they
-        saved.
+        The grade's owner must not be the agent's uid, whose processes may still run. The checkout's
+        owner must not have saved its prepared layer, which is no part of the graded change. Root
+        and the daemon's own user may grade what they ran, administrators what they saved.
         """
         agent, saved = graded.owner_uid, graded.saved
         if owner[0] == agent and agent not in (0, os.geteuid()):
@@ -125,6 +229,7 @@ class Leasing:
             )
 
     def naming(self, peer: Peer) -> Naming:
+        """Return which commits the peer may name."""
         role = self.access.role(peer)
         if role is Role.ADMIN:
             return Naming.ANYTHING
@@ -133,7 +238,7 @@ class Leasing:
         return Naming.PUBLIC if self.settings().access.commits == "any" else Naming.RECORDED
 
     def ttl(self, asked: float | None, peer: Peer) -> timedelta:
-        """The time to live, of `asked` seconds or the default, within `access.ttl_max`."""
+        """Return the time to live: `asked` seconds or the default, bounded by `access.ttl_max`."""
         settings = self.settings()
         length = timedelta(seconds=asked) if asked else settings.checkouts.ttl
         longest = settings.access.ttl_max
@@ -150,10 +255,10 @@ class Leasing:
 
     @contextmanager
     def counted(self, taken_by: int, owner_uid: int) -> Iterator[None]:
-        """Count a checkout that is being made; raises TooManyCheckoutsError over a limit.
+        """Count a checkout while it is made. Raises TooManyCheckoutsError over a limit.
 
-        The limits are `checkouts.max` and, except for administrators, `access.max_per_user` of
-        taker and owner. Other users' checkouts never keep an administrator out.
+        The limits are `checkouts.max` and `access.max_per_user`, the latter for taker and owner and
+        not for administrators, who compete with each other alone for `checkouts.max`.
         """
         settings, leases = self.settings(), self.leases
         most, most_each, held = settings.checkouts.max, settings.access.max_per_user, leases.count
@@ -176,7 +281,10 @@ class Leasing:
             leases.add(taken_by, owner_uid, -1)
 
     async def visible_to(self, peer: Peer) -> Visible:
-        """How much of the checkouts the peer's mount namespace shows; read once a connection."""
+        """Return how much of the checkouts the peer's mount namespace shows.
+
+        Read once per connection.
+        """
         if (known := self._visible.get(peer)) is None:
             known = Visible.MOUNTS
             if not shares_mounts(peer.pid):
@@ -187,9 +295,10 @@ class Leasing:
     def choose_backends(
         self, asked: Backend | None, history: History, visible: Visible
     ) -> list[Backend]:
-        """The backends to try, the best first.
+        """Return the backends to try, the preferred first.
 
-        The pool is never refused by name: other processes may see what the peer does not.
+        An explicit request for the pool is never refused: the tree may be for another process, with
+        another mount namespace than the peer's.
         """
         wanted = asked or self.settings().checkouts.backend
         if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
@@ -217,24 +326,27 @@ class Leasing:
             hint="see `mirrord doctor`",
         )
 
-    # -- handed out and held -----------------------------------------------------------------------
+    # -- leases ------------------------------------------------------------------------------------
 
     async def admit(
         self, request: protocol.StartCheckout, peer: Peer, process: Process | None
     ) -> Admitted:
-        """Judge whether the peer may have such a checkout; nothing was looked up before."""
+        """Decide owner, backends, time to live and history of a requested checkout.
+
+        Raises AccessError, QuotaExceededError, TtlTooLongError, BackendUnavailableError.
+        """
         self.must_be_open()
         history = request.history or self.settings().checkouts.history
         ttl = self.ttl(request.ttl, peer)
         owner = await self._owners.find(request.owner, peer)
         self.check(peer, owner, request.view, history)
         await self.quotas.ensure("make a checkout", peer.uid, owner[0])
-        asked, visible = request.backend, Visible.MOUNTS
+        backend, visible = request.backend, Visible.MOUNTS
         if request.attach:
-            asked = asked or Backend.OVERLAY
+            backend = backend or Backend.OVERLAY
         else:
             visible = await self.visible_to(peer)
-        backends = self.choose_backends(asked, history, visible)
+        backends = self.choose_backends(backend, history, visible)
         if request.environment is not None:
             backends = must_mount(backends)
         return Admitted(
@@ -244,7 +356,7 @@ class Leasing:
     async def begin(
         self, admitted: Admitted, found: ResolvedRequest, **more: Any
     ) -> tuple[Lease, dict[str, float]]:
-        """Hand out a checkout of a commit."""
+        """Make a checkout of a resolved commit."""
         now = self.clock()
         draft = partial(
             Lease,
@@ -266,16 +378,16 @@ class Leasing:
     async def hand_out(
         self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
     ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout, which ends with `process`, if one is given."""
+        """Make a checkout of the lease that `draft` makes; it ends with `process`, if given."""
         lease, timings = await self.lifecycle.make(draft, backends)
         if process is not None:
             self.expiry.bind(lease, process)
         return lease, timings
 
     @asynccontextmanager
-    async def held(self, checkout: str, peer: Peer, *, whole: bool = False) -> AsyncIterator[Lease]:
-        """The peer's lease, with its lock; it may end while we wait for that. A `whole` one has its
-        commit's tree, or its owner's work on it: CheckoutBusyError where a reset failed half-way.
+    async def held(self, checkout: str, peer: Peer, *, live: bool = False) -> AsyncIterator[Lease]:
+        """Hold the lock of the peer's lease. Raises CheckoutNotFoundError, also where the lease
+        ended during the wait; with `live` CheckoutBusyError where a reset failed half-way.
         """
         self.must_be_open()
         checkout_id = self.get(checkout, peer).id
@@ -283,11 +395,12 @@ class Leasing:
             lease = self.leases.find(checkout_id)
             if lease is None:
                 raise not_found(checkout)
-            if whole:
-                must_be_whole(lease)
+            if live:
+                must_be_live(lease)
             yield lease
 
     def get(self, checkout: str, peer: Peer) -> Lease:
+        """Return the lease of an id or path, if the peer may see it."""
         lease = self.leases.get(checkout)
         if not self.may_see(lease, peer):
             raise not_found(checkout)
@@ -296,9 +409,10 @@ class Leasing:
     def must_be_open(self) -> None:
         if self.is_closing:
             message = "cannot work on checkouts: the daemon is stopping"
-            raise StoppingError(message, hint="try again in a moment")
+            raise errors.StoppingError(message, hint="try again in a moment")
 
     def publish(self, name: str, lease: Lease, **fields: Any) -> None:
+        """Publish an event about a checkout."""
         for plain in ("commit", "instance", "owner_uid", "taken_by"):
             fields[plain] = getattr(lease, plain)
         for enum in ("mirror", "backend", "history"):
@@ -307,26 +421,27 @@ class Leasing:
 
 
 def must_mount(backends: list[Backend]) -> list[Backend]:
-    """Those that can show an environment; raises BackendUnavailableError where none can."""
+    """Return the backends that can show an environment. Raises BackendUnavailableError."""
     if Backend.OVERLAY in backends:
         return [Backend.OVERLAY]
     raise errors.BackendUnavailableError(
         "cannot show an environment: the backend pool mounts nothing",
-        hint="ask for the backend overlay, which needs a host that `mirrord doctor` finds fit,"
-        " or for no environment",
+        hint="ask for the backend overlay, if `mirrord doctor` finds it available, or for no"
+        " environment",
     )
 
 
-def must_be_whole(lease: Lease) -> None:
+def must_be_live(lease: Lease) -> None:
     if lease.state is LeaseState.RESETTING:
-        raise CheckoutBusyError(
+        raise errors.CheckoutBusyError(
             f"cannot work on checkout {lease.id}: its last reset failed half-way",
             hint="reset it again, or release it",
         )
 
 
-def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
-    return {name: getattr(lease, name) for name in _SHOWN} | {
+def checkout_fields(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
+    """Return the fields of `protocol.Checkout`."""
+    return {name: getattr(lease, name) for name in _FIELDS} | {
         "path": f"{lease.directory}/tree",
         "directory": str(lease.directory),
         "mirror": str(lease.mirror),
@@ -338,16 +453,16 @@ def members(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def copied(snapshot: SavedState) -> protocol.Copied:
+def copied_of(state: SavedState) -> protocol.Copied:
     names = ("taken_at", "files", "size_bytes", "left_out", "git")
-    return protocol.Copied(**{name: getattr(snapshot, name) for name in names})
+    return protocol.Copied(**{name: getattr(state, name) for name in names})
 
 
-def shown_snapshot(lease: Lease, snapshot: SavedState) -> protocol.Snapshot:
+def snapshot_of(lease: Lease, state: SavedState) -> protocol.Snapshot:
     return protocol.Snapshot(
-        name=snapshot.name,
+        name=state.name,
         checkout=lease.id,
-        commit=snapshot.commit,
-        instance=snapshot.instance,
-        copied=copied(snapshot),
+        commit=state.commit,
+        instance=state.instance,
+        copied=copied_of(state),
     )

@@ -1,6 +1,6 @@
-"""The contract of a backend: `pool.py` and `overlay.py` keep it, for every method.
+"""The contract of a backend, kept by every method of `pool.py` and `overlay.py`.
 
-- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays below the two
+- **Cancel.** The caller may be cancelled at any await. What `create` had begun stays in the two
   directories of the lease, where `take_down` finds it. A `reset` that ends early leaves the lease
   and its tree as they were, or the lease RESETTING.
 - **Crash.** After a kill -9 at any moment, `adopt` (with lease.json) or `take_down` (without) is
@@ -8,13 +8,15 @@
 - **Disk full.** ENOSPC and EDQUOT raise DiskFullError; the caller removes a half-made checkout.
   Templates and other checkouts are unharmed.
 - **Hostile owner.** The tree's owner may change it, names, types and modes included, while a method
-  runs. Nothing outside the tree is read, written, followed or run because of that. A proof speaks
-  of the moment it was made.
+  runs. Nothing outside the tree is read, written, followed or run because of that. A proof holds
+  for the moment at which it was made.
 - **Locks.** The caller never runs two methods on one lease at a time; on different leases it does.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -28,16 +30,17 @@ if TYPE_CHECKING:  # workers load this module, and need neither leases nor setti
     from .leases import Directories, Lease, Leases
 
 DIFF_TIMEOUT = timedelta(seconds=60)
-"""For work on one checkout, whose client may have made its tree so that git takes for ever."""
-
+"""For work on one checkout, in whose tree git could run for ever."""
 
 ChangedPaths = Callable[[], list[bytes]]
-"""Can be pickled."""
+"""Lists the paths that may differ; picklable, because it runs in a worker."""
 
 
 class CopyRule(NamedTuple):
-    """What is copied of a checkout. Without `git` nothing of any `.git` is; else of the tree's own
-    what records work, and all others whole.
+    """What to copy of a checkout.
+
+    With `git`, the refs, logs, index and objects of the tree's own `.git`, and nested repositories
+    whole; without, nothing of any `.git`.
     """
 
     of_environment: bool = False
@@ -45,11 +48,11 @@ class CopyRule(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What was copied of a checkout, as it was at `taken_at`.
+    """A copy of a checkout as it was at `taken_at`.
 
-    `left_out` counts what is not in the copy, by kind: pipes, sockets, devices, and files of its
-    `.git`. `git` says whether the rest of that is; else the base's own stands there. `is_same` says
-    that an earlier copy is the same, and none was made.
+    `left_out` counts by kind what is not in the copy: pipes, sockets, devices, and files of `.git`.
+    Without `git` the copy has the base's own `.git`. With `is_same` an earlier copy is equal, and
+    no new one was made.
     """
 
     taken_at: datetime
@@ -60,12 +63,9 @@ class Taken(NamedTuple):
     is_same: bool
 
     def plus(self, other: Taken) -> Taken:
-        """This with the counts of what was copied beside it."""
-        left_out = {
-            kind: self.left_out.get(kind, 0) + other.left_out.get(kind, 0)
-            for kind in self.left_out | other.left_out
-        }
+        """Add the counts of another copy."""
         files, size = self.files + other.files, self.size_bytes + other.size_bytes
+        left_out = dict(Counter(self.left_out) + Counter(other.left_out))
         return self._replace(files=files, size_bytes=size, left_out=left_out)
 
 
@@ -80,82 +80,84 @@ class CheckoutBackend(Protocol):
         """Stop background work. Checkouts stay: leases outlive the daemon."""
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
-        """Make `lease.tree_path` a clean tree at `lease.commit`, with `.git`, owned by the owner,
-        and on it what `lease.saved` and `lease.layer` have; `lease.environment` beside it.
+        """Make the tree of a lease: a clean tree at `lease.commit` with `.git`, owned by the owner;
+        on it the layers of `lease.saved` and `lease.layer`; beside it `lease.environment`.
 
-        The lease's directories exist, the public one empty; the caller makes the lease stand
-        afterwards. Answers the verified hash of the tree, and seconds per step. Raises
+        The lease's directories exist, the public one empty; the caller publishes the lease
+        afterwards. Returns the verified hash of the tree, and seconds per step. Raises
         CommitNotFoundError, CommitUnservableError, DiskFullError, BackendUnavailableError.
         """
         ...
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """Bring tree and `.git` to what the lease `to` says, its layer included, and make it stand
-        in `leases`.
+        """Bring tree and `.git` to the state of the lease `to`, and save `to` in `leases`.
 
         `to.tree_path` stays the same path. Nothing that the owner wrote is trusted. After a crash
-        the lease stands as it was, as `to`, or RESETTING to it: nobody works on half a tree, and
-        the next reset, or a start, completes it. Raises ProofFailedError where clean cannot be
-        proven; the caller then removes the checkout.
+        the saved lease is the old one, `to`, or RESETTING to it, which the next reset or start
+        completes. Raises ProofFailedError if the tree is not proven clean; the caller then removes
+        the checkout.
         """
         ...
 
     async def adopt(self, lease: Lease) -> bool:
-        """Take over a lease of an earlier daemon. False where its tree is lost."""
+        """Take over a lease of an earlier daemon. Return False if its tree is lost."""
         ...
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
-        """Undo what keeps a checkout's directories from being removed. Idempotent; takes half-made
-        ones.
+        """Unmount a checkout, so that its directories can be removed. Idempotent.
 
-        They were renamed to `.trash-<id>`: paths in `lease` still have the old name. `lease` is
-        None when nobody knows it. A process that sits inside must not prevent it. True where
-        nothing is left to remove; otherwise the caller removes both directories in the background.
+        The directories may be half-made. They were renamed to `.trash-<id>`; paths in `lease` still
+        have the old name. `lease` is None if it was lost. A process whose working directory is
+        inside must not prevent this. Returns True if nothing is left; otherwise the caller removes
+        both directories in the background.
         """
         ...
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
-        """When the last part of the template below the tree was proven; None without a template."""
+        """Return when the last part of the template was proven; None without a template."""
         ...
 
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        """Copy what a checkout has over `lease.commit` and `lease.saved` into the new layer
-        `directory`; what did not change since the layer `earlier` was copied of it is shared with
-        that.
+        """Copy the checkout's changes over `lease.commit` and `lease.saved` to a new layer.
 
-        The checkout is not changed. Raises ForkTooLargeError, CheckoutBusyError where it is
-        written to all the time, OwnerDeniedError, DiskFullError; the caller removes the directory.
+        The layer is made at `directory`; files that are unchanged since the copy `earlier` are
+        linked from there. The checkout is not changed. Raises ForkTooLargeError, OwnerDeniedError,
+        DiskFullError, and CheckoutBusyError if it never stops changing; the caller then removes
+        the directory.
         """
         ...
 
     def clone(self, lease: Lease, target: Target) -> int:
-        """A descriptor of a mount of the checkout's `target`, attached nowhere; the caller closes
-        it.
+        """Return the descriptor of a detached mount of `target`; the caller closes it.
 
-        Attached in any mount namespace, it shows what the checkout shows there, resets included,
-        without set-id bits and devices. Raises BackendUnavailableError.
+        Attached in any mount namespace it follows resets, and set-id bits and devices have no
+        effect in it. Raises BackendUnavailableError.
         """
         ...
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        """What lists every path that may differ from `lease.base_tree`, by the lease's layer or
-        since.
+        """Return a function that lists every path that may differ from `lease.base_tree`.
 
         It runs in a worker, in the call that uses the paths. An extra directory stands for all in
-        it, and one that is none any more for all that was in it. Paths are relative to the tree,
-        without its own `.git`. May list unchanged paths.
+        it, and a directory that became something else for all that was in it. Paths are relative to
+        the tree, without its own `.git`. Unchanged paths may be among them.
         """
         ...
 
 
+def elapsed_s(began: float) -> float:
+    """Return the seconds since `began`, of `time.perf_counter`."""
+    return round(time.perf_counter() - began, 6)
+
+
 def must_prove(proof: Proof, *, head: str, tree: str) -> Proof:
-    """The proof, if it is one for `head` and `tree`; raises ProofFailedError with both hashes."""
-    for what, wanted, seen in (("HEAD", head, proof.head), ("tree", tree, proof.tree)):
+    """Return the proof; raise ProofFailedError with both hashes unless it is for `head`, `tree`."""
+    for name, wanted, seen in (("HEAD", head, proof.head), ("tree", tree, proof.tree)):
         if wanted != seen:
             raise ProofFailedError(
-                f"cannot prove the checkout clean: {what} is {seen}, not {wanted}",
+                f"cannot prove the checkout clean: {name} is {seen}, not {wanted}",
                 hint="the checkout was removed; ask for another",
                 wanted=wanted,
                 seen=seen,

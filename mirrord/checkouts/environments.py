@@ -1,16 +1,19 @@
-"""The environments on disk: found by key, held while a checkout shows one, removed.
+"""Environments on disk: adopted from builds, found by key, kept while in use, removed.
 
-An environment is the directory `templates/.environments/<digest>` with `files` (the prefix, as it
-is seen at its fixed path), `environment.json` (what it is and how it was built) and `log`. `digest`
-is that of its recipe. A failed build is the same without `files`. Both appear by one rename, and
-`files` never changes: a crash leaves `.building-…`, which the next start removes. Files of equal
-content and mode are hard links of one in `.files`. All belong to the daemon's user.
+An environment is the directory `templates/.environments/<digest>` with `files` (the prefix, which
+checkouts show at a fixed path), `environment.json` (what it is and how it was built) and `log`; the
+digest is that of its recipe. A failed build has no `files`. Each appears by one rename, and `files`
+never changes; a crash leaves `.building-…`, which the next start removes. Files of equal content
+and mode are hard links of one in `.files`. The daemon's user owns all of it.
 """
 
+import errno
+import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,20 +21,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EnvironmentInUseError, EnvironmentNotFoundError
+from ..host.files import (
+    CREATE,
+    entries_in,
+    full_disk_named,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+    write_all,
+)
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
 from ..model import ENVIRONMENT_KEY, shown
+from ..places import ENVIRONMENT
 from .leases import EnvironmentName
 
 DIRECTORY = ".environments"
-"""Below `templates`, which the mounter shows to other owners as theirs."""
+"""Below `templates`, which the mounter shows to each owner as its own."""
 RECORD = "environment.json"
 _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest time in a ZIP archive
+_PIECE = 1 << 20
+_LINKS_OUT = ("/usr/", f"{ENVIRONMENT}/")  # these paths are the same in every sandbox
 _NAME = re.compile(rf"({ENVIRONMENT_KEY.pattern})(?:@([0-9a-f]{{4,64}}))?")
 
 
 class EnvironmentRecord(NamedTuple):
-    """What `environment.json` says; `facts` are its members, `at` when it was built."""
+    """The content of `environment.json`: `facts` are its members, `at` is when it was built."""
 
     key: str
     digest: str
@@ -41,12 +58,15 @@ class EnvironmentRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """KEY@DIGEST, shortened: what requests may name an environment by."""
+        """KEY@DIGEST, with a shortened digest; requests may use it."""
         return str(EnvironmentName(self.key, self.digest))
 
 
 class EnvironmentStore:
-    """The environments below `templates`; `held` counts by digest. Belongs to the event loop."""
+    """The environments of a state directory; `held` counts their uses by digest.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, state_dir: Path, trash: Trash) -> None:
         self.root = state_dir / "templates" / DIRECTORY
@@ -56,7 +76,7 @@ class EnvironmentStore:
         self.held: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Read what is on disk; remove what is not whole."""
+        """Read what is on disk; remove what is incomplete."""
         with suppress(FileNotFoundError):
             for path in sorted(self.root.iterdir()):
                 if path.name.startswith((_BUILDING, TRASH_PREFIX)):
@@ -67,24 +87,24 @@ class EnvironmentStore:
                     self._trash.discard(path)
 
     def find(self, name: str) -> EnvironmentRecord | None:
-        """The environment of a name: KEY (the one built last), or KEY@DIGEST, of which the
-        beginning will do.
+        """Return the ready environment of a name: KEY, of which the newest, or KEY@DIGEST, with a
+        prefix of the digest.
         """
-        ready = [record for record in self.records(name) if record.is_ready]
+        ready = [record for record in self.iter_records(name) if record.is_ready]
         return max(ready, key=lambda record: record.at, default=None)
 
     def get(self, name: str) -> EnvironmentRecord:
-        """As `find`; raises EnvironmentNotFoundError."""
+        """Return the ready environment of a name. Raises EnvironmentNotFoundError."""
         if (found := self.find(name)) is None:
             raise not_found(name)
         return found
 
     def list(self) -> list[EnvironmentRecord]:
-        """All, failed builds too, by key."""
+        """Return all environments, failed builds included, by key."""
         return sorted(self._records.values(), key=lambda record: (record.key, record.at))
 
-    def records(self, name: str) -> Iterator[EnvironmentRecord]:
-        """Those, failed builds too, that a name may mean."""
+    def iter_records(self, name: str) -> Iterator[EnvironmentRecord]:
+        """Iterate over the environments that a name may mean, failed builds included."""
         if match := _NAME.fullmatch(name):
             key, prefix = match.groups("")
             for record in self._records.values():
@@ -95,14 +115,14 @@ class EnvironmentStore:
         return self._records.get(digest)
 
     def directory(self, digest: str) -> Path:
-        """The prefix of an environment."""
+        """Return the prefix of an environment."""
         return self.root / digest / "files"
 
     # -- in use ------------------------------------------------------------------------------------
 
     def hold(self, digest: str, n: int = 1) -> None:
-        """Keep an environment for a checkout, with `n` -1 for one less. Call with no await since it
-        was found.
+        """Count a use of an environment, with `n` -1 one less. Do not await between `find` and
+        this.
         """
         self.held[digest] += n
         with suppress(FileNotFoundError):
@@ -113,7 +133,7 @@ class EnvironmentStore:
         self.hold(digest, -1)
 
     def used_at(self, digest: str) -> float:
-        """When it was held or dropped last, or else built."""
+        """Return when a use of it last began or ended, or else when it was built."""
         with suppress(FileNotFoundError):
             return (self.root / digest).stat().st_mtime
         return 0.0
@@ -121,21 +141,21 @@ class EnvironmentStore:
     # -- changes -----------------------------------------------------------------------------------
 
     def new_path(self) -> Path:
-        """A path to build an environment at."""
+        """Return a path to build an environment at."""
         self.root.mkdir(mode=0o700, exist_ok=True)
         return self.root / f"{_BUILDING}{secrets.token_hex(8)}"
 
     def add(self, built: Path, digest: str) -> EnvironmentRecord:
-        """Publish what was built, in place of a failed build."""
+        """Publish what was built, replacing a failed build."""
         if record := _read(built):
-            self._retire(digest)
+            self._discard(digest)
             built.rename(self.root / digest)
             self._records[digest] = record
             return record
         raise FileNotFoundError(built / RECORD)
 
     def remove(self, digest: str) -> None:
-        """Remove an environment; EnvironmentInUseError while a checkout holds it."""
+        """Remove an environment. Raises EnvironmentInUseError."""
         if self.held[digest]:
             record = self._records[digest]
             raise EnvironmentInUseError(
@@ -143,9 +163,9 @@ class EnvironmentStore:
                 hint="release its checkouts; see `mirrord layers`",
             )
         self._records.pop(digest, None)
-        self._retire(digest)
+        self._discard(digest)
 
-    def _retire(self, digest: str) -> None:
+    def _discard(self, digest: str) -> None:
         gone = new_trash(self.root)
         with suppress(FileNotFoundError):
             (self.root / digest).rename(gone)
@@ -160,7 +180,7 @@ def not_found(name: str) -> EnvironmentNotFoundError:
 
 
 def _read(path: Path) -> EnvironmentRecord | None:
-    """The record of a directory; None where it is not whole."""
+    """Return the record in a directory; None if it is incomplete."""
     try:
         facts = json.loads((path / RECORD).read_bytes())
         is_ready = facts["state"] == "ready"
@@ -171,3 +191,148 @@ def _read(path: Path) -> EnvironmentRecord | None:
     if not (is_named and _DIGEST.fullmatch(record.digest)):
         return None
     return record if not is_ready or (path / "files").is_dir() else None
+
+
+# -- adopted from a build -------------------------------------------------------------------------
+
+
+class Adopted(NamedTuple):
+    """What was adopted of a build.
+
+    `manifest` is the sha256 of lines `MODE SHA256 PATH`, sorted by path, each with a NUL; a link is
+    hashed by its target. `shared_bytes` other environments had already. `dropped` counts what was
+    left out or changed, by reason.
+    """
+
+    manifest: str
+    files: int
+    size_bytes: int
+    shared_bytes: int
+    dropped: dict[str, int]
+
+
+def adopt(source: Path, target: Path, shared: Path) -> Adopted:
+    """Copy the prefix `source` to `target`/files, as links to the files in `shared`. In a worker.
+
+    All processes of the build have ended. None of the build's inodes is kept, so a descriptor that
+    is still open somewhere cannot change an environment. Files get mode 644 or 755 and one time,
+    so that equal files of any two builds are one on disk.
+    """
+    with full_disk_named("an environment"):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        copy = _Copy(shared)
+        with opened(open_directory(source)) as directory:
+            copy.directory(directory, target / "files", b"")
+        os.sync()  # after a power failure no file of an environment is empty
+    manifest = hashlib.sha256(b"".join(line + b"\0" for _, line in sorted(copy.lines)))
+    return Adopted(
+        manifest.hexdigest(), copy.files, copy.size_bytes, copy.shared_bytes, dict(copy.dropped)
+    )
+
+
+def sweep_shared(shared: Path) -> int:
+    """Remove the shared files that no environment has; return their bytes. In a worker."""
+    freed = 0
+    for above, _, names in os.walk(shared):
+        for name in names:
+            path = os.path.join(above, name)
+            with suppress(FileNotFoundError):
+                found = os.lstat(path)
+                if found.st_nlink == 1:
+                    os.unlink(path)
+                    freed += found.st_blocks * 512
+    return freed
+
+
+class _Copy:
+    def __init__(self, shared: Path) -> None:
+        self.lines: list[tuple[bytes, bytes]] = []
+        self.files = self.size_bytes = self.shared_bytes = 0
+        self.dropped: Counter[str] = Counter()
+        self._shared = shared
+
+    def directory(self, source: int, target: Path, above: bytes) -> None:
+        """Copy the content of an open directory."""
+        os.mkdir(target, 0o755)
+        for name, kind in sorted(entries_in(source)):
+            path, to = above + name, target / os.fsdecode(name)
+            if kind == stat.S_IFDIR:
+                with opened(open_child(source, name)) as child:
+                    self.directory(child, to, path + b"/")
+            elif kind == stat.S_IFREG:
+                with opened(open_regular(source, name)) as file:
+                    self._file(file, to, path)
+            elif kind == stat.S_IFLNK:
+                self._link(os.readlink(name, dir_fd=source), to, path)
+            else:
+                self.dropped["devices, pipes and sockets"] += 1
+        os.utime(target, ns=(_MTIME_NS, _MTIME_NS))
+
+    def _file(self, source: int, target: Path, path: bytes) -> None:
+        found = os.fstat(source)
+        if found.st_mode & (stat.S_ISUID | stat.S_ISGID):
+            self.dropped["set-id bits"] += 1
+        mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
+        digest = _hash(source)
+        self.lines.append((path, b"%06o %s %s" % (stat.S_IFREG | mode, digest.encode(), path)))
+        self.files += 1
+        self.size_bytes += found.st_size
+        known = self._shared / digest[:2] / f"{digest}-{mode:o}"
+        if found.st_size == 0:  # ext4 has 65,000 links for a file, and there may be more
+            _write(source, target, mode)
+        elif _link_shared(known, target, digest):
+            self.shared_bytes += found.st_size
+        else:
+            _write(source, target, mode)
+            known.parent.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileExistsError):
+                os.link(target, known)
+
+    def _link(self, aim: bytes, target: Path, path: bytes) -> None:
+        """Copy a link that stays inside the prefix or leads to the host's programs."""
+        text = os.fsdecode(aim)
+        place = os.path.normpath(
+            os.path.join(ENVIRONMENT, os.path.dirname(os.fsdecode(path)), text)
+        )
+        if not f"{place}/".startswith(_LINKS_OUT):
+            self.dropped["links that lead out"] += 1
+            return
+        os.symlink(text, target)
+        os.utime(target, ns=(_MTIME_NS, _MTIME_NS), follow_symlinks=False)
+        digest = hashlib.sha256(aim).hexdigest().encode()
+        mode = os.lstat(target).st_mode
+        self.lines.append((path, b"%06o %s %s" % (mode, digest, path)))
+
+
+def _hash(source: int) -> str:
+    digest = hashlib.sha256()
+    while piece := os.read(source, _PIECE):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _link_shared(known: Path, target: Path, digest: str) -> bool:
+    """Link a shared file after checking its content. Return False if there is none to link."""
+    try:
+        with open(known, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                known.unlink()
+                return False
+        os.link(known, target)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno != errno.EMLINK:
+            raise
+        known.unlink()
+        return False
+    return True
+
+
+def _write(source: int, target: Path, mode: int) -> None:
+    os.lseek(source, 0, os.SEEK_SET)
+    with opened(os.open(target, CREATE, mode)) as sink:
+        while piece := os.read(source, _PIECE):
+            write_all(sink, piece)
+        os.fchmod(sink, mode)  # whatever the umask
+        os.utime(sink, ns=(_MTIME_NS, _MTIME_NS))

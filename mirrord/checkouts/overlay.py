@@ -1,10 +1,10 @@
-"""The overlay backend: a checkout is one mount, a private layer over its template's layers.
+"""The overlay backend: a checkout is a mount of a private layer over its template's layers.
 
-`checkouts/<id>/tree` is the mount point, `leases/<id>/layer/` has `upper`, what the client wrote,
-and overlayfs's `work`; an environment is one more of the kind, at `environment` in both. All that a
-checkout and a reset do takes less time on the event loop than to start a thread; taking down waits
-for kernel and disk, and runs in threads. Mounts outlive the daemon: after a crash a lease is found
-mounted as it was, after a reboot its layer is mounted again.
+`checkouts/<id>/tree` is the mount point; `leases/<id>/layer/` has `upper`, with what the client
+wrote, and overlayfs's `work`. An environment is another overlay, at `environment` in both. A
+checkout and a reset run on the event loop, because starting a thread would take longer; unmounting
+waits for kernel and disk, and runs in threads. Mounts outlive the daemon: after a crash a checkout
+is still mounted, after a reboot its layer is mounted again.
 """
 
 import errno
@@ -22,26 +22,42 @@ import anyio.to_thread
 
 from .. import errors
 from ..git.workers import Workers
-from ..host.files import full_disk_named, open_child, open_directory, open_regular, opened
-from ..host.mounting import ENVIRONMENT, TREE, Mounter, OverlayOrder
+from ..host.files import (
+    full_disk_named,
+    host_error,
+    open_child,
+    open_directory,
+    open_regular,
+    opened,
+)
+from ..host.mounting import (
+    ENVIRONMENT,
+    TREE,
+    Mounter,
+    OverlayOrder,
+    choose_mounter,
+    probe_overlay,
+)
 from ..host.mounts import read_overlays
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..protocol import Proof
 from ..telemetry import log
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, elapsed_s, must_prove
+from .changes import OverlayPaths, copy_overlay, overlay_changes
 from .environments import EnvironmentStore
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .overlay_changes import OverlayParts, changed_paths, copy_checkout
 from .snapshots import layer_path, objects_path
 from .templates.service import Template, TemplateFacts, Templates, proven_at, read_facts
 
 T = TypeVar("T")
 
 
-class _Part(NamedTuple):
-    """One overlay of a checkout: where it is mounted, its standing directory in the private one,
-    and that of a reset; its own layer over those `below`, top first.
+class _Overlay(NamedTuple):
+    """One overlay of a checkout, mounted at `target`.
+
+    Its upper and work directories are in `layer` of the private directory, those of a reset in
+    `next`. Below them is the checkout's `own` layer, and the layers `below`, top first.
     """
 
     target: str
@@ -52,7 +68,7 @@ class _Part(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a checkout keeps on disk; environments by their digests."""
+    """The template and the environments, by digest, that a checkout keeps on disk."""
 
     template: Template
     environments: frozenset[str]
@@ -82,7 +98,6 @@ class OverlayBackend:
         self._mounted: set[str] = set()
 
     async def open(self) -> None:
-        """Read which overlays are mounted."""
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
 
     async def close(self) -> None:
@@ -94,18 +109,16 @@ class OverlayBackend:
         began = time.perf_counter()
 
         async def mount_layer(template: Template) -> tuple[str, dict[str, float]]:
-            ready = time.perf_counter()
-            for part in self._parts(lease, template.layers):
-                with opened(self._make(lease, part, part.layer)) as mount:
-                    self.mounter.attach(lease.id, mount, part.target)
-            mounted_s = time.perf_counter() - ready
-            timings = {"template": round(ready - began, 6), "mount": round(mounted_s, 6)}
-            return template.tree, timings
+            template_s, ready = elapsed_s(began), time.perf_counter()
+            for overlay in self._overlays(lease, template.layers):
+                with opened(self._make(lease, overlay, overlay.layer)) as mount:
+                    self.mounter.attach(lease.id, mount, overlay.target)
+            return template.tree, {"template": template_s, "mount": elapsed_s(ready)}
 
         return await self._with_template(lease, mount_layer)
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """Swap a new layer in. A failure before that leaves the old tree untouched."""
+        """Swap in a new layer. A failure before the swap leaves the old tree untouched."""
         await self.trash.keep_up()
 
         async def swap_in(template: Template) -> Proof:
@@ -113,24 +126,24 @@ class OverlayBackend:
             template.facts = facts = template.facts or await read()
             before = leases.get(to.id)
             leases.save(resetting(to))
-            parts = self._parts(to, template.layers)
+            overlays = self._overlays(to, template.layers)
             with ExitStack() as stack:
                 try:
-                    made = [
-                        stack.enter_context(opened(self._make(to, part, part.next)))
-                        for part in parts
+                    mounts = [
+                        stack.enter_context(opened(self._make(to, each, each.next)))
+                        for each in overlays
                     ]
-                    proof = _prove(made[0], template, facts, to, parts[0].own)
+                    proof = _prove(mounts[0], template, facts, to, overlays[0].own)
                 except BaseException:
                     leases.save(before)
                     raise
-                for part, mount in zip(parts, made, strict=True):
+                for overlay, mount in zip(overlays, mounts, strict=True):
                     # Held until the client has its answer: the kernel takes 15 ms to tear down a
                     # tree in which 5,000 files were looked at.
-                    old = os.open(to.directory / part.target, os.O_PATH | os.O_CLOEXEC)
-                    self.mounter.replace(to.id, mount, part.target)
-                    self._discard(to, part.layer, holding=old)
-                    os.rename(to.private / part.next, to.private / part.layer)
+                    old = os.open(to.directory / overlay.target, os.O_PATH | os.O_CLOEXEC)
+                    self.mounter.replace(to.id, mount, overlay.target)
+                    self._discard(to, overlay.layer, holding=old)
+                    os.rename(to.private / overlay.next, to.private / overlay.layer)
             leases.save(to)
             return proof
 
@@ -143,23 +156,23 @@ class OverlayBackend:
         for old in find_trash(lease.private):
             self.trash.add(old)
 
-        async def mount_again(template: Template) -> None:
+        async def remount(template: Template) -> None:
             if lease.state is not LeaseState.LIVE:
                 return
-            parts = self._parts(lease, template.layers)
-            missing = [each for each in parts if not is_mounted(each.target)]
-            if missing == parts:
+            overlays = self._overlays(lease, template.layers)
+            missing = [each for each in overlays if not is_mounted(each.target)]
+            if missing == overlays:
                 self.mounter.umount(lease.id)
-            for part in missing:
+            for overlay in missing:
                 # the work directory of a volatile overlay cannot be used twice
-                self._discard(lease, f"{part.layer}/work")
-                os.mkdir(lease.private / part.layer / "work", 0o700)
-                with opened(self._mount(lease, part, part.layer)) as mount:
-                    self.mounter.attach(lease.id, mount, part.target)
-                log.info("checkout.remounted", checkout=lease.id, target=part.target)
+                self._discard(lease, f"{overlay.layer}/work")
+                os.mkdir(lease.private / overlay.layer / "work", 0o700)
+                with opened(self._mount(lease, overlay, overlay.layer)) as mount:
+                    self.mounter.attach(lease.id, mount, overlay.target)
+                log.info("checkout.remounted", checkout=lease.id, target=overlay.target)
 
         try:
-            await self._with_template(lease, mount_again)
+            await self._with_template(lease, remount)
         except (errors.MirrordError, OSError) as error:
             facts = {"mounted": is_mounted(TREE), "error": str(error)}
             log.warning("checkout.orphaned", checkout=lease.id, **facts)
@@ -184,9 +197,9 @@ class OverlayBackend:
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        parts = self._opened_by_workers(lease, of_environment=what.of_environment)
+        paths = self._paths(lease, of_environment=what.of_environment)
         return await self.workers.run(
-            copy_checkout, directory, parts, earlier, what, timeout=DIFF_TIMEOUT
+            copy_overlay, directory, paths, earlier, what, timeout=DIFF_TIMEOUT
         )
 
     def clone(self, lease: Lease, target: Target) -> int:
@@ -201,22 +214,21 @@ class OverlayBackend:
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         mirror = self.mirrors_path(lease.mirror)
         objects = objects_path(self.state_dir, mirror, lease.tree, lease.saved)
-        parts = self._opened_by_workers(lease)
-        return partial(changed_paths, parts, objects, lease.base_tree)
+        return partial(overlay_changes, self._paths(lease), objects, lease.base_tree)
 
-    def _opened_by_workers(self, lease: Lease, *, of_environment: bool = False) -> OverlayParts:
+    def _paths(self, lease: Lease, *, of_environment: bool = False) -> OverlayPaths:
         held = self._held.get(lease.id)
-        part = self._parts(lease, held.template.layers if held else ())[of_environment]
-        upper = lease.private / part.layer / "upper"
-        return OverlayParts(lease.directory / part.target, upper, part.own, part.below, lease.owner)
+        overlay = self._overlays(lease, held.template.layers if held else ())[of_environment]
+        mount, upper = lease.directory / overlay.target, lease.private / overlay.layer / "upper"
+        return OverlayPaths(mount, upper, overlay.own, overlay.below, lease.owner)
 
     # -- templates ---------------------------------------------------------------------------------
 
     async def _with_template(self, lease: Lease, use: Callable[[Template], Awaitable[T]]) -> T:
-        """Find or make the lease's template and `use` it; the lease holds it from now on.
+        """Find or build the lease's template and `use` it; the lease holds it from then on.
 
-        It may be evicted meanwhile, or deleted behind our back: the mount finds that out, and it is
-        made again, once.
+        If the mount finds that the template was evicted or deleted meanwhile, it is built again,
+        once.
         """
         if lease.owner != self._me and not self.may_map_owners:
             raise errors.BackendUnavailableError(
@@ -263,8 +275,8 @@ class OverlayBackend:
 
     # -- layers and mounts -------------------------------------------------------------------------
 
-    def _parts(self, lease: Lease, template: tuple[Path, ...]) -> list[_Part]:
-        """The overlays of a checkout, the tree's first, over the layers of its template."""
+    def _overlays(self, lease: Lease, template: tuple[Path, ...]) -> list[_Overlay]:
+        """Return the overlays of a checkout, the tree's first; `template` are its layers."""
 
         def path(layer: LayerId) -> Path:
             return layer_path(self.state_dir, layer)
@@ -272,40 +284,41 @@ class OverlayBackend:
         saved = lease.saved
         below = (*map(path, saved.layers if saved else ()), *template)
         own = path(lease.layer) if lease.layer else None
-        parts = [_Part(TREE, "layer", "next", own, below)]
+        overlays = [_Overlay(TREE, "layer", "next", own, below)]
         if lease.environment is not None:
             prefix = self.environments.directory(lease.environment.digest)
             below = (*map(path, saved.environment_layers if saved else ()), prefix)
             own = path(lease.environment_layer) if lease.environment_layer else None
-            parts.append(_Part(ENVIRONMENT, ENVIRONMENT, f"{ENVIRONMENT}-next", own, below))
-        return parts
+            overlays.append(_Overlay(ENVIRONMENT, ENVIRONMENT, f"{ENVIRONMENT}-next", own, below))
+        return overlays
 
-    def _make(self, lease: Lease, part: _Part, layer: str) -> int:
-        """Make an empty layer, and an overlay of it that is attached nowhere."""
+    def _make(self, lease: Lease, overlay: _Overlay, layer: str) -> int:
+        """Make an empty layer and a detached mount of it; return the mount's descriptor."""
         path = f"{lease.private}/{layer}"
         with full_disk_named(f"checkout {lease.id}"):
-            if layer == part.layer or part.target == ENVIRONMENT:  # a reset may be the first to
-                with suppress(FileExistsError):  # nobody enters it while nothing is mounted there
-                    os.mkdir(f"{lease.directory}/{part.target}", 0o700)
+            # a reset may be the first to show an environment
+            if layer == overlay.layer or overlay.target == ENVIRONMENT:
+                with suppress(FileExistsError):  # closed to the client until the mount covers it
+                    os.mkdir(f"{lease.directory}/{overlay.target}", 0o700)
             try:
                 os.mkdir(path, 0o700)
-            except FileExistsError:  # half-made
+            except FileExistsError:  # left by a reset that failed
                 self._discard(lease, layer)
                 os.mkdir(path, 0o700)
             os.mkdir(f"{path}/upper", 0o755)
             os.mkdir(f"{path}/work", 0o700)
             if lease.owner != self._me:
                 os.chown(f"{path}/upper", *lease.owner)
-        return self._mount(lease, part, layer)
+        return self._mount(lease, overlay, layer)
 
-    def _mount(self, lease: Lease, part: _Part, layer: str) -> int:
-        below = (part.own, *part.below) if part.own else part.below
+    def _mount(self, lease: Lease, overlay: _Overlay, layer: str) -> int:
+        below = (overlay.own, *overlay.below) if overlay.own else overlay.below
         layers = tuple(str(path).removeprefix(self._store) for path in below)
         owner = None if lease.owner == self._me else lease.owner
         return self.mounter.make(OverlayOrder(lease.id, layer, layers, owner))
 
     def _discard(self, lease: Lease, layer: str, *, holding: int | None = None) -> None:
-        """Remove a layer later, and before that close the descriptor `holding`."""
+        """Remove a layer later, after closing the descriptor `holding`."""
         old, held = new_trash(lease.private), [holding] if holding is not None else []
         with suppress(FileNotFoundError):
             os.rename(lease.private / layer, old)
@@ -319,10 +332,9 @@ class OverlayBackend:
 
 
 def _remove(directories: Directories) -> bool:
-    """Remove the directories of a checkout to which its owner wrote nothing."""
+    """Remove the directories of a checkout if its owner wrote nothing; return whether all went."""
     is_gone = True
     public = directories.public
-    # one look, for the many checkouts that have none
     environment = [ENVIRONMENT] if os.path.lexists(directories.private / ENVIRONMENT) else []
     for directory in (public / TREE, *(public / each for each in environment), public):
         try:
@@ -332,7 +344,7 @@ def _remove(directories: Directories) -> bool:
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-            is_gone = False  # a tree that another backend made
+            is_gone = False  # the other backend's tree
     try:
         for layer in ("layer", *environment):
             if not remove_layer(directories.private / layer):
@@ -347,8 +359,8 @@ def _remove(directories: Directories) -> bool:
 
 
 def remove_layer(layer: Path) -> bool:
-    """Remove a layer to which its owner wrote nothing, but the `.git` of a `git status`."""
-    # what overlayfs leaves in a volatile work directory (Linux 6.18)
+    """Remove a layer if its owner wrote nothing but the `.git` that `git status` makes."""
+    # overlayfs leaves this in the work directory of a volatile mount (Linux 6.18)
     dirty = "work/work/incompat/volatile/dirty"
     above = ("work/work/incompat/volatile", "work/work/incompat", "work/work", "work", "")
     try:
@@ -363,13 +375,13 @@ def remove_layer(layer: Path) -> bool:
 def _prove(
     mount: int, template: Template, facts: TemplateFacts, to: Lease, layer: Path | None
 ) -> Proof:
-    """The proof that an overlay shows `to`, by its HEAD and the proven template below."""
+    """Prove that a mount shows the lease `to`, by its HEAD and the proven template below it."""
     expected = str(template.head)
-    method = "a fresh layer over a template that was verified by content"
+    method = "a new layer over a template that was verified by content"
     try:
         head = _read_head(mount)
         if layer is not None:
-            method += ", under the layer of a snapshot"
+            method += ", over the layer of a snapshot"
             with suppress(FileNotFoundError), opened(open_directory(layer)) as own:
                 expected = _read_head(own)
     except (OSError, ValueError) as error:
@@ -392,3 +404,34 @@ def _prove(
 def _read_head(tree: int) -> str:
     with opened(open_child(tree, b".git")) as git, opened(open_regular(git, b"HEAD")) as fd:
         return os.read(fd, 512).decode("utf-8").strip()
+
+
+async def find_overlay(
+    state_dir: Path,
+    service: Path,
+    templates: Templates,
+    workers: Workers,
+    mirrors_path: Callable[[MirrorName], Path],
+    trash: Trash,
+    environments: EnvironmentStore,
+) -> OverlayBackend | None:
+    """Return the overlay backend if this host allows it; `service` is the mount service's."""
+    unmapped = ""
+    try:
+        mounter = choose_mounter(state_dir, service)
+        await anyio.to_thread.run_sync(mounter.open)
+        unmapped = await anyio.to_thread.run_sync(probe_overlay, state_dir, mounter)
+    except errors.MirrordError as error:
+        log.warning("overlay.refused", reason=error.message, hint=error.hint)
+        return None
+    except OSError as error:
+        if host_error(error, "try an overlay") is None:
+            raise
+        # a full disk: the leases of an earlier daemon need the backend all the same
+        log.warning("overlay.unprobed", reason=str(error))
+    if unmapped:
+        log.warning("owners.unmapped", reason=unmapped)
+    return OverlayBackend(
+        state_dir, mounter, templates, workers, mirrors_path, trash, environments,
+        may_map_owners=not unmapped,
+    )  # fmt: skip

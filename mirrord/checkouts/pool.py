@@ -1,38 +1,56 @@
-"""The portable backend: real working trees that move between commits by what differs.
+"""The pool backend: real working trees, changed in place to move between commits.
 
-Released trees are kept warm, only for the same uid: a descriptor that is still open somewhere would
-otherwise be a file that two clients share. A restart removes them, as directories without a lease.
+The manifest beside a tree always describes an earlier clean state and is replaced last, so a call
+that was killed can be repeated. Without a usable manifest or top directory the tree is written
+again. Released trees are kept warm for the same uid only: a process may still hold a descriptor,
+through which two clients would share a file. A restart removes warm trees, which have no lease.
 """
+
+from __future__ import annotations
 
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
-from ..errors import BackendUnavailableError, TreeTooLargeError
-from ..git.workers import Workers
-from ..host.files import mounted_on
+from ..errors import (
+    BackendUnavailableError,
+    CheckoutBusyError,
+    DiskFullError,
+    ProofFailedError,
+    TreeTooLargeError,
+)
+from ..host.files import full_disk_named, mounted_on, open_directory, opened
 from ..host.mounts import mounts_below
-from ..host.trash import Trash, find_trash, new_trash
+from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
 from ..model import Backend, History, MirrorName, Target
 from ..protocol import Proof
 from ..telemetry import log
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
-from .files.dotgit import prune_worktrees, remove_worktree
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, elapsed_s, must_prove
+from .changes import PoolTree, copy_pool, has_top, pool_changes
+from .files import dotgit
+from .files.manifest import DIRECTORY, Entry, Manifest, clock_ns
+from .files.scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
+from .files.tree import materialise, move, must_fit_from, repair
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .pool_tree import PoolPaths, base_manifest, changed_paths, copy_checkout, make, make_clean
-from .snapshots import layer_path
-from .stores.builder import StoreBuilder
+from .snapshots import lay, layer_path, with_layers
+
+if TYPE_CHECKING:  # workers load this module, and need neither
+    from ..git.workers import Workers
+    from .stores.builder import StoreBuilder
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all
+_ROUNDS = 3
+_LAID = "manifest-laid"  # of the tree with prepared layers, which changes are relative to
 
 
 @dataclass(eq=False, repr=False)
@@ -53,7 +71,9 @@ class PoolBackend:
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
-        if pruned := await anyio.to_thread.run_sync(prune_worktrees, self.state_dir / "mirrors"):
+        if pruned := await anyio.to_thread.run_sync(
+            dotgit.prune_worktrees, self.state_dir / "mirrors"
+        ):
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
@@ -62,7 +82,7 @@ class PoolBackend:
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
         async with self._paths(lease) as paths:
-            sealed_s = time.perf_counter() - began
+            sealed_s = elapsed_s(began)
             kept = self._warm[lease.owner_uid, lease.mirror.key]
             warm = kept.pop() if kept else None
             if warm is None:
@@ -70,14 +90,14 @@ class PoolBackend:
             tree, timings = await self.workers.run(
                 make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
             )
-        return tree, {"seal": round(sealed_s, 6)} | timings
+        return tree, {"seal": sealed_s} | timings
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
-        """In place: the lease is RESETTING before anything is touched, and a failure is final."""
+        """Reset in place. A failure after the tree was touched leaves the lease RESETTING."""
         await self.trash.keep_up()
         async with self._paths(to) as paths:
             if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
-                raise mounted_on(os.fsencode(mounted[0]))  # not the checkout's: nobody may empty it
+                raise mounted_on(os.fsencode(mounted[0]))  # what is mounted there is not ours
             before = leases.find(to.id)
             leases.save(resetting(to))
             try:
@@ -98,7 +118,7 @@ class PoolBackend:
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
-                remove_worktree, self.mirrors_path(lease.mirror), lease.id
+                dotgit.remove_worktree, self.mirrors_path(lease.mirror), lease.id
             )
         is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
         if self._closed or is_mounted or lease is None or lease.state is not LeaseState.LIVE:
@@ -122,10 +142,10 @@ class PoolBackend:
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        async with self._paths(lease) as paths:
-            return await self.workers.run(
-                copy_checkout, paths, directory, earlier, what, timeout=DIFF_TIMEOUT
-            )
+        tree = self._tree(lease)
+        return await self.workers.run(
+            copy_pool, directory, tree, earlier, what, timeout=DIFF_TIMEOUT
+        )
 
     def clone(self, lease: Lease, target: Target) -> int:
         raise BackendUnavailableError(
@@ -134,16 +154,19 @@ class PoolBackend:
         )
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        manifest = base_manifest(lease.private, has_layers=bool(lease.saved))
-        return partial(changed_paths, lease.tree_path, manifest)
+        return partial(pool_changes, self._tree(lease))
+
+    def _tree(self, lease: Lease) -> PoolTree:
+        manifest = lease.private / (_LAID if lease.saved else "manifest")
+        return PoolTree(lease.tree_path, manifest, lease.owner, lease.history is History.LINKED)
 
     @property
     def warm(self) -> list[Directories]:
-        """The released trees that are kept."""
+        """The released trees that are kept for later checkouts."""
         return [each for kept in self._warm.values() for each in kept]
 
     def drop_warm(self, idle: timedelta) -> None:
-        """Remove the released trees that are kept for so long."""
+        """Remove the warm trees that nobody used for `idle`."""
         before = time.time() - idle.total_seconds()
         for kept in self._warm.values():
             for directories in list(kept):
@@ -156,7 +179,7 @@ class PoolBackend:
 
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
-        """What a worker is told; its store stays inside, and its trash is removed afterwards."""
+        """Yield the paths for a worker. The store is kept meanwhile; the trash is removed after."""
         mirror = self.mirrors_path(lease.mirror)
         layer = layer_path(self.state_dir, lease.layer) if lease.layer else None
         saved = lease.saved.layers if lease.saved else ()
@@ -175,3 +198,213 @@ class PoolBackend:
             finally:
                 if trash.exists():
                     self.trash.add(trash)
+
+
+# -- in workers ----------------------------------------------------------------------------------
+
+
+class PoolPaths(NamedTuple):
+    """What a worker needs of a checkout.
+
+    `store` is the sealed `.git`; None links to the mirror. Everything that is taken away goes to
+    `trash`, which the caller removes. On the clean tree, which the manifest describes, are laid the
+    prepared layers `below`, the lowest first, and on them `layer`.
+    """
+
+    directory: Path
+    private: Path
+    mirror: Path
+    store: Path | None
+    head: str
+    owner: tuple[int, int]
+    trash: Path
+    layer: Path | None = None
+    below: tuple[Path, ...] = ()
+
+    @property
+    def tree(self) -> Path:
+        return self.directory / "tree"
+
+    @property
+    def manifest(self) -> Path:
+        return self.private / "manifest"
+
+
+def make(
+    paths: PoolPaths, commit: str, tree: str, warm: Directories | None
+) -> tuple[str, dict[str, float]]:
+    """Make a checkout, of the warm tree `warm` if given; return its verified hash, and timings."""
+    began = time.perf_counter()
+    with full_disk_named(f"checkout {paths.directory.name}"):
+        if warm is not None:
+            # it may be gone, or something was mounted in it since its release
+            with suppress(FileNotFoundError, CheckoutBusyError):
+                _take(warm, paths)
+                taken_s, taken = elapsed_s(began), time.perf_counter()
+                verified = make_clean(paths, commit, tree).tree
+                return verified, {"take": taken_s, "reset": elapsed_s(taken)}
+        with closing(TrashDirectory(paths.trash)) as trash:
+            manifest = _write_tree(paths, commit, tree, trash)
+            tree_s, written = elapsed_s(began), time.perf_counter()
+            store = dotgit.read_store(paths.store) if paths.store else None
+            manifest = _converge(paths, store, commit, manifest, ScanResult(), trash)
+        timings = {"tree": tree_s, "git": elapsed_s(written)}
+        manifest.save(paths.manifest)
+        _lay(paths, manifest)
+    return manifest.tree, timings
+
+
+def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
+    """Bring the tree to `commit`, whatever was done to it, and prove it."""
+    with full_disk_named(f"checkout {paths.directory.name}"):
+        store = dotgit.read_store(paths.store) if paths.store else None
+        before = _find_manifest(paths)
+        if before and before.commit != commit:
+            must_fit_from(paths.mirror, before, tree)
+        found = scan(paths.tree, before) if before else ScanResult()
+        try:
+            with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
+                manifest = before or _write_tree(paths, commit, tree, trash)
+                after = _converge(paths, store, commit, manifest, found, trash)
+        except DiskFullError:  # again, removing files at once instead of at the end
+            remove_tree(paths.trash)
+            trash = TrashDirectory(paths.trash, has_room=False)
+            manifest = before or _write_tree(paths, commit, tree, trash)
+            after = _converge(paths, store, commit, manifest, found, trash)
+        if after is not before:
+            after.save(paths.manifest)
+        _lay(paths, after)
+    method = "written again, read back"
+    if before:
+        method = "stat against the private manifest, content where stat proves nothing"
+        if before.commit != commit:
+            method += ", moved by the tree difference"
+    restored = [path for path in (*found.modified, *found.missing) if path and not is_control(path)]
+    proof = Proof(
+        head=paths.head,
+        tree=after.tree,
+        index=after.index,
+        control_files=sum(not entry.is_directory for entry in after.control.values()),
+        files_checked=found.looked_at,
+        files_restored=len(restored),
+        files_removed=sum(not is_control(path) for path in found.extra),
+        refs=store.refs if store else [],
+        packs=store.pack_names if store else [],
+        method=method,
+    )
+    return must_prove(proof, head=paths.head, tree=tree)
+
+
+def _converge(
+    paths: PoolPaths,
+    store: dotgit.DotGit | None,
+    commit: str,
+    before: Manifest,
+    found: ScanResult,
+    trash: TrashDirectory,
+) -> Manifest:
+    """Undo the changes found, move to `commit`, and examine what was touched until all agrees.
+
+    Returns `before` itself if there was nothing to do or record.
+    """
+    manifest, settled_ns = _with_proven(before, found), max(before.recorded_ns, found.began_ns)
+    for turn in range(_ROUNDS):
+        begun = manifest
+        if found.in_tree():
+            manifest = repair(paths.mirror, manifest, found, paths.tree, trash)
+        if manifest.commit != commit:
+            old = manifest.files
+            manifest = move(paths.mirror, manifest, commit, paths.tree, trash)
+            new = {path: manifest.files[path] for path in manifest.files.recorded_since(old)}
+            directories = [path for path, entry in new.items() if entry.mode == DIRECTORY]
+            prove_directories(
+                manifest,
+                [each for each in directories if each not in old or old[each].oid != new[each].oid],
+            )
+        if store is None:
+            index = dotgit.index_bytes(manifest)
+            manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
+        elif manifest is begun and dotgit.has_index(manifest, found):
+            manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
+        else:
+            index = dotgit.index_bytes(manifest)
+            manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
+        control = [
+            path for path, entry in manifest.control.items() if begun.control.get(path) is not entry
+        ]
+        touched = manifest.files.recorded_since(begun.files) + control
+        left = examine(paths.tree, manifest, touched)
+        if turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns:
+            settled_ns = left.began_ns  # a change since the scan would show in its times
+        if left.is_empty:
+            if manifest is before and not found.unsettled:
+                return manifest
+            return manifest.settled(settled_ns)
+        found, manifest = left, _with_proven(manifest, left)
+    dirty = [*found.modified, *found.missing, *found.extra][:10]
+    raise ProofFailedError(
+        f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
+        hint="the checkout was removed; ask for another, and end its processes before a reset",
+        paths=[path.decode(errors="backslashreplace") for path in dirty],
+    )
+
+
+def _with_proven(manifest: Manifest, found: ScanResult) -> Manifest:
+    """Return the manifest with new stats of the directories that were proven unchanged."""
+    if not found.proven:
+        return manifest
+    files, control = manifest.files.copy(), dict(manifest.control)
+    for path, seen in found.proven.items():
+        where: MutableMapping[bytes, Entry] = control if is_control(path) else files
+        where[path] = where[path].with_stat(seen)
+    return replace(manifest, files=files, control=control)
+
+
+def _lay(paths: PoolPaths, clean: Manifest) -> None:
+    """Lay a checkout's layers on its clean tree; record the result of the prepared ones."""
+    with closing(TrashDirectory(paths.trash)) as trash:
+        for layer in paths.below:
+            lay(layer, paths.tree, paths.owner, trash)
+        if paths.below:
+            with_layers(clean, paths.below, paths.tree).save(paths.private / _LAID)
+        if paths.layer is not None:
+            lay(paths.layer, paths.tree, paths.owner, trash)
+
+
+def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory) -> Manifest:
+    """Write the whole tree to a new directory, and read it back."""
+    with opened(open_directory(paths.directory)) as above:
+        trash.discard(above, b"tree")
+    manifest = materialise(paths.mirror, commit, paths.tree, owner=paths.owner)
+    written_ns = clock_ns()
+    seen = hash_tree(paths.tree, manifest)
+    if seen != tree:
+        raise ProofFailedError(
+            f"cannot prove tree {tree}: what was written is {seen}",
+            hint="audit the mirror",
+            wanted=tree,
+            seen=seen,
+        )
+    return manifest.settled(written_ns)
+
+
+def _find_manifest(paths: PoolPaths) -> Manifest | None:
+    """Return the manifest if it and the tree's top directory are usable."""
+    if not has_top(paths.tree, paths.owner):
+        return None
+    try:
+        manifest = Manifest.load(paths.manifest)
+    except (FileNotFoundError, ProofFailedError):
+        return None
+    return manifest if manifest.owner == paths.owner else None
+
+
+def _take(warm: Directories, paths: PoolPaths) -> None:
+    """Move a warm tree and its manifest into a new checkout."""
+    try:
+        (warm.private / "manifest").rename(paths.manifest)
+        (warm.public / "tree").rename(paths.tree)
+    finally:
+        for directory in warm:
+            with suppress(OSError, CheckoutBusyError):
+                remove_tree(directory)

@@ -106,7 +106,7 @@ class PreparedLayers:
         """Whether everybody may use it."""
         return self.is_admin(record.saved.saved_by)
 
-    def shown(self, record: LayerRecord) -> PreparedLayer:
+    def describe(self, record: LayerRecord) -> PreparedLayer:
         copied = partial(Copied, taken_at=record.saved_at, git=False)
         beside = record.environment_copied
         return PreparedLayer(

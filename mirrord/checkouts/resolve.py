@@ -1,8 +1,7 @@
-"""Resolve a request for a checkout: to a mirror, a full commit, its tree, and the instance; to a
-prepared layer and an environment, which are kept until a lease holds them.
+"""Resolve a request to a mirror, commit, tree and instance, a prepared layer and an environment.
 
-A full commit's tree never changes and is remembered: a warm checkout of an instance asks neither
-git nor the catalog. A refused name is refused in the same words whether or not it exists.
+The tree of a commit never changes and is cached: a warm checkout of an instance asks neither git
+nor the catalog. A refused name gets the same answer whether or not it exists.
 """
 
 import re
@@ -24,14 +23,14 @@ from .environments import EnvironmentStore
 from .leases import EnvironmentName, Lease, SavedLayer
 from .prepared import PreparedLayers
 
-_REMEMBERED = 100_000
+_CACHED = 100_000
 
 
 class Naming(Enum):
-    """Which commits a peer may name, besides instances.
+    """Which commits a peer may name.
 
-    RECORDED: base commits of instances, by their ids. PUBLIC: also what a branch or tag of upstream
-    names or reaches. NOTHING: not even instances; only a reset to clean.
+    NOTHING: none, not even instances; such a peer may only reset to clean. RECORDED: instances, and
+    their base commits by id. PUBLIC: also what upstream's branches and tags name or reach.
     """
 
     NOTHING = 0
@@ -41,28 +40,27 @@ class Naming(Enum):
 
 
 class ResolvedRequest(NamedTuple):
-    """`instance` is None for a checkout of a bare commit, else the public id; `dataset` has it."""
+    """Members of a lease. `instance` is a public id of `dataset`, None for a bare commit."""
 
     mirror: MirrorName
     commit: CommitId
     tree: str
     instance: str | None = None
     dataset: str | None = None
-
-
-class Outfit(NamedTuple):
-    """What a checkout has beside its commit; members of a lease."""
-
     saved: SavedLayer | None = None
     environment: EnvironmentName | None = None
+
+    @classmethod
+    def of(cls, lease: Lease) -> "ResolvedRequest":
+        return cls(*(getattr(lease, name) for name in cls._fields))
 
 
 @dataclass(eq=False, repr=False)
 class Resolver:
-    """Looks names up in the catalog, the mirrors and what was prepared. Belongs to the event loop.
+    """Resolves requests by datasets, mirrors, prepared layers and environments.
 
-    `learn` is told of each commit that it finds; `environment_of` names what an instance's code
-    runs in.
+    `learn` is called with each commit that is found; `environment_of` names an instance's
+    environment. Belongs to one event loop.
     """
 
     datasets: Datasets
@@ -77,14 +75,16 @@ class Resolver:
         self._public: set[tuple[str, str]] = set()
 
     async def resolve_start(self, request: StartCheckout, naming: Naming) -> ResolvedRequest:
-        """Raises AccessError, InvalidRequestError, InstanceNotFoundError, MirrorNotFoundError,
+        """Resolve the request for a new checkout, without layer and environment.
+
+        Raises AccessError, InvalidRequestError, InstanceNotFoundError, MirrorNotFoundError,
         CommitNotFoundError, CommitUnservableError.
         """
         is_named = request.instance is not None
         if (request.mirror is None) != is_named or (request.commit is None) != is_named:
             raise errors.InvalidRequestError(
-                "cannot tell what to check out: the request names too little or too much",
-                hint="name an instance, or NAME@COMMIT, or a mirror and a commit",
+                "cannot choose what to check out: name an instance, or a mirror and a commit",
+                hint="NAME@COMMIT as the instance also names a mirror and a commit",
             )
         _must_name_an_instance(request)
         if request.instance is None:
@@ -125,9 +125,9 @@ class Resolver:
     async def choose_history(
         self, found: ResolvedRequest, view: View, asked: History | None, default: History
     ) -> History:
-        """How much of the past a checkout shows: agents see no more than a dataset allows there.
+        """Return how much of the past to show: `asked`, or `default` within the dataset's limit.
 
-        Raises AccessError where more was asked for.
+        Raises AccessError if an agent asks for more than the limit.
         """
         limit = None
         if view is View.AGENT:
@@ -138,12 +138,12 @@ class Resolver:
             return limit
         raise errors.AccessError(
             f"cannot show an agent {found.instance or found.commit} with history {asked}:"
-            f" its dataset allows {limit}, as the past of this commit tells the answer",
-            hint=f"ask for {limit}, or for none; the grader view has no limit",
+            f" its dataset allows {limit}, because the past of this commit reveals the answer",
+            hint=f"ask for {limit}, or leave the history out; the grader view has no limit",
         )
 
     async def find_base(self, instance: str, dataset: str | None) -> CommitId | None:
-        """The base commit of an instance; None where none is known, or several are."""
+        """Return the base commit of an instance; None if it is unknown or ambiguous."""
         with suppress(errors.InstanceAmbiguousError):
             row = await self.datasets.find_instance(instance, dataset)
             return row.base_commit if row else None
@@ -152,7 +152,7 @@ class Resolver:
     async def resolve_reset(
         self, request: ResetCheckout, lease: Lease, naming: Naming
     ) -> ResolvedRequest:
-        """The target of a reset, within the lease's mirror; the instance stays unless named."""
+        """Resolve the target of a reset in the lease's mirror; without a name, its own commit."""
         if request.instance is not None and request.commit is not None:
             raise errors.InvalidRequestError(
                 "cannot reset to an instance and a commit at the same time", hint="name one of them"
@@ -161,7 +161,7 @@ class Resolver:
         if naming is Naming.NOTHING and (request.instance or request.commit):
             raise errors.AccessError(
                 "cannot reset to another commit: only members of the access group may",
-                hint="reset without one: to clean, at the commit it is at",
+                hint="reset without naming one, which restores the present commit",
             )
         if request.commit is not None:
             return await self._resolve_name(lease.mirror, request.commit, naming)
@@ -176,8 +176,8 @@ class Resolver:
         found = await self.resolve_start(start, naming)
         if found.mirror.key != lease.mirror.key:
             raise errors.InvalidRequestError(
-                f"cannot reset to {shown(request.instance)}: it is of {found.mirror},"
-                f" the checkout of {lease.mirror}",
+                f"cannot reset to {shown(request.instance)}: it belongs to {found.mirror},"
+                f" the checkout to {lease.mirror}",
                 hint="release this checkout and ask for another",
             )
         return found
@@ -199,39 +199,41 @@ class Resolver:
                 hint='[access] commits = "recorded" of the configuration lets members name'
                 " instances and their base commits only",
             )
-        if (name.key, digits) in self._public:  # stays so when upstream moves on
+        if (name.key, digits) in self._public:  # what was public once stays public
             return await self._resolve_commit(name, digits)
         found = await self.mirrors.resolve_public(name, commitish)
-        if len(self._public) < _REMEMBERED:
+        if len(self._public) < _CACHED:
             self._public.add((name.key, found.commit))
-        return self._remember(name, found)
+        return self._cache(name, found)
 
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
         tree = self._trees.get((name.key, commitish))
         if tree is not None:
             return ResolvedRequest(name, CommitId(commitish), tree)
-        return self._remember(name, await self.mirrors.resolve(name, commitish))
+        return self._cache(name, await self.mirrors.resolve(name, commitish))
 
-    def _remember(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
+    def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
         self.learn(name, found)
         self._trees[name.key, found.commit] = found.tree
-        while len(self._trees) > _REMEMBERED:
+        while len(self._trees) > _CACHED:
             self._trees.popitem(last=False)
         return ResolvedRequest(name, found.commit, found.tree)
 
-    # -- a prepared layer, and an environment ------------------------------------------------------
+    # -- prepared layers and environments ----------------------------------------------------------
 
     @asynccontextmanager
-    async def chosen(
+    async def completed(
         self,
         request: StartCheckout | ResetCheckout,
         found: ResolvedRequest,
         history: History,
         peer: Peer,
         lease: Lease | None = None,
-    ) -> AsyncIterator[Outfit]:
-        """What a request asks for. A `lease` keeps what it has: the environment unless another is
-        named, the layer unless one is named, or the commit or the environment is another one.
+    ) -> AsyncIterator[ResolvedRequest]:
+        """Add the prepared layer and the environment, which cannot be removed meanwhile.
+
+        A reset `lease` keeps its environment unless the request names one, and its layer unless the
+        request names one or the commit or the environment changes.
         """
         environment, saved = (lease.environment, lease.saved) if lease else (None, None)
         if request.environment is not None:
@@ -248,18 +250,15 @@ class Resolver:
                 stack.callback(self.environments.drop, environment.digest)
             if saved is not None:
                 stack.enter_context(self.prepared.held(saved))
-            yield Outfit(saved, environment)
+            yield found._replace(saved=saved, environment=environment)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
         if name == "auto":
             row = None
             if found.instance is not None:
                 row = await self.datasets.find_instance(found.instance, found.dataset)
-            asked = self.environment_of(row) if row else None
-            if asked is None:
-                fact = "it is of no instance"
-                if row is not None:
-                    fact = f"no recipe of instance {row.public_id} is known"
+            if (asked := self.environment_of(row) if row else None) is None:
+                fact = f"instance {row.public_id} has no recipe" if row else "it has no instance"
                 raise errors.EnvironmentNotFoundError(
                     f"cannot find the environment of the checkout: {fact}",
                     hint="name one by its key; see `mirrord environment list`",

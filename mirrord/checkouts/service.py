@@ -1,4 +1,4 @@
-"""The service of checkouts: hands them out, makes them clean or moves them on, takes them back."""
+"""The service of checkouts: makes, resets, forks, snapshots, patches and releases them."""
 
 import builtins
 import time
@@ -26,8 +26,16 @@ from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
 from ..telemetry import log
-from .admission import Leasing, copied, members, must_be_whole, must_mount, shown_snapshot
-from .backend import CheckoutBackend
+from .admission import (
+    Leasing,
+    Quotas,
+    checkout_fields,
+    copied_of,
+    must_be_live,
+    must_mount,
+    snapshot_of,
+)
+from .backend import CheckoutBackend, elapsed_s
 from .environments import EnvironmentStore
 from .grading.service import Grading
 from .leases import Lease, Leases, LeaseState, Volume, base_of
@@ -35,7 +43,6 @@ from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
 from .pool import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
-from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import Resolver
 from .snapshots import Forks, Layers, objects_path
@@ -48,8 +55,8 @@ from .volumes import Volumes
 class Checkouts:
     """All checkouts of one state directory. Belongs to one event loop.
 
-    The pool serves every request; `overlay`, where the host allows mounts, is preferred.
-    `environment_of` names the environment that an instance asks for.
+    The pool serves every request; `overlay` is preferred where the host allows mounts.
+    `environment_of` names the environment of an instance.
     """
 
     settings: Callable[[], Settings]
@@ -102,7 +109,7 @@ class Checkouts:
         self.volumes = Volumes(leasing, self.checkout, self.fork)
 
     async def open(self) -> None:
-        """Adopt the leases of an earlier daemon; end those whose process has ended meanwhile."""
+        """Adopt the leases of an earlier daemon; end those whose process is gone."""
         await anyio.to_thread.run_sync(self.prepared.open)
         await self._lifecycle.open()
         await self._leasing.expiry.open()
@@ -114,7 +121,7 @@ class Checkouts:
         await self._lifecycle.close()
 
     async def expire(self) -> int:
-        """Release idle checkouts that are over; answers how many."""
+        """Release expired checkouts that are not in use; return how many."""
         return await self._leasing.expiry.expire()
 
     @property
@@ -124,7 +131,7 @@ class Checkouts:
 
     @property
     def needed_templates(self) -> frozenset[StoreKey]:
-        """Those of the checkouts and of their snapshots."""
+        """The templates of all checkouts and of their snapshots."""
         return frozenset(
             (lease.mirror.key, commit, lease.history)
             for lease in self.leases
@@ -140,9 +147,9 @@ class Checkouts:
         process: Process | None = None,
         volumes: tuple[Volume, ...] = (),
     ) -> protocol.Checkout:
-        """Hand out a new checkout, owned by the peer's uid or by another that it may ask for.
+        """Make a checkout for the peer's uid, or another that it may ask for.
 
-        It ends with `process`, if one is given.
+        It ends with `process`, if given.
         """
         began = time.perf_counter()
         admitted = await self._leasing.admit(request, peer, process)
@@ -151,14 +158,12 @@ class Checkouts:
             found, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
-        async with self._resolver.chosen(request, found, history, peer) as outfit:
-            resolved_s = round(time.perf_counter() - began, 6)
-            lease, timings = await self._leasing.begin(
-                admitted, found, volumes=volumes, **outfit._asdict()
-            )
-        timings = {"resolve": resolved_s, **timings, "total": round(time.perf_counter() - began, 6)}
+        async with self._resolver.completed(request, found, history, peer) as found:
+            resolved_s = elapsed_s(began)
+            lease, timings = await self._leasing.begin(admitted, found, volumes=volumes)
+        timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
         self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
-        return protocol.Checkout(**members(lease, timings))
+        return protocol.Checkout(**checkout_fields(lease, timings))
 
     async def fork(
         self,
@@ -168,15 +173,15 @@ class Checkouts:
         process: Process | None = None,
         volumes: tuple[Volume, ...] = (),
     ) -> protocol.Fork:
-        """Hand out another checkout of the same owner with the same content, or a snapshot's."""
+        """Make a checkout for the same owner with the content of this one, or of a snapshot."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, whole=True) as parent:
+        async with self._leasing.held(checkout, peer, live=True) as parent:
             self._leasing.check(peer, parent.owner, parent.view, parent.history)
             ttl = self._leasing.ttl(request.ttl, peer)
             await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
             with self._leasing.counted(peer.uid, parent.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
-                    copied_s = time.perf_counter() - began
+                    copied_s = elapsed_s(began)
                     now = self.clock()
                     draft = partial(
                         replace,
@@ -193,32 +198,30 @@ class Checkouts:
                         volumes=volumes,
                     )
                     lease, timings = await self._leasing.hand_out(draft, [parent.backend], process)
-        timings = {"copy": round(copied_s, 6), **timings}
-        timings["total"] = round(time.perf_counter() - began, 6)
+        timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
         self._leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
         return protocol.Fork(
-            **members(lease, timings), snapshot=request.snapshot, copied=copied(source)
+            **checkout_fields(lease, timings), snapshot=request.snapshot, copied=copied_of(source)
         )
 
     async def snapshot(
         self, checkout: str, request: protocol.MakeSnapshot, peer: Peer
     ) -> protocol.Snapshot:
-        """Keep the tree as it is, under a name."""
+        """Save the present state of a checkout under a name."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("make a snapshot", peer.uid, lease.owner_uid)
             made = await self._forks.make(lease, request.name)
             self.quotas.add(lease.owner_uid, made.size_bytes)
-        duration_s = round(time.perf_counter() - began, 6)
-        facts = {"snapshot": made.name, "files": made.files}
-        self._leasing.publish("snapshot.made", lease, duration_s=duration_s, **facts)
-        return shown_snapshot(lease, made)
+        facts = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
+        self._leasing.publish("snapshot.made", lease, **facts)
+        return snapshot_of(lease, made)
 
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
-        """Those of a checkout, oldest first."""
+        """Return the snapshots of a checkout, oldest first."""
         lease = self._leasing.get(checkout, peer)
-        return [shown_snapshot(lease, each) for each in lease.snapshots]
+        return [snapshot_of(lease, each) for each in lease.snapshots]
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
         async with self._leasing.held(checkout, peer) as lease:
@@ -228,9 +231,7 @@ class Checkouts:
     async def reset(
         self, checkout: str, request: protocol.ResetCheckout, peer: Peer
     ) -> protocol.ResetAnswer:
-        """Bring a checkout to clean, to another commit of its mirror, or to a snapshot of it, with
-        proof.
-        """
+        """Reset a checkout to clean, to another commit of its mirror, or to a snapshot of it."""
         began = time.perf_counter()
         async with (
             self._leasing.held(checkout, peer) as before,
@@ -240,31 +241,29 @@ class Checkouts:
             lease = replace(before, **base, state=LeaseState.LIVE)
             proof = await self._lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
-        duration_s = round(time.perf_counter() - began, 6)
-        counts = {"restored": proof.files_restored, "removed": proof.files_removed}
-        if request.to is None:
-            self._leasing.publish("checkout.reset", lease, duration_s=duration_s, **counts)
-        else:
-            named = {"snapshot": request.to, **counts}
-            self._leasing.publish("checkout.rolled_back", lease, duration_s=duration_s, **named)
-        return protocol.ResetAnswer(**members(lease, {"total": duration_s}), proof=proof)
+        timings = {"total": elapsed_s(began)}
+        facts: dict[str, Any] = {"snapshot": request.to} if request.to else {}
+        facts |= {"restored": proof.files_restored, "removed": proof.files_removed}
+        name = "checkout.rolled_back" if request.to else "checkout.reset"
+        self._leasing.publish(name, lease, duration_s=timings["total"], **facts)
+        return protocol.ResetAnswer(**checkout_fields(lease, timings), proof=proof)
 
     async def renew(
         self, checkout: str, request: protocol.RenewCheckout, peer: Peer
     ) -> protocol.Checkout:
-        """Move the deadline to the time to live from now; it may come closer."""
+        """Set the deadline to the time to live from now, which may be earlier than before."""
         async with self._leasing.held(checkout, peer) as lease:
             expires_at = self.clock() + self._leasing.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self.leases.prepare, lease)  # flushed: see leases.py
             self.leases.put(lease)
-        return protocol.Checkout(**members(lease, {}))
+        return protocol.Checkout(**checkout_fields(lease, {}))
 
     async def attach(
         self, checkout: str, request: protocol.AttachCheckout, peer: Peer
     ) -> tuple[protocol.Attachment, int]:
-        """A mount for the peer's own namespace: a descriptor, which the caller closes."""
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        """Return the descriptor of a mount for the peer's namespace; the caller closes it."""
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             mount = self._lifecycle.backend_of(lease).clone(lease, request.target)
         facts = {"target": str(request.target), "by": peer.uid}
         self._leasing.publish("checkout.attached", lease, **facts)
@@ -273,43 +272,43 @@ class Checkouts:
         ), mount
 
     async def release(self, checkout: str, peer: Peer) -> None:
-        """End a lease. The checkout is gone at once; its files are deleted in the background."""
+        """End a lease. The checkout is gone at once; its files are removed in the background."""
         async with self._leasing.held(checkout, peer) as lease:
             self._lifecycle.end(lease)
         self._leasing.publish("checkout.released", lease)
         await self.trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
-        return protocol.Checkout(**members(self._leasing.get(checkout, peer), {}))
+        return protocol.Checkout(**checkout_fields(self._leasing.get(checkout, peer), {}))
 
     async def list(self, peer: Peer, label: str | None = None) -> list[protocol.Checkout]:
-        """The checkouts that the peer owns or took, oldest first; all for an administrator."""
+        """Return the checkouts that the peer may see, with `label` if given, oldest first."""
         found = (it for it in self.leases_of(peer) if label is None or it.label == label)
-        return [protocol.Checkout(**members(lease, {})) for lease in found]
+        return [protocol.Checkout(**checkout_fields(lease, {})) for lease in found]
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
-        """The leases that the peer owns or took, oldest first; all for an administrator."""
+        """Return the leases that the peer may see, oldest first."""
         return [lease for lease in self.leases if self._leasing.may_see(lease, peer)]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
-        """Raise what `diff` and `apply` would raise at once."""
+        """Raise what `diff` and `apply` would raise before they begin."""
         self._leasing.must_be_open()
-        must_be_whole(self._leasing.get(checkout, peer))
+        must_be_live(self._leasing.get(checkout, peer))
 
     async def diff(
         self, checkout: str, peer: Peer, form: DiffFormat = DiffFormat.PATCH
     ) -> DiffAnswer:
-        """All changes since the base commit, untracked files included; as a patch for `git apply`.
+        """Return all changes since the base commit as a patch, untracked files included.
 
-        A long answer is a file, which the caller removes.
+        A long patch is a file, which the caller removes.
         """
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             return await self._patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
-        """What a checkout is now, and how that was proven."""
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        """Issue a receipt: what the checkout is now, and how that was proven."""
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             backend = self._lifecycle.backend_of(lease)
             made = await self._patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
@@ -318,10 +317,10 @@ class Checkouts:
         return receipt
 
     async def seal(self, checkout: str, peer: Peer) -> protocol.SealReport:
-        """Judge the sealed store that a checkout shows: it is as it was built, and has neither the
-        gold commit nor the bug's of the instance, but for its own.
+        """Check that the checkout's store is as it was built, and lacks the instance's gold and bug
+        commits, unless one of them is the base commit.
         """
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
             row = await self._patches.find_row(lease)
             answers = (CommitRole.GOLD, CommitRole.BUG)
@@ -338,7 +337,7 @@ class Checkouts:
         )
 
     async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror; the peer must be one who may check its commit out."""
+        """Compare a receipt with the mirror, for a peer that may check its commit out."""
         self._leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:
@@ -362,10 +361,12 @@ class Checkouts:
         reverse: bool = False,
         strategy: ApplyStrategy = ApplyStrategy.EXACT,
     ) -> protocol.ApplyAnswer:
-        """Apply a patch to the files, all of it or nothing; without one the instance's own
-        `@patch`, in the direction that fixes the bug, or `@test_patch` (grader view).
+        """Apply a patch to the files, all of it or nothing.
+
+        Without a patch, apply the instance's own one that is `named`: `@patch`, in the direction
+        that fixes the bug, or `@test_patch` (grader view).
         """
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             backwards = reverse
             if patch is None:
                 self._leasing.must_be_admin(peer, "apply the instance's own patch")
@@ -376,13 +377,13 @@ class Checkouts:
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
         self._leasing.publish("checkout.patched", lease, **facts)
-        return protocol.ApplyAnswer(**members(lease, {}), strategy=found)
+        return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=found)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
     ) -> protocol.RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             paths = await self._patches.restore(lease, request)
         self._leasing.publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
@@ -391,20 +392,17 @@ class Checkouts:
     async def _base_of(
         self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
     ) -> AsyncIterator[dict[str, Any]]:
-        """The commit, layers and environment that a reset brings a checkout to."""
+        """Yield the members of the lease that a reset changes."""
+        resolver, history = self._resolver, lease.history
         if request.to is None:
-            naming = self._leasing.naming(peer)
-            found = await self._resolver.resolve_reset(request, lease, naming)
+            found = await resolver.resolve_reset(request, lease, self._leasing.naming(peer))
             if found.commit != lease.commit:
-                asked = lease.history
-                await self._resolver.choose_history(found, lease.view, asked, asked)
-            base = found._asdict() | {"mirror": lease.mirror, "layer": None}
-            base["environment_layer"] = None
-            chosen = self._resolver.chosen(request, found, lease.history, peer, lease)
-            async with chosen as outfit:
-                if outfit.environment is not None:
+                await resolver.choose_history(found, lease.view, history, history)
+            async with resolver.completed(request, found, history, peer, lease) as found:
+                if found.environment is not None:
                     must_mount([lease.backend])
-                yield base | outfit._asdict()
+                no_layers = {"layer": None, "environment_layer": None}
+                yield found._asdict() | {"mirror": lease.mirror, **no_layers}
             return
         others = (request.instance, request.commit, request.dataset)
         if any((*others, request.layer, request.environment)):
@@ -419,40 +417,38 @@ class Checkouts:
     async def save(
         self, checkout: str, request: protocol.SaveLayer, peer: Peer
     ) -> protocol.PreparedLayer:
-        """Keep what was changed in a checkout for others of its commit, under a name."""
+        """Save the changes in a checkout as a layer for other checkouts of its commit."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, whole=True) as lease:
+        async with self._leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("save a layer", peer.uid, peer.uid)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
             job = self._patches.job(lease)
             record = await self.prepared.save(lease, request.name, peer.uid, job, changed)
             self.quotas.add(peer.uid, record.copied["size_bytes"])
-        duration_s = round(time.perf_counter() - began, 6)
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
-        self._leasing.publish("layer.saved", lease, duration_s=duration_s, **facts)
-        return self.prepared.shown(record)
+        self._leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **facts)
+        return self.prepared.describe(record)
 
     async def list_layers(
         self, mirror: str | None, peer: Peer
     ) -> builtins.list[protocol.PreparedLayer]:
-        """The prepared layers that a peer may use, oldest first; all for an administrator."""
+        """Return the prepared layers that a peer may use, oldest first."""
         key = self.mirrors.get_name(mirror).key if mirror else None
         return [
-            self.prepared.shown(record)
+            self.prepared.describe(record)
             for record in self.prepared.visible_to(peer.uid)
             if key in (None, record.mirror.key)
         ]
 
     async def remove_layer(self, layer: str, peer: Peer) -> None:
-        """Remove a prepared layer that no checkout has."""
+        """Remove a prepared layer. Raises LayerInUseError."""
         record = self.prepared.remove(layer, peer.uid)
         log.info("layer.removed", layer=record.saved.name, mirror=str(record.mirror), uid=peer.uid)
 
     def layers_of(self, peer: Peer) -> builtins.list[tuple[LayerRecord, int]]:
-        """The prepared layers that a peer may remove, and how many checkouts have each."""
-        found = self.prepared.visible_to(peer.uid)
+        """Return the prepared layers that a peer may remove, with the checkouts that use each."""
         return [
             (record, self.prepared.holders(record))
-            for record in found
+            for record in self.prepared.visible_to(peer.uid)
             if self.prepared.may_remove(record, peer.uid)
         ]

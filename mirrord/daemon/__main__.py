@@ -24,7 +24,7 @@ os.umask(0o022)  # a checkout's files are as git would make them; private files 
 FORK_SERVER.start(
     [
         "mirrord.checkouts.templates.layers",
-        "mirrord.checkouts.overlay_changes",
+        "mirrord.checkouts.changes",
         "mirrord.checkouts.patches.diff",
         "mirrord.checkouts.grading.prepare",
     ]

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import anyio
 
-from ..checkouts.overlay_probe import try_overlay
 from ..config import Settings
-from ..environments.launch import build_owner, find_uv
+from ..environments.builder import build_owner, find_uv
 from ..errors import MirrordError
 from ..git.command import run_git_sync
 from ..git.workers import Workers
-from ..host.mounting import LocalMounter, choose_mounter
+from ..host.mounting import LocalMounter, choose_mounter, probe_overlay
 from ..host.mounts import may_mount, shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
@@ -158,7 +157,7 @@ def overlay(settings: Settings) -> Result:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
             mounter = LocalMounter(Path(scratch))
             try:
-                unmapped = try_overlay(Path(scratch), mounter)
+                unmapped = probe_overlay(Path(scratch), mounter)
             finally:
                 mounter.close(unbind=True)
     except MirrordError as error:

@@ -1,44 +1,63 @@
 """The builder: `python -m mirrord.environments.builder`, with a socket as its standard input.
 
-Runs one order of the daemon in a box of bubblewrap, as a user that has nothing: makes the
-environment with uv, or runs a recipe's commands in a checkout that has it. What the commands print
-goes back as lines of JSON, the outcome is the last of them. It reads nothing of mirrord's state,
-holds no right, and ends with all that it started when the daemon hangs up. The daemon starts it, or
-systemd (`mirrord-build@.service`) where the daemon may not make namespaces.
+A process without rights that runs one order of the daemon in a box of bubblewrap: it makes an
+environment with uv, or runs a recipe's commands in a checkout that has it. Output goes back as
+lines of JSON, the outcome last. It reads no state of mirrord, and ends with all that it started
+when the daemon hangs up. Root starts it as the user `mirrord-build`, or as a reserved uid; another
+user as itself. A daemon that systemd keeps from making namespaces asks for one at `build.sock`,
+which starts `mirrord-build@.service`.
 """
 
+import asyncio
+import importlib
 import json
 import os
+import pwd
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ..bubblewrap import Box
-from ..errors import MirrordError
+from ..errors import BackendUnavailableError, MirrordError, ResourceError
+from ..git.process import NOTHING, Child, start
+from ..host.processes import Owner, may_give_files_away
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 
+USER = "mirrord-build"
+UID = 60815
+"""For a host without that user: neither of people nor handed out by systemd (of 60706 to 61183,
+says its UIDS-GIDS), but an ordinary one, to which the mount service gives checkouts.
+"""
+TIMEOUT = timedelta(hours=1)
+
 _UV = "/opt/uv/bin/uv"
-_INDEX = "/opt/index"  # the directory of packages: /tmp inside would hide one below /tmp
+_INDEX = "/opt/index"  # where a directory of packages is shown, which may be below the host's /tmp
 _PYTHON = f"{ENVIRONMENT}/bin/python"
 _CACHE = f"{SANDBOX_HOME}/.cache"
 _SEEDS = ("pip<25.3", "setuptools<81", "wheel")
-"""Of the age of conda's: later ones lost `setup.py develop` and `pkg_resources`."""
-_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # the host's: uv and pip bring their own
-_LINE = 8192
+"""As old as conda's: later ones lack `setup.py develop` and `pkg_resources`."""
+_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # instead of those that uv and pip bring
+_LINE, _LINE_LIMIT = 8192, 1 << 20  # of output, and of an answer
+
+Say = Callable[[str], None]
+
+
+# -- the process -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One build, by the paths of the host. `scratch` has `home` and `tmp`.
+    """One build, with paths of the host. `scratch` has `home` and `tmp`.
 
-    With `commands` they run in `tree` with the finished `environment`; without, that is made: from
-    `interpreter` of the host, or else from the managed Python of that version.
+    With `commands`, they run in `tree` with the finished `environment`. Without, the environment is
+    made, of the host's `interpreter` or of uv's managed Python of that version.
     """
 
     tree: str
@@ -56,13 +75,10 @@ class Order:
     commands: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
 
-    def line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
 
 @dataclass(frozen=True)
 class _Step:
-    """`must_succeed` ends the build where the command fails."""
+    """A command of a build; a failure ends the build if it `must_succeed`."""
 
     title: str
     command: Sequence[str]
@@ -70,7 +86,7 @@ class _Step:
 
 
 def steps_of(order: Order) -> Iterator[_Step]:
-    """The commands of a build, in order."""
+    """Iterate over the commands of a build."""
     if order.commands:
         for command in order.commands:
             script = f". {ACTIVATE}\n{command}"
@@ -80,8 +96,8 @@ def steps_of(order: Order) -> Iterator[_Step]:
         making = [_UV, "venv", "--no-project", "--allow-existing", "--python", order.interpreter]
         yield _Step(f"making a venv of {order.interpreter}", [*making, ENVIRONMENT])
     else:
-        # A managed Python can be moved: it becomes the prefix itself, so that nothing else has to
-        # be shown in a sandbox, and environments share its files.
+        # a managed Python can be moved: it becomes the prefix, which is all that a sandbox needs,
+        # and environments share its files
         place = f"{SANDBOX_HOME}/python"
         fetching = [_UV, "python", "install", "--no-bin", "--install-dir", place, order.python]
         yield _Step(f"fetching Python {order.python}", fetching)
@@ -93,7 +109,7 @@ def steps_of(order: Order) -> Iterator[_Step]:
         )
         yield _Step("moving it to the prefix", ["bash", "-c", script])
     install = [_UV, "pip", "install", "--python", _PYTHON]
-    # Not of the instance's date, as conda's are not: environments of many dates share them.
+    # as with conda, the index date does not apply: environments of many dates share these
     seeding = ["env", "--unset=UV_EXCLUDE_NEWER", *install, *_SEEDS]
     yield _Step("installing pip", seeding, must_succeed=False)
     for title, lines in (("requirements", order.requirements), ("packages", order.packages)):
@@ -101,9 +117,9 @@ def steps_of(order: Order) -> Iterator[_Step]:
             listed = "".join(f"{line}\n" for line in lines)
             script = f'printf %s "$1" >/tmp/{title}; shift; exec "$@" -r /tmp/{title}'
             yield _Step(f"installing {title}", ["bash", "-c", script, "bash", listed, *install])
-    # Checked by the hash of the source: times are not kept, and an agent may edit a package.
-    # At the same path the bytes are the same, so that environments share them. Not pip's own, which
-    # are a quarter of a small environment, and which tests do not import.
+    # Checked by the hash of the source, because times are not kept and an agent may edit a package;
+    # equal files compile to equal bytes, which environments share. Without pip's own files, which
+    # are a quarter of a small environment and which tests do not import.
     script = (
         "import compileall, re, sys; from py_compile import PycInvalidationMode as M;"
         "compileall.compile_dir(sys.argv[1], quiet=2, force=True, rx=re.compile('-packages/pip/'),"
@@ -114,7 +130,7 @@ def steps_of(order: Order) -> Iterator[_Step]:
 
 
 def box_of(order: Order) -> Box:
-    """What the commands of a build see."""
+    """Return the box that the commands of a build run in."""
     directory = _directory_of(order.index)
     readable = {_UV: Path(order.uv), **({_INDEX: directory} if directory else {})}
     for path in ("/etc/uv", "/etc/pip.conf"):
@@ -134,13 +150,13 @@ def box_of(order: Order) -> Box:
 
 
 def _directory_of(index: str) -> Path | None:
-    """The directory of packages that an index is, where it is none of the network."""
+    """Return the directory of an index that is a path or file URL."""
     path = index.removeprefix("file://")
     return Path(path) if path.startswith("/") else None
 
 
 def _variables(order: Order, directory: Path | None) -> dict[str, str]:
-    """How uv and pip find packages."""
+    """Return the variables by which uv and pip find packages."""
     found = {
         "UV_LINK_MODE": "copy",
         "UV_NO_PROGRESS": "1",
@@ -154,13 +170,13 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
     }
     if os.path.exists(_CERTIFICATES):
         found |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
-    if order.commands:  # what they import is no part of what they install
+    if order.commands:  # importing a module must not change what they install
         found["PYTHONDONTWRITEBYTECODE"] = "1"
     if not order.network:
         found |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
     if url := f"file://{_INDEX}" if directory else order.index:
         found |= {"UV_DEFAULT_INDEX": url, "PIP_INDEX_URL": url}
-    if directory:  # as a simple index, or as a heap of archives
+    if directory:  # it may be a simple index, or a flat directory of archives
         found |= {"UV_FIND_LINKS": _INDEX, "PIP_FIND_LINKS": _INDEX}
     if order.index_date and directory is None:  # files of a directory have no date
         found |= {"UV_EXCLUDE_NEWER": order.index_date, "PIP_UPLOADED_PRIOR_TO": order.index_date}
@@ -168,7 +184,7 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
 
 
 def run(order: Order, connection: socket.socket) -> dict[str, Any]:
-    """Run the steps; the last line of the answer."""
+    """Run the steps of an order; return the last line of the answer."""
 
     def say(text: str) -> None:
         connection.sendall(json.dumps({"log": text}).encode() + b"\n")
@@ -190,12 +206,12 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
             said = f"signal {-status}" if status < 0 else f"status {status}"
             return {"failed": f"{step.title.removeprefix('$ ')}: {said}"}
         if status:
-            say(f"status {status}; going on without\n")
+            say(f"status {status}; continuing without\n")
     return {"done": True}
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process, and by that its box, when the daemon hangs up."""
+    """End this process, and with it its box, when the daemon hangs up."""
     with suppress(OSError):
         while connection.recv(1):
             pass
@@ -203,7 +219,7 @@ def _end_with(connection: socket.socket) -> None:
 
 
 def main() -> int:
-    """Do one order; 1 where the daemon was gone before it."""
+    """Run one order; return 1 if the daemon was gone before it."""
     os.nice(10)  # requests come first
     connection = socket.socket(fileno=os.dup(0))
     received = bytearray()
@@ -221,6 +237,116 @@ def main() -> int:
         last = {"broken": fact}
     connection.sendall(json.dumps(last).encode() + b"\n")
     return 0
+
+
+# -- the daemon's side -----------------------------------------------------------------------------
+
+
+def build_owner() -> Owner:
+    """Return the uid and gid of builds."""
+    if not may_give_files_away():
+        return os.geteuid(), os.getegid()
+    with suppress(KeyError):
+        found = pwd.getpwnam(USER)
+        return found.pw_uid, found.pw_gid
+    return UID, UID
+
+
+def find_uv() -> str:
+    """Return the path of uv, which the extra `environments` installs. Raises ResourceError."""
+    with suppress(ImportError, FileNotFoundError):
+        return str(importlib.import_module("uv").find_uv_bin())
+    raise ResourceError(
+        "cannot build environments: uv is not installed",
+        hint='install it beside mirrord: `pip install "mirrord[environments]"`',
+    )
+
+
+async def run_builder(order: Order, service: Path, say: Say) -> str | None:
+    """Have an order run; return what failed, such as a command of the recipe.
+
+    Raises ResourceError if the builder itself cannot work, which says nothing about the recipe.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT.total_seconds()):
+            if service.exists():
+                last = await _ask_service(order, service, say)
+            else:
+                last = await _run_child(order, say)
+    except TimeoutError:
+        return f"it took longer than {TIMEOUT}"
+    if broken := last.get("broken"):
+        raise ResourceError(f"cannot build: {broken}", hint="see `mirrord doctor`")
+    return last.get("failed")
+
+
+async def _run_child(order: Order, say: Say) -> dict[str, Any]:
+    uid, gid = build_owner()
+    argv = [sys.executable, "-P", "-m", "mirrord.environments.builder"]
+    if uid != os.geteuid():
+        argv = ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--", *argv]
+    path = os.pathsep.join(filter(os.path.isabs, sys.path))
+    environment = {"PATH": os.defpath, "PYTHONPATH": path, "LANG": "C.UTF-8"}
+    connection, stdin = socket.socketpair()
+    with stdin:
+        process = start(argv, environment, Path("/"), stdin=stdin.fileno(), stdout=NOTHING)
+    async with Child(process) as child:
+        errors = asyncio.create_task(_read_tail(child.read_stderr))
+        try:
+            return await _converse(connection, order, say)
+        except ConnectionError:
+            with suppress(TimeoutError):
+                text = await asyncio.wait_for(errors, 1)
+                raise _ended(text.decode(errors="replace").strip()[-500:]) from None
+            raise _ended("") from None
+        finally:
+            errors.cancel()
+
+
+async def _read_tail(read: Callable[[], Awaitable[bytes]]) -> bytes:
+    received = b""
+    while piece := await read():
+        received = (received + piece)[-4096:]
+    return received
+
+
+async def _ask_service(order: Order, service: Path, say: Say) -> dict[str, Any]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, str(service))
+    except OSError as error:
+        connection.close()
+        raise BackendUnavailableError(
+            f"cannot ask the build service at {service}: {error.strerror}",
+            hint="see mirrord-build.socket; it answers only to the daemon's user",
+        ) from error
+    try:
+        return await _converse(connection, order, say)
+    except ConnectionError:
+        raise _ended("see the log of mirrord-build@.service") from None
+
+
+async def _converse(connection: socket.socket, order: Order, say: Say) -> dict[str, Any]:
+    """Send the order and pass on its output; return the last line. Raises ConnectionError."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
+    try:
+        writer.write(json.dumps(asdict(order)).encode() + b"\n")
+        while line := await reader.readline():
+            answer: dict[str, Any] = json.loads(line)
+            if "log" not in answer:
+                return answer
+            say(str(answer["log"]))
+        raise ConnectionResetError
+    finally:
+        writer.close()
+
+
+def _ended(detail: str) -> ResourceError:
+    return ResourceError(
+        f"cannot build: the builder ended before it had finished{': ' if detail else ''}{detail}",
+        hint="possibly out of memory; try again",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""One build of an environment: its checkout, the builder, the result on disk, its preparation.
+"""Builds of environments: the checkout, the builder, the adopted result, and its preparation.
 
-Nothing is half ready: what is built appears by one rename, in the end. A build that is cancelled or
-whose daemon is killed leaves its scratch directory, which goes at once or with the next start, and
-a checkout that ends with the daemon.
+An environment appears by one rename when it is complete. A cancelled build removes its scratch
+directory; after a kill the next start removes it, and the build's checkout ends with the daemon.
 """
 
 import json
@@ -22,7 +21,13 @@ import anyio
 import anyio.to_thread
 
 from .. import protocol
-from ..checkouts.environments import RECORD, EnvironmentRecord, EnvironmentStore
+from ..checkouts.environments import (
+    RECORD,
+    EnvironmentRecord,
+    EnvironmentStore,
+    adopt,
+    sweep_shared,
+)
 from ..checkouts.leases import EnvironmentName
 from ..checkouts.service import Checkouts
 from ..errors import EnvironmentFailedError
@@ -33,20 +38,20 @@ from ..model import CommitId, MirrorName
 from ..protocol import Preparation, Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked
-from .adopt import adopt, sweep_shared
-from .builder import Order
-from .launch import TIMEOUT, build_owner, find_uv, run_builder
+from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
 
 _ADOPT_TIMEOUT = timedelta(minutes=30)
 _SCAN_TIMEOUT = timedelta(minutes=10)
 _FINDINGS = 200
 _LOG_BYTES = 8 << 20
 _TAIL_LINES = 30
+_PREPARATIONS = "preparations.json"  # beside environment.json: by mirror and commit
 
 
 class Plan(NamedTuple):
-    """An environment to be built: of a recipe without `-r` lines, at the commit of a mirror where
-    there is one, and for the base commits of these instances.
+    """An environment to build, of a recipe without `-r` lines.
+
+    It is built in a checkout of `commit`, if given, and prepared for the base commits `bases`.
     """
 
     recipe: Recipe
@@ -61,7 +66,7 @@ class Plan(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """What is run in the tree of an instance."""
+        """The commands to run in the tree of an instance."""
         return [*self.recipe.pre_install, *self.recipe.install]
 
     @property
@@ -70,8 +75,35 @@ class Plan(NamedTuple):
 
 
 def layer_name(digest: str) -> str:
-    """The prepared layer that a checkout with an environment has by default."""
+    """Return the name of the prepared layer that checkouts with the environment get by default."""
     return f"environment-{digest[:12]}"
+
+
+class BuildLog:
+    """The output of a build, bounded, with secrets in URLs masked; `tail` has the last lines."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = _LOG_BYTES - file.tell()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, path: Path) -> "Iterator[BuildLog]":
+        with path.open("ab") as file:
+            yield cls(file)
+
+    def say(self, text: str) -> None:
+        text = masked(text)
+        self.tail.append(text.rstrip("\n"))
+        line = text.encode(errors="replace")
+        if 0 < self._left <= len(line):
+            line = b"the log is too long; the rest is left out\n"
+            self._left = len(line)
+        if self._left > 0:
+            self._left -= len(line)
+            self._file.write(line)
+            self._file.flush()
 
 
 class _Running(NamedTuple):
@@ -82,7 +114,10 @@ class _Running(NamedTuple):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Builds:
-    """Builds into one store; keeps caches and scratch below `place`. Belongs to one event loop."""
+    """Builds environments for one store, with caches and scratch directories below `place`.
+
+    `service` is the socket of the build service. Belongs to one event loop.
+    """
 
     place: Path
     service: Path
@@ -97,12 +132,12 @@ class Builds:
         self.settings = mirrors.settings
 
     def open(self) -> None:
-        """Remove what an earlier daemon left half done. In a thread."""
+        """Remove the scratch directories of an earlier daemon. In a thread."""
         with suppress(FileNotFoundError):
             for path in (self.place / "builds").iterdir():
                 self.trash.remove(path)
 
-    # -- what runs ---------------------------------------------------------------------------------
+    # -- running builds ----------------------------------------------------------------------------
 
     def running(self) -> list[protocol.Environment]:
         return [
@@ -115,20 +150,25 @@ class Builds:
         ]  # fmt: skip
 
     def find_log(self, digest: str) -> Path | None:
-        """The log of a build that has not ended."""
+        """Return the log of a running build."""
         running = self._running.get(digest)
         return running.path / "log" if running else None
 
     def made_with(self, recipe: Recipe) -> list[Any]:
-        """What a build depends on besides its recipe; after a change a failed one is repeated."""
+        """Return what a build depends on besides its recipe: after a change a failed build is
+        repeated.
+        """
         settings, interpreter = self.settings().environments, find_interpreter(recipe.python)
         changed_at = os.stat(interpreter).st_mtime_ns if interpreter else None
         return [interpreter, changed_at, settings.index, settings.network]
 
-    # -- an environment ----------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     async def build(self, plan: Plan) -> EnvironmentRecord:
-        """Build an environment and publish it. A failure is published too, and raised."""
+        """Build an environment and add it to the store.
+
+        A failure is added too, and raised as EnvironmentFailedError.
+        """
         began, path = time.time(), self.store.new_path()
         path.mkdir(mode=0o700)
         self._running[plan.digest] = _Running(plan, path, datetime.now(UTC))
@@ -151,18 +191,19 @@ class Builds:
         finally:
             del self._running[plan.digest]
             self.trash.add(path)
-        told = {name: facts[name] for name in ("key", "digest", "duration_s")}
+        names = ["key", "digest", "duration_s"]
         if failure:
-            self.events.publish("environment.failed", **told, detail=failure)
+            fields = {name: facts[name] for name in names}
+            self.events.publish("environment.failed", **fields, detail=failure)
             raise failed(plan, failure)
-        sizes = {name: facts[name] for name in ("files", "size_bytes", "shared_bytes")}
-        self.events.publish("environment.built", **told, **sizes)
+        names += ["files", "size_bytes", "shared_bytes"]
+        self.events.publish("environment.built", **{name: facts[name] for name in names})
         return record
 
     async def _make(
-        self, plan: Plan, path: Path, log: "BuildLog", facts: dict[str, Any]
+        self, plan: Plan, path: Path, log: BuildLog, facts: dict[str, Any]
     ) -> str | None:
-        """Have the builder make the prefix, and take it over; answers what failed."""
+        """Have the builder make the prefix, and adopt it; return what failed."""
         async with self.scratch() as scratch:
             prefix = scratch / "prefix"
             if plan.mirror is None:
@@ -171,7 +212,7 @@ class Builds:
                 async with self.checkout(plan, plan.commit) as checkout:
                     failure = await self.run(plan, Path(checkout.path), prefix, scratch, log)
             if failure is None:
-                log.say("== taking it over\n")
+                log.say("== adopting it\n")
                 adopted = await self.workers.run(
                     adopt, prefix, path, self.store.shared, timeout=_ADOPT_TIMEOUT
                 )
@@ -183,7 +224,7 @@ class Builds:
         return failure
 
     async def scan(self, prefix: Path, plan: Plan, commit: CommitId) -> list[dict[str, Any]]:
-        """What of the mirror's future is in a prefix that is used at `commit`."""
+        """Return the leaks in a prefix that is used at `commit`: content of later commits."""
         if plan.mirror is None:
             return []
         git_dir = self.mirrors.path(plan.mirror)
@@ -195,12 +236,11 @@ class Builds:
             self.events.publish("environment.leaks", **facts)
         return [leak.to_json() for leak in leaks[:_FINDINGS]]
 
-    # -- parts -------------------------------------------------------------------------------------
-
     async def run(
-        self, plan: Plan, tree: Path, prefix: Path, scratch: Path, log: "BuildLog",
+        self, plan: Plan, tree: Path, prefix: Path, scratch: Path, log: BuildLog,
         commands: list[str] | None = None,
     ) -> str | None:  # fmt: skip
+        """Make the prefix, or run `commands` with it; return what failed."""
         recipe, settings = plan.recipe, self.settings().environments
         cache = self.place / "cache" / str(plan.mirror or "none")
         await anyio.to_thread.run_sync(_make_private, cache)
@@ -215,7 +255,7 @@ class Builds:
 
     @asynccontextmanager
     async def scratch(self) -> AsyncIterator[Path]:
-        """A directory of the build's user, with `home`, `tmp`, `tree` and `prefix`."""
+        """Make a directory of the build's user, with `home`, `tmp`, `tree` and `prefix`."""
         path = self.place / "builds" / secrets.token_hex(8)
 
         def make() -> None:
@@ -233,7 +273,7 @@ class Builds:
     async def checkout(
         self, plan: Plan, commit: CommitId | None, environment: str | None = None
     ) -> AsyncIterator[protocol.Checkout]:
-        """A checkout of the build's user, which ends with this block or this process."""
+        """Make a checkout for the build's user; it ends with the block, or with this process."""
         request = protocol.StartCheckout(
             mirror=str(plan.mirror), commit=commit, owner=build_owner()[0],
             ttl=TIMEOUT.total_seconds() * 1.5, environment=environment,
@@ -245,21 +285,86 @@ class Builds:
             with anyio.CancelScope(shield=True):
                 await self.checkouts.release(checkout.id, own_peer())
 
-    # -- on the disk -------------------------------------------------------------------------------
+    # -- preparations ------------------------------------------------------------------------------
+
+    def list_preparations(self, digest: str) -> list[Preparation]:
+        """Return the commits with a prepared layer, and those whose preparation failed."""
+        known, name = self._read_preparations(digest), layer_name(digest)
+        ready = [each for each in self.checkouts.prepared.all() if each.saved.name == name]
+        found = []
+        for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
+            facts = known.get(key, {})
+            if any(f"{each.mirror}@{each.commit}" == key for each in ready):
+                facts = {"layer": name, "findings": facts.get("findings", [])}
+            mirror, _, commit = key.partition("@")
+            named = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
+            found.append(Preparation(mirror=mirror, commit=commit, **named))
+        return found
+
+    def needs_preparation(self, plan: Plan, base: CommitId) -> bool:
+        """Return whether the recipe has commands for a commit that has no layer."""
+        ready = [each.commit for each in self.list_preparations(plan.digest) if each.layer]
+        return bool(plan.mirror and plan.commands and base not in ready)
+
+    async def prepare(self, plan: Plan, base: CommitId, *, again: bool) -> None:
+        """Run the recipe's commands in a checkout, and save their changes as a layer.
+
+        Raises EnvironmentFailedError if they fail, or failed before and nothing has changed.
+        """
+        key, known = f"{plan.mirror}@{base}", self._read_preparations(plan.digest)
+        made_with = self.made_with(plan.recipe)
+        before = known.pop(key, {})
+        if not again and "error" in before and before["made_with"] == made_with:
+            raise failed(plan, f"{before['error']} (earlier; nothing has changed)")
+        began = time.perf_counter()
+        facts: dict[str, Any] = {"made_with": made_with}
+        with BuildLog.opened(self.store.root / plan.digest / "log") as log:
+            log.say(f"== preparing {key}\n")
+            failure = await self._run_commands(plan, base, log)
+        if failure:
+            facts |= {"error": failure, "tail": [*log.tail]}
+        elif base != plan.commit:  # the build has scanned it for that one
+            prefix = self.store.directory(plan.digest)
+            facts["findings"] = await self.scan(prefix, plan, base)
+        (self.store.root / plan.digest / _PREPARATIONS).write_text(
+            json.dumps({**known, key: facts})
+        )
+        fields = {"key": plan.recipe.key, "digest": plan.digest, "mirror": str(plan.mirror)}
+        duration_s = round(time.perf_counter() - began, 3)
+        if failure:
+            self.events.publish("environment.failed", **fields, commit=base, detail=failure)
+            raise failed(plan, failure)
+        self.events.publish("environment.prepared", **fields, commit=base, duration_s=duration_s)
+
+    async def _run_commands(self, plan: Plan, base: CommitId, log: BuildLog) -> str | None:
+        async with self.scratch() as scratch, self.checkout(plan, base, plan.name) as found:
+            prefix = Path(found.directory) / "environment"
+            failure = await self.run(plan, Path(found.path), prefix, scratch, log, plan.commands)
+            if failure is None:
+                await self.checkouts.save(found.id, SaveLayer(name=plan.layer), own_peer())
+        return failure
+
+    def _read_preparations(self, digest: str) -> dict[str, dict[str, Any]]:
+        with suppress(FileNotFoundError, ValueError):
+            text = (self.store.root / digest / _PREPARATIONS).read_bytes()
+            return dict(json.loads(text))
+        return {}
+
+    # -- caches ------------------------------------------------------------------------------------
 
     def caches(self) -> list[Path]:
-        """What builds keep of downloads, for each mirror."""
+        """Return the directories of downloads, one for each mirror."""
         return sorted((self.place / "cache").glob("*"))
 
     async def drop_caches(self) -> None:
-        """Remove them, and the files that no environment has any more, unless a build runs."""
+        """Remove downloads and unused shared files, unless a build runs."""
         if not self._running:
             self.trash.add(*await anyio.to_thread.run_sync(self.caches))
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Remove the shared files that no environment has any more, unless a build runs, which may
-        be about to link them.
+        """Remove the shared files that no environment uses, unless a build runs, which may be about
+        to link them.
         """
         await self.trash.settle()
         if not self._running:
@@ -267,7 +372,7 @@ class Builds:
 
 
 def find_interpreter(version: str) -> str | None:
-    """The host's Python of a version; None where uv has to fetch one."""
+    """Return the host's Python of a version; None if uv has to fetch one."""
     short = ".".join(version.split(".")[:2])
     path = f"/usr/bin/python{short}"
     is_exact = version in (short, platform.python_version())
@@ -288,107 +393,8 @@ def own_peer() -> Peer:
 
 
 def _make_private(path: Path) -> None:
-    """A directory that the build's user alone enters, below ones that everybody may pass."""
+    """Make a directory for the build's user alone, below directories that all may traverse."""
     for above in (path.parent.parent, path.parent):
         above.mkdir(mode=0o711, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     os.chown(path, *build_owner())
-
-
-class BuildLog:
-    """What a build prints, up to a bound and without secrets in URLs; `tail` are the last lines."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._left = _LOG_BYTES - file.tell()
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-
-    @classmethod
-    @contextmanager
-    def opened(cls, path: Path) -> "Iterator[BuildLog]":
-        with path.open("ab") as file:
-            yield cls(file)
-
-    def say(self, text: str) -> None:
-        text = masked(text)
-        self.tail.append(text.rstrip("\n"))
-        line = text.encode(errors="replace")
-        if 0 < self._left <= len(line):
-            line = b"the log is too long; what follows is left out\n"
-            self._left = len(line)
-        if self._left > 0:
-            self._left -= len(line)
-            self._file.write(line)
-            self._file.flush()
-
-
-_RECORD = "preparations.json"  # beside environment.json: by mirror and commit
-
-
-@dataclass(eq=False, repr=False)
-class Preparations:
-    """The layers of environments. Belongs to one event loop."""
-
-    builds: Builds
-
-    def list(self, digest: str) -> list[Preparation]:
-        """For which commits there is a layer, and for which none could be made."""
-        known, name = self._read(digest), layer_name(digest)
-        ready = [each for each in self.builds.checkouts.prepared.all() if each.saved.name == name]
-        found = []
-        for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
-            facts = known.get(key, {})
-            if any(f"{each.mirror}@{each.commit}" == key for each in ready):
-                facts = {"layer": name, "findings": facts.get("findings", [])}
-            mirror, _, commit = key.partition("@")
-            shown = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
-            found.append(Preparation(mirror=mirror, commit=commit, **shown))
-        return found
-
-    def is_needed(self, plan: Plan, base: CommitId) -> bool:
-        """Whether the recipe has commands for a commit that has no layer yet."""
-        ready = [each.commit for each in self.list(plan.digest) if each.layer]
-        return bool(plan.mirror and plan.commands and base not in ready)
-
-    async def prepare(self, plan: Plan, base: CommitId, *, again: bool) -> None:
-        """Run the recipe's commands in a checkout, and keep what they leave as a layer.
-
-        Raises EnvironmentFailedError where they fail, or did and nothing has changed since.
-        """
-        builds, key, known = self.builds, f"{plan.mirror}@{base}", self._read(plan.digest)
-        made_with = builds.made_with(plan.recipe)
-        before = known.pop(key, {})
-        if not again and "error" in before and before["made_with"] == made_with:
-            raise failed(plan, f"{before['error']} (earlier, and nothing has changed)")
-        began = time.perf_counter()
-        facts: dict[str, Any] = {"made_with": made_with}
-        with BuildLog.opened(builds.store.root / plan.digest / "log") as log:
-            log.say(f"== preparing {key}\n")
-            failure = await self._run(plan, base, log)
-        if failure:
-            facts |= {"error": failure, "tail": [*log.tail]}
-        elif base != plan.commit:  # for which it was scanned when it was built
-            prefix = builds.store.directory(plan.digest)
-            facts["findings"] = await builds.scan(prefix, plan, base)
-        (builds.store.root / plan.digest / _RECORD).write_text(json.dumps({**known, key: facts}))
-        told = {"key": plan.recipe.key, "digest": plan.digest, "mirror": str(plan.mirror)}
-        duration_s = round(time.perf_counter() - began, 3)
-        if failure:
-            builds.events.publish("environment.failed", **told, commit=base, detail=failure)
-            raise failed(plan, failure)
-        builds.events.publish("environment.prepared", **told, commit=base, duration_s=duration_s)
-
-    async def _run(self, plan: Plan, base: CommitId, log: BuildLog) -> str | None:
-        builds = self.builds
-        async with builds.scratch() as scratch, builds.checkout(plan, base, plan.name) as found:
-            prefix = Path(found.directory) / "environment"
-            failure = await builds.run(plan, Path(found.path), prefix, scratch, log, plan.commands)
-            if failure is None:
-                await builds.checkouts.save(found.id, SaveLayer(name=plan.layer), own_peer())
-        return failure
-
-    def _read(self, digest: str) -> dict[str, dict[str, Any]]:
-        with suppress(FileNotFoundError, ValueError):
-            text = (self.builds.store.root / digest / _RECORD).read_bytes()
-            return dict(json.loads(text))
-        return {}

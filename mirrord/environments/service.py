@@ -1,9 +1,8 @@
-"""The service of environments: which recipe a name means, and builds of what is missing.
+"""The service of environments: finds the recipe of a name, and builds what is missing.
 
-A build never happens twice at once, and not again after it failed before its recipe, the
-interpreter or the settings change. A name is an instance's id, or the key of an imported recipe or
-of an environment that was built. How one is built is in `building.py`; what is ready on disk, in
-`checkouts/environments.py`.
+A name is an instance's id, or the key of an imported recipe or of an environment that was built. A
+build runs once at a time; after a failure it is repeated when its recipe, interpreter or settings
+change. `building.py` builds; `checkouts/environments.py` has what is ready on disk.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from ..git.turns import Coalescer, SharedWork
 from ..jobs.operations import together
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
-from .building import Builds, Plan, Preparations, failed, layer_name
+from .building import Builds, Plan, failed, layer_name
 from .recipes import (
     checked,
     digest_of,
@@ -46,7 +45,6 @@ class Environments:
     """The environments of one daemon. Belongs to one event loop."""
 
     builds: Builds
-    preparations: Preparations
     recipes: Path
     datasets: Datasets
     _running: Coalescer[None] = field(default_factory=Coalescer)
@@ -56,13 +54,13 @@ class Environments:
         self.store, self.mirrors = self.builds.store, self.builds.mirrors
 
     async def close(self) -> None:
-        """Cancel what is being built."""
+        """Cancel the running builds."""
         await self._running.close()
 
     # -- recipes -----------------------------------------------------------------------------------
 
     async def import_recipes(self, text: str, source: str) -> builtins.list[Recipe]:
-        """Keep the recipes of a TOML file; one of the same key as an instance's comes before it."""
+        """Import the recipes of a TOML file; they override instances' recipes of the same key."""
         recipes = recipes_of_toml(text, source)
 
         def write() -> None:
@@ -90,11 +88,11 @@ class Environments:
     async def plan(
         self, request: protocol.BuildEnvironments
     ) -> tuple[builtins.list[Plan], builtins.list[protocol.FailedBuild]]:
-        """What a request means: a plan for each environment, whose `bases` are to be prepared, and
-        the instances of a dataset that have no recipe.
+        """Plan the environments of a request; also return the instances of its dataset that have no
+        recipe.
 
-        Raises EnvironmentNotFoundError, DatasetNotFoundError, and for what is named RecipeNotFound-
-        and InvalidRecipeError.
+        Raises EnvironmentNotFoundError, DatasetNotFoundError, and for explicit names
+        RecipeNotFoundError and InvalidRecipeError.
         """
         plans: dict[str, Plan] = {}
         refused = []
@@ -116,7 +114,7 @@ class Environments:
         return list(plans.values()), refused
 
     async def _plan_of(self, row: InstanceRow, frozen: bool) -> Plan:
-        """The plan of an instance. Its environment is made for the setup commit, if it has one."""
+        """Plan the environment of an instance, to be built at its setup commit if it has one."""
         imported = await self._find_imported(key_of_row(row))
         recipe = imported or recipe_of(row, frozen=frozen)
         setup = [commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT]
@@ -124,10 +122,10 @@ class Environments:
         return await self._plan(recipe, row.mirror, next(iter([*setup, *bases]), None), bases)
 
     async def _plan_of_key(self, name: str) -> Plan:
-        """The plan of a key: an imported recipe, or that of an earlier build."""
+        """Plan the environment of an imported recipe, or of an earlier build."""
         if (recipe := await self._find_imported(name)) is not None:
             return await self._plan(recipe, None, None, ())
-        for record in self.store.records(name):
+        for record in self.store.iter_records(name):
             facts = record.facts
             mirror = MirrorName.parse(facts["mirror"]) if facts["mirror"] else None
             recipe = Recipe.from_json(facts["recipe"])
@@ -162,7 +160,7 @@ class Environments:
         again: bool,
         progress: ProgressSink,
     ) -> protocol.BuildReport:
-        """Build and prepare what is missing of the plans; failures are reported, not raised."""
+        """Build and prepare what is missing. Failures are reported, not raised."""
         report = protocol.BuildReport(ready=[], failed=[*refused])
         total, done = sum(1 + len(plan.bases) for plan in plans), 0
 
@@ -180,7 +178,7 @@ class Environments:
                 for base in plan.bases:
                     step(f"{plan.name} for {base[:12]}", 1)
                     left -= 1
-                    if self.preparations.is_needed(plan, base):
+                    if self.builds.needs_preparation(plan, base):
                         await self._prepare(plan, base, again)
                         report.prepared.append(base)
             except errors.EnvironmentFailedError as error:
@@ -192,7 +190,9 @@ class Environments:
         return report
 
     async def _build(self, plan: Plan, again: bool) -> None:
-        """Have an environment; EnvironmentFailedError where its build fails, or did."""
+        """Build an environment unless it is ready. Raises EnvironmentFailedError, also for an
+        earlier failure if nothing has changed since.
+        """
 
         async def run(_: SharedWork[None]) -> None:
             async with self._turns:
@@ -210,41 +210,41 @@ class Environments:
     async def _prepare(self, plan: Plan, base: CommitId, again: bool) -> None:
         async def run(_: SharedWork[None]) -> None:
             async with self._turns:
-                await self.preparations.prepare(plan, base, again=again)
+                await self.builds.prepare(plan, base, again=again)
 
         await self._running.join(f"{plan.digest} {plan.mirror}@{base}", run)
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- environments ------------------------------------------------------------------------------
 
     def list(self) -> builtins.list[protocol.Environment]:
-        """All that are ready, failed or being built, by key."""
-        known = [self._shown(record) for record in self.store.list()]
+        """Return all environments, ready, failed or being built, by key."""
+        known = [self._describe(record) for record in self.store.list()]
         return sorted([*self.builds.running(), *known], key=lambda each: (each.key, each.digest))
 
     def get(self, name: str) -> protocol.Environment:
-        """What a name means: what is built, then what failed; with its recipe."""
+        """Return the environment of a name, with its recipe; a ready one before a failed one."""
         for each in self.builds.running():
             if name in (each.key, each.name):
                 return each
         record = self._record(name)
         recipe = Recipe.from_json(record.facts["recipe"])
-        prepared = self.preparations.list(record.digest)
-        return replace(self._shown(record), recipe=recipe, prepared=prepared)
+        prepared = self.builds.list_preparations(record.digest)
+        return replace(self._describe(record), recipe=recipe, prepared=prepared)
 
     def name_for(self, row: InstanceRow) -> str:
-        """The environment of an instance: of those with its key one that has a layer for its base
-        commit, else the one built last, else the key of one that is not built.
+        """Return the name of an instance's environment: of those with its key one with a layer for
+        its base commit, or else the key.
         """
         key, base = key_of_row(row), (row.mirror.key, row.base_commit)
         layers = self.builds.checkouts.prepared.all()
         prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}
-        for record in sorted(self.store.records(key), key=lambda record: -record.at):
+        for record in sorted(self.store.iter_records(key), key=lambda record: -record.at):
             if record.is_ready and layer_name(record.digest) in prepared:
                 return record.name
         return key
 
     def find_log(self, name: str) -> tuple[Path, Callable[[], bool]]:
-        """The log of a build, and whether that still runs."""
+        """Return the log of a build, and a function that tells whether the build still runs."""
         running = self.builds.running()
         digest = next((each.digest for each in running if name in (each.key, each.name)), None)
         if digest is None or (path := self.builds.find_log(digest)) is None:
@@ -252,11 +252,11 @@ class Environments:
         return path, lambda: self.builds.find_log(digest) is not None
 
     async def remove(self, name: str) -> None:
-        """Remove all that a name means; with a key alone, its imported recipe too.
+        """Remove all environments of a name; for a bare key, also the imported recipe.
 
-        Raises EnvironmentInUseError or LayerInUseError while a checkout holds one.
+        Raises EnvironmentInUseError, LayerInUseError.
         """
-        records = list(self.store.records(name))
+        records = list(self.store.iter_records(name))
         path = self.recipes / f"{name}.json"
         imported = "@" not in name and await self._find_imported(name) is not None
         if not records and not imported:
@@ -270,16 +270,18 @@ class Environments:
         await self.builds.sweep()
 
     def _record(self, name: str) -> EnvironmentRecord:
-        """The environment that a name means, else the last failed build."""
-        records = sorted(self.store.records(name), key=lambda record: (record.is_ready, record.at))
+        """Return the newest ready environment of a name, or else the last failed build."""
+        records = sorted(
+            self.store.iter_records(name), key=lambda record: (record.is_ready, record.at)
+        )
         if not records:
             raise not_found(name)
         return records[-1]
 
-    def _shown(self, record: EnvironmentRecord) -> protocol.Environment:
+    def _describe(self, record: EnvironmentRecord) -> protocol.Environment:
         facts = record.facts
         return protocol.Environment(
-            **{name: facts[name] for name in _SHOWN if name in facts},
+            **{name: facts[name] for name in _FIELDS if name in facts},
             name=record.name,
             python=facts["recipe"]["python"],
             built_at=datetime.fromtimestamp(record.at, UTC),
@@ -288,21 +290,21 @@ class Environments:
         )
 
 
-_SHOWN = (
+_FIELDS = (
     *("key", "digest", "state", "mirror", "commit", "interpreter", "duration_s", "manifest"),
     *("files", "size_bytes", "shared_bytes", "dropped", "error", "tail", "findings"),
 )
 
 
 def _merge(plans: dict[str, Plan], plan: Plan) -> None:
-    """Add a plan; one for an environment that is planned already adds its bases."""
+    """Add a plan, or its bases to the plan of the same environment."""
     if known := plans.get(plan.digest):
         plan = known._replace(bases=tuple(dict.fromkeys([*known.bases, *plan.bases])))
     plans[plan.digest] = plan
 
 
 def read_requirements(git_dir: Path, commit: CommitId, recipe: Recipe) -> Recipe:
-    """A recipe with the packages that files of the commit name. Runs in a worker."""
+    """Expand a recipe with the packages that files of the commit name. Runs in a worker."""
     with open_objects(git_dir) as objects:
         tree = BaseTree(objects, read_commit(objects, commit).tree)
 

@@ -20,11 +20,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import BackendUnavailableError, ResourceError, from_problem
-from ..model import Target
+from ..errors import BackendUnavailableError, MirrordError, ResourceError, from_problem
+from ..model import Target, new_checkout_id
 from . import mounts
 from .files import opened
 from .processes import Owner, die_with_parent
+from .trash import find_trash, remove_tree
 
 PROBE_LAYER = ".probe"
 BOUND = ("checkouts", "leases")
@@ -382,3 +383,56 @@ def choose_mounter(state_dir: Path, service: Path) -> Mounter:
     fact = "it is in a mount namespace of its own" if may_mount else "it lacks CAP_SYS_ADMIN"
     hint = f"start mirrord-mount.socket, which makes {service}; or run the daemon as root"
     raise BackendUnavailableError(f"cannot mount in this process: {fact}", hint=hint)
+
+
+def probe_overlay(state_dir: Path, mounter: Mounter) -> str:
+    """Mount, use and unmount an overlay, for the daemon's user and for another one.
+
+    Returns why other users cannot have one, empty if they can. Raises BackendUnavailableError if
+    the daemon's user cannot either. Leaves nothing behind; a kill leaves a checkout without a
+    lease, which the next start removes.
+    """
+    layer = state_dir / "templates" / PROBE_LAYER
+    (layer / "directory").mkdir(mode=0o755, parents=True, exist_ok=True)
+    (layer / "directory" / "file").touch()
+    try:
+        _probe_as(state_dir, mounter, None)
+        try:
+            _probe_as(state_dir, mounter, (65534, 65534))
+        except (MirrordError, OSError) as error:
+            return str(error)
+        return ""
+    except FileNotFoundError as error:
+        raise BackendUnavailableError(
+            f"cannot mount an overlay in {state_dir}: {error.strerror}"
+        ) from error
+    finally:
+        for left in (layer, *find_trash(layer.parent)):
+            remove_tree(left)
+
+
+def _probe_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
+    """Check that a file of the lower layer belongs to the owner, and rename a directory."""
+    owner = mapped or (os.geteuid(), os.getegid())
+    name = new_checkout_id()
+    public, private = state_dir / "checkouts" / name, state_dir / "leases" / name
+    tree = public / "tree"
+    for path in (tree, private / "layer" / "upper", private / "layer" / "work"):
+        path.mkdir(mode=0o700, parents=True)
+    (private / "lease.json").write_text(json.dumps({"owner_uid": owner[0], "owner_gid": owner[1]}))
+    try:
+        with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), mapped))) as mount:
+            mounter.attach(name, mount)
+        try:
+            found = (tree / "directory" / "file").stat()
+            (tree / "directory").rename(tree / "renamed")
+        except OSError as error:
+            message = f"cannot use an overlay in {public.parent}: {error.strerror}"
+            raise BackendUnavailableError(message) from error
+        if (found.st_uid, found.st_gid) != owner:
+            fact = f"they are shown as uid {found.st_uid}'s"
+            raise BackendUnavailableError(f"cannot give files to uid {owner[0]}: {fact}")
+    finally:
+        mounter.umount(name)
+        remove_tree(public)
+        remove_tree(private)

@@ -19,12 +19,12 @@ import pytest
 from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import pool_tree as pooled
+from mirrord.checkouts import pool as pooled
 from mirrord.checkouts.files import scan as scanning
 from mirrord.checkouts.files.manifest import Entries, Manifest, clock_ns
 from mirrord.checkouts.files.scan import ScanResult, examine, scan
 from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.pool_tree import PoolPaths
+from mirrord.checkouts.pool import PoolPaths
 from mirrord.model import History
 
 pytestmark = pytest.mark.root
@@ -300,7 +300,7 @@ def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(
     run_pool(story)
 
 
-def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]) -> None:
+def test_a_lost_manifest_means_a_tree_written_again(run_pool: Callable[..., None]) -> None:
     """A reset without a whole manifest trusts nothing that is there."""
 
     async def story(pool: Pool, ids: list[str]) -> None:
@@ -308,7 +308,7 @@ def test_a_lost_manifest_means_a_tree_written_anew(run_pool: Callable[..., None]
         (lease.private / "manifest").write_bytes(b"torn")
         (lease.tree_path / "README").write_text("forged")
         proof = await pool.reset(lease, ids[1])
-        assert "anew" in proof.method
+        assert "written again" in proof.method
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
 
     run_pool(story)

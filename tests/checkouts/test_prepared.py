@@ -544,7 +544,7 @@ def test_what_cannot_have_an_environment_says_so(service: Service, environment: 
     for name in ("absent", "flask-2.0@ffff"):
         with pytest.raises(errors.EnvironmentNotFoundError):
             start(service, environment=name)
-    with pytest.raises(errors.EnvironmentNotFoundError, match="it is of no instance"):
+    with pytest.raises(errors.EnvironmentNotFoundError, match="it has no instance"):
         start(service, environment="auto")
     pooled = start(service, Backend.POOL)
     with pytest.raises(errors.BackendUnavailableError):

@@ -21,7 +21,7 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.bubblewrap import find_obstacle
-from mirrord.environments.launch import build_owner
+from mirrord.environments.builder import build_owner
 from mirrord.errors import EnvironmentNotFoundError
 from mirrord.protocol import BuildReport, Operation
 

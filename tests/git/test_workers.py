@@ -329,7 +329,7 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
 def test_what_workers_share_has_neither_settings_nor_a_database() -> None:
     """Each costs a worker 10 MB and 0.1 s; no call on a repository needs one."""
     of_git = ("forkserver", "command", "objects.repository", "objects.trees", "objects.text")
-    of_checkouts = ("overlay_changes", "pool_tree", "grading.prepare", "templates.layers")
+    of_checkouts = ("changes", "pool", "grading.prepare", "templates.layers")
     modules = [*(f"git.{name}" for name in of_git), *(f"checkouts.{name}" for name in of_checkouts)]
     script = "\n".join(["import sys", *(f"import mirrord.{name}" for name in modules)])
     script += "\nprint(*sys.modules)"

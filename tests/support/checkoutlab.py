@@ -23,9 +23,8 @@ from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
 from mirrord.checkouts.environments import EnvironmentStore
 from mirrord.checkouts.leases import Directories, Lease, Leases
-from mirrord.checkouts.overlay_probe import find_overlay
-from mirrord.checkouts.pool import PoolBackend
-from mirrord.checkouts.pool_tree import PoolPaths
+from mirrord.checkouts.overlay import find_overlay
+from mirrord.checkouts.pool import PoolBackend, PoolPaths
 from mirrord.checkouts.service import Checkouts
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.checkouts.templates.service import Templates

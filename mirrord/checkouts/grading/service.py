@@ -1,7 +1,7 @@
-"""Grades as the daemon hands them out: whose tests, by which rules and policies, for whom.
+"""The service of grades: which tests, rules and policies apply, and who may grade.
 
-Knows what answers a task: only administrators get here. What it finds goes into the answer and
-nowhere else, for an agent may read events of its own checkout.
+Its answers reveal the solution of a task, so only administrators may ask. Findings go into the
+answer and nowhere else, because an agent may read the events of its own checkout.
 """
 
 import time
@@ -18,11 +18,11 @@ from ...git.workers import Workers
 from ...host.peers import Peer, Process
 from ...mirrors.service import Mirrors
 from ...model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
-from ..admission import Admitted, Leasing, members, must_mount
-from ..backend import DIFF_TIMEOUT
+from ..admission import Admitted, Leasing, checkout_fields, must_mount
+from ..backend import DIFF_TIMEOUT, elapsed_s
 from ..leases import Graded, SavedState
 from ..patches.service import Patches
-from ..resolve import Outfit, ResolvedRequest, Resolver
+from ..resolve import ResolvedRequest, Resolver
 from ..snapshots import Layers, objects_path
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
 from .rules import Policies, own_rule
@@ -30,16 +30,15 @@ from .rules import Policies, own_rule
 C = TypeVar("C", Policy, SteeringKind)
 
 GRADED = "graded"
-"""The snapshot that every grade has: with the change and the tests, and nothing since."""
+"""The snapshot of every grade: the base with the change and the tests, as it was made."""
 
-_RESOLVED = ("mirror", "commit", "tree", "instance", "dataset")
-_OF_GRADE = ("backend", "ttl", "owner", "bind")
+_COPIED = ("backend", "ttl", "owner", "bind")  # from a request for a grade to one for a checkout
 _DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 
 @dataclass(eq=False, repr=False)
 class Grading:
-    """Hands out graders' checkouts. Belongs to one event loop."""
+    """Makes checkouts for graders. Belongs to one event loop."""
 
     settings: Callable[[], Settings]
     state_dir: Path
@@ -58,26 +57,25 @@ class Grading:
         peer: Peer,
         process: Process | None = None,
     ) -> protocol.Grade:
-        """Hand out a grader's checkout with what a checkout's owner changed, and the tests."""
+        """Make a grader's checkout with the changes in another checkout, and the tests."""
         began = time.perf_counter()
         policies = self.policies(request.policy)
         with self.layers.making() as layer:
-            async with self.leasing.held(checkout, peer, whole=True) as parent:
-                choices = {name: getattr(request, name) for name in _OF_GRADE}
+            async with self.leasing.held(checkout, peer, live=True) as parent:
+                choices = {name: getattr(request, name) for name in _COPIED}
                 start = protocol.StartCheckout(
                     view=View.GRADER, history=parent.history, label=parent.label, **choices
                 )
                 admitted = await self.leasing.admit(start, peer, process)
                 self.leasing.must_be_gradable(parent, admitted.owner)
-                found = ResolvedRequest(**{name: getattr(parent, name) for name in _RESOLVED})
+                found = ResolvedRequest.of(parent)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed)
-                outfit = Outfit(parent.saved, parent.environment)
                 if parent.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
-                prepared = await self._prepare(layer, found, outfit, source, policies)
+                prepared = await self._prepare(layer, found, source, policies)
             return await self._hand_out(
-                began, admitted, found, LayerId(layer.name), prepared, policies, outfit, parent.id
+                began, admitted, found, LayerId(layer.name), prepared, policies, parent.id
             )
 
     async def grade_patch(
@@ -88,29 +86,27 @@ class Grading:
         peer: Peer,
         process: Process | None = None,
     ) -> protocol.Grade:
-        """Hand out a grader's checkout with a patch for what the request names, and the tests."""
+        """Make a grader's checkout of what the request names, with a patch and the tests."""
         began = time.perf_counter()
         policies = self.policies(policy)
         admitted = await self.leasing.admit(request, peer, process)
-        naming = self.leasing.naming(peer)
-        found = await self.resolver.resolve_start(request, naming)
+        found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
         with self.layers.making() as layer:
-            async with self.resolver.chosen(request, found, admitted.history, peer) as outfit:
-                prepared = await self._prepare(layer, found, outfit, source, policies)
+            async with self.resolver.completed(request, found, admitted.history, peer) as found:
+                prepared = await self._prepare(layer, found, source, policies)
                 return await self._hand_out(
-                    began, admitted, found, LayerId(layer.name), prepared, policies, outfit
+                    began, admitted, found, LayerId(layer.name), prepared, policies
                 )
 
     async def _prepare(
         self,
         layer: Path,
         found: ResolvedRequest,
-        outfit: Outfit,
         source: AgentTree | ModelPatch,
         policies: Policies,
     ) -> Prepared:
-        """Write the layer of a grade of an instance, or without tests of a bare commit."""
-        settings, saved = self.settings().grading, outfit.saved
+        """Write the layer of a grade: of an instance, or of a bare commit without tests."""
+        settings, saved = self.settings().grading, found.saved
         mirror = self.mirrors.path(found.mirror)
         job = GradeJob(
             mirror=objects_path(self.state_dir, mirror, found.tree, saved),
@@ -132,41 +128,40 @@ class Grading:
         layer: LayerId,
         prepared: Prepared,
         policies: Policies,
-        outfit: Outfit,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
-        prepared_s = round(time.perf_counter() - began, 6)
-        base: dict[str, Any] = {**outfit._asdict(), "layer": layer}
-        facts: dict[str, Any] = {name: getattr(found, name) for name in _RESOLVED[1:]}
-        facts |= {"files": prepared.files, "size_bytes": prepared.size_bytes, "left_out": {}}
-        now = self.leasing.clock()
-        snapshot = SavedState(name=GRADED, taken_at=now, git=False, **base, **facts)
+        prepared_s = elapsed_s(began)
+        state: dict[str, Any] = found._asdict()
+        del state["mirror"]
+        snapshot = SavedState(
+            name=GRADED, taken_at=self.leasing.clock(), layer=layer, git=False, left_out={},
+            files=prepared.files, size_bytes=prepared.size_bytes, **state,
+        )  # fmt: skip
         dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
         graded = Graded(layer, policies.text, prepared.strategy, *dropped)
         lease, timings = await self.leasing.begin(
-            admitted, found, parent=parent, snapshots=(snapshot,), graded=graded, **base
+            admitted, found, layer=layer, parent=parent, snapshots=(snapshot,), graded=graded
         )
-        timings = {"prepare": prepared_s, **timings, "total": round(time.perf_counter() - began, 6)}
-        # numbers only: an event is for the uids of its checkout, a log for whoever reads logs
+        timings = {"prepare": prepared_s, **timings, "total": elapsed_s(began)}
+        # counts alone: the uids of the checkout read its events, and others may read the log
         counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
         counts["steering"] = len(prepared.steering)
         self.leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
-        told = ("strategy", "changed", "dropped", "steering", "tests")
-        answer = {name: getattr(prepared, name) for name in told}
-        return protocol.Grade(**members(lease, timings), **answer)
+        names = ("strategy", "changed", "dropped", "steering", "tests")
+        answer = {name: getattr(prepared, name) for name in names}
+        return protocol.Grade(**checkout_fields(lease, timings), **answer)
 
     def policies(self, asked: str | None) -> Policies:
-        """Read `drop`, or `drop,tests=report`; raises InvalidRequestError."""
+        """Parse `drop`, or `drop,tests=report`. Raises InvalidRequestError."""
         settings = self.settings().grading
         default, kinds = None, dict[SteeringKind, Policy]()
         for word in asked.split(",") if asked else ():
-            kind, equals, policy = word.strip().rpartition("=")
+            name, equals, text = word.strip().rpartition("=")
+            policy = _choice(Policy, text, "policy")
             if equals:
-                kinds[_choice(SteeringKind, kind, "kind of rule")] = _choice(
-                    Policy, policy, "policy"
-                )
+                kinds[_choice(SteeringKind, name, "kind of rule")] = policy
             else:
-                default = _choice(Policy, policy, "policy")
+                default = policy
         return Policies(settings.policy, settings.policies, default, kinds)
 
     async def _test_patch(self, found: ResolvedRequest) -> bytes | None:
@@ -175,7 +170,7 @@ class Grading:
         row = await self.datasets.find_instance(found.instance, found.dataset)
         if row is None:  # its dataset was removed or replaced since the checkout
             raise InstanceNotFoundError(
-                f"cannot grade instance {found.instance}: no dataset has it any more",
+                f"cannot grade instance {found.instance}: no dataset has it now",
                 hint="import its dataset again",
             )
         return row.test_patch.encode(errors="surrogateescape") if row.test_patch else None
@@ -187,5 +182,5 @@ def _choice(kind: type[C], text: str, noun: str) -> C:
     except ValueError:
         raise InvalidRequestError(
             f"cannot read the policy: {shown(text)} is no {noun}",
-            hint=f"one of {', '.join(kind)}; write for example drop,tests=report",
+            hint=f"use one of {', '.join(kind)}, for example drop,tests=report",
         ) from None

@@ -1,9 +1,8 @@
-"""The changes of an overlay checkout, listed or copied by reading its upper layer. In workers.
+"""What a checkout has over its base, listed or copied; runs in workers, as the checkout's owner.
 
-A path that is not in the upper layer is unchanged. A directory there is either that of the layers
-below with changes in it, or another one: new, made again, or renamed to here. Only CAP_SYS_ADMIN
-may read the marks that tell, so its inode does: overlayfs shows that of the directory below. Costs
-as much as was changed. Follows no link, enters no mount, and looks as the checkout's owner.
+An overlay's changes are read from its upper layer, a pool tree's by comparison with its manifest.
+Neither follows a link nor enters a mount. Listing costs as much as was changed, on the pool also an
+lstat of every path.
 """
 
 import errno
@@ -11,7 +10,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +21,23 @@ from ..host.files import find_stat, names_in, open_beneath, open_directory, open
 from ..host.processes import ActingAs, Owner
 from .backend import CopyRule, Taken
 from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
-from .files.reader import TreeReader, parents
-from .files.scan import is_control
+from .files.manifest import Manifest
+from .files.reader import TreeReader, open_top, parents
+from .files.scan import is_control, scan
 from .patches.worktree import denials_named
 from .snapshots import is_whiteout, iter_below
 
+# -- overlays --------------------------------------------------------------------------------------
+#
+# A path that is not in the upper layer is unchanged. A directory there is either the one of the
+# layers below, with changes in it, or another one: new, made again, or renamed. Only CAP_SYS_ADMIN
+# may read overlayfs's marks, but the inode number tells: for the former, the mount shows that of
+# the directory below.
 
-class OverlayParts(NamedTuple):
-    """One overlay of a checkout: where it is mounted, its upper layer, the checkout's own `layer`,
-    and those `below`, top first.
+
+class OverlayPaths(NamedTuple):
+    """One overlay of a checkout: its mount, its upper layer, the checkout's own `layer`, and the
+    layers `below`, top first.
     """
 
     mount: Path
@@ -41,7 +48,7 @@ class OverlayParts(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """`own` has the stat of each path of the checkout's own layer."""
+    """An overlay with its directories open; `own` has the stats of the checkout's own layer."""
 
     mount: int
     merged: TreeReader
@@ -51,23 +58,23 @@ class _Opened(NamedTuple):
 
 
 @contextmanager
-def _opened_parts(parts: OverlayParts, acting: ActingAs) -> Iterator[_Opened]:
+def _opened(paths: OverlayPaths, acting: ActingAs) -> Iterator[_Opened]:
     with ExitStack() as stack:
-        tops = [open_tree(parts.mount), *map(open_directory, (parts.upper, *parts.below))]
+        tops = [open_tree(paths.mount), *map(open_directory, (paths.upper, *paths.below))]
         for top in tops:
             stack.enter_context(opened(top))
-        own = read_layer(parts.layer) if parts.layer else {}  # which the owner may not read
+        own = read_layer(paths.layer) if paths.layer else {}  # which the owner may not read
         merged, written = (stack.enter_context(TreeReader(top, acting)) for top in tops[:2])
         yield _Opened(tops[0], merged, written, own, tops[2:])
 
 
-def changed_paths(parts: OverlayParts, mirror: Path, tree_id: str) -> list[bytes]:
-    """Every path that may differ from the tree `tree_id`: those in the upper layer, and those that
-    they hide.
+def overlay_changes(paths: OverlayPaths, mirror: Path, tree_id: str) -> list[bytes]:
+    """List the paths that may differ from git's tree `tree_id`: those in the upper layer and in the
+    checkout's own one, and those that they hide.
     """
-    acting = ActingAs(parts.owner)
-    with denials_named(parts.owner), _opened_parts(parts, acting) as found_in, acting:
-        _, merged, written, own, all_below = found_in
+    acting = ActingAs(paths.owner)
+    with denials_named(paths.owner), _opened(paths, acting) as overlay, acting:
+        _, merged, written, own, all_below = overlay
         below = [layer for layer in all_below if names_in(layer) != [b".git"]]
         differing, replaced = _walk(written, merged, own, below)
         covered = set[bytes]()
@@ -103,7 +110,7 @@ def open_tree(tree: Path) -> int:
 
 
 def read_layer(layer: Path) -> dict[bytes, os.stat_result]:
-    """The stat of each path in a layer of the daemon's."""
+    """Return the stats of all paths in a layer of the daemon."""
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
         return dict(iter_below(reader))
 
@@ -111,15 +118,15 @@ def read_layer(layer: Path) -> dict[bytes, os.stat_result]:
 def find_below(
     path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[int]
 ) -> os.stat_result | None:
-    """What the upper layer hides at `path`: of the checkout's own layer, or of the template's."""
+    """Return the stat of what the upper layer hides at `path`, if anything."""
     found = own.get(path)
     for layer in below:
-        found = found or look(layer, path)
+        found = found or find_in(layer, path)
     return None if found is None or is_whiteout(found) else found
 
 
-def look(root: int, path: bytes) -> os.stat_result | None:
-    """lstat of a path below an open directory, through no link; None where there is nothing."""
+def find_in(root: int, path: bytes) -> os.stat_result | None:
+    """lstat a path below an open directory, following no link; None if it does not exist."""
     try:
         place = open_beneath(root, path, os.O_PATH | os.O_NOFOLLOW)
     except OSError as error:
@@ -136,7 +143,7 @@ def _walk(
     own: Mapping[bytes, os.stat_result],
     below: Sequence[int],
 ) -> tuple[set[bytes], set[bytes]]:
-    """The paths that the upper layer changes, and those that replace a directory of the layers."""
+    """Return the paths that the upper layer changes, and those that replace a directory below."""
     differing: set[bytes] = set()
     replaced: set[bytes] = set()
     pending = [b""]
@@ -148,7 +155,7 @@ def _walk(
         except FileNotFoundError:  # removed meanwhile
             continue
         except PermissionError:
-            merged.locate(inside)  # lets its owner in, in the upper layer too
+            merged.locate(inside)  # makes it readable, in the upper layer too
             entries = written.entries_in(above)
         for name, kind in entries:
             path = inside + name
@@ -167,43 +174,36 @@ def _walk(
     return differing, replaced
 
 
-# -- copied for a fork or a snapshot ---------------------------------------------------------------
-#
-# What the client did not change of the checkout's own layer is taken from there. A directory that
-# is new, replaced or renamed to here is taken whole, as the mount shows it.
-
-
-def copy_checkout(
-    directory: Path, parts: OverlayParts, earlier: Path | None, what: CopyRule
+def copy_overlay(
+    directory: Path, paths: OverlayPaths, earlier: Path | None, what: CopyRule
 ) -> Taken:
-    """Write into the new `directory` what a checkout has over the layers below; `earlier` and
-    `what` are as for `copy_layer`.
-    """
-    acting = ActingAs(parts.owner)
-    with _opened_parts(parts, acting) as found_in:
-        survey, (_, merged, written, _, _) = _Survey(found_in), found_in
+    """Copy what a checkout has over the layers below into the new layer `directory`.
 
-        def look() -> Pieces:
+    `earlier` and `what` are as for `copy_layer`. What the client left alone of the checkout's own
+    layer is linked from there. A directory that is new, replaced or renamed is copied whole.
+    """
+    acting = ActingAs(paths.owner)
+    with _opened(paths, acting) as overlay:
+        surveyor = _Surveyor(overlay)
+
+        def survey() -> Pieces:
             with acting:
-                return survey.take()
+                return surveyor.survey()
 
         return copy_layer(
-            directory, look, merged, acting, what, upper=written, own=parts.layer, earlier=earlier
-        )
+            directory, survey, overlay.merged, acting, what,
+            upper=overlay.written, own=paths.layer, earlier=earlier,
+        )  # fmt: skip
 
 
 _TO_LOOK = stat.S_IRUSR | stat.S_IXUSR
 
 
-class _Survey:
-    """Looks at a checkout.
+class _Surveyor:
+    """Surveys an overlay repeatedly; caches what the layers below show, which never changes."""
 
-    What the layers below show does not change, and neither does what a directory of the upper
-    layer hides there: later looks remember it.
-    """
-
-    def __init__(self, parts: _Opened) -> None:
-        self._merged, self._reader, self._written, self._own, below = parts
+    def __init__(self, overlay: _Opened) -> None:
+        self._merged, self._reader, self._written, self._own, below = overlay
         self._below = [(layer, set(names_in(layer))) for layer in below]
         self._names: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for path in self._own:
@@ -211,13 +211,13 @@ class _Survey:
         self._known: dict[tuple[bytes, int], bool] = {}
         self._listed: dict[bytes, tuple[tuple[int, int, int] | None, list[bytes]]] = {}
 
-    def take(self) -> Pieces:
+    def survey(self) -> Pieces:
         pieces: Pieces = {}
         pending: list[tuple[bytes, os.stat_result | None]] = [(b"", None)]
         while pending:
             above, itself = pending.pop()
             try:
-                seen = self._look_into(above, itself)
+                seen = self._stats_in(above, itself)
             except FileNotFoundError:  # removed meanwhile
                 continue
             for path, found in seen.items():
@@ -233,13 +233,14 @@ class _Survey:
                     self._add_own(path, pieces)
         return pieces
 
-    def _look_into(self, path: bytes, itself: os.stat_result | None) -> dict[bytes, os.stat_result]:
-        """What the upper layer has in a directory, whose own stat, but for the top's, is `itself`:
-        no name comes or goes without changing it.
+    def _stats_in(self, path: bytes, itself: os.stat_result | None) -> dict[bytes, os.stat_result]:
+        """Return the stats of what the upper layer has in a directory.
+
+        No name comes or goes without changing the directory's stat `itself` (None for the top).
         """
         inside = path + b"/" if path else b""
         if itself is not None and itself.st_mode & _TO_LOOK != _TO_LOOK:
-            self._reader.locate(inside)  # lets its owner in, in the upper layer too
+            self._reader.locate(inside)  # makes it readable, in the upper layer too
         state = itself and (itself.st_ino, itself.st_mtime_ns, itself.st_ctime_ns)
         before, names = self._listed.get(path, (None, []))
         is_known = state is not None and state == before
@@ -249,12 +250,12 @@ class _Survey:
         return {inside + name: each for name, each in found}
 
     def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
-        """Whether the upper layer has all that makes a directory other than those below: it is
-        theirs with changes in it, or nothing is there and it was not renamed from elsewhere.
+        """Return whether the changes of a directory are all in the upper layer: it is the one
+        below with changes in it, or new, and not renamed to here.
         """
         key = path, found.st_ino
         if (known := self._known.get(key)) is None:
-            shown, own = look(self._merged, path), self._own.get(path)
+            shown, own = find_in(self._merged, path), self._own.get(path)
             template = next((seen for _, seen in self._stack(path)), None)
             expected = found.st_ino
             if own is not None and stat.S_ISDIR(own.st_mode):
@@ -265,7 +266,7 @@ class _Survey:
         return known
 
     def _add(self, where: Where, path: bytes, found: os.stat_result, pieces: Pieces) -> None:
-        """Add what is no directory. What no layer takes still hides what the template has."""
+        """Add a file or link, or hide the template's path where something else is there."""
         if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
             pieces[path] = Piece.of(where, found)
         elif any(self._stack(path)):
@@ -274,7 +275,7 @@ class _Survey:
             pieces[path] = Piece.of(where, found)
 
     def _add_own(self, path: bytes, pieces: Pieces) -> None:
-        """Add what the checkout's own layer has at and below a path that its client left alone."""
+        """Add what the checkout's own layer has at and below a path that the client left alone."""
         pending = [path]
         while pending:
             path = pending.pop()
@@ -283,7 +284,7 @@ class _Survey:
             pending += self._names[path]
 
     def _add_whole(self, path: bytes, pieces: Pieces) -> None:
-        """Add a directory as the mount shows it, and what the template has there and it has not."""
+        """Add a directory as the mount shows it, and hide what only the template has in it."""
         directories: Pieces = {}
         for below, seen in self._reader.iter_stats_below(path):
             if stat.S_ISDIR(seen.st_mode):
@@ -299,7 +300,7 @@ class _Survey:
                 pieces |= dict.fromkeys(inside - pieces.keys(), HIDDEN)
 
     def _template_names(self, path: bytes) -> set[bytes]:
-        """The names that the template shows in a directory."""
+        """Return the names that the template shows in a directory."""
         names: set[bytes] = set()
         hidden: set[bytes] = set()
         for layer, found in self._stack(path):
@@ -311,10 +312,10 @@ class _Survey:
         return names
 
     def _stack(self, path: bytes) -> Iterator[tuple[int, os.stat_result]]:
-        """What the template has at a path, top layer first, as far down as it shows through."""
+        """Iterate over the template's layers at a path, top first, as far as they show through."""
         top = path.partition(b"/")[0]
         for layer in (layer for layer, names in self._below if top in names):
-            found = look(layer, path)
+            found = find_in(layer, path)
             if found is not None:
                 if is_whiteout(found):
                     return
@@ -322,7 +323,112 @@ class _Survey:
                 if not stat.S_ISDIR(found.st_mode):
                     return
                 continue
-            above = (look(layer, each) for each in reversed(parents(path)))
+            above = (find_in(layer, each) for each in reversed(parents(path)))
             nearest = next(filter(None, above), None)
             if nearest is not None and not stat.S_ISDIR(nearest.st_mode):
                 return
+
+
+# -- pool trees ------------------------------------------------------------------------------------
+
+
+class PoolTree(NamedTuple):
+    """A pool tree with the manifest of its base; a linked one has its objects in the mirror."""
+
+    tree: Path
+    manifest: Path
+    owner: Owner
+    is_linked: bool
+
+
+def has_top(tree: Path, owner: Owner) -> bool:
+    """Return whether the tree's top is a real directory of its owner."""
+    try:
+        with opened(open_top(tree)) as top:
+            found = os.fstat(top)
+    except OSError:
+        return False
+    return (found.st_uid, found.st_gid) == owner
+
+
+def pool_changes(source: PoolTree) -> list[bytes]:
+    """List the paths that may differ from the manifest; all, if the top directory was replaced."""
+    tree, manifest = source.tree, Manifest.load(source.manifest)
+    if not has_top(tree, manifest.owner):
+        return sorted(filter(None, manifest.files))
+    changed = {path for path in scan(tree, manifest).in_tree() if path}
+    directories = [at for at in changed if at in manifest.files and manifest.files[at].is_directory]
+    if directories:
+        # a directory that changed its owner counts as changed; look for what is new in it
+        with (
+            opened(open_top(tree)) as root,
+            ActingAs(manifest.owner) as owner,
+            TreeReader(root, owner) as reader,
+        ):
+            for directory in sorted(directories):
+                found = reader.find_stat(directory)
+                if found is not None and stat.S_ISDIR(found.st_mode):
+                    with suppress(PermissionError, FileNotFoundError):
+                        inside = (directory + b"/" + name for name in reader.names_in(directory))
+                        changed |= {path for path in inside if path not in manifest.files}
+    return sorted(changed)
+
+
+def copy_pool(directory: Path, source: PoolTree, earlier: Path | None, what: CopyRule) -> Taken:
+    """Copy what a checkout has over its base into the new layer `directory`; see `copy_layer`.
+
+    The `.git` of a linked checkout belongs to the mirror and is not copied.
+    """
+    if not has_top(source.tree, source.owner):
+        raise CheckoutBusyError(
+            "cannot copy the checkout: its top directory was replaced", hint="reset the checkout"
+        )
+    manifest, acting = Manifest.load(source.manifest), ActingAs(source.owner)
+
+    def survey() -> Pieces:
+        found = scan(source.tree, manifest)
+        pieces: Pieces = {}
+        with acting:
+            _add_known(reader, manifest, {*found.modified, *found.missing} - {b""}, pieces)
+            for path in found.extra:
+                _add_whole(reader, path, pieces)
+            for above in {above for path in pieces for above in parents(path)} - pieces.keys():
+                if (seen := reader.find_stat(above)) is not None:
+                    pieces[above] = Piece.of(Where.CLIENT, seen)
+        if source.is_linked:
+            return {path: piece for path, piece in pieces.items() if not is_control(path)}
+        return pieces
+
+    with opened(open_top(source.tree)) as root, TreeReader(root, acting) as reader:
+        taken = copy_layer(directory, survey, reader, acting, what, earlier=earlier)
+    return taken._replace(git=taken.git and not source.is_linked)
+
+
+def _add_known(
+    reader: TreeReader, manifest: Manifest, differing: set[bytes], pieces: Pieces
+) -> None:
+    """Add the present state of paths of the manifest; below a lost one all are lost."""
+    entries = manifest.files | manifest.control
+    lost = set[bytes]()
+    for path in sorted(differing):
+        if path.rpartition(b"/")[0] in lost:
+            lost.add(path)
+            continue
+        seen = reader.find_stat(path)
+        if seen is None:
+            pieces[path] = HIDDEN
+        elif stat.S_IFMT(seen.st_mode) in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
+            pieces[path] = Piece.of(Where.CLIENT, seen)
+        else:
+            pieces[path] = hidden_by(seen)
+        if seen is None or not stat.S_ISDIR(seen.st_mode):
+            lost.add(path)
+            continue
+        for name in reader.names_in(path):
+            if path + b"/" + name not in entries:
+                _add_whole(reader, path + b"/" + name, pieces)
+
+
+def _add_whole(reader: TreeReader, path: bytes, pieces: Pieces) -> None:
+    for below, seen in reader.iter_stats_below(path):
+        pieces[below] = Piece.of(Where.CLIENT, seen)
