@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +21,13 @@ from mirrord.errors import (
     StoreUnavailableError,
 )
 from mirrord.fleet.objects import Blob, ObjectStore
+
+
+def test_the_library_is_loaded_only_where_a_store_is_used() -> None:
+    """It is an extra: without it, everything else of the program works."""
+    parts = "cli.main, mirrord.daemon.main, mirrord.doctor, mirrord.installer"
+    code = f"import sys, mirrord.{parts}; sys.exit('obstore' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def blob(content: bytes) -> Blob:

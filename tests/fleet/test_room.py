@@ -93,6 +93,7 @@ def test_a_full_store_delays_news_and_nothing_else(
         base = upstream.git("rev-parse", "HEAD~2")
         for node in (b, c):
             assert checkout(node, mirror="owner/name", commit="main")
+            eventually(lambda: '"closures.' in node.log)  # noqa: B023  # its upload has ended
         before, at = refs(a), newest(fleet)
         store.fill()
         commit = upstream.commit({"new": "line\n" * 10})

@@ -16,12 +16,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
 from ...errors import InvalidRequestError
-from ...fleet.closures import SharedClosures
 from ...git.command import Git
 from ...git.packs import graph_is_whole
 from ...git.turns import Coalescer
@@ -35,6 +34,9 @@ from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph
 from .store import SealedStore, StoreKey, Tag
+
+if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
+    from ...fleet.closures import SharedClosures
 
 GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
@@ -67,7 +69,7 @@ class StoreBuilder:
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded = nothing_recorded
     room: Room = UNBOUNDED
-    shared: SharedClosures | None = None
+    shared: "SharedClosures | None" = None
 
     def __post_init__(self) -> None:
         self._root = self.state_dir / "templates"

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
 from ... import errors
-from ...fleet.closures import SharedClosures
 from ...git.command import Git, lines_of, object_info
 from ...git.objects.repository import pack_increment, resolve
 from ...git.packs import has_both_ends
@@ -30,6 +30,9 @@ from ...telemetry import log
 from .chains import SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish
+
+if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
+    from ...fleet.closures import SharedClosures
 
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
@@ -93,7 +96,7 @@ class Closures:
     deferred: Deferred
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded
-    shared: SharedClosures | None
+    shared: "SharedClosures | None"
 
     def __post_init__(self) -> None:
         self.packer = Packer(self.git, self.workers)
