@@ -1,4 +1,4 @@
-"""The verbs of checkouts: from `mirrord checkout` to `mirrord checkouts`."""
+"""The verbs of checkouts, such as `mirrord checkout`, `reset`, `diff`, `grade` and `release`."""
 
 import base64
 import importlib
@@ -29,18 +29,18 @@ from .session import (
     read_pid,
 )
 
-ID_HELP = "A checkout: its id, its path, or a path inside it such as '.'."
+ID_HELP = "A checkout: its id, its path, or a path inside it, such as '.'."
 Id = Annotated[str, Argument(ID_HELP, "ID")]
-_DATASET_HELP = "Whose instance, where datasets record the id differently."
-Layer = Annotated[str | None, Option("Start with this prepared layer of the commit.", "NAME")]
-_ENVIRONMENT_HELP = "KEY, KEY@DIGEST, or auto: the instance's. Shown beside the tree."
+_DATASET_HELP = "Dataset of the instance, where several record its id differently."
+Layer = Annotated[str | None, Option("Prepared layer of the commit to start with.", "NAME")]
+_ENVIRONMENT_HELP = "Environment: KEY, KEY@DIGEST, or auto for that of the instance."
 Environment = Annotated[str | None, Option(_ENVIRONMENT_HELP, "KEY")]
 Dataset = Annotated[str | None, Option(_DATASET_HELP, "NAME")]
-_LABEL_HELP = "A word of your own, to list and release it by [MIRRORD_LABEL]."
+_LABEL_HELP = "A word to list and release the checkout by [MIRRORD_LABEL]."
 Label = Annotated[str | None, Option(_LABEL_HELP, "LABEL")]
 _PATCH_HELP = (
-    "A file, - for standard input, or of the instance @patch, its fix, or @test_patch"
-    " (grader view)."
+    "A file, - for standard input, or in the grader view @patch or @test_patch, those of the"
+    " instance."
 )
 PatchArgument = Annotated[str, Argument(_PATCH_HELP, "PATCH")]
 _CHECKOUT_ID = re.compile(r"[a-z2-7]{16}")
@@ -57,7 +57,10 @@ def checkout(
     ttl: Ttl = None,
     owner: OwnerOption = None,
     attachable: Annotated[
-        bool, Option("For `mirrord attach`: it need not be visible from here.", flags="--attach")
+        bool,
+        Option(
+            "Make it for `mirrord attach`: its path need not be visible here.", flags="--attach"
+        ),
     ] = False,
     layer: Layer = None,
     environment: Environment = None,
@@ -65,8 +68,7 @@ def checkout(
 ) -> None:
     """Release it when you are done; the daemon releases it at its deadline.
 
-    With --owner, for another user: administrators may name anybody, members their own uids of
-    /etc/subuid.
+    Administrators may name any --owner, members their subordinate uids of /etc/subuid.
     """
     asked: dict[str, Any] = {"dataset": dataset, "history": history, "view": view}
     asked |= {"backend": backend, "layer": layer, "environment": environment, "label": label}
@@ -79,17 +81,18 @@ def reset(
     session: Session,
     checkout_id: Id,
     target: Annotated[
-        str | None, Argument("Another one of the same repository.", "[INSTANCE|COMMITISH]")
+        str | None,
+        Argument("Another instance or commit of the same mirror.", "[INSTANCE|COMMITISH]"),
     ] = None,
     dataset: Dataset = None,
-    to: Annotated[str | None, Option("Go back to this snapshot.", "NAME")] = None,
+    to: Annotated[str | None, Option("Snapshot to go back to.", "NAME")] = None,
     layer: Layer = None,
     environment: Environment = None,
 ) -> None:
-    """Prints the path. It is proven first: tree and .git equal the template's.
+    """Prints the path, once tree and .git are proven equal to the template.
 
-    The environment is made new too. Layer and environment stay unless others are named; a layer
-    belongs to its commit.
+    Unsaved changes are lost, in the environment too; save them with `mirrord diff` first. Layer
+    and environment stay unless others are named; a layer belongs to its commit.
     """
     found = find_id(session, checkout_id)
     move = partial(session.client.reset_checkout, found, layer=layer, environment=environment)
@@ -111,13 +114,13 @@ def fork(
     session: Session,
     checkout_id: Id,
     source: Annotated[
-        str | None, Option("This snapshot; default: as it is.", "NAME", flags="--from")
+        str | None, Option("Snapshot to copy; default: the current state.", "NAME", flags="--from")
     ] = None,
     ttl: Ttl = None,
 ) -> None:
-    """Prints the path. The fork has the same owner, history, view and backend, and starts with what
-    the checkout changed. Of .git it takes commits, branches and the index, and neither
-    configuration nor hooks.
+    """The fork has the same owner, history, view and backend, and all changes of the checkout.
+
+    Of .git it has commits, branches and the index, but neither configuration nor hooks.
     """
     handle = session.client.fork_checkout(
         find_id(session, checkout_id),
@@ -132,17 +135,17 @@ def snapshot(
     session: Session,
     checkout_id: Id,
     name: Annotated[str | None, Argument("Letters, digits, '.', '_' and '-'.", "[NAME]")] = None,
-    remove: Annotated[bool, Option("Forget the snapshot of this name.")] = False,
+    remove: Annotated[bool, Option("Remove the snapshot.")] = False,
 ) -> None:
-    """Prints the name, by default s1, s2 and so on. `mirrord reset ID --to NAME` goes back to it,
-    `mirrord fork ID --from NAME` continues from it elsewhere. It goes with its checkout.
+    """Prints the name, by default s1, s2 and so on. `mirrord reset ID --to NAME` goes back to the
+    snapshot, `mirrord fork ID --from NAME` copies it. It is removed with its checkout.
     """
     found = find_id(session, checkout_id)
     if not remove:
         made = session.client.make_snapshot(found, name)
         session.answer(made, [made.name])
     elif name is None:
-        raise UsageError("cannot remove a snapshot: no name is given", hint="name one")
+        raise UsageError("cannot remove a snapshot: no name given", hint="add its NAME")
     else:
         session.client.remove_snapshot(found, name)
         session.answer(None, [])
@@ -160,10 +163,10 @@ def save(
     checkout_id: Id,
     name: Annotated[str, Argument("Letters, digits, '.', '_' and '-'.", "NAME")],
 ) -> None:
-    """Keeps what was changed in the tree, ignored files too, and in the environment, and nothing of
-    .git. `mirrord checkout --layer NAME` starts with it; reset and diff are relative to it. What an
-    administrator saves, everybody may use. A layer never changes; `mirrord layers --remove` removes
-    it.
+    """The layer has the changes of the tree, ignored files included, and of the environment, but
+    nothing of .git. `mirrord checkout --layer NAME` starts with it; reset and diff are relative to
+    it. Layers of administrators are for all users. A layer never changes; `mirrord layers --remove`
+    removes it.
     """
     made = session.client.save_layer(find_id(session, checkout_id), name)
     session.answer(made, [made.name])
@@ -171,10 +174,10 @@ def save(
 
 def layers(
     session: Session,
-    mirror: Annotated[str | None, Argument("Of this mirror.", "[NAME]")] = None,
-    remove: Annotated[list[str] | None, Option("Remove this layer; repeatable.", "ID")] = None,
+    mirror: Annotated[str | None, Argument("Only layers of this mirror.", "[NAME]")] = None,
+    remove: Annotated[list[str] | None, Option("Layer to remove; repeatable.", "ID")] = None,
 ) -> None:
-    """Lists those that you may use, oldest first."""
+    """Lists the layers that you may use, oldest first."""
     if remove:
         session.each(remove, session.client.remove_layer)
         session.answer(None, [])
@@ -187,12 +190,14 @@ def layers(
 def diff(
     session: Session,
     checkout_id: Id,
-    stat: Annotated[bool, Option("Lines changed in each file, as git does.")] = False,
-    name_status: Annotated[bool, Option("How each path changed, as git does.")] = False,
+    stat: Annotated[
+        bool, Option("Print the number of changed lines of each file, as git does.")
+    ] = False,
+    name_status: Annotated[bool, Option("Print how each path changed, as git does.")] = False,
 ) -> None:
-    """Includes untracked files that .gitignore does not name; apply it to the base commit.
+    """The patch includes untracked files that .gitignore does not name. git accepts it.
 
-    With --json the patch is a string, in base64 where it is not UTF-8.
+    With --json the patch is a string, in base64 if it is not UTF-8.
     """
     if stat and name_status:
         raise UsageError("cannot print both --stat and --name-status", hint="give one of them")
@@ -216,13 +221,13 @@ def apply(
     patch: PatchArgument,
     reverse: Annotated[bool, Option("Apply it in reverse.", flags="--reverse -R")] = False,
     strategy: Annotated[
-        ApplyStrategy, Option("How it may apply: as git does, or as SWE-bench's graders do.")
+        ApplyStrategy, Option("How it may apply: as git does, or as SWE-bench's grader does.")
     ] = ApplyStrategy.EXACT,
 ) -> None:
-    """Applies all of it or nothing.
+    """Applies the whole patch or nothing.
 
-    With `--strategy tolerant` a patch may also have wrong counts, prose around it, other line ends
-    or context that differs; stderr says which it was.
+    With `--strategy tolerant` a patch may have wrong counts, text around it, other line ends or
+    context that differs; stderr says how it applied.
     """
     found = find_id(session, checkout_id)
     content = patch if patch.startswith("@") else read_file(patch)
@@ -240,16 +245,19 @@ def restore_paths(session: Session, checkout_id: str, commit: str, paths: list[s
 def attach(
     session: Session,
     checkout_id: Id,
-    path: Annotated[Path, Argument("A directory, in the place of which the tree is seen.")],
-    environment: Annotated[Path | None, Option("Attach its environment too, here.", "PATH")] = None,
+    path: Annotated[Path, Argument("A directory to attach the tree to.")],
+    environment: Annotated[
+        Path | None, Option("A directory to attach its environment to.", "PATH")
+    ] = None,
     pid: Annotated[
-        str | None, Option("In the mount namespace of this process, such as a container's.", "PID")
+        str | None,
+        Option("A process, such as a container's, to attach it in the mount namespace of.", "PID"),
     ] = None,
 ) -> None:
-    """In this mount namespace, and gone with it; it follows every reset. Prints the path.
+    """Prints the path. The tree there follows every reset, and is gone with the namespace.
 
-    Needs CAP_SYS_ADMIN in the namespace: `unshare --user --map-root-user --mount` gives one. With
-    --pid, for root, PATH is as that process sees it.
+    Needs CAP_SYS_ADMIN in this mount namespace, as after `unshare --user --map-root-user --mount`.
+    With --pid, for root only, PATH is as that process sees it.
     """
     found, process = find_id(session, checkout_id), read_pid(pid)
     client = session.client
@@ -263,8 +271,10 @@ def attach(
 
 def release(
     session: Session,
-    checkout_ids: Annotated[list[str] | None, Argument("Ids or paths.", "[ID...]")] = None,
-    label: Annotated[str | None, Option("All that have this label, if any.", "LABEL")] = None,
+    checkout_ids: Annotated[
+        list[str] | None, Argument("Ids or paths of checkouts.", "[ID]...")
+    ] = None,
+    label: Annotated[str | None, Option("Release all checkouts with this label.", "LABEL")] = None,
 ) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
     if (label is None) == (not checkout_ids):
@@ -272,7 +282,7 @@ def release(
     client, ids = session.client, checkout_ids or []
     if label is not None:
         ids = [each.id for each in client.list_checkouts(label)]
-    session.each(ids, lambda one: client.release_checkout(find_id(session, one)))
+    session.each(ids, lambda text: client.release_checkout(find_id(session, text)))
     session.answer(None, [])
 
 
@@ -286,23 +296,23 @@ def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
 
 def list_all(
     session: Session,
-    label: Annotated[str | None, Option("Those with this label.", "LABEL")] = None,
+    label: Annotated[str | None, Option("Only checkouts with this label.", "LABEL")] = None,
 ) -> None:
-    """Lists your own; an administrator sees everybody's."""
+    """Lists your checkouts, for administrators all."""
     held = session.client.list_checkouts(label)
     columns = "ID INSTANCE MIRROR COMMIT=commit:short HISTORY VIEW BACKEND UID=owner_uid"
     session.answer(held, listing(held, f"{columns} EXPIRES=expires_at PATH"))
 
 
 def is_id(text: str) -> bool:
-    """Whether a text names a held checkout, where it might name an instance."""
+    """Return whether the text names a checkout rather than an instance."""
     return bool(_CHECKOUT_ID.fullmatch(text)) or text.startswith((".", "/"))
 
 
 def find_id(session: Session, text: str) -> str:
-    """The id that `text` is, or that of the checkout whose path it is or lies below.
+    """Return the id of a checkout, given by its id, its path, or a path inside it.
 
-    The daemon has the last word on a path.
+    Raises CheckoutNotFoundError if no held checkout has the path.
     """
     if _CHECKOUT_ID.fullmatch(text):
         return text
@@ -319,23 +329,24 @@ def find_id(session: Session, text: str) -> str:
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")
 
 
-_TARGET_HELP = "A checkout's id or path; with --patch an instance, or NAME@COMMITISH."
+_TARGET_HELP = "Id or path of a checkout; with --patch an instance, or NAME@COMMITISH."
 _POLICY_HELP = (
-    "report, drop or refuse what could steer the tests; KIND=… for one kind of rule; repeatable."
+    "report, drop or refuse what could steer the tests, or KIND=… for a kind of rule; repeatable."
 )
-_PREDICTIONS_HELP = "Grade each prediction of a file as SWE-bench has it, tolerantly."
-_REPORT_HELP = "Write what became of the predictions, by suffix: .jsonl or .html; repeatable."
+_PREDICTIONS_HELP = "Grade each prediction of a file in SWE-bench's format."
+_REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
 
 
 def grade(
     session: Session,
     target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
     patch: Annotated[
-        str | None, Option("The change of an instance; - is standard input.", "FILE")
+        str | None, Option("The agent's change, for an instance; - is standard input.", "FILE")
     ] = None,
     predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "FILE")] = None,
     strategy: Annotated[
-        ApplyStrategy, Option("How the patch may apply: as git does, or also with fuzz.")
+        ApplyStrategy,
+        Option("How the patch may apply: as git does, or as SWE-bench's grader does."),
     ] = ApplyStrategy.EXACT,
     policy: Annotated[list[str] | None, Option(_POLICY_HELP, "POLICY")] = None,
     dataset: Dataset = None,
@@ -346,54 +357,56 @@ def grade(
     layer: Layer = None,
     environment: Environment = None,
     report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
-    concurrency: Annotated[str, Option("How many predictions at a time.", "N")] = "8",
-    keep: Annotated[bool, Option("Keep the predictions' grades; the report names them.")] = False,
+    concurrency: Annotated[str, Option("Predictions to grade at a time.", "N")] = "8",
+    keep: Annotated[
+        bool, Option("Keep the checkouts of the predictions; the report lists them.")
+    ] = False,
 ) -> None:
-    """The tree has the base commit, the agent's change by its content alone, and the tests.
+    """The tree has the base commit, the content of the agent's change, and the tests. Prints its
+    path; changes that could steer the tests are listed on stderr. Run the tests as another user
+    than the agent (--owner).
 
-    What in the change could steer the tests is listed on stderr. Run the tests as another user
-    than the agent was: --owner. The status of --predictions is 0 when each has a grade, else that
-    of the first without one.
+    With --predictions the exit status is 0 if each has a grade, else that of the first without one.
     """
     common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
     common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     common |= {"auto_renew": False}
     if predictions is not None:
         if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
-            hint = "leave out the ID, --patch, --layer, --environment and --strategy"
-            raise UsageError("cannot grade predictions and something else", hint=hint)
-        many = importlib.import_module(".predictions", __package__)  # loads asyncio, for this alone
-        at_once = read_jobs(concurrency, "--concurrency")
+            hint = "remove the ID, --patch, --layer, --environment and --strategy"
+            raise UsageError("cannot combine --predictions with another target", hint=hint)
+        predictions_module = importlib.import_module(".predictions", __package__)  # loads asyncio
+        jobs = read_jobs(concurrency, "--concurrency")
         common |= {"dataset": dataset, "history": history}
-        many.grade_all(session, predictions, report or [], at_once, keep=keep, **common)
+        predictions_module.grade_all(session, predictions, report or [], jobs, keep=keep, **common)
         return
     if report or keep:
-        hint = "they are for --predictions"
-        raise UsageError("cannot take --report or --keep without predictions", hint=hint)
+        hint = "add --predictions FILE"
+        raise UsageError("cannot use --report or --keep without --predictions", hint=hint)
     if target is None:
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)
     if patch is None:
         if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
-            hint = "leave out --dataset, --history, --layer, --environment and --strategy, or give"
-            hint += " --patch with an instance"
+            hint = "remove --dataset, --history, --layer, --environment and --strategy, or add"
+            hint += " --patch FILE and name an instance"
             raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
         handle = session.client.grade_checkout(find_id(session, target), **common)
     else:
         choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
         choices |= {"layer": layer, "environment": environment}
         handle = session.client.grade(target, read_file(patch), **choices, **common)
-    for line in _noticed(handle.report):
+    for line in _remarks(handle.report):
         session.note(line)
     session.answer(handle.report, [handle.report.path])
 
 
-def _noticed(grade: Grade) -> list[str]:
+def _remarks(grade: Grade) -> list[str]:
     lines: list[str] = []
     if grade.steering:
         lines += listing(grade.steering, "ACTION RULE PATH DETAIL")
     if not grade.changed:
         lines.append("the change is empty")
     if grade.tests is None:
-        lines.append("no tests: the checkout is of no instance, or that has no test patch")
+        lines.append("no tests: it has no instance, or the instance has no test patch")
     return lines

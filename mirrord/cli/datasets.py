@@ -1,4 +1,4 @@
-"""`mirrord dataset …`"""
+"""`mirrord dataset …` and `mirrord instance …`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ from .session import Argument, NoWait, Option, Session, ViewOption
 if TYPE_CHECKING:
     from ..sources.opening import Source
 
-Name = Annotated[str, Argument("The dataset's name.")]
-NameOption = Annotated[str | None, Option("What to call the dataset; default: the source's name.")]
-_FORMAT_HELP = "See `mirrord dataset formats`; default: found by the columns."
-FormatOption = Annotated[str | None, Option(_FORMAT_HELP, flags="--format")]
+Name = Annotated[str, Argument("Name of the dataset.", "NAME")]
+NameOption = Annotated[
+    str | None, Option("Name of the dataset; default: the source's name.", "NAME")
+]
+_FORMAT_HELP = "Format, see `mirrord dataset formats`; default: found by the columns."
+FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
-_MAPPING_HELP = "TOML that says which column is what, in place of a format."
+_MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
 
 
 def open_sources(words: list[str]) -> Source:
-    """The rows of these sources; loads their readers, which other verbs do not need."""
+    """Read the rows of sources; loads the readers, which other verbs do not need."""
     opening = importlib.import_module("mirrord.sources.opening")
     return cast("Source", opening.open_sources(words))
 
@@ -49,21 +51,21 @@ def add(
     name: NameOption = None,
     format_name: FormatOption = None,
     mapping: MappingOption = None,
-    dry_run: Annotated[bool, Option("Only say what would change.")] = False,
+    dry_run: Annotated[bool, Option("Print what would change, and change nothing.")] = False,
     no_wait: NoWait = False,
 ) -> None:
     """A source is a file (jsonl, json, parquet, csv, arrow), - for standard input, a folder of
-    tasks (SWE-bench v5, Harbor), or hf://owner/name[@revision][?split=test&config=…]. Several are
-    one dataset and need --name.
+    tasks (SWE-bench v5, Harbor), or hf://owner/name[@revision][?split=test&config=…]. Several
+    sources make one dataset and need --name.
 
-    Invalid rows are reported and skipped. Importing a changed source again prints what changed.
-    Status 8 when a recorded commit cannot be pinned, and so not served.
+    Bad rows are reported and skipped. A second import of a source prints what changed. Status 8
+    if a recorded commit cannot be pinned: it cannot be served.
     """
     columns = None if mapping is None else _read_mapping(mapping)
     source = open_sources(sources)
     name = name or source.name
     if name is None and (source.file is None or "-" in sources):
-        raise UsageError(f"cannot name a dataset after {source.label}", hint="add --name")
+        raise UsageError(f"cannot name a dataset after {source.label}", hint="add --name NAME")
     with watching(session, f"sending {source.label}") as watch:
         operation = session.client.import_dataset(
             source.file or source.pieces(),
@@ -80,7 +82,7 @@ def add(
             session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
         return
     found = conclude(session, operation, no_wait, DatasetImported, _imported)
-    for text in _complaints(found) if found else ():
+    for text in _warnings(found) if found else ():
         session.note(text)
     if found and found.dataset.unpinned:
         raise SystemExit(IntegrityError.exit_status)
@@ -103,37 +105,38 @@ def _imported(found: DatasetImported) -> Iterator[str]:
     yield f"{kinds}, {len(change.removed)} removed, {change.unchanged_count} unchanged"
 
 
-def _complaints(found: DatasetImported) -> Iterator[str]:
+def _warnings(found: DatasetImported) -> Iterator[str]:
     dataset = found.dataset
     for fault in dataset.faults:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
     for instance in found.ambiguous:
         others = ", ".join(name for name in instance.datasets if name != dataset.name)
-        other = f"{others} records another repository or base commit"
-        yield f"{instance.id}: {other}; check it out with --dataset"
-    if unseen := found.ambiguous_count - len(found.ambiguous):
-        yield f"{unseen} more instances are recorded differently by other datasets"
+        fact = f"{others} records another repository or base commit"
+        yield f"{instance.id}: {fact}; check it out with --dataset"
+    if more := found.ambiguous_count - len(found.ambiguous):
+        yield f"{more} more instances are recorded differently by other datasets"
     by_reason: dict[tuple[str, str], list[UnpinnedCommit]] = {}
     for commit in dataset.unpinned:
         by_reason.setdefault((commit.mirror, commit.reason), []).append(commit)
     for (mirror, reason), commits in by_reason.items():
-        which = commits[0].commit if len(commits) == 1 else f"{len(commits)} commits"
+        commits_text = commits[0].commit if len(commits) == 1 else f"{len(commits)} commits"
         instances = _ids(sorted({each for commit in commits for each in commit.instances}))
         roles = {role for commit in commits for role in commit.roles}
-        only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts work without)"
-        yield f"{mirror}: cannot pin {which} of {instances}{only}: {reason}"
+        only = "" if "base" in roles else f" ({', '.join(sorted(roles))}; checkouts do not need it)"
+        yield f"{mirror}: cannot pin {commits_text} of {instances}{only}: {reason}"
 
 
 def prepare(
     session: Session,
     name: Name,
     instances: Annotated[
-        list[str], Argument("These instances; default: all.", "[INSTANCE]...")
+        list[str], Argument("Instances to prepare; default: all.", "[INSTANCE]...")
     ] = [],  # noqa: B006
     no_wait: NoWait = False,
 ) -> None:
-    """What is warm already costs nothing; nothing in use is evicted, so there may be no room for
-    all (status 7). Status 8 when a base commit cannot be served. Ctrl-C ends the waiting alone.
+    """The next checkout of each instance is then warm. Nothing in use is evicted, so there may be
+    no room for all (status 7). Status 8 if a base commit cannot be served. Ctrl-C ends the wait,
+    not the operation.
     """
     operation = session.client.prepare_dataset(name, *instances)
     found = conclude(session, operation, no_wait, Prewarmed, _prepared)
@@ -157,9 +160,9 @@ def list_all(session: Session) -> None:
 def show(
     session: Session,
     name: Name,
-    instances: Annotated[bool, Option("With the ids of its instances.")] = False,
+    instances: Annotated[bool, Option("Include the ids of its instances.")] = False,
 ) -> None:
-    """The digest is the same for datasets with the same rows, whatever files they came from."""
+    """Datasets with the same rows have the same digest, from whatever files."""
     dataset = session.client.get_dataset(name)
     ids = session.client.list_instances(name) if instances else []
     answer = dataset.to_json() | ({"instances": [each.id for each in ids]} if instances else {})
@@ -203,9 +206,9 @@ def _ids(instances: list[str]) -> str:
 def diff(
     session: Session,
     a: Annotated[str, Argument("A dataset.")],
-    b: Annotated[str, Argument("Another one.")],
+    b: Annotated[str, Argument("Another dataset.")],
 ) -> None:
-    """Rows that B has and A has not are added. `dataset import --dry-run` does it with a file."""
+    """Rows of B that A lacks are added. `dataset import --dry-run` compares with a file."""
     found = session.client.diff_datasets(a, b)
     session.answer(found, _differences(found))
 
@@ -231,9 +234,8 @@ def _differences(found: DatasetDiff) -> Iterator[str]:
 
 
 def export(session: Session, name: Name) -> None:
-    """Prints JSON lines with all answers, in the order of ids: the same bytes for the same rows.
-
-    Importing them again gives an equal dataset.
+    """Prints JSON lines with all answers, ordered by id: the same bytes for the same rows. Their
+    import gives an equal dataset.
     """
     for piece in session.client.export_dataset(name):
         sys.stdout.buffer.write(piece)
@@ -242,20 +244,22 @@ def export(session: Session, name: Name) -> None:
 
 def list_instances(
     session: Session,
-    dataset: Annotated[str | None, Option("Of this dataset only.", "NAME")] = None,
+    dataset: Annotated[str | None, Option("Only instances of this dataset.", "NAME")] = None,
 ) -> None:
-    """For administrators: an id can tell the answer."""
+    """For administrators: an id can give away the answer."""
     found = session.client.list_instances(dataset)
     session.answer(found, (each.id for each in found))
 
 
 def show_instance(
     session: Session,
-    instance: Annotated[str, Argument("An instance id.", "INSTANCE")],
-    dataset: Annotated[str | None, Option("Of this dataset.", "NAME")] = None,
+    instance: Annotated[str, Argument("Id of the instance.", "INSTANCE")],
+    dataset: Annotated[
+        str | None, Option("Dataset of the instance, where several record its id.", "NAME")
+    ] = None,
     view: ViewOption = View.AGENT,
 ) -> None:
-    """The grader view has the commits, patches and tests; patches and lists are in --json."""
+    """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
     found = session.client.get_instance(instance, view=view, dataset=dataset)
     session.answer(found, facts(_instance_facts(found)))
 
@@ -275,7 +279,7 @@ def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
 
 
 def remove(session: Session, name: Name) -> None:
-    """Mirrors stay, and so do the pins that another dataset or a person owns."""
+    """Mirrors stay, and so do pins of other datasets and of users."""
     with watching(session, f"removing dataset {name}"):
         session.client.remove_dataset(name)
     session.answer(None, [])

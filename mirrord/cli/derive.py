@@ -1,4 +1,4 @@
-"""`mirrord dataset derive`: a dataset's rows with what they lacked and can be computed."""
+"""`mirrord dataset derive`: compute missing columns of a dataset's rows."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from .operations import watching
 from .output import cell, count, table
 from .session import Argument, Option, Session
 
-_ONLY_HELP = "A column to derive; repeatable; default: all. Only `version` needs the daemon."
-_RULE_HELP = "How tests are told from the solution."
-_AT_ONCE = 4
+_ONLY_HELP = "Column to derive; repeatable; default: all. Only `version` needs a daemon."
+_RULE_HELP = "Rule that separates tests from the solution."
+_JOBS = 4
 _SOURCE_LIMIT_BYTES = 1024**2
 
 
@@ -31,21 +31,21 @@ def derive(
     session: Session,
     sources: Annotated[list[str], Argument("As for `dataset import`.", "SOURCE...")],
     output: Annotated[
-        Path | None, Option("Where the rows go; default: standard output.", "FILE")
+        Path | None, Option("File for the rows; default: standard output.", "FILE")
     ] = None,
     only: Annotated[list[Column] | None, Option(_ONLY_HELP, "COLUMN")] = None,
     rule: Annotated[SplitRule, Option(_RULE_HELP)] = SplitRule.SWEBENCH_V1,
 ) -> None:
-    """Writes JSON lines. A column that a row has stays; where its rule says something else, that
-    is listed on stderr, and in the answer of --json, which needs --output.
+    """Writes JSON lines. Columns that a row has are kept; where the derived value differs, stderr
+    lists it, and so does the answer of --json, which needs --output.
 
-    patch and test_patch come from `diff`; issue_numbers from `title`, `body` and `commits` of a
-    pull request; version from the source and tags at the base commit, of repositories that are
+    patch and test_patch are derived from `diff`; issue_numbers from `title`, `body` and `commits`
+    of a pull request; version from source and tags at the base commit, if the repository is
     mirrored; environment_setup_commit is the last base commit of a version among the rows.
     """
     if session.json and output is None:
-        hint = "add --output FILE"
-        raise UsageError("cannot print rows and --json's answer at once", hint=hint)
+        fact = "cannot print both rows and the answer of --json"
+        raise UsageError(fact, hint="add --output FILE")
     columns, faults = set(only or Column), dict[str, str]()
     read = open_sources(sources).rows
 
@@ -61,7 +61,7 @@ def derive(
     deriver = Deriver(iterate, columns, rule, versions)
     lines = (json.dumps(row, default=str).encode() + b"\n" for row in deriver.rows())
     try:
-        if output is not None:  # private, because it has the answers
+        if output is not None:  # with mode 0600, because rows have the answers
             write(output, lines, lambda _: None)
         else:
             sys.stdout.buffer.writelines(lines)
@@ -69,7 +69,7 @@ def derive(
         raise
     except OSError as error:
         fact = f"cannot write {output or 'standard output'}: {error.strerror}"
-        raise UsageError(fact, hint="name a file that you may write") from error
+        raise UsageError(fact, hint="name a writable file") from error
     for where, fault in faults.items():
         session.note(f"{where}: {fault}")
     for line in _remarks(deriver.report):
@@ -82,7 +82,7 @@ def derive(
 
 
 def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str], Version | str]:
-    """The version at each base commit, or why it is not known; each from a checkout of its own."""
+    """Find the version at each base commit in a checkout of it, or the reason why there is none."""
     client = session.client
     mirrors = {mirror.name.lower() for mirror in client.list_mirrors()}
     listed = ((str(row.get("repo") or ""), str(row.get("base_commit") or "")) for row in rows)
@@ -95,14 +95,14 @@ def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str
             if name.key not in mirrors:
                 return f"{name} is not mirrored"
             with client.checkout(mirror=str(name), commit=commit, auto_renew=False) as checkout:
-                return _version_in(checkout.path, repo) or "no rule finds one"
+                return _version_in(checkout.path, repo) or "no rule finds it"
         except NoDaemonError:
             raise
         except MirrordError as error:
             return error.message
 
     found: dict[tuple[str, str], Version | str] = {}
-    with watching(session, "versions") as watch, ThreadPoolExecutor(_AT_ONCE) as pool:
+    with watching(session, "versions") as watch, ThreadPoolExecutor(_JOBS) as pool:
         for key, version in zip(wanted, pool.map(find, wanted), strict=True):
             found[key] = version
             watch(Progress(done=len(found), total=len(wanted), unit="commits", note=key[0]))
@@ -113,7 +113,7 @@ def _version_in(tree: Path, repo: str) -> Version | None:
     with opened(open_directory(tree)) as directory:
 
         def read(path: str) -> str | None:
-            """A file of the tree; no link in it leads out."""
+            """Read a file of the tree; links that lead out are not followed."""
             try:
                 with opened(open_beneath(directory, os.fsencode(path), FOR_READING)) as file:
                     return os.read(file, _SOURCE_LIMIT_BYTES).decode(errors="replace")
@@ -137,15 +137,15 @@ def _counts(report: Derived) -> Iterator[str]:
 
 def _remarks(report: Derived) -> Iterator[str]:
     for each in report.disagreements:
-        values = f"recorded {_shown(each.recorded)}, {each.rule} gives {_shown(each.derived)}"
+        values = f"recorded {_text(each.recorded)}, {each.rule} gives {_text(each.derived)}"
         yield f"{each.instance}: {each.column}: {values}"
     for instance, paths in report.split_differs.items():
-        yield f"{instance}: swebench-v1 and swebench-v2 differ about {_shown(paths)}"
+        yield f"{instance}: swebench-v1 and swebench-v2 differ about {_text(paths)}"
     for (column, reason), times in report.lacking.items():
         yield f"{column}: not derived for {count(times, 'row')}: {reason}"
 
 
-def _shown(value: object) -> str:
+def _text(value: object) -> str:
     return cell(", ".join(map(str, value)) if isinstance(value, list) else value)
 
 

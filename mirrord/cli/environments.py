@@ -1,4 +1,4 @@
-"""`mirrord environment …`"""
+"""`mirrord environment …`."""
 
 import sys
 from collections.abc import Iterator
@@ -11,28 +11,30 @@ from .operations import conclude
 from .output import count, described, listing, short, size
 from .session import Argument, NoWait, Option, Session
 
-_NAME_HELP = "KEY, or KEY@DIGEST, of which the first digits will do."
+_NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
 Name = Annotated[str, Argument(_NAME_HELP, "KEY")]
-_NAMES_HELP = "Instances, or keys of imported recipes and of earlier builds."
+_NAMES_HELP = "Instances, or keys of imported recipes and earlier builds."
 
 
 def build(
     session: Session,
     names: Annotated[list[str], Argument(_NAMES_HELP, "[NAME]...")] = [],  # noqa: B006
-    dataset: Annotated[str | None, Option("All instances of a dataset, or NAME's.")] = None,
-    prewarm: Annotated[bool, Option("Prepare each instance of the dataset, too.")] = False,
-    again: Annotated[bool, Option("Try failed builds again although nothing changed.")] = False,
-    frozen: Annotated[bool, Option("Take no package released after the instance's date.")] = False,
+    dataset: Annotated[
+        str | None, Option("All instances of this dataset, or the dataset of NAME.")
+    ] = None,
+    prewarm: Annotated[bool, Option("Also prepare each instance of the dataset.")] = False,
+    again: Annotated[bool, Option("Retry failed builds.")] = False,
+    frozen: Annotated[bool, Option("Use no package released after the instance's date.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """What is built already is not built again. An instance is prepared, too: its recipe's install
-    command runs, and what that leaves is a layer of checkouts with the environment.
+    """Only missing environments are built. A named instance is also prepared: the install command
+    of its recipe runs, and its changes become the prepared layer of checkouts with the environment.
 
-    A build that failed is a finding (status 8); it is tried again when its recipe, the interpreter
-    or the settings change, or with --again.
+    A failed build is a finding (status 8). It is retried when its recipe, the interpreter or the
+    settings change, or with --again.
     """
     if not names and dataset is None:
-        raise UsageError("cannot build: nothing is named", hint="name instances, or --dataset")
+        raise UsageError("cannot build: nothing is named", hint="name instances, or add --dataset")
     operation = session.client.build_environments(
         *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen
     )
@@ -51,9 +53,9 @@ def _built(report: BuildReport) -> Iterator[str]:
 
 def add(
     session: Session,
-    file: Annotated[Path, Argument("TOML with tables [[environment]].")],
+    file: Annotated[Path, Argument("TOML file with [[environment]] tables.")],
 ) -> None:
-    """A recipe that is imported comes before that of rows with the same key."""
+    """An imported recipe takes precedence over that of rows with the same key."""
     try:
         recipes = session.client.import_recipes(file)
     except OSError as error:
@@ -62,14 +64,14 @@ def add(
 
 
 def list_all(session: Session) -> None:
-    """Ready ones, failed builds, and those being built."""
+    """Lists ready environments, failed builds and running builds."""
     found = session.client.list_environments()
     columns = "ENVIRONMENT=name STATE PYTHON FILES SIZE=size_bytes HELD=holders BUILT=built_at"
     session.answer(found, listing(found, columns))
 
 
 def show(session: Session, key: Name) -> None:
-    """With --json, shows its recipe too."""
+    """With --json, the recipe is included."""
     found = session.client.get_environment(key)
     session.answer(found, _described(found))
 
@@ -78,7 +80,7 @@ def _described(found: Environment) -> Iterator[str]:
     at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
     names = "environment=name state python interpreter built_at built=built_at used=used_at"
     names += " held=holders files size manifest left_out findings error"
-    shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared before"
+    shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared"
     left_out = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items()) or None
     leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared) or None
     own: dict[str, object] = {"built_at": at, "left_out": left_out, "findings": leaks}
@@ -95,14 +97,14 @@ def _described(found: Environment) -> Iterator[str]:
 def log(
     session: Session,
     key: Name,
-    follow: Annotated[bool, Option("Until the build has ended.")] = False,
+    follow: Annotated[bool, Option("Print new lines until the build ends.")] = False,
 ) -> None:
-    """What the build printed, and the preparations of instances after it."""
+    """The log also has the preparations of instances after the build."""
     for piece in session.client.environment_log(key, follow=follow):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
 
 
 def remove(session: Session, keys: Annotated[list[str], Argument(_NAME_HELP, "KEY...")]) -> None:
-    """By its key alone, all that was built of it goes, and its imported recipe."""
+    """A KEY without digest removes all its builds and its imported recipe."""
     session.each(keys, session.client.remove_environment)

@@ -1,8 +1,8 @@
-"""`mirrord exec`: one command in a sandbox, in a checkout of its own or in one that is held.
+"""`mirrord exec`: run a command in a sandbox that shows a temporary or a held checkout.
 
-The checkout of its own is released in any case: it is bound to this process. Where the daemon
-cannot see the process, the deadline does that: the lease is short, and renewed while the command
-runs. When `mirrord exec` is killed, the command dies with it.
+A temporary checkout is bound to this process, so the daemon releases it even if the process is
+killed. Where the daemon cannot see the process, the lease is short and renewed while the command
+runs. If `mirrord exec` is killed, the command is killed too.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .session import (
 if TYPE_CHECKING:
     from .. import Checkout
 
-_LEASE = timedelta(minutes=3)
+_LEASE_TTL = timedelta(minutes=3)
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_INSIDE = "/usr/local/bin:/usr/bin:/bin"
-_SHOWN = ("/usr/", "/bin/", "/sbin/")
+_SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
+_SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
 
 
 def execute(
@@ -54,39 +54,45 @@ def execute(
     target: Annotated[
         str, Argument("An instance id, NAME@COMMITISH, or a held checkout.", "INSTANCE|ID")
     ],
-    command: Annotated[list[str], Argument("After --; runs in the checkout's tree.", "COMMAND...")],
-    diff: Annotated[Path | None, Option("Write the patch of its changes to FILE.", "FILE")] = None,
+    command: Annotated[
+        list[str], Argument("The command, after --; it runs in the tree.", "COMMAND...")
+    ],
+    diff: Annotated[Path | None, Option("File for the patch of the changes.", "FILE")] = None,
     environment: Environment = None,
     layer: Layer = None,
     history: HistoryOption = None,
     view: ViewOption = View.AGENT,
     backend: BackendOption = None,
     owner: OwnerOption = None,
-    network: Annotated[bool, Option("With the host's network, its localhost too.")] = False,
+    network: Annotated[bool, Option("Share the host's network, localhost included.")] = False,
     show: Annotated[
-        list[str], Option("Show this of the host too, read-only; may be repeated.", "PATH")
+        list[str], Option("Path of the host to show read-only; repeatable.", "PATH")
     ] = [],  # noqa: B006
     variable: Annotated[
-        list[str], Option("Set or pass a variable; may be repeated.", "NAME[=VALUE]")
+        list[str], Option("Environment variable to set or pass; repeatable.", "NAME[=VALUE]")
     ] = [],  # noqa: B006
-    timeout: Annotated[str | None, Option("End the command after this time.", "DURATION")] = None,
-    memory: Annotated[str | None, Option("Bound its memory, such as 2GiB.", "SIZE")] = None,
-    processes: Annotated[str | None, Option("Bound the number of its processes.", "NUMBER")] = None,
-    keep_access: Annotated[bool, Option("No sandbox: all of the host stays within reach.")] = False,
+    timeout: Annotated[
+        str | None, Option("Kill the command after this time, such as 10m.", "DURATION")
+    ] = None,
+    memory: Annotated[str | None, Option("Limit of memory, such as 2GiB.", "SIZE")] = None,
+    processes: Annotated[str | None, Option("Limit of processes.", "NUMBER")] = None,
+    keep_access: Annotated[
+        bool, Option("Run it without a sandbox, with access to the whole host.")
+    ] = False,
 ) -> None:
-    """The tree is at /testbed, its environment is active, HOME and /tmp are the command's own; it
-    sees the host's /usr and no other process, network, file or socket. Ends with its exit status;
-    128 and the signal's number when a signal ended it.
+    """The tree is at /testbed and its environment is active. HOME and /tmp are private. The command
+    sees the host's /usr, but no other process, network, file or socket. The exit status is that of
+    the command, or 128 plus the number of the signal that ended it.
 
-    The checkout of an INSTANCE is released in any case; the command finds its id in
-    MIRRORD_CHECKOUT. With --owner it runs as that user, without any groups.
+    The checkout of an INSTANCE is temporary; MIRRORD_CHECKOUT is its id. With --owner the command
+    runs as that user, without groups.
     """
     patch = None if diff is None else diff.absolute()
     if patch is not None:
         try:
-            patch.open("ab").close()  # better now than after hours of the command
+            patch.open("ab").close()  # fail before the command, which may run for hours
         except OSError as error:
-            hint = "name another file with --diff"
+            hint = "name a writable file with --diff"
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
     given |= {"layer": layer, "owner": read_owner(owner)}
@@ -112,67 +118,67 @@ def execute(
 def _checkout(
     session: Session, target: str, given: dict[str, Any], view: View
 ) -> Iterator[Checkout]:
-    """The named checkout, or one of the named instance for the time of the command."""
+    """Yield the named checkout, or a temporary one of the named instance."""
     client = session.client
     if is_id(target):
-        if named := [name for name, value in given.items() if value is not None]:
-            fact = f"cannot take --{named[0]} with a checkout: it is as it was taken"
+        if options := [name for name, value in given.items() if value is not None]:
+            fact = f"cannot use --{options[0]} with a held checkout: it was chosen when it was made"
             raise errors.UsageError(fact, hint="name an instance")
         yield client.open_checkout(find_id(session, target))
         return
-    take = partial(client.checkout, target, view=view, ttl=_LEASE, **given)
+    lease = partial(client.checkout, target, view=view, ttl=_LEASE_TTL, **given)
     try:
-        taken = take(bind=Bind.PROCESS)
+        leased = lease(bind=Bind.PROCESS)
     except errors.ProcessGoneError:  # the daemon cannot see this process
-        taken = take()
-    with taken as checkout:
-        if checkout.instance and checkout.instance != target:  # the dataset's id tells a commit
+        leased = lease()
+    with leased as checkout:
+        if checkout.instance and checkout.instance != target:  # the id may name a commit
             hide_argument(target)
         yield checkout
 
 
 class _Run(NamedTuple):
-    """A command and what it may have."""
+    """A command, its sandbox and its limits."""
 
     command: list[str]
     network: bool
-    is_boxed: bool
+    is_sandboxed: bool
     timeout: timedelta | None
     limits: Limits
-    shown: list[Path]
+    shown_paths: list[Path]
     variables: dict[str, str]
 
     def in_checkout(self, checkout: Checkout, session: Session) -> int:
-        """Answers its exit status, and prints the limits that struck."""
-        # Started by the thread that outlives it: with that, the kernel ends it.
+        """Run the command, note the limits that it met, and return its exit status."""
+        # Start it from the main thread: the kernel kills it when the thread that started it ends.
         try:
             with _forwarding() as forward_to:
                 process = self._start(checkout)
-                forward_to(process, self.is_boxed)
+                forward_to(process, self.is_sandboxed)
                 try:
                     seconds = self.timeout.total_seconds() if self.timeout else None
                     status = process.wait(seconds)
                 except subprocess.TimeoutExpired:
-                    end(process) if self.is_boxed else process.kill()
+                    end(process) if self.is_sandboxed else process.kill()
                     process.wait()
                     status = -signal.SIGKILL
-                    session.note(f"mirrord: the command was ended after {self.timeout}")
+                    session.note(f"mirrord: the command was killed after {self.timeout}")
             for limit, times in self.limits.strikes().items():
                 if times:
-                    session.note(f"mirrord: the limit of {limit} struck")
+                    session.note(f"mirrord: the command met its limit of {limit}")
         finally:
             self.limits.remove()
         return status if status >= 0 else 128 - status
 
     def _start(self, checkout: Checkout) -> subprocess.Popen[bytes]:
-        # Its own session: Ctrl-C is for this process, which forwards it.
+        # A session of its own: Ctrl-C reaches this process alone, which forwards it.
         options: dict[str, Any] = {"cwd": "/", "start_new_session": True}
         box = box_of(checkout.lease, network=self.network, variables=self.variables)
         try:
-            if self.is_boxed:
-                command, shown_paths = self._find_program(box.environment)
-                box = replace(box, readable={str(path): path for path in shown_paths})
-                # a shell, for its message and status where there is no such command
+            if self.is_sandboxed:
+                command, paths = self._find_program(box.environment)
+                box = replace(box, readable={str(path): path for path in paths})
+                # through a shell, for its message and status 127 if the command does not exist
                 command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
                 return box.start(command, before=self.limits.before, **options)
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
@@ -182,23 +188,23 @@ class _Run(NamedTuple):
             return subprocess.Popen(argv, env=variables, **options)
         except OSError as error:
             fact = f"cannot run {self.command[0]}: {error.strerror}"
-            raise errors.UsageError(fact, hint="`mirrord doctor` tries what it needs") from error
+            raise errors.UsageError(fact, hint="see `mirrord doctor`") from error
 
     def _find_program(self, environment: Path | None) -> tuple[list[str], list[Path]]:
-        """The command, with what of the host is shown: its program, where the sandbox has none."""
+        """Return the command and the paths to show; the host's program if the sandbox lacks it."""
         name, *rest = self.command
-        search = f"{environment}/bin:{_INSIDE}" if environment else _INSIDE
+        search = f"{environment}/bin:{_SANDBOX_PATH}" if environment else _SANDBOX_PATH
         is_inside = "/" not in name and shutil.which(name, path=search)
         found = None if is_inside else shutil.which(name)
-        if found is None or not found.startswith("/") or found.startswith(_SHOWN):
-            return self.command, self.shown
-        return [found, *rest], [*self.shown, Path(found)]
+        if found is None or not found.startswith("/") or found.startswith(_SANDBOX_DIRECTORIES):
+            return self.command, self.shown_paths
+        return [found, *rest], [*self.shown_paths, Path(found)]
 
 
 def _read_variable(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not name or not (is_set or name in os.environ):
-        hint = "write --variable NAME=VALUE"
+        hint = "use --variable NAME=VALUE"
         raise errors.UsageError(f"cannot pass variable {shown(text)}: it is not set", hint=hint)
     return name, value if is_set else os.environ[name]
 
@@ -207,10 +213,12 @@ def _read_limits(memory: str | None, processes: str | None) -> Limits:
     try:
         size = parse_size(memory) if memory else None
     except ValueError as error:
-        raise errors.UsageError(f"cannot read --memory: {error}", hint="2GiB") from error
+        raise errors.UsageError(
+            f"cannot read --memory: {error}", hint="for example 2GiB"
+        ) from error
     if processes and not (processes.isdecimal() and int(processes)):
-        fact = f"cannot read --processes: {shown(processes)} is no number above 0"
-        raise errors.UsageError(fact, hint="write for example --processes 200")
+        fact = f"cannot read --processes: {shown(processes)} is not a number above 0"
+        raise errors.UsageError(fact, hint="for example --processes 200")
     return Limits(size, int(processes) if processes else None)
 
 
@@ -219,7 +227,7 @@ Forward = Callable[[subprocess.Popen[bytes], bool], None]
 
 @contextmanager
 def _forwarding() -> Iterator[Forward]:
-    """Forward our signals to the command, early ones included, and outlive them."""
+    """Forward signals to the command, also those that came before it started."""
     running: list[tuple[subprocess.Popen[bytes], bool]] = []
     early: list[int] = []
 
@@ -227,16 +235,16 @@ def _forwarding() -> Iterator[Forward]:
         if not running:
             early.append(number)
             return
-        process, is_boxed = running[0]
-        pid = find_started(process) if is_boxed else process.pid
+        process, is_sandboxed = running[0]
+        pid = find_started(process) if is_sandboxed else process.pid
         with suppress(ProcessLookupError):
-            if pid is None:  # it has not begun
+            if pid is None:  # the command has not started in the sandbox
                 process.kill()
             elif process.returncode is None:
                 os.kill(pid, number)
 
-    def forward_to(process: subprocess.Popen[bytes], is_boxed: bool) -> None:
-        running.append((process, is_boxed))
+    def forward_to(process: subprocess.Popen[bytes], is_sandboxed: bool) -> None:
+        running.append((process, is_sandboxed))
         for number in early:
             forward(number, None)
 

@@ -1,4 +1,4 @@
-"""Verbs that run here, without a daemon: `config …`, `doctor`, `service …`, `verify-seal`."""
+"""Verbs that need no daemon: `config …`, `doctor`, `service …`, `verify-seal`."""
 
 import json
 import os
@@ -18,20 +18,22 @@ from ..model import History, MirrorName, parse_commit, printable
 from ..places import Layout
 from ..protocol import RootReport, SealReport
 from ..seal.scan import scan_root
-from ..seal.verify import verify_seal as verify
+from ..seal.verify import verify_seal as verify_repository
 from ..telemetry import masked
 from .output import count, size
 from .session import Argument, Option, Session, print_line
 
-_ARRAYS_OF_TABLES = ("mirror", "rule")  # in TOML none is written where there is none
+_ARRAYS_OF_TABLES = ("mirror", "rule")  # empty, they are left out of TOML
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 
 def config_check(
     session: Session,
-    file: Annotated[Path | None, Argument("Default: the one in use.", "[FILE]")] = None,
+    file: Annotated[
+        Path | None, Argument("File to check; default: the one in use.", "[FILE]")
+    ] = None,
 ) -> None:
-    """Reports every fault at once, each with its key and line."""
+    """Reports all faults at once, each with its key and line."""
     path = file or find_config(session)
     settings = config.load(path)
     text = f"{path}: no faults" if path else "no configuration file: the defaults are in use"
@@ -39,9 +41,9 @@ def config_check(
 
 
 def config_show(session: Session) -> None:
-    """Prints the daemon's settings when one answers, else the file's; stderr says which.
+    """Prints the daemon's settings, or those of the file if no daemon answers; stderr says which.
 
-    The output is TOML for a configuration file, with --json an object. Secrets in URLs are masked.
+    The output is TOML, with --json an object. Secrets in URLs are masked.
     """
     named = Path(session.config) if session.config else None
     try:
@@ -54,13 +56,13 @@ def config_show(session: Session) -> None:
     else:
         path = find_config(session)
         values = _without_secrets(config.load(path))
-        source = f"no daemon answers: from {path or 'no file: the defaults'}"
+        source = f"no daemon answers; read from {path or 'no file: the defaults'}"
     session.answer(values, _toml(values))
     session.note(source)
 
 
 def find_config(session: Session) -> Path | None:
-    """The configuration file that is named, else the default one, if it exists."""
+    """Return the configuration file of --config, else the default one if it exists."""
     return Path(session.config) if session.config else places.find_path()
 
 
@@ -70,8 +72,8 @@ def _without_secrets(settings: Settings) -> dict[str, Any]:
 
 
 def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
-    """JSON's strings, numbers, booleans and arrays are TOML's. Tables come after plain values."""
-    tables: list[tuple[str, dict[str, Any]]] = []
+    """Yield TOML; its strings, numbers, booleans and arrays are those of JSON."""
+    tables: list[tuple[str, dict[str, Any]]] = []  # after plain values
     for key, value in values.items():
         if isinstance(value, dict):
             tables.append((f"[{above}{key}]", value))
@@ -87,12 +89,12 @@ def _toml(values: dict[str, Any], above: str = "") -> Iterator[str]:
 def doctor(
     session: Session,
     *,
-    fix: Annotated[bool, Option("Put right what needs no decision, then look again.")] = False,
-    dry_run: Annotated[bool, Option("With --fix: only say what it would do.")] = False,
+    fix: Annotated[bool, Option("Repair what needs no decision, then check again.")] = False,
+    dry_run: Annotated[bool, Option("With --fix: print the repairs, and change nothing.")] = False,
 ) -> None:
-    """Changes nothing without --fix. Status 7 when something that mirrord needs is missing."""
+    """Needs no daemon, and changes nothing without --fix. Status 7 if a check or a repair fails."""
     if dry_run and not fix:
-        raise errors.UsageError("cannot read the command line: --dry-run goes with --fix")
+        raise errors.UsageError("cannot use --dry-run without --fix")
     path = find_config(session)
     settings = config.load(path)
     repaired = repair(settings, path, dry_run=dry_run) if fix else []
@@ -104,8 +106,8 @@ def doctor(
     else:
         for line in (*_repaired(repaired), *_checked(checks)):
             print_line(line)
-    is_left = any(each.state == "failed" for each in repaired)
-    if is_left or any(check.verdict == "fail" for check in checks):
+    has_failed = any(each.state == "failed" for each in repaired)
+    if has_failed or any(check.verdict == "fail" for check in checks):
         raise SystemExit(errors.ResourceError.exit_status)
 
 
@@ -130,73 +132,70 @@ def _checked(checks: list[Check]) -> Iterator[str]:
 
 def verify_seal(
     session: Session,
-    path: Annotated[
-        Path | None, Argument("A working tree or a .git directory, ours or not.", "[PATH]")
-    ] = None,
+    path: Annotated[Path | None, Argument("Any working tree or .git directory.", "[PATH]")] = None,
     *,
     base: Annotated[str, Option("Base commit; anything newer is a leak.", "SHA")],
     mirror: Annotated[
-        str | None, Option("A mirror, or a repository's path, that knows the history.", "NAME")
+        str | None, Option("Mirror, or path of a repository, that has the history.", "NAME")
     ] = None,
     root: Annotated[
         Path | None,
         Option(
-            "Judge everything in a directory, or in what `docker save` wrote; needs --mirror.",
+            "Check a directory, or an image of `docker save`, for the history; needs --mirror.",
             "DIR|IMAGE.tar",
         ),
     ] = None,
 ) -> None:
-    """Status 8 when it leaks. Never uses the repository's own configuration or hooks."""
+    """Never uses the repository's own configuration or hooks. Status 8 if it leaks."""
     if (path is None) == (root is None) or (root and mirror is None):
-        fact = "it takes a PATH, or --root with --mirror"
-        raise errors.UsageError(f"cannot read the command line: {fact}")
+        hint = "give a PATH, or --root with --mirror"
+        raise errors.UsageError("cannot tell what to verify", hint=hint)
     base_commit = parse_commit(base)
-    judged = path or root
-    assert judged is not None
-    if not judged.exists():
-        raise errors.PathNotFoundError(f"cannot verify {judged}: no such path")
-    if root and mirror:
-        found = scan_root(root.absolute(), _mirror_path(session, mirror), base_commit)
-        session.answer(found, _scanned(found))
-        if not found.sealed:
-            raise SystemExit(errors.IntegrityError.exit_status)
-        return
-    known_by = _mirror_of(judged.resolve()) if mirror is None else _mirror_path(session, mirror)
-    report = verify(judged.absolute(), base_commit, known_by)
-    session.answer(report, _judged(report))
+    target = path or root
+    assert target is not None
+    if not target.exists():
+        raise errors.PathNotFoundError(f"cannot verify {target}: no such path")
+    known_by = _mirror_path(session, mirror) if mirror else _mirror_of(target.resolve())
+    report: SealReport | RootReport
+    if root and known_by:
+        report = scan_root(root.absolute(), known_by, base_commit)
+        session.answer(report, _scan_lines(report))
+    else:
+        report = verify_repository(target.absolute(), base_commit, known_by)
+        session.answer(report, _seal_lines(report))
     if not report.sealed:
         raise SystemExit(errors.IntegrityError.exit_status)
 
 
-def _scanned(report: RootReport) -> Iterator[str]:
+def _scan_lines(report: RootReport) -> Iterator[str]:
     for leak in report.leaks:
         covered = " (covered by a later layer)" if leak.hidden else ""
         yield f"{leak.kind}: {printable(leak.path)}: {printable(leak.detail)}{covered}"
     leaks = sum(not leak.hidden for leak in report.leaks)
     verdict = "sealed" if report.sealed else f"leaks ({count(leaks, 'leak')})"
-    judged = f"{count(report.file_count, 'file')} of {size(report.size_bytes)}"
-    stores = ", ".join(map(printable, report.repositories))
-    yield f"{verdict}: {judged}, {f'repositories at {stores}' if stores else 'no repository'}"
+    scanned = f"{count(report.file_count, 'file')} of {size(report.size_bytes)}"
+    paths = ", ".join(map(printable, report.repositories))
+    yield f"{verdict}: {scanned}, {f'repositories at {paths}' if paths else 'no repository'}"
     yield from (f"  note: {printable(note)}" for note in report.notes)
 
 
 def _mirror_of(path: Path) -> Path | None:
-    """The mirror of a squashed checkout of ours, which alone can judge it; else None.
+    """Return the mirror of a squashed checkout, which its seal is compared with; else None.
 
-    A lease is believed only where nobody but root or this user can have written it.
+    Leases that others than root and this user could have written are ignored.
     """
     for directory in path.parents:
         layout = Layout(directory.parent.parent)
         if directory.parent != layout.checkouts:
             continue
-        found = [above.stat() for above in (layout.leases, layout.root)]
-        trusted = {0, os.geteuid()}
-        if any(s.st_uid not in trusted or s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found):
+        owners, writable = {0, os.geteuid()}, stat.S_IWGRP | stat.S_IWOTH
+        stats = [path.stat() for path in (layout.leases, layout.root)]
+        if any(each.st_uid not in owners or each.st_mode & writable for each in stats):
             continue
         with suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads((layout.leases / directory.name / "lease.json").read_text())
-            mirror = layout.mirrors / str(MirrorName.parse(facts["mirror"]))
-            if facts["history"] == History.SQUASHED and os.access(mirror / "HEAD", os.R_OK):
+            lease = json.loads((layout.leases / directory.name / "lease.json").read_text())
+            mirror = layout.mirrors / str(MirrorName.parse(lease["mirror"]))
+            if lease["history"] == History.SQUASHED and os.access(mirror / "HEAD", os.R_OK):
                 return mirror
         return None
     return None
@@ -207,7 +206,7 @@ def _mirror_path(session: Session, named: str) -> Path:
         return Path(named).absolute()
     mirrors = config.load(find_config(session)).state_dir / "mirrors"
     key = MirrorName.parse(named).key
-    hint = "give the repository's path"
+    hint = "give the path of a repository"
     try:
         found = [entry for entry in mirrors.iterdir() if entry.name.lower() == key]
     except OSError as error:
@@ -218,42 +217,42 @@ def _mirror_path(session: Session, named: str) -> Path:
     return found[0]
 
 
-def _judged(report: SealReport) -> Iterator[str]:
+def _seal_lines(report: SealReport) -> Iterator[str]:
     for leak in report.leaks:
         yield f"{leak.kind}: {leak.detail}"
     verdict = "sealed" if report.sealed else f"leaks ({count(len(report.leaks), 'leak')})"
     closure = f"{report.objects_in_closure:,} in the closure of {report.base}"
     yield f"{verdict}: {count(report.objects_present, 'object')} present, {closure}"
-    yield from (f"  checked {what}" for what in report.checked)
+    yield from (f"  checked {fact}" for fact in report.checked)
 
 
-# -- mirrord as a service of this host's systemd ---------------------------------------------------
+# -- the systemd service ---------------------------------------------------------------------------
 
-DryRun = Annotated[bool, Option("Print what it would do, and change nothing.")]
+DryRun = Annotated[bool, Option("Print the steps, and change nothing.")]
 
 
 def install(session: Session, *, dry_run: DryRun = False) -> None:
-    """Writes units, users, directories and a configuration where there is none, and starts them.
+    """Writes units, users, directories and a missing configuration, and starts the services.
 
-    The units start the environment that this mirrord is installed in. Done again after an upgrade
-    of it, it writes the units of the new version and restarts the services.
+    The units start the Python environment that this mirrord is installed in. Run it again after an
+    upgrade: it writes the units of the new version and restarts the services.
     """
     if not dry_run:
         installer.refuse_host()
-    _do(session, installer.plan_install(Path(sys.prefix)), dry_run=dry_run)
+    _perform(session, installer.plan_install(Path(sys.prefix)), dry_run=dry_run)
 
 
 def uninstall(session: Session, *, dry_run: DryRun = False) -> None:
-    """Keeps the configuration, the state directory and the environment, and says where they are."""
+    """Keeps configuration, state directory and Python environment, and prints where they are."""
     if not dry_run:
         installer.refuse_host()
-    _do(session, installer.plan_uninstall(Path(sys.prefix)), dry_run=dry_run)
+    _perform(session, installer.plan_uninstall(Path(sys.prefix)), dry_run=dry_run)
     kept = [str(path) for path in (installer.CONFIG, installer.STATE) if path.exists()]
     if kept:
         session.note(f"kept: {', '.join(kept)}")
 
 
-def _do(session: Session, steps: list[Step], *, dry_run: bool) -> None:
+def _perform(session: Session, steps: list[Step], *, dry_run: bool) -> None:
     for step in steps:
         if not session.json:
             print_line(step.what)

@@ -1,7 +1,7 @@
-"""One call of the command line, from arguments to exit status.
+"""One invocation of the command line, from arguments to exit status.
 
-The table of verbs becomes a tree of click's commands; a verb's module is loaded when it is called.
-Every verb takes the shared options, before or after its name. Every failure ends in `run`.
+The table of verbs becomes a tree of click commands. Every verb takes the shared options, before or
+after its name. Every failure ends in `run`.
 """
 
 import importlib
@@ -28,34 +28,35 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script: run one verb, exit with its status."""
+    """Run a verb and exit with its status: the console script."""
     sys.exit(run(args))
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run one verb; returns its exit status."""
+    """Run a verb and return its exit status."""
     session = Session()
-    words = sys.argv[1:] if args is None else args
+    arguments = sys.argv[1:] if args is None else args
     try:
         os.getcwd()
-    except FileNotFoundError:  # a reset swapped the tree under the shell's feet: `cd .`
+    except FileNotFoundError:  # a reset replaced the current directory: enter the new one
         with suppress(OSError):
             os.chdir(os.environ.get("PWD", "/"))
     try:
         root = build()
         if "_MIRRORD_COMPLETE" in os.environ:
-            root.main(prog_name="mirrord")  # completes for the shell, and exits
-        with root.make_context("mirrord", list(words), obj=session) as context:
+            root.main(prog_name="mirrord")  # prints completions and exits
+        with root.make_context("mirrord", list(arguments), obj=session) as context:
             root.invoke(context)
         sys.stdout.flush()
-    except BrokenPipeError:  # `mirrord … | head`: nothing may be flushed at exit any more
+    except BrokenPipeError:  # `mirrord … | head`: a flush at exit would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except click.ClickException as error:
-        # --json may stand before the word that failed to parse; words after -- are not ours.
-        session.json |= "--json" in words[: words.index("--") if "--" in words else None]
+        # click may have failed before it reached --json; what follows -- is another command's.
+        own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        session.json |= "--json" in own
         if session.json:
-            session.fail(_misuse(error))
+            session.fail(_usage_error(error))
         else:
             error.show()
         return error.exit_code
@@ -78,9 +79,10 @@ def run(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _misuse(error: click.ClickException) -> UsageError:
+def _usage_error(error: click.ClickException) -> UsageError:
     text = error.format_message()
-    fact = "a verb is missing" if "\n" in text else text.rstrip(".")  # click gives the whole help
+    # without a verb, click's message is the whole help text
+    fact = "a verb is missing" if "\n" in text else text.rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "mirrord"
     return UsageError(f"cannot read the command line: {fact}", hint=f"see `{command} --help`")
@@ -89,23 +91,23 @@ def _misuse(error: click.ClickException) -> UsageError:
 # -- the tree of commands
 
 
-def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Put a shared option into the session; the one after the verb wins."""
+def _store_shared(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Store a shared option in the session; the one after the verb wins."""
     if value and isinstance(ctx.obj, Session):
         setattr(ctx.obj, str(param.name), value)
 
 
-_shared = partial(click.Option, expose_value=False, callback=_keep)
+_shared = partial(click.Option, expose_value=False, callback=_store_shared)
 _SHARED: list[click.Parameter] = [
-    _shared(["--json"], is_flag=True, help="Answer as JSON."),
-    _shared(["--config"], metavar="FILE", help="The configuration [MIRRORD_CONFIG]."),
-    _shared(["--socket"], metavar="PATH", help="The daemon's socket [MIRRORD_SOCKET]."),
-    _shared(["--debug"], is_flag=True, help="Show the traceback of a failure."),
+    _shared(["--json"], is_flag=True, help="Print JSON."),
+    _shared(["--config"], metavar="FILE", help="Configuration file [MIRRORD_CONFIG]."),
+    _shared(["--socket"], metavar="PATH", help="Socket of the daemon [MIRRORD_SOCKET]."),
+    _shared(["--debug"], is_flag=True, help="Print the traceback of an error."),
 ]
 
 
 class _Command(click.Command):
-    """Takes its help, parameters and function from the verb's module when it is called."""
+    """A verb; help, parameters and function are read from its module when it is called."""
 
     def __init__(self, verb: Verb) -> None:
         name = verb.name.rpartition(" ")[2]
@@ -119,7 +121,7 @@ class _Command(click.Command):
             self.help = f"{self._verb.summary}\n\n{details}"
         self.epilog = f"\b\nExit status:\n{exit_lines((0, 1, 2, *self._verb.ends))}"
         self.params = [*_parameters(function), *_SHARED]
-        self.callback = lambda **given: function(click.get_current_context().obj, **given)
+        self.callback = lambda **values: function(click.get_current_context().obj, **values)
         return super().make_context(*args, **kwargs)
 
 
@@ -129,7 +131,7 @@ class _Group(click.Group):
 
 
 def build() -> click.Group:
-    """The whole command line."""
+    """Return the whole command line."""
     summary = "Git-native mirrors and sealed checkouts, served by one daemon per machine."
     settings: dict[str, Any] = {"no_args_is_help": True, "context_settings": _SETTINGS}
     epilog = f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}"
@@ -139,19 +141,18 @@ def build() -> click.Group:
     for verb in VERBS:
         parent, _, leaf = verb.name.rpartition(" ")
         if parent and parent not in root.commands:
-            group = _Group(parent, help=GROUPS[parent], params=[*_SHARED], **settings)
-            root.add_command(group)
-        above = root.commands[parent] if parent else root
-        assert isinstance(above, click.Group)
-        above.add_command(_Command(verb), leaf)
+            root.add_command(_Group(parent, help=GROUPS[parent], params=[*_SHARED], **settings))
+        group = root.commands[parent] if parent else root
+        assert isinstance(group, click.Group)
+        group.add_command(_Command(verb), leaf)
     return root
 
 
-# -- parameters from annotations; typer does the same, and takes 26 ms longer to load (0.29.2)
+# -- parameters from annotations; typer does the same, but takes 26 ms longer to load (0.29.2)
 
 
 class _Choice(click.Choice[str]):
-    """One member of an enum, by value; click's own choice takes names."""
+    """A member of an enum, by value; click's own choice takes names."""
 
     def __init__(self, kind: type[StrEnum]) -> None:
         super().__init__([member.value for member in kind])
@@ -167,34 +168,34 @@ class _Argument(click.Argument):
 
 
 def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
-    """A verb's parameters in order, without the session, its first.
+    """Yield click's parameters for those of a verb, without the first, its session.
 
-    They are `Annotated[type, Argument(…) or Option(…)]`; the type is str, Path, bool, a StrEnum, a
-    list of them, or one of them or None.
+    Each is `Annotated[type, Argument(…) or Option(…)]`. The type is str, Path, bool or a StrEnum, a
+    list of one of them, or one of them or None.
     """
     hints = get_type_hints(function, include_extras=True)
-    for given in list(inspect.signature(function).parameters.values())[1:]:
-        kind, described = get_args(hints[given.name])
+    for parameter in list(inspect.signature(function).parameters.values())[1:]:
+        kind, spec = get_args(hints[parameter.name])
         if get_args(kind)[-1:] == (NoneType,):
             kind = get_args(kind)[0]
         is_list = get_origin(kind) is list
-        one = get_args(kind)[0] if is_list else kind
-        if issubclass(one, StrEnum):
-            value_type: click.ParamType[Any] = _Choice(one)
+        item = get_args(kind)[0] if is_list else kind
+        if issubclass(item, StrEnum):
+            value_type: click.ParamType[Any] = _Choice(item)
         else:
-            value_type = click.types.FuncParamType(Path) if one is Path else click.STRING
-        common: dict[str, Any] = {"metavar": described.metavar, "help": described.help}
-        common["required"] = given.default is inspect.Parameter.empty
+            value_type = click.types.FuncParamType(Path) if item is Path else click.STRING
+        common: dict[str, Any] = {"metavar": spec.metavar, "help": spec.help}
+        common["required"] = parameter.default is inspect.Parameter.empty
         if not common["required"]:
-            common["default"] = getattr(given.default, "value", given.default)
-        if isinstance(described, Argument):
+            common["default"] = getattr(parameter.default, "value", parameter.default)
+        if isinstance(spec, Argument):
             nargs = -1 if is_list else 1
-            yield _Argument([given.name], type=value_type, nargs=nargs, **common)
+            yield _Argument([parameter.name], type=value_type, nargs=nargs, **common)
             continue
-        flags = (described.flags or f"--{given.name.replace('_', '-')}").split()
+        flags = (spec.flags or f"--{parameter.name.replace('_', '-')}").split()
         if kind is bool:
             common |= {"is_flag": True}
         else:
             common |= {"type": value_type, "show_default": bool(common.get("default"))}
             common["multiple"] = is_list
-        yield click.Option([given.name, *flags], **common)
+        yield click.Option([parameter.name, *flags], **common)

@@ -14,9 +14,9 @@ from .operations import conclude, finish, finish_all, started, watching
 from .output import cell, count, described, listing, problem_of
 from .session import Argument, MirrorArgument, NoWait, Option, Session
 
-Repos = Annotated[list[str], Argument("owner/name; the upstream is the configured one.", "REPO...")]
-RecordArgument = Annotated[str, Argument("A record: its id, or a time in ISO 8601.")]
-_LOSS_HELP = "Follow an upstream that lost most of its refs; the mirror keeps them."
+Repos = Annotated[list[str], Argument("owner/name of [upstream] url.", "REPO...")]
+RecordArgument = Annotated[str, Argument("A record, by id or time (ISO 8601).")]
+_LOSS_HELP = "Follow an upstream that lost most of its refs; the mirror keeps their tips."
 AcceptLoss = Annotated[bool, Option(_LOSS_HELP)]
 CommitArgument = Annotated[str, Argument("A full commit id.")]
 
@@ -24,26 +24,26 @@ CommitArgument = Annotated[str, Argument("A full commit id.")]
 def add(
     session: Session,
     repos: Repos,
-    url: Annotated[str | None, Option("Another upstream for this one REPO.")] = None,
+    url: Annotated[str | None, Option("Another upstream, for a single REPO.")] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """A mirror that exists already, with the same upstream, is synced again."""
+    """An existing mirror with the same upstream is synced again."""
     if url and len(repos) > 1:
         hint = "add them one by one, each with its own --url"
-        raise UsageError("cannot give several mirrors one URL", hint=hint)
+        raise UsageError("cannot use one --url for several mirrors", hint=hint)
     _run(session, (partial(session.client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
 def sync(
     session: Session,
-    names: Annotated[list[str] | None, Argument("Default: all.", "[NAME]...")] = None,
+    names: Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")] = None,
     accept_loss: AcceptLoss = False,
     no_wait: NoWait = False,
 ) -> None:
-    """One sync runs per mirror; requests during it share its result."""
+    """A mirror has one sync at a time; requests during it share its result."""
     if accept_loss and not names:
-        hint = "name those whose upstream you looked at"
-        raise UsageError("cannot accept the loss of every mirror", hint=hint)
+        hint = "name the mirrors whose upstream you checked"
+        raise UsageError("cannot use --accept-loss for all mirrors", hint=hint)
     client = session.client
     wanted = names or [mirror.name for mirror in client.list_mirrors()]
     starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
@@ -51,7 +51,7 @@ def sync(
 
 
 def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
-    """Start all, wait for all; print the mirrors, or the operations that still run."""
+    """Start operations and wait for them; print their mirrors, or the running operations."""
     operations: list[Operation] = []
     status = 0
     for start in starts:
@@ -64,7 +64,7 @@ def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: b
         operations, failed = finish_all(session, operations)
         status = status or failed
 
-    def shown() -> Iterator[str]:
+    def lines() -> Iterator[str]:
         if any(operation.state == "running" for operation in operations):
             yield from listing(operations, "OPERATION=id KIND SUBJECT STATE")
         elif operations:
@@ -73,11 +73,11 @@ def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: b
                 m for m in session.client.list_mirrors() if m.name.lower() in subjects
             )
 
-    session.answer(operations, shown())
+    session.answer(operations, lines())
     for operation in operations:
         if to := (operation.result or {}).get("redirected_to"):
-            keeps = "the mirror keeps its URL until it is removed and added again"
-            session.note(f"{operation.subject}: upstream redirects to {to}; {keeps}")
+            remedy = "to follow it, remove the mirror and add it again"
+            session.note(f"{operation.subject}: upstream redirects to {to}; {remedy}")
     if status:
         raise SystemExit(status)
 
@@ -94,7 +94,7 @@ def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
 
 
 def show(session: Session, name: MirrorArgument) -> None:
-    """Status 8 when git cannot open the mirror."""
+    """Status 8 if git cannot open the mirror."""
     mirror = session.client.get_mirror(name)
     session.answer(mirror, _described(mirror))
     if mirror.error and isinstance(from_problem({"code": mirror.error.code}), IntegrityError):
@@ -113,7 +113,7 @@ def _described(mirror: Mirror) -> Iterator[str]:
 
 
 def remove(session: Session, name: MirrorArgument) -> None:
-    """A mirror with pins or checkouts is refused: remove the datasets first."""
+    """Refuses a mirror with pins or checkouts: remove the datasets first."""
     session.client.remove_mirror(name)
     session.answer(None, [])
     session.note(f"removed mirror {name}")
@@ -126,9 +126,9 @@ def pin(
     session: Session,
     name: MirrorArgument,
     commit: CommitArgument,
-    reason: Annotated[str, Option("Why; shown in `mirrord pins`.")] = "",
+    reason: Annotated[str, Option("Reason, shown by `mirrord pins`.")] = "",
 ) -> None:
-    """Fetches the commit when the mirror lacks it, and pins it once its closure is verified."""
+    """Fetches the commit if the mirror lacks it, and pins it once its closure is verified."""
     made = session.client.pin(name, commit, reason)
     session.answer(made, [f"pinned {made.commit} of {made.mirror} for {made.owner}"])
 
@@ -139,10 +139,10 @@ def unpin(
     commit: CommitArgument,
     owner: Annotated[
         str | None,
-        Option("dataset/NAME or person/UID; default: you. Others need an administrator."),
+        Option("dataset/NAME or person/UID, for administrators; default: you."),
     ] = None,
 ) -> None:
-    """A pin of another owner keeps the commit alive."""
+    """Pins of other owners still keep the commit alive."""
     session.client.unpin(name, commit, owner)
     session.answer(None, [])
     session.note(f"unpinned {commit} of {name}")
@@ -150,7 +150,7 @@ def unpin(
 
 def pins(
     session: Session,
-    name: Annotated[str | None, Argument("Default: all mirrors.", "[NAME]")] = None,
+    name: Annotated[str | None, Argument("Mirror; default: all.", "[NAME]")] = None,
 ) -> None:
     found = session.client.list_pins(name)
     session.answer(found, listing(found, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
@@ -160,7 +160,7 @@ def pins(
 
 
 def refs_log(session: Session, name: MirrorArgument) -> None:
-    """Newest first; each sync that changed something makes a record."""
+    """Lists records, newest first; each sync that changes a ref makes one."""
     records = session.client.log_refs(name)
     session.answer(records, listing(records, "RECORD=id AT REFS=ref_count SUMMARY"))
 
@@ -173,7 +173,7 @@ def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: Reco
 def refs_restore(
     session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
 ) -> None:
-    """Prints the moved refs. Their old tips are kept; the next sync follows upstream again."""
+    """Prints the moved refs. Their old tips are kept. The next sync follows upstream again."""
     conclude(session, session.client.restore_refs(name, at), no_wait, RefDiff, _changes)
 
 
@@ -188,19 +188,19 @@ def _changes(found: RefDiff) -> Iterator[str]:
 def bundle(
     session: Session,
     name: MirrorArgument,
-    file: Annotated[Path, Argument("The file to write; it appears when it is whole.")],
+    file: Annotated[Path, Argument("File to write; it appears once it is complete.")],
     since: Annotated[
-        str | None, Option("Only what is newer than this record: id, time, or latest.", "RECORD")
+        str | None,
+        Option("Only what is newer than this record: an id, a time, or latest.", "RECORD"),
     ] = None,
 ) -> None:
-    """The file holds refs, pins, kept refs, ref history, and the dataset rows of the mirror.
-
-    The rows include patches: keep it as private as the mirror. git can verify, clone and fetch from
-    it. Prints the record that the next --since can name.
+    """The file has refs, pins, kept refs, ref history, and the dataset rows of the mirror. It is as
+    private as the mirror: rows have patches. git can verify it, clone it and fetch from it. Prints
+    the record to name in the next --since.
     """
     if not file.parent.is_dir():
         fact = f"there is no directory {file.parent}"
-        raise UsageError(f"cannot write {file}: {fact}", hint="make it first")
+        raise UsageError(f"cannot write {file}: {fact}", hint="create it first")
     with watching(session, f"bundling {name}") as watch:
         made = session.client.create_bundle(name, file, since=since, progress=watch)
     session.answer(made, described(made, "file mirror size=size_bytes record since"))
@@ -208,16 +208,14 @@ def bundle(
 
 def bundle_import(
     session: Session,
-    file: Annotated[Path, Argument("A bundle of mirrord, or of git.")],
+    file: Annotated[Path, Argument("A bundle of mirrord or git.")],
     mirror: Annotated[
-        str | None, Option("Into this mirror; default: the one that the bundle names.", "NAME")
+        str | None, Option("Mirror to import into; default: the bundle's.", "NAME")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Makes a missing mirror. In an existing one refs are added or fast-forwarded.
-
-    Refs of the bundle that differ otherwise become kept refs. A damaged or hostile file changes
-    nothing.
+    """Creates a missing mirror. In an existing one refs are added or fast-forwarded; refs that
+    differ otherwise become kept refs. A damaged or hostile file changes nothing.
     """
     if not file.is_file():
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
@@ -227,42 +225,43 @@ def bundle_import(
 
 
 def _merged(result: BundleImported) -> Iterator[str]:
-    made = "made" if result.created else "added to"
+    verb = "created" if result.created else "merged into"
     counts = f"{len(result.kept)} kept, {count(result.pins, 'pin')}"
-    yield f"{made} mirror {result.mirror}: {result.summary}, {counts}"
+    yield f"{verb} mirror {result.mirror}: {result.summary}, {counts}"
     for name, rows in result.datasets.items():
         yield f"dataset {name}: {count(rows, 'instance')} added"
     for name in result.datasets_refused:
-        yield f"dataset {name}: another dataset has this name; its pins are yours now"
+        yield f"dataset {name}: another dataset has this name; you own its pins now"
 
 
-_WORDS_HELP = (
-    "A checkout and files of that commit, from the top of its tree; with --from-store mirrors,"
-    " default: all."
+_RESTORE_HELP = (
+    "A checkout, and paths from the top of the commit's tree; with --from-store mirrors, default:"
+    " all."
 )
 
 
 def restore(
     session: Session,
-    words: Annotated[list[str] | None, Argument(_WORDS_HELP, "[ID PATH...|MIRROR...]")] = None,
+    targets: Annotated[list[str] | None, Argument(_RESTORE_HELP, "[ID PATH...|MIRROR...]")] = None,
     commit: Annotated[
-        str | None, Option("A pinned commit, or the instance's by its role: gold.", "SHA")
+        str | None,
+        Option("Pinned commit, or a role of the instance's commits, such as gold.", "SHA"),
     ] = None,
     from_store: Annotated[bool, Option("Restore mirrors, pins and rows from [store] url.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """Files need a checkout of the grader view.
+    """Files need a checkout in the grader view.
 
-    With --from-store, what is here already stays, and an audit of the restored mirrors follows; a
-    mirror that fails does not stop the others, and the same call tries it again.
+    With --from-store, existing data stays, and the restored mirrors are audited. A failed mirror
+    does not stop the others; run the command again to retry it.
     """
     if from_store:
         if commit:
-            hint = "a checkout's files are restored without --from-store"
-            raise UsageError("cannot restore a commit from the store", hint=hint)
-        _restore_mirrors(session, words or [], no_wait)
-    elif commit and words and len(words) > 1:
-        restore_paths(session, words[0], commit, words[1:])
+            hint = "restore files of a checkout without --from-store"
+            raise UsageError("cannot use --commit with --from-store", hint=hint)
+        _restore_mirrors(session, targets or [], no_wait)
+    elif commit and targets and len(targets) > 1:
+        restore_paths(session, targets[0], commit, targets[1:])
     else:
         hint = "`mirrord restore ID PATH... --commit SHA`, or `--from-store` for mirrors"
         raise UsageError("cannot restore: a checkout, a path or a commit is missing", hint=hint)
@@ -297,14 +296,15 @@ Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]..
 def audit(
     session: Session,
     names: Names = None,
-    dataset: Annotated[str | None, Option("Only what this dataset records.")] = None,
-    level: Annotated[AuditLevel | None, Option("How deep; default: as configured.")] = None,
-    no_heal: Annotated[bool, Option("Do not repair.")] = False,
+    dataset: Annotated[str | None, Option("Only commits that this dataset records.")] = None,
+    level: Annotated[
+        AuditLevel | None, Option("Level of the checks; default: as configured.")
+    ] = None,
+    no_heal: Annotated[bool, Option("Report only, repair nothing.")] = False,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints one line per finding, then a total; repairs go to stderr.
-
-    Status 8 when a finding is neither healed nor accepted by `audit.accept`.
+    """Prints a line for each finding, then a total; repairs go to stderr. Status 8 if a finding is
+    neither healed nor accepted by [audit] accept.
     """
     heal = False if no_heal else None
     operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
@@ -354,7 +354,7 @@ def _findings(found: Audit) -> Iterator[str]:
 
 
 def _repair(repair: Repair) -> Iterator[str]:
-    """What a heal did to one mirror, and what it could not repair."""
+    """Describe what a heal repaired in a mirror, and what it could not."""
     for donor, number in repair.objects.items():
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
@@ -362,14 +362,14 @@ def _repair(repair: Repair) -> Iterator[str]:
     if repair.history:
         yield f"{repair.mirror} ref history: {repair.history}"
     for donor, reason in repair.refusals.items():
-        yield f"{repair.mirror} {donor} gave nothing: {reason}"
+        yield f"{repair.mirror} not healed from {donor}: {reason}"
     for ref in repair.refs:
         yield f"{repair.mirror} healed: restored lost ref {ref}"
     if repair.unhealed_count:
         listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
-        lacking = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
-        again = f"retried later, or now with `mirrord heal {repair.mirror} --bundle FILE`"
-        yield f"{repair.mirror} not healed: {lacking}; {again}"
+        fact = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
+        remedy = f"retried later, or now with `mirrord heal {repair.mirror} --bundle FILE`"
+        yield f"{repair.mirror} not healed: {fact}; {remedy}"
     if repair.error:
         yield f"{repair.mirror} not healed: {repair.error}"
 
@@ -378,18 +378,17 @@ def heal(
     session: Session,
     names: Names = None,
     bundle: Annotated[
-        Path | None, Option("Also take objects from this bundle, of any repository.", "FILE")
+        Path | None, Option("Bundle of any repository, as another donor.", "FILE")
     ] = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Prints repairs and open findings, as `mirrord audit` does; status 8 as there.
-
-    Bundles in the directory bundles/ of the daemon's state are used without being named.
+    """Prints repairs and open findings, and exits, as `mirrord audit` does. Bundles in bundles/ of
+    the state directory are always donors.
     """
     mirrors = names or []
     if bundle and len(mirrors) != 1:
         fact = f"{len(mirrors)} mirrors are named"
-        raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name the one it is for")
+        raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name one mirror")
     if bundle and not bundle.is_file():
         raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
     if bundle is None:

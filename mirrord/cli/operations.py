@@ -1,7 +1,6 @@
-"""Waiting for operations of the daemon, with a bar on a terminal, and `mirrord operations …`."""
+"""Wait for operations, with a progress bar on a terminal; and `mirrord operations …`."""
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,20 +9,20 @@ from typing import Annotated, TypeVar
 from ..errors import MirrordError, OperationNotFoundError
 from ..protocol import Answer, Operation, Progress
 from .output import cell, described, listing
-from .session import Argument, Option, Session, plain, print_line
+from .session import Argument, Option, Session, as_json, print_line
 
 A = TypeVar("A", bound=Answer)
 
-Id = Annotated[str, Argument("An operation's id, as `mirrord operations list` shows it.", "ID")]
+Id = Annotated[str, Argument("Id of an operation, as in `mirrord operations list`.", "ID")]
 
 
 @contextmanager
 def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, nothing elsewhere; yields the function that takes progress."""
+    """Show a progress bar if stderr is a terminal; yields the function that updates it."""
     if session.json or not sys.stderr.isatty():
         yield lambda progress: None
         return
-    rich = importlib.import_module("rich.progress")  # 60 ms that only a terminal pays
+    rich = importlib.import_module("rich.progress")  # takes 60 ms to load
     console = importlib.import_module("rich.console").Console(stderr=True)
     columns = (
         rich.TextColumn("{task.description}", markup=False),
@@ -39,24 +38,24 @@ def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None
 
 
 def amount(progress: Progress) -> str:
-    """`120/3,000 objects note`, as far as it is known."""
+    """Return progress as text, such as `120/3,000 objects NOTE`."""
     total = f"/{progress.total:,}" if progress.total else ""
     done = f"{progress.done:,}{total} {progress.unit}" if progress.unit else ""
     return f"{done} {progress.note}".strip()
 
 
 def finish(session: Session, operation: Operation) -> Operation:
-    """Wait for an operation; raises its error. Ctrl-C ends the waiting, not the work."""
+    """Wait for an operation; raises its error. Ctrl-C ends the wait, not the operation."""
     try:
         with watching(session, f"{operation.kind} {operation.subject}") as watch:
             return session.client.wait(operation, progress=lambda found: watch(found.progress))
     except KeyboardInterrupt:
-        _print_continues(operation)
+        _print_running(operation)
         raise
 
 
 def finish_all(session: Session, operations: list[Operation]) -> tuple[list[Operation], int]:
-    """Wait for all; returns all as they ended, and the exit status of the first failure."""
+    """Wait for operations; returns them as they ended, and the exit status of the first failure."""
     ended, status = [], 0
     for number, operation in enumerate(operations, 1):
         try:
@@ -68,15 +67,15 @@ def finish_all(session: Session, operations: list[Operation]) -> tuple[list[Oper
                 ended.append(session.client.get_operation(operation.id))
         except KeyboardInterrupt:
             for other in operations[number:]:
-                _print_continues(other)
+                _print_running(other)
             raise
     return ended, status
 
 
-def _print_continues(operation: Operation) -> None:
-    again = f"`mirrord operations wait {operation.id}` waits for it"
-    end = f"`mirrord operations cancel {operation.id}` ends it"
-    print(f"operation {operation.id} continues: {again}, {end}", file=sys.stderr)
+def _print_running(operation: Operation) -> None:
+    wait, cancel = (f"`mirrord operations {verb} {operation.id}`" for verb in ("wait", "cancel"))
+    fact = f"operation {operation.id} is still running: {wait} waits for it, {cancel} cancels it"
+    print(fact, file=sys.stderr)
 
 
 def conclude(
@@ -84,17 +83,17 @@ def conclude(
     operation: Operation,
     no_wait: bool,
     kind: type[A],
-    told: Callable[[A], Iterable[str]],
+    lines_of: Callable[[A], Iterable[str]],
 ) -> A | None:
-    """Answer with an operation, and tell its result to people; returns it, None while it runs."""
+    """Answer with an operation, as text with its result; returns the result, None with no_wait."""
     ended = operation if no_wait else finish(session, operation)
     result = None if ended.result is None else kind.from_json(ended.result)
-    session.answer(ended, started(ended) if result is None else told(result))
+    session.answer(ended, started(ended) if result is None else lines_of(result))
     return result
 
 
 def started(operation: Operation) -> list[str]:
-    """The answer for an operation that still runs."""
+    """Return the answer for a running operation."""
     return [f"operation {operation.id} {operation.state}"]
 
 
@@ -103,21 +102,20 @@ def started(operation: Operation) -> list[str]:
 
 def list_all(
     session: Session,
-    running: Annotated[bool, Option("Only those that have not ended.")] = False,
+    running: Annotated[bool, Option("Only running operations.")] = False,
 ) -> None:
-    """Lists your own; an administrator sees everybody's. A restart clears the list."""
+    """Lists your operations, for administrators all. A restart of the daemon clears the list."""
     known = [o for o in session.client.list_operations() if not running or o.state == "running"]
     session.answer(known, rows(known))
 
 
 def rows(operations: Iterable[Operation]) -> Iterator[str]:
-    """A table of operations."""
     columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
     return listing(operations, columns, PROGRESS=lambda found: amount(found.progress))
 
 
 def show(session: Session, operation_id: Id) -> None:
-    """With --json, shows its result too."""
+    """With --json, the result is included."""
     found = session.client.get_operation(operation_id)
     names = "operation=id kind subject state progress started=started_at ended=finished_at"
     names += " problem=error.detail hint=error.hint"
@@ -125,12 +123,12 @@ def show(session: Session, operation_id: Id) -> None:
 
 
 def watch(session: Session, operation_id: Id) -> None:
-    """Prints a line for each change; ends with the status of the verb that started it."""
+    """Prints a line for each change. The exit status is that of the verb that started it."""
     printed = ""
 
     def show_change(found: Operation) -> None:
         nonlocal printed
-        line = json.dumps(plain(found), ensure_ascii=False) if session.json else _line(found)
+        line = as_json(found) if session.json else _line(found)
         if line != printed:
             printed = line
             print_line(line)
@@ -139,17 +137,17 @@ def watch(session: Session, operation_id: Id) -> None:
 
 
 def _line(found: Operation) -> str:
-    words = found.kind, cell(found.subject), found.state, amount(found.progress)
-    return " ".join(filter(None, words))
+    facts = found.kind, cell(found.subject), found.state, amount(found.progress)
+    return " ".join(filter(None, facts))
 
 
 def wait(session: Session, operation_id: Id) -> None:
-    """Ends with the status of the verb that started it."""
+    """The exit status is that of the verb that started it."""
     ended = finish(session, session.client.get_operation(operation_id))
     session.answer(ended, [_line(ended)])
 
 
 def cancel(session: Session, operation_id: Id) -> None:
-    """Finished parts stay: mirrors, pins and rows."""
+    """Finished parts (mirrors, pins, rows) stay."""
     found = session.client.cancel_operation(operation_id)
     session.answer(found, [_line(found)])

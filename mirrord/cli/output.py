@@ -1,4 +1,4 @@
-"""Values for people: tables, times, sizes. No column is wrapped or cut: a pipe gets whole lines."""
+"""Tables, times and sizes as text. Columns are never wrapped or cut: a pipe gets whole lines."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def table(
     header: Sequence[str], rows: Iterable[Sequence[object]], *, bold: bool | None = None
 ) -> Iterator[str]:
-    """Lines of a table with aligned columns; numbers to the right. Bold header on a terminal."""
+    """Yield the lines of a table, numbers aligned right; on a terminal the header is bold."""
     is_bold = sys.stdout.isatty() if bold is None else bold
     cells = [[cell(value) for value in row] for row in rows]
     columns = range(len(header))
@@ -36,31 +36,34 @@ def table(
         yield f"\x1b[1m{line}\x1b[0m" if number == 0 and is_bold else line
 
 
-def listing(
-    items: Iterable[T], columns: str, *, bold: bool | None = None, **made: Callable[[T], object]
-) -> Iterator[str]:
-    """A table of messages. Columns are words: `NAME` is the member `name`, `OLD_ID=commit:short`
-    is called OLD ID; the values of others are `made`.
+def listing(items: Iterable[T], columns: str, **computed: Callable[[T], object]) -> Iterator[str]:
+    """Yield a table of messages.
+
+    A word of `columns` is a column: `NAME` shows the member `name`, `OLD_ID=commit:short` has the
+    header OLD ID. Values of the columns in `computed` are computed.
     """
     words = [word.partition("=") for word in columns.split()]
-    reads = [
-        made.get(name) or partial(_member, path=path or name.lower()) for name, _, path in words
+    readers = [
+        computed.get(name) or partial(_member, path=path or name.lower()) for name, _, path in words
     ]
     header = [name.replace("_", " ") for name, _, _ in words]
-    return table(header, [[read(item) for read in reads] for item in items], bold=bold)
+    return table(header, [[read(item) for read in readers] for item in items])
 
 
-def described(item: object, names: str, **made: object) -> Iterator[str]:
-    """Facts about a message by words, as for `listing`."""
+def described(item: object, names: str, **computed: object) -> Iterator[str]:
+    """Yield facts about a message; `names` and `computed` are as the columns of `listing`."""
     words = [word.partition("=") for word in names.split()]
     return facts(
-        (name.replace("_", " "), made[name] if name in made else _member(item, path or name))
+        (
+            name.replace("_", " "),
+            computed[name] if name in computed else _member(item, path or name),
+        )
         for name, _, path in words
     )
 
 
 def _member(item: object, path: str) -> object:
-    """A member as people read it, such as `error.detail`, `mirrors:count`, `size_bytes`."""
+    """Return a member as text shows it; paths are such as `error.detail`, `mirrors:count`."""
     names, _, form = path.partition(":")
     found: Any = item
     for name in names.split("."):
@@ -75,7 +78,7 @@ def _member(item: object, path: str) -> object:
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """Lines of `name  value`, without those that are None."""
+    """Yield lines of `name  value`, without values that are None."""
     shown = [(name, cell(value)) for name, value in pairs if value is not None]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
@@ -83,14 +86,14 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def cell(value: object) -> str:
-    """One value as one line, in which no terminal finds a control sequence."""
+    """Return a value as one line, with control characters escaped."""
     if value is None or value == "":
         return "-"
     return printable(when(value) if isinstance(value, datetime) else str(value))
 
 
 def when(time: datetime) -> str:
-    """A time in the reader's zone, with offset, to the second: one word that every verb accepts."""
+    """Return a local time with its offset, in seconds, as every verb accepts it."""
     return time.astimezone().isoformat(timespec="seconds")
 
 
@@ -102,14 +105,14 @@ count = counted
 
 
 def problem_of(mirror: Mirror) -> str | None:
-    """What the problem column says of a mirror."""
+    """Return the error code of a mirror's last sync, or how many refs were not taken."""
     if mirror.error:
         return mirror.error.code
     return f"{count(len(mirror.ref_faults), 'ref')} not taken" if mirror.ref_faults else None
 
 
 def ago(duration: timedelta) -> str:
-    """A long duration in its two largest units, such as 3h 12m."""
+    """Return a duration in its two largest units, such as 3h 12m."""
     left, parts = int(duration.total_seconds()), list[str]()
     for unit, length in _LENGTHS.items():
         number, left = divmod(left, length)
@@ -119,10 +122,10 @@ def ago(duration: timedelta) -> str:
 
 
 def seconds(duration: float) -> str:
-    """A short duration in the unit that shows three digits."""
+    """Return a duration in ms below a second, else in s."""
     return f"{duration * 1000:.1f} ms" if duration < 1 else f"{duration:.2f} s"
 
 
 def short(commit: str | None) -> str:
-    """The first digits of a full id; another name, such as a branch's, stays whole."""
+    """Return 12 digits of a full commit id; other names, such as a branch, stay whole."""
     return (commit[:12] if len(commit) == 40 else commit) if commit else "-"

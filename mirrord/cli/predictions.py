@@ -1,9 +1,9 @@
-"""`mirrord grade --predictions`: a grade of each prediction of a file, many at once, with a report.
+"""`mirrord grade --predictions`: grade the predictions of a file, several at a time, and report.
 
-Predictions are rows as SWE-bench writes them: `instance_id`, `model_patch`, `model_name_or_path`,
-as JSON lines, a JSON array, or an object by instance id. The file is read twice: first for the last
-row of each instance, which counts as it does for SWE-bench, then row by row. A grade that is not
-kept ends with this process, whatever happens to it.
+Predictions are SWE-bench's rows (`instance_id`, `model_patch`, `model_name_or_path`) as JSON lines,
+a JSON array, or an object by instance id. The file is read twice: first to find the last row of
+each instance and model, which counts as for SWE-bench, then row by row. Grades that are not kept
+are bound to this process.
 """
 
 import json
@@ -30,7 +30,7 @@ from .session import Session
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1024**2
 _NAMES = {"instance_id", "model_patch"}
-_OBJECT_OF_OBJECTS = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
+_OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 _FATAL = (errors.NoDaemonError, errors.StoppingError)
 _UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
 _CONFLICT = (
@@ -41,7 +41,7 @@ _CONFLICT = (
 
 
 class Prediction(NamedTuple):
-    """A row; `line` counts lines of JSON lines, rows of everything else, from 1."""
+    """A row. `line` counts from 1: lines of JSON lines, else rows."""
 
     line: int
     instance: str
@@ -50,12 +50,12 @@ class Prediction(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What can be predicted once in a file."""
+        """The key of which the last row counts."""
         return self.instance, self.model
 
 
 class Fault(NamedTuple):
-    """A row that is no prediction, and why."""
+    """An invalid row, and the reason."""
 
     line: int
     reason: str
@@ -65,7 +65,7 @@ class Fault(NamedTuple):
 
 
 def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
-    """The rows of a file, one at a time; raises UsageError for a file that has none."""
+    """Yield the rows of a file; raises UsageError if it has none."""
     if path.exists() and not path.is_file():
         raise _unusable(path, "it is not a regular file")
     try:
@@ -84,7 +84,7 @@ def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
 
 
 def _iter_rows(file: BufferedReader) -> Iterator[Element]:
-    """Lines, or the elements of one document, which may be a single long line."""
+    """Yield lines, or the elements of one JSON document, which may be a single line."""
     start = file.tell()
     head = file.read(_HEAD_BYTES).lstrip()
     file.seek(start)
@@ -93,7 +93,7 @@ def _iter_rows(file: BufferedReader) -> Iterator[Element]:
     first, _, rest = head.partition(b"\n")
     value = _decoded(first)
     if value is None:
-        is_document = _OBJECT_OF_OBJECTS.match(head) is not None
+        is_document = _OBJECT_BY_ID.match(head) is not None
     else:
         is_document = value.keys().isdisjoint(_NAMES) and not rest.strip()
     return iter_elements(file) if is_document else map(Element, file)
@@ -116,7 +116,7 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
     try:
         content = (patch or "").encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        return Fault(line, "its model_patch has half of a character")
+        return Fault(line, "its model_patch is not valid Unicode")
     return Prediction(line, instance, model if isinstance(model, str) else "", content)
 
 
@@ -129,15 +129,15 @@ def _decoded(text: bytes) -> dict[str, Any] | None:
 
 
 def _unusable(path: Path, fact: str) -> errors.UsageError:
-    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as for SWE-bench"
+    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as SWE-bench does"
     return errors.UsageError(f"cannot read the predictions in {path}: {fact}", hint=hint)
 
 
-# -- what becomes of them --------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 class State(StrEnum):
-    """What became of a prediction. The first two have a grade."""
+    """The result of a prediction. The first two have a grade."""
 
     PREPARED = "prepared"
     EMPTY = "empty"
@@ -151,7 +151,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GradedPrediction:
-    """One row of a file of predictions. `counts` is the line of the duplicate that counts."""
+    """A row and its result. `counts` is the line that counts instead of a duplicate."""
 
     line: int
     state: State
@@ -165,13 +165,13 @@ class GradedPrediction:
 
     @property
     def touched_tests(self) -> list[str]:
-        """Paths of the change that are tests, by the rules or by the instance's test patch."""
+        """Changed paths that are tests, by the rules or the instance's test patch."""
         found = self.grade.steering if self.grade else []
         return sorted({s.path for s in found if s.kind == "tests" or s.action == "restored"})
 
     @property
-    def why(self) -> str:
-        """Why there is no grade."""
+    def reason(self) -> str:
+        """The reason why there is no grade."""
         if self.counts:
             return f"line {self.counts} counts"
         return self.error.message if self.error else ""
@@ -197,7 +197,7 @@ class GradedPrediction:
 
 
 class GradingReport(Report[GradedPrediction]):
-    """Of the predictions in a file, `source`."""
+    """A report of the predictions in a file, `source`."""
 
     kind = ReportKind.GRADING
     noun = "prediction"
@@ -207,10 +207,10 @@ class GradingReport(Report[GradedPrediction]):
         State.PREPARED: ("good", "the patch applies; the grade has it and the tests"),
         State.EMPTY: ("other", "the patch changes nothing"),
         State.CONFLICT: ("bad", "the patch does not apply"),
-        State.REFUSED: ("bad", "the policy refuses what could steer the tests"),
-        State.UNKNOWN: ("other", "no dataset has the instance, or several differ in it"),
-        State.FAILED: ("bad", "it could not be graded"),
-        State.INVALID: ("bad", "the row is no prediction"),
+        State.REFUSED: ("bad", "the policy refuses a change that could steer the tests"),
+        State.UNKNOWN: ("other", "no dataset has the instance, or datasets differ in it"),
+        State.FAILED: ("bad", "another error"),
+        State.INVALID: ("bad", "the row is not a prediction"),
         State.DUPLICATE: ("other", "a later row of the same instance and model counts"),
     }
 
@@ -242,11 +242,11 @@ class GradingReport(Report[GradedPrediction]):
 
     @property
     def exit_status(self) -> int:
-        """That of the first prediction that has no grade."""
+        """The exit status of the first prediction without a grade, else 0."""
         return next((each.error.exit_status for each in self.rows if each.error), 0)
 
     def totals(self) -> dict[str, Any]:
-        """Counts of predictions: by state, by strategy, by rule."""
+        """Return counts of predictions by state, strategy and rule."""
         graded = [(each, each.grade) for each in self.rows if each.grade]
         rules = Counter(rule for _, grade in graded for rule in {s.rule for s in grade.steering})
         return {
@@ -260,22 +260,24 @@ class GradingReport(Report[GradedPrediction]):
         }
 
     def answer(self) -> dict[str, Any]:
-        """The answer with --json."""
+        """Return the answer of --json."""
         rows = [outcome.to_json() for outcome in self.rows]
         return {"predictions": to_json(rows), "totals": to_json(self.totals())}
 
     def lines(self) -> Iterator[str]:
-        """The answer for people."""
+        """Yield the answer as text."""
         models = len({each.model for each in self.rows if each.model}) > 1
         rows = []
         for each in self.rows:
             grade = each.grade
             rules = ", ".join(sorted({s.rule for s in grade.steering})) if grade else ""
             how = (grade.strategy, grade.changed) if grade else ("", "")
-            named = (each.instance, each.model) if models else (each.instance,)
-            rows.append((each.line, *named, each.state, *how, rules, each.why))
-        named = ("INSTANCE", "MODEL") if models else ("INSTANCE",)
-        yield from table(("LINE", *named, "RESULT", "HOW", "PATHS", "STEERING", "WHY"), rows)
+            names = (each.instance, each.model) if models else (each.instance,)
+            rows.append((each.line, *names, each.state, *how, rules, each.reason))
+        headers = ("INSTANCE", "MODEL") if models else ("INSTANCE",)
+        yield from table(
+            ("LINE", *headers, "RESULT", "STRATEGY", "PATHS", "STEERING", "REASON"), rows
+        )
         states = Counter(each.state for each in self.rows)
         counted = ", ".join(f"{states[state]} {state}" for state in State if states[state])
         yield f"{count(len(self.rows), 'prediction')}: {counted}"
@@ -288,14 +290,15 @@ def grade_all(
     session: Session,
     path: Path,
     reports: list[Path],
-    at_once: int,
+    jobs: int,
     *,
     dataset: str | None,
     keep: bool,
     **choices: Any,
 ) -> None:
-    """Grade every prediction of a file; status 0 when each has a grade, else that of the first
-    that has none. An interruption leaves a report of what was done, and no lease.
+    """Grade every prediction of a file. Exits with the status of the first that has no grade.
+
+    An interrupted run leaves a report of the finished predictions, and no lease.
     """
     if dataset is not None:
         session.client.get_dataset(dataset)
@@ -311,14 +314,14 @@ def grade_all(
     async def begin(client: AsyncClient) -> Iterator[Awaitable[GradedPrediction]]:
         return map(_Grader(client, last, keep, choices).grade, read_predictions(path))
 
-    run(session, "grade", report, at_once, begin)
+    run(session, "grade", report, jobs, begin)
     session.answer(report.answer(), report.lines())
     if status := report.exit_status:
         raise SystemExit(status)
 
 
 class _Grader:
-    """Grades one prediction at a time, any number of times at once."""
+    """Grades predictions; tasks may share it."""
 
     def __init__(
         self,
@@ -332,28 +335,27 @@ class _Grader:
         self._bind = Bind.LEASE if keep else Bind.PROCESS
 
     async def grade(self, row: Prediction | Fault) -> GradedPrediction:
-        """Grade a prediction, and release the grade unless it is kept."""
+        """Grade a prediction and release the grade, unless it is kept."""
         if isinstance(row, Fault):
             fault = errors.UsageError(f"cannot read line {row.line}: {row.reason}")
             return GradedPrediction(row.line, State.INVALID, error=fault)
-        names = row.instance, row.model
         if (line := self._last.get(row.key, row.line)) != row.line:
-            return GradedPrediction(row.line, State.DUPLICATE, *names, counts=line)
+            return GradedPrediction(row.line, State.DUPLICATE, *row.key, counts=line)
         began = time.perf_counter()
         try:
             grade = await self._prepare(row)
-        except (*_FATAL, errors.AccessError):  # as for all others
+        except (*_FATAL, errors.AccessError):  # all other predictions would fail too
             raise
         except errors.MirrordError as error:
-            return GradedPrediction(row.line, _state_of(error), *names, error=error)
+            return GradedPrediction(row.line, _state_of(error), *row.key, error=error)
         took = time.perf_counter() - began
         state = State.PREPARED if grade.report.changed else State.EMPTY
         outcome = GradedPrediction(
-            row.line, state, *names, grade.report, seconds=took, is_kept=self._keep
+            row.line, state, *row.key, grade.report, seconds=took, is_kept=self._keep
         )
         if self._keep:
             return outcome
-        async with grade:  # releases it, also when this task is cancelled
+        async with grade:  # releases it, even if this task is cancelled
             return outcome
 
     async def _prepare(self, row: Prediction) -> AsyncGrade:

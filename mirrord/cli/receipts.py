@@ -1,57 +1,63 @@
-"""`mirrord receipt`: a checkout's receipt, signed or not; and the verification of one."""
+"""`mirrord receipt`: issue the receipt of a checkout, sign it, and verify receipts.
 
-import importlib
+The daemon never signs: ssh-keygen does, as the user. `-n` is the namespace of SSHSIG: a signature
+of anything else is not valid for a receipt.
+"""
+
 import json
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..errors import IntegrityError, UsageError
+from ..errors import IntegrityError, ResourceError, UsageError
 from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
 from .checkouts import ID_HELP, find_id
 from .session import Argument, Option, Session, print_line, read_file
 
-_SIGN_HELP = "Sign it with this SSH key; of a public one an agent has the private one."
+_NAMESPACE = "mirrord-receipt"
+_SIGN_HELP = "SSH key to sign it with; for a public key the SSH agent has the private one."
 
 
 def receipt(
     session: Session,
     checkout_id: Annotated[str | None, Argument(ID_HELP, "[ID]")] = None,
     sign: Annotated[Path | None, Option(_SIGN_HELP, "KEYFILE")] = None,
-    verify: Annotated[
-        str | None, Option("Verify this receipt; - is standard input.", "FILE")
-    ] = None,
+    verify: Annotated[str | None, Option("Receipt to verify; - is standard input.", "FILE")] = None,
     allowed_signers: Annotated[
-        Path | None, Option("Who may sign, as ssh-keygen reads it.", "FILE")
+        Path | None, Option("Allowed signers, in the format of ssh-keygen.", "FILE")
     ] = None,
     identity: Annotated[
-        str | None, Option("Who of the allowed signers it must be.", "NAME")
+        str | None, Option("Allowed signer that it must be signed by.", "NAME")
     ] = None,
 ) -> None:
     """The receipt is canonical JSON; docs/receipts.md defines its members.
 
-    --verify checks the form, the signature, and commit, tree and closure against the daemon's
-    mirror. Status 8 where something does not hold; each such member is named.
+    --verify checks format and signature, and compares commit, tree and closure with the daemon's
+    mirror. Status 8 if a member does not hold; each such member is listed.
     """
     if (checkout_id is None) == (verify is None) or (sign and verify):
-        hint = "write mirrord receipt ID [--sign KEYFILE], or mirrord receipt --verify FILE"
+        hint = "use `mirrord receipt ID [--sign KEYFILE]` or `mirrord receipt --verify FILE`"
         raise UsageError("cannot tell whether to issue or to verify a receipt", hint=hint)
     if (allowed_signers is None) != (identity is None) or (identity and not verify):
-        hint = "they go together, with --verify"
-        raise UsageError("cannot take --allowed-signers or --identity alone", hint=hint)
+        hint = "give both, with --verify"
+        raise UsageError("cannot use --allowed-signers or --identity alone", hint=hint)
     if verify is not None:
         _verify(session, verify, allowed_signers, identity or "")
         return
     found = session.client.get_receipt(find_id(session, str(checkout_id)))
     if sign:
-        found = replace(found, signature=_signatures().sign(found.signed_bytes(), sign))
+        found = replace(found, signature=_sign(found.signed_bytes(), sign))
     print_line(found.canonical().decode())
 
 
 def _verify(session: Session, file: str, signers: Path | None, identity: str) -> None:
     if signers and not signers.is_file():
-        raise UsageError(f"cannot read {signers}: no such file", hint="name a file of signers")
+        raise UsageError(
+            f"cannot read {signers}: no such file", hint="name a file of allowed signers"
+        )
     notes: list[str] = []
     try:
         given = _read(read_file(file))
@@ -74,9 +80,9 @@ def _verify(session: Session, file: str, signers: Path | None, identity: str) ->
 
 
 def _read(content: bytes) -> Receipt:
-    """The receipt in a file, however that is laid out; MalformedError for anything else.
+    """Parse a receipt, in any layout of JSON; raises MalformedError.
 
-    Members that the format does not have are refused: nobody would verify them.
+    Unknown members are refused, because nothing verifies them.
     """
     try:
         value = json.loads(content, object_pairs_hook=_unique)
@@ -85,9 +91,9 @@ def _read(content: bytes) -> Receipt:
     except MalformedError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise MalformedError(f"it is no JSON that a receipt can be: {error}") from error
+        raise MalformedError(f"it is not a receipt: {error}") from error
     if not is_whole:
-        raise MalformedError("it has members or spellings that the format does not have")
+        raise MalformedError("it has unknown members, or values in another spelling")
     return given
 
 
@@ -99,18 +105,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tuple[bool, str]:
-    """Whether the signature is as good as was asked for, and what to say of it."""
+    """Return whether the signature is good enough, and what to report about it."""
     if given.signature is None:
         return signers is None, "it is not signed"
-    is_good, detail = _signatures().check(given.signed_bytes(), given.signature, signers, identity)
+    is_good, detail = _check(given.signed_bytes(), given.signature, signers, identity)
     if is_good and not signers:
-        detail += "; whose key that is was not checked: give --allowed-signers and --identity"
+        detail += "; the signer was not checked: give --allowed-signers and --identity"
     return is_good, detail
-
-
-def _signatures() -> Any:
-    """Loaded for a signature alone: with what starts processes it takes 20 ms."""
-    return importlib.import_module(".signatures", __package__)
 
 
 def _fault(member: str, fact: str) -> Mismatch:
@@ -123,3 +124,48 @@ def _lines(report: ReceiptReport) -> Iterator[str]:
         yield f"{each.member}: {stated}{each.found or 'nothing'}"
     checked = f": checked {', '.join(report.checked)}" if report.checked else ""
     yield f"{'the receipt holds' if report.holds else 'the receipt does not hold'}{checked}"
+
+
+# -- signatures -----------------------------------------------------------------------------------
+
+
+def _sign(data: bytes, key: Path) -> str:
+    """Return the armoured signature by a private key, or by the SSH agent for a public key.
+
+    ssh-keygen asks for a passphrase on the terminal, and for a touch on stderr.
+    """
+    if not key.is_file():
+        raise UsageError(f"cannot sign with {key}: no such file", hint="name an SSH key file")
+    done = _ssh_keygen("sign", "-f", str(key), "-q", input=data, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise UsageError(
+            f"cannot sign with {key}: ssh-keygen ended with status {done.returncode}",
+            hint="see its message on stderr; the file must be a readable SSH key",
+        )
+    return done.stdout.decode("ascii")
+
+
+def _check(data: bytes, signature: str, signers: Path | None, identity: str) -> tuple[bool, str]:
+    """Return whether a signature of `data` is good, and what ssh-keygen says about it.
+
+    With `signers`, a file of ssh-keygen(1) ALLOWED SIGNERS, it must be by `identity`. Without, it
+    only proves that `data` is what some key signed.
+    """
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="replace") as file:
+        file.write(signature)
+        file.flush()
+        options = ["check-novalidate", "-s", file.name]
+        if signers:
+            options = ["verify", "-s", file.name, "-f", str(signers), "-I", identity]
+        done = _ssh_keygen(*options, input=data, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    lines = done.stdout.decode(errors="replace").splitlines()
+    facts = [line.rstrip(".") for line in lines if not line.startswith("Could not verify")]
+    return done.returncode == 0, facts[0] if facts else "it is not by this signer"
+
+
+def _ssh_keygen(*options: str, **how: Any) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(["ssh-keygen", "-Y", *options, "-n", _NAMESPACE], check=False, **how)
+    except FileNotFoundError as error:
+        hint = "install openssh-client"
+        raise ResourceError("cannot run ssh-keygen: no such command", hint=hint) from error

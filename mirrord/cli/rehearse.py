@@ -1,7 +1,8 @@
-"""`mirrord rehearse`: does every instance work, here and now? The run, its results, and their page.
+"""`mirrord rehearse`: test instances with this daemon, and report the results.
 
-With --resume a line is written when its instance is done, so whatever ends a run, the next one with
-the same file goes on behind it. A torn last line is cut off. What was untried is no result.
+With --resume the result of an instance is written as soon as it is known. A later run with the same
+file truncates a torn last line and skips instances whose result still holds; untried ones are
+tried.
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ from . import reports
 from .output import cell, count, listing, table
 from .session import Argument, Option, Session, read_duration, read_jobs
 
-_REPORT_HELP = "Write what is ready, and why the rest is not, as a page (.html); repeatable."
-_RUN_HELP = "Run the tests of each, in its environment, without and with the gold patch."
-_LOGS_HELP = "Keep what tests print in this directory (with --run). Default: beside the report."
-_RESUME_HELP = "Note each result in this file, and leave out those in it that still hold."
+_REPORT_HELP = "Write the results as a page (.html); repeatable."
+_RUN_HELP = "Run the tests in the environment, before and after the gold patch."
+_LOGS_HELP = "Directory for the logs of tests (with --run); default: beside the report."
+_RESUME_HELP = "Write each result to this file, and skip instances whose result still holds."
 
 
 def rehearse(
     session: Session,
-    instances: Annotated[list[str] | None, Argument("Default: all.", "[INSTANCE]...")] = None,
+    instances: Annotated[
+        list[str] | None, Argument("Instances; default: all.", "[INSTANCE]...")
+    ] = None,
     dataset: Annotated[str | None, Option("All instances of this dataset.")] = None,
-    jobs: Annotated[str, Option("How many instances at a time.", "N")] = "8",
+    jobs: Annotated[str, Option("Instances to test at a time.", "N")] = "8",
     report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
     resume: Annotated[Path | None, Option(_RESUME_HELP, "FILE")] = None,
     run: Annotated[bool, Option(_RUN_HELP)] = False,
     logs: Annotated[Path | None, Option(_LOGS_HELP, "DIR")] = None,
-    timeout: Annotated[str, Option("For one run of an instance's tests.")] = "30m",
+    timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
 ) -> None:
-    """Each is checked out and compared with its base commit, its seal is judged, its test patch and
-    gold patch are applied and taken back, and it is reset. Recorded commits are audited. With
-    --run its environment is built or found, and its tests have to fail and pass as the row says.
+    """Each instance is checked out and compared with its base commit, its seal is verified, its
+    test patch and gold patch are applied and reversed, and it is reset. Recorded commits are
+    audited. With --run its environment is built, and its tests must fail and pass as its row says.
 
-    Status 8 when an instance fails. One that works while another commit of its row cannot be served
-    is "ready, but". Ctrl-C releases every checkout and leaves a report of what was done.
+    Status 8 if an instance fails. An instance is "ready, but" if it works and another commit of its
+    row cannot be served. Ctrl-C releases all checkouts and leaves a report of finished instances.
     """
-    at_once = read_jobs(jobs, "--jobs")
+    parallel = read_jobs(jobs, "--jobs")
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
-    tests["logs"] = _logs_of(logs, [*(report or ()), *([resume] if resume else [])])
+    tests["logs"] = _log_directory(logs, [*(report or ()), *([resume] if resume else [])])
     results = Results(report or (), resume)
 
     async def begin(client: AsyncClient) -> Iterator[Awaitable[protocol.Rehearsed]]:
@@ -58,38 +61,37 @@ def rehearse(
             raise UsageError("cannot rehearse: there are no instances", hint=hint)
         return map(rehearsal.rehearse, results.choose(rehearsal.candidates))
 
-    reports.run(session, "rehearse", results, at_once, begin)
+    reports.run(session, "rehearse", results, parallel, begin)
     session.answer(results.answer(), results.lines())
     if status := results.exit_status:
         raise SystemExit(status)
 
 
-def _logs_of(asked: Path | None, files: list[Path]) -> Path | None:
-    """The directory for logs; that of the first report, or of what was done, by its name."""
-    if asked or not files:
-        return asked
+def _log_directory(logs: Path | None, files: list[Path]) -> Path | None:
+    """Return the directory for logs; by default it is named after the first of `files`."""
+    if logs or not files:
+        return logs
     return files[0].with_name(f"{files[0].stem}-logs")
 
 
 _Key = tuple[str | None, str]
-_BUT = "can be checked out and graded; another commit of the row cannot be served"
 
 
 class Results(reports.Report[protocol.Rehearsed]):
-    """The results of one run, with those of earlier runs that still hold."""
+    """The results of a run, and those of earlier runs that still hold."""
 
     kind = ReportKind.REHEARSAL
     noun = "instance"
     template = "rehearsal.html"
     results: ClassVar = {
-        Readiness.READY: ("good", "checked out, sealed, patched, reset, all as it should be"),
-        Readiness.BUT: ("good", _BUT),
+        Readiness.READY: ("good", "checkout, seal, patches and reset work"),
+        Readiness.BUT: ("good", "ready; another commit of the row cannot be served"),
         Readiness.FAILED: ("bad", "does not work"),
-        Readiness.UNTRIED: ("other", "could not be tried, for another reason than the row"),
+        Readiness.UNTRIED: ("other", "not tried, for a reason outside the row"),
     }
 
     def __init__(self, pages: Iterable[Path], resume: Path | None) -> None:
-        self.kept = 0
+        self.kept_count = 0
         lines, self._earlier = _open_lines(resume) if resume else (None, {})
         super().__init__(pages, None, 0, lines)
 
@@ -112,22 +114,21 @@ class Results(reports.Report[protocol.Rehearsed]):
         return f"Rehearsal of {count(self.total, 'instance')}"
 
     def choose(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Those without a result that still holds; keeps the results of the others."""
+        """Return the candidates without a valid earlier result; keep the valid results."""
         self.total = len(candidates)
-        left = []
+        chosen = []
         for each in candidates:
             known = self._earlier.get((each.dataset, each.instance))
-            holds = known is not None and known.state == each.state
-            if known is not None and holds and known.status is not Readiness.UNTRIED:
+            if known and known.state == each.state and known.status is not Readiness.UNTRIED:
                 self.rows.append(known)
             else:
-                left.append(each)
-        self.kept = len(self.rows)
-        return left
+                chosen.append(each)
+        self.kept_count = len(self.rows)
+        return chosen
 
     @property
     def exit_status(self) -> int:
-        """8 where an instance failed, else the least of those that could not be tried."""
+        """8 if an instance failed, else the smallest status of an untried one, else 0."""
         if any(row.status is Readiness.FAILED for row in self.rows):
             return 8
         untried = (row.error for row in self.rows if row.status is Readiness.UNTRIED)
@@ -135,7 +136,7 @@ class Results(reports.Report[protocol.Rehearsed]):
         return min(statuses, default=0)
 
     def totals(self) -> dict[str, Any]:
-        """Counts of instances, in all and by dataset and repository."""
+        """Return counts of instances, in total and by dataset and repository."""
         groups: dict[tuple[str, str], Counter[str]] = {}
         for row in self.rows:
             counts = groups.setdefault((row.dataset or "-", row.repo or "-"), Counter())
@@ -152,7 +153,7 @@ class Results(reports.Report[protocol.Rehearsed]):
             }
             for (dataset, repo), counts in sorted(groups.items())
         ]
-        return {**super().totals(), "kept": self.kept, "repositories": repositories}
+        return {**super().totals(), "kept": self.kept_count, "repositories": repositories}
 
     def report(self) -> protocol.AddReport:
         datasets = {row.dataset for row in self.rows}
@@ -164,12 +165,12 @@ class Results(reports.Report[protocol.Rehearsed]):
         return {**super().facts(), "datasets": [(name, [*rows]) for name, rows in datasets]}
 
     def answer(self) -> dict[str, Any]:
-        """The answer with --json."""
+        """Return the answer of --json."""
         rows = [{**row.to_json(), "ok": row.ok} for row in self.rows]
         return {"instances": rows, "totals": protocol.to_json(self.totals())}
 
     def lines(self) -> Iterator[str]:
-        """The answer for people: counts by repository, then each instance that is not ready."""
+        """Yield the answer as text: counts by repository, then instances that are not ready."""
         totals = self.totals()
         header = ("DATASET", "REPOSITORY", "INSTANCES", *(state.upper() for state in Readiness))
         rows = []
@@ -182,7 +183,7 @@ class Results(reports.Report[protocol.Rehearsed]):
                 yield f"{count(without, 'instance')} without {name}: nothing to apply"
         if bad := self.bad():
             yield ""
-            yield from listing(bad, "INSTANCE RESULT=status WHY=reason")
+            yield from listing(bad, "INSTANCE RESULT=status REASON")
             yield from _unexpected(bad)
         counted = [
             f"{found:,} {state}"
@@ -190,7 +191,7 @@ class Results(reports.Report[protocol.Rehearsed]):
             if (found := totals["states"].get(state)) and state is not Readiness.FAILED
         ]
         failed = totals["states"].get(Readiness.FAILED) or "none"
-        kept = f" ({self.kept:,} by an earlier run)" if self.kept else ""
+        kept = f" ({self.kept_count:,} by an earlier run)" if self.kept_count else ""
         counts_text = "; ".join([*counted, f"{failed} failed"])
         yield f"{count(len(self.rows), 'instance')} rehearsed{kept}: {counts_text}"
 
@@ -201,7 +202,7 @@ def _failed_step(row: protocol.Rehearsed) -> str:
 
 
 def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
-    """The tests that came out otherwise than their rows say, with the last lines about them."""
+    """Yield unexpected results of tests, with the last lines of their log."""
     for row in rows:
         for each in row.unexpected:
             yield ""
@@ -211,8 +212,8 @@ def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
 
 
 def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
-    """The file to write on to, and the last result of each instance in it."""
-    hint = "name a file that --resume wrote, or a new one"
+    """Open a file to append to; returns it, and the last result of each instance in it."""
+    hint = "name a new file, or one that --resume wrote"
     try:
         file = path.open("a+b")
         file.seek(0)
@@ -224,6 +225,6 @@ def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
     except ValueError as error:
         file.close()
-        message = f"cannot resume from {path}: it has lines that are no results of a rehearsal"
+        message = f"cannot resume from {path}: it has lines that are not results of a rehearsal"
         raise UsageError(message, hint=hint) from error
     return file, {(row.dataset, row.instance): row for row in found}

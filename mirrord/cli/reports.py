@@ -1,7 +1,7 @@
-"""Runs over many instances: several at a time, and reports of them in files.
+"""Runs over many instances, several at a time, and their reports as files.
 
-A page is one file without scripts and without anything to load; a content security policy lets
-nothing in but the style that is there. Every text in it may be a model's, and is escaped.
+A page is a single file without scripts. Its content security policy allows its own style and
+nothing else. All text in it may come from a model, and is escaped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGES = {".html", ".htm"}
 
 
 class Row(Protocol):
-    """What became of one instance."""
+    """The result of an instance."""
 
     @property
     def instance(self) -> str | None: ...
@@ -42,9 +42,9 @@ R = TypeVar("R", bound=Row)
 
 
 class Report(ABC, Generic[R]):
-    """The rows of one run, and the files about them; `close` completes those.
+    """The rows of a run, and its report files, which `close` completes.
 
-    Lines are written when their row is added, so an interrupted report is whole as far as it goes.
+    JSON lines are written when their row is added, so an interrupted run leaves them complete.
     """
 
     kind: ClassVar[ReportKind]
@@ -52,7 +52,7 @@ class Report(ABC, Generic[R]):
     template: ClassVar[str]
     suffixes: ClassVar[set[str]] = PAGES
     results: ClassVar[Mapping[StrEnum, tuple[str, str]]]
-    """Of each result the tone (good, bad or other) and the meaning."""
+    """The tone (good, bad or other) and the meaning of each result."""
 
     def __init__(
         self, paths: Iterable[Path], dataset: str | None, total: int, lines: BinaryIO | None = None
@@ -62,7 +62,7 @@ class Report(ABC, Generic[R]):
         self._began_at = utc_now()
         self._lines = [lines] if lines else []
         self._pages: list[BinaryIO] = []
-        with ExitStack() as opened:  # now: better than after hours of work
+        with ExitStack() as opened:  # fail before the work, which may take hours
             for file in self._lines:
                 opened.enter_context(file)
             for path in paths:
@@ -75,7 +75,7 @@ class Report(ABC, Generic[R]):
 
     @abstractmethod
     def order(self, row: R) -> Any:
-        """What rows are sorted by in the end."""
+        """Return the key that rows are sorted by."""
 
     @abstractmethod
     def result_of(self, row: R) -> StrEnum: ...
@@ -85,7 +85,7 @@ class Report(ABC, Generic[R]):
 
     @abstractmethod
     def faults(self) -> Iterator[tuple[str, str]]:
-        """Instances without a good result, and what that was."""
+        """Yield instances without a good result, and that result."""
 
     def add(self, row: R) -> None:
         self.rows.append(row)
@@ -97,14 +97,14 @@ class Report(ABC, Generic[R]):
             file.flush()
 
     def close(self) -> None:
-        """Write the pages, of as many instances as were done."""
+        """Write the pages and close all files."""
         with self._files:
             self.rows.sort(key=self.order)
             for file in self._pages:
                 file.write(self.render().encode("utf-8", "backslashreplace"))
 
     def totals(self) -> dict[str, Any]:
-        """Counts of rows, in all and by result."""
+        """Return counts of rows, in total and by result."""
         return {
             "total": self.total,
             "done": len(self.rows),
@@ -115,7 +115,7 @@ class Report(ABC, Generic[R]):
         }
 
     def report(self) -> AddReport:
-        """What the daemon's page shows of it."""
+        """Return the summary for the daemon's page."""
         totals, mirrors = self.totals(), dict[str, Counter[str]]()
         for row in self.rows:
             if mirror := self.mirror_of(row):
@@ -131,7 +131,7 @@ class Report(ABC, Generic[R]):
         )
 
     def render(self) -> str:
-        """The page; loads jinja2, which other answers do not need."""
+        """Render the page; loads jinja2."""
         jinja = import_module("jinja2")
         templates = jinja.Environment(
             loader=jinja.PackageLoader(__package__),
@@ -147,7 +147,7 @@ class Report(ABC, Generic[R]):
         return page
 
     def facts(self) -> dict[str, Any]:
-        """What the template is given."""
+        """Return the variables of the template."""
         return {"totals": self.totals(), "rows": self.rows}
 
 
@@ -155,12 +155,12 @@ def run(
     session: Session,
     title: str,
     report: Report[R],
-    at_once: int,
+    jobs: int,
     begin: Callable[[AsyncClient], Awaitable[Iterator[Awaitable[R]]]],
 ) -> None:
-    """Wait for rows, so many at once, and report on them, also after an interruption.
+    """Await the rows that `begin` returns, `jobs` at a time, and report them, even if interrupted.
 
-    What stops one with an error stops all.
+    An error of one row ends the run.
     """
 
     def note(row: R) -> None:
@@ -168,17 +168,17 @@ def run(
         done, noun = len(report.rows), f"{report.noun}s"
         watch(Progress(done=done, total=report.total, unit=noun, note=row.instance or ""))
 
-    async def work(left: Iterator[Awaitable[R]]) -> None:
-        for each in left:  # shared: each worker takes the next one
+    async def work(pending: Iterator[Awaitable[R]]) -> None:
+        for each in pending:  # shared by all tasks
             note(await each)
 
     async def run_all() -> None:
         async with AsyncClient(session.socket, config=session.config) as client:
-            left = await begin(client)
+            pending = await begin(client)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for _ in range(at_once):
-                        tasks.create_task(work(left))
+                    for _ in range(jobs):
+                        tasks.create_task(work(pending))
             except ExceptionGroup as group:
                 raise group.exceptions[0] from None
 
@@ -194,12 +194,12 @@ def run(
 
 
 def _create(path: Path, suffixes: set[str]) -> BinaryIO:
-    """Open a report for writing, before the work that it is about. Raises UsageError."""
+    """Open a report for writing; raises UsageError."""
     if path.suffix.lower() not in suffixes:
-        hint = f"end its name in {' or '.join(sorted(suffixes - {'.htm'}, reverse=True))}"
+        hint = f"use a name that ends in {' or '.join(sorted(suffixes - {'.htm'}, reverse=True))}"
         raise UsageError(f"cannot write a report to {path}: unknown suffix", hint=hint)
     try:
         return path.open("wb")
     except OSError as error:
-        hint = "name another file with --report"
+        hint = "name a writable file with --report"
         raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error

@@ -1,4 +1,4 @@
-"""The shared options of one call, and its ways to answer: text for people, JSON for programs."""
+"""The shared options of an invocation, its output as text or JSON, and parameters of many verbs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class Session:
-    """One per process; each verb gets it first."""
+    """The shared options and the client of one invocation; every verb's first argument."""
 
     json: bool = False
     config: str | None = None
@@ -36,7 +37,7 @@ class Session:
 
     @cached_property
     def client(self) -> mirrord.Client:
-        """A client of the named daemon, which `close` closes. Loads the client's libraries."""
+        """The client of the chosen daemon, made on first use."""
         return mirrord.Client(self.socket, config=self.config)
 
     def close(self) -> None:
@@ -44,30 +45,30 @@ class Session:
             self.client.close()
 
     def answer(
-        self, answer: Message | Sequence[Message] | dict[str, Any] | None, shown: Iterable[str]
+        self, answer: Message | Sequence[Message] | dict[str, Any] | None, lines: Iterable[str]
     ) -> None:
-        """Print an answer: the API's JSON with --json, else the lines for people."""
+        """Print the answer as the API's JSON with --json, else as lines of text."""
         if self.json:
-            self.print_json(plain(answer))
+            self.print_json(answer)
             return
-        for line in shown:
+        for line in lines:
             print_line(line)
 
     def print_json(self, value: Any) -> None:
-        print_line(json.dumps(value, indent=2, ensure_ascii=False))
+        print_line(as_json(value, indent=2))
 
     def note(self, text: str) -> None:
-        """Print something that is not the answer, to stderr."""
+        """Print a remark to stderr, but not with --json."""
         if not self.json:
             print(text, file=sys.stderr)
 
     def report(self, report: AddReport) -> None:
-        """Send a report for the daemon's page. One that is not taken fails nothing else."""
+        """Send a report for the daemon's page; a refused one is only noted."""
         if not report.results:
             return
-        # names of files and words of the command line may be longer than ids, or no text
-        named = {n: step for n, step in report.faults.items() if len(n) <= 500 and n.isprintable()}
-        report = replace(report, faults=named)
+        # instances named in files or arguments may be longer than ids, or not printable
+        faults = {n: step for n, step in report.faults.items() if len(n) <= 500 and n.isprintable()}
+        report = replace(report, faults=faults)
         try:
             self.client.add_report(report)
         except MirrordError as error:
@@ -84,7 +85,7 @@ class Session:
             print(f"hint: {error.hint}", file=sys.stderr)
 
     def each(self, items: Iterable[T], work: Callable[[T], None]) -> None:
-        """Work on all items although some fail; then exit with the status of the first failure."""
+        """Call `work` for all items; exit with the status of the first failure, if any."""
         status = 0
         for item in items:
             try:
@@ -96,61 +97,59 @@ class Session:
             raise SystemExit(status)
 
 
-def plain(answer: Any) -> Any:
-    """Messages as the JSON values that the API sends."""
-    if isinstance(answer, Sequence):
-        return [plain(item) for item in answer]
-    return answer if answer is None or isinstance(answer, dict) else answer.to_json()
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON; messages in it are as the API sends them."""
+    return json.dumps(value, indent=indent, ensure_ascii=False, default=methodcaller("to_json"))
 
 
 def print_line(text: str) -> None:
-    """One line of the answer. Names in git need not be UTF-8: their bytes go out unchanged."""
+    """Print a line of the answer. Names in git need not be UTF-8: bytes are printed unchanged."""
     sys.stdout.buffer.write(os.fsencode(text) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def read_file(path: str) -> bytes:
-    """A file named on the command line; `-` is standard input."""
+    """Return the content of a file named on the command line; `-` is standard input."""
     try:
         return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        hint = "name a file that you may read, or - for standard input"
+        hint = "name a readable file, or - for standard input"
         raise UsageError(f"cannot read {path}: {error.strerror}", hint=hint) from error
 
 
 class Argument(NamedTuple):
-    """A positional parameter; `metavar` is its name in capitals by default."""
+    """A positional parameter; by default `metavar` is its name in capitals."""
 
     help: str
     metavar: str | None = None
 
 
 class Option(NamedTuple):
-    """`flags` are `--name` by default, after the parameter."""
+    """An option; by default `flags` is `--` and the parameter's name."""
 
     help: str
     metavar: str | None = None
     flags: str = ""
 
 
-MirrorArgument = Annotated[str, Argument("owner/name or owner__name, in any letter case.")]
-NoWait = Annotated[bool, Option("Answer with the operation at once.")]
+MirrorArgument = Annotated[str, Argument("owner/name or owner__name, in any letter case.", "NAME")]
+NoWait = Annotated[bool, Option("Print the operation instead of waiting for it.")]
 InstanceArgument = Annotated[str, Argument("An instance id, or NAME@COMMITISH.", "INSTANCE")]
 HistoryOption = Annotated[
-    History | None, Option("How much of the past it shows; default: as configured.")
+    History | None, Option("How much of the past to show; default: as configured.")
 ]
-ViewOption = Annotated[View, Option("For an agent, or for the grader of one.")]
-BackendOption = Annotated[Backend | None, Option("How it is made; default: as configured.")]
-OwnerOption = Annotated[str | None, Option("The owner, by name or uid; default: you.", "USER")]
-_TTL_HELP = "How long it is held unless renewed, such as 90s, 30m or 2h; default: as configured."
+ViewOption = Annotated[View, Option("For an agent or for a grader.")]
+BackendOption = Annotated[Backend | None, Option("How to make the tree; default: as configured.")]
+OwnerOption = Annotated[str | None, Option("Owner, by name or uid; default: you.", "USER")]
+_TTL_HELP = "Length of the lease, such as 90s, 30m or 2h; default: as configured."
 Ttl = Annotated[str | None, Option(_TTL_HELP, "DURATION")]
 
 
 def read_duration(text: str | None, option: str) -> timedelta | None:
-    """A duration such as 90s, 10m or 2h; None stays None, for the default."""
+    """Parse a duration such as 90s, 10m or 2h; None stays None, for the default."""
     if text is None:
         return None
-    hint = f"write for example {option} 2h"
+    hint = f"for example {option} 2h"
     try:
         duration = parse_duration(text)
     except ValueError as error:
@@ -162,7 +161,7 @@ def read_duration(text: str | None, option: str) -> timedelta | None:
 
 
 def read_jobs(text: str, option: str) -> int:
-    """How many of something at a time, from 1 to 256."""
+    """Parse a number of parallel jobs, 1 to 256."""
     if not text.isdecimal() or not 0 < int(text) <= 256:
         raise UsageError(f"cannot read {option} {text}", hint="give a number from 1 to 256")
     return int(text)
@@ -170,12 +169,12 @@ def read_jobs(text: str, option: str) -> int:
 
 def read_pid(text: str | None) -> int | None:
     if text is None or text.isdecimal():
-        return int(text) if text else None
+        return None if text is None else int(text)
     raise UsageError(f"cannot read --pid {shown(text)}: it is not a number")
 
 
 def read_owner(text: str | None) -> int | None:
-    """The uid of a user, named or numbered."""
+    """Return the uid of a user, given by name or uid."""
     if text is None or text.isdecimal():
         return None if text is None else int(text)
     try:

@@ -1,4 +1,4 @@
-"""`status`, `fleet`, `du`, `gc`, `serve`, `reload`, `events`: the daemon at a glance."""
+"""`status`, `fleet`, `du`, `gc`, `serve`, `reload`, `events`."""
 
 import json
 import os
@@ -14,19 +14,19 @@ from ..errors import NoDaemonError, ResourceError, UsageError
 from ..protocol import Event, Garbage, Mirror, Operation, Status, Usage
 from . import operations
 from .output import cell, count, described, facts, listing, problem_of, size, table, when
-from .session import Option, Session, print_line, read_duration
+from .session import Option, Session, as_json, print_line, read_duration
 
-_ASK_AGAIN_S = 0.1
+_POLL_S = 0.1
 _WATCH_S = 2.0
-_SHOWN = 10  # rows; of longer tables only problems are shown, where not all are asked for
-_NAMED = 3
-_NEARLY = 0.9
+_ROWS_SHOWN = 10  # without --all, longer tables show only rows with problems
+_NAMES_SHOWN = 3
+_NEARLY_FULL = 0.9
 _COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
 _WARNING = "warning: "
 
 
 class Attention(NamedTuple):
-    """`action` is a command to begin with."""
+    """Something that needs attention; `action` is the command to start with."""
 
     kind: str
     fact: str
@@ -36,24 +36,23 @@ class Attention(NamedTuple):
 def status(
     session: Session,
     wait: Annotated[
-        str | None, Option("Wait so long for a starting daemon, such as 30s.", "DURATION")
+        str | None, Option("Wait this long for a starting daemon, such as 30s.", "DURATION")
     ] = None,
     every: Annotated[bool, Option("Show every mirror, dataset and job.", flags="--all")] = False,
     problems: Annotated[
         bool, Option("Show only what needs attention; nothing if all is well.")
     ] = False,
-    watch: Annotated[bool, Option("Print it every two seconds.")] = False,
+    watch: Annotated[bool, Option("Repeat every two seconds.")] = False,
 ) -> None:
-    """First what needs attention, with a command to begin with.
-
-    Of more than ten mirrors or datasets, and of jobs, those with a problem.
+    """Prints first what needs attention, each with a command to start with. Of jobs, and of more
+    than ten mirrors or datasets, it shows those with a problem.
     """
     if watch and session.json:
         raise UsageError(
-            "cannot watch with --json: each answer would have many lines",
-            hint="`mirrord top --json` prints an object a line",
+            "cannot use --watch with --json: an answer has many lines",
+            hint="`mirrord top --json` prints one object per line",
         )
-    found = _asked(session, wait)
+    found = _wait_for_status(session, wait)
     while True:
         _print(session, found, every=every, problems=problems)
         if not watch:
@@ -68,12 +67,12 @@ def status(
 
 
 def fleet(session: Session) -> None:
-    """The daemons that share the catalog and the store, and what they do now."""
+    """Lists the nodes that share catalog and store, and their claims."""
     found = session.client.fleet()
     if not found.store:
-        session.answer(found, ["no daemon shares mirrors with this one: it has no [store] url"])
+        session.answer(found, ["not a fleet: [store] url is not set"])
         return
-    named = {node.holder: node.name for node in found.nodes}
+    node_names = {node.holder: node.name for node in found.nodes}
     lines = [*described(found, "node store fault generations behind"), ""]
     columns = "node=name id version seen mirrors behind fault"
     lines += listing(found.nodes, columns, seen=lambda node: f"{node.age_s:.0f} s")
@@ -84,13 +83,13 @@ def fleet(session: Session) -> None:
                 found.claims,
                 "work node epoch left",
                 left=lambda claim: f"{claim.left_s:.0f} s",
-                node=lambda claim: named.get(claim.holder, claim.holder),
+                node=lambda claim: node_names.get(claim.holder, claim.holder),
             ),
         ]
     session.answer(found, lines)
 
 
-def _asked(session: Session, wait: str | None) -> Status:
+def _wait_for_status(session: Session, wait: str | None) -> Status:
     patience = read_duration(wait, "--wait") or timedelta()
     deadline = time.monotonic() + patience.total_seconds()
     while True:
@@ -99,26 +98,26 @@ def _asked(session: Session, wait: str | None) -> Status:
         except NoDaemonError:
             if time.monotonic() >= deadline:
                 raise
-        time.sleep(_ASK_AGAIN_S)
+        time.sleep(_POLL_S)
 
 
 def _print(session: Session, found: Status, *, every: bool, problems: bool) -> None:
-    wrong = list(problems_of(found))
+    attention = list(problems_of(found))
     if problems and session.json:
-        session.print_json([each._asdict() for each in wrong])
+        session.print_json([each._asdict() for each in attention])
     elif problems:
-        session.answer(None, _told(wrong))
+        session.answer(None, _attention_lines(attention))
     else:
         known = session.client.list_operations() if found.operations_running else []
         running = [each for each in known if each.state == "running"]
-        session.answer(found, _described(found, wrong, running, every))
+        session.answer(found, _described(found, attention, running, every))
 
 
 # -- what needs attention --------------------------------------------------------------------------
 
 
 def problems_of(found: Status) -> Iterator[Attention]:
-    """The worst first."""
+    """Yield what needs attention, the worst first."""
     reasons = found.health.reasons
     for reason in reasons:
         if not reason.startswith(_WARNING):
@@ -127,15 +126,15 @@ def problems_of(found: Status) -> Iterator[Attention]:
     yield from _of_mirrors(found.mirrors)
     for dataset in found.datasets:
         faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
-        if said := ", ".join(count(number, noun) for number, noun in faults if number):
+        if fact := ", ".join(count(number, noun) for number, noun in faults if number):
             show = f"mirrord dataset show {dataset.name}"
-            yield Attention("problem", f"dataset {dataset.name}: {said}", show)
+            yield Attention("problem", f"dataset {dataset.name}: {fact}", show)
     for job in found.jobs:
-        if job.last_error and not job.name.startswith("sync/"):  # those are problems of mirrors
+        if job.last_error and not job.name.startswith("sync/"):  # a problem of its mirror
             yield Attention(
                 "problem", f"job {job.name}: {job.last_error}", "mirrord operations list"
             )
-    if found.checkout_count > found.checkout_max * _NEARLY:
+    if found.checkout_count > found.checkout_max * _NEARLY_FULL:
         fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"
         yield Attention("problem", fact, "mirrord top")
     for reason in reasons:
@@ -157,29 +156,29 @@ def _of_audit(found: Status) -> Iterator[Attention]:
         return
     at = when(audit.finished_at)
     if audit.affected_count:
-        fact = f"{count(audit.affected_count, 'instance')} cannot be served, says the audit of {at}"
+        fact = f"{count(audit.affected_count, 'instance')} cannot be served (audit of {at})"
         yield Attention("problem", fact, "mirrord audit; mirrord heal")
     elif audit.open_count:
         fact = f"{count(audit.open_count, 'finding')} of the audit of {at}"
         yield Attention("problem", fact, "mirrord audit")
     if audit.left_count:
-        fact = f"the audit of {at} left {count(audit.left_count, 'mirror')}"
+        fact = f"the audit of {at} could not check {count(audit.left_count, 'mirror')}"
         yield Attention("problem", fact, "mirrord audit")
 
 
 def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
-    """One for each kind of problem, however many mirrors have it."""
+    """Yield one for each kind of problem of mirrors."""
     by_problem: dict[str, list[str]] = {}
     for mirror in mirrors:
         if problem := problem_of(mirror):
             by_problem.setdefault(problem, []).append(mirror.name)
     for problem, names in sorted(by_problem.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-        fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMED])}{more}"
+        more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+        fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMES_SHOWN])}{more}"
         yield Attention("problem", fact, f"mirrord mirror show {names[0]}")
 
 
-def _told(problems: list[Attention]) -> Iterator[str]:
+def _attention_lines(problems: list[Attention]) -> Iterator[str]:
     for each in problems:
         kind = f"{each.kind}:"
         if sys.stdout.isatty():
@@ -189,24 +188,25 @@ def _told(problems: list[Attention]) -> Iterator[str]:
             yield f"  -> {cell(each.action)}"
 
 
-# -- the whole -------------------------------------------------------------------------------------
+# -- the whole status ------------------------------------------------------------------------------
 
 
 def _described(
     found: Status, problems: list[Attention], running: list[Operation], every: bool
 ) -> Iterator[str]:
-    shown = [*_told(problems[:_SHOWN])]
-    if len(problems) > _SHOWN:
-        shown.append(f"… and {len(problems) - _SHOWN:,} more: mirrord status --problems")
-    yield from [*shown, ""] if shown else []
-    yield from _sums(found)
+    yield from _attention_lines(problems[:_ROWS_SHOWN])
+    if len(problems) > _ROWS_SHOWN:
+        yield f"… and {len(problems) - _ROWS_SHOWN:,} more: mirrord status --problems"
+    if problems:
+        yield ""
+    yield from _summary(found)
     yield from _shown(operations.rows(running), len(running), every)
-    all_mirrors = every or len(found.mirrors) <= _SHOWN
+    all_mirrors = every or len(found.mirrors) <= _ROWS_SHOWN
     mirrors = [each for each in found.mirrors if all_mirrors or problem_of(each)]
     columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
     lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
     yield from _shown(lines, len(mirrors), every)
-    all_datasets = every or len(found.datasets) <= _SHOWN
+    all_datasets = every or len(found.datasets) <= _ROWS_SHOWN
     datasets = [d for d in found.datasets if all_datasets or d.fault_count or d.unpinned_count]
     columns = "DATASET=name FORMAT INSTANCES=instance_count BAD_ROWS=fault_count"
     lines = listing(datasets, f"{columns} UNPINNED=unpinned_count IMPORTED=imported_at")
@@ -216,10 +216,10 @@ def _described(
     yield from _shown(lines, len(jobs), every)
 
 
-def _sums(found: Status) -> Iterator[str]:
+def _summary(found: Status) -> Iterator[str]:
     since = f"pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"
     held = f"{found.checkout_count:,} of at most {found.checkout_max:,}, backend {found.backend}"
-    queued = f"{found.operations_queued:,} waiting for their turn"
+    queued = f"{found.operations_queued:,} queued"
     instances = sum(each.instance_count for each in found.datasets)
     return facts(
         [
@@ -238,12 +238,12 @@ def _sums(found: Status) -> Iterator[str]:
 
 
 def _shown(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
-    """A table after an empty line, or the first rows of it."""
-    shown = row_count if every else min(row_count, _SHOWN)
+    """Yield an empty line and a table, without --all its first rows."""
+    shown_count = row_count if every else min(row_count, _ROWS_SHOWN)
     if row_count:
-        yield from ["", *islice(lines, 1 + shown)]
-    if row_count > shown:
-        yield f"… and {row_count - shown:,} more: mirrord status --all"
+        yield from ["", *islice(lines, 1 + shown_count)]
+    if row_count > shown_count:
+        yield f"… and {row_count - shown_count:,} more: mirrord status --all"
 
 
 def _counted(mirrors: Sequence[Mirror]) -> str:
@@ -270,26 +270,27 @@ def _last_audit(found: Status) -> str:
     return f"{text}; {count(audit.open_count, 'finding')}" if audit.open_count else text
 
 
-# -- the disk --------------------------------------------------------------------------------------
+# -- disk ------------------------------------------------------------------------------------------
 
-_VERBOSE_HELP = "With a line for each mirror, dataset, template, checkout and so on."
+_VERBOSE_HELP = "Show a line for each mirror, dataset, template, checkout and so on."
 
 
 def du(
     session: Session,
     verbose: Annotated[bool, Option(_VERBOSE_HELP, flags="--verbose -v")] = False,
 ) -> None:
-    """Shared bytes are in other lines of the same kind, too; RECLAIMABLE is what a gc would free.
-
-    Shows your own checkouts; an administrator sees everything.
+    """SHARED bytes are also in other lines of the same kind; RECLAIMABLE is what gc would free.
+    Lists your checkouts, for administrators everything.
     """
     found = session.client.usage(verbose=verbose)
-    session.answer(found, _weighed(found))
+    session.answer(found, _usage_lines(found))
     if found.partial:
-        session.note(f"{count(found.partial, 'line')} could not be seen whole, and take more")
+        session.note(
+            f"{count(found.partial, 'line')} could not be read completely, and may be larger"
+        )
 
 
-def _weighed(found: Usage) -> Iterator[str]:
+def _usage_lines(found: Usage) -> Iterator[str]:
     header = ("KIND", "COUNT", "USED", "SIZE", "RECLAIMABLE")
     totals = [
         (each.kind, each.count, each.used, size(each.size_bytes), size(each.reclaimable_bytes))
@@ -298,7 +299,7 @@ def _weighed(found: Usage) -> Iterator[str]:
     both = size(found.size_bytes), size(found.reclaimable_bytes)
     yield from table(header, [*totals, ("all", None, None, *both)])
     yield ""
-    yield f"{size(found.disk_free_bytes)} of {size(found.disk_bytes)} are free"
+    yield f"{size(found.disk_free_bytes)} of {size(found.disk_bytes)} free"
     for total in found.totals:
         rows = [each for each in found.rows if each.kind == total.kind]
         if rows:
@@ -309,17 +310,17 @@ def _weighed(found: Usage) -> Iterator[str]:
 
 def gc(
     session: Session,
-    dry_run: Annotated[bool, Option("Only say what would go.")] = False,
+    dry_run: Annotated[bool, Option("Print what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Drops templates, sealed stores and closure packs that no checkout needs, released trees,
-    leftovers and trash. Nothing recorded, pinned or leased goes. The next checkout of what went
-    takes as long as the first.
+    """Removes templates, sealed stores and closure packs that no checkout needs, released trees,
+    leftovers and trash, but nothing that is recorded, pinned or leased. The next checkout of a
+    removed template takes as long as the first.
     """
     found = session.client.gc(dry_run=dry_run)
-    session.answer(found, _dropped(found))
+    session.answer(found, _gc_lines(found))
 
 
-def _dropped(found: Garbage) -> Iterator[str]:
+def _gc_lines(found: Garbage) -> Iterator[str]:
     if found.dropped:
         yield from listing(found.dropped, "KIND NAME COUNT SIZE=size_bytes")
         yield ""
@@ -330,19 +331,18 @@ def _dropped(found: Garbage) -> Iterator[str]:
 
 
 def serve(session: Session) -> None:
-    """Stops on SIGTERM and SIGINT; reads its configuration again on SIGHUP."""
-    named = [("--config", session.config), ("--socket", session.socket)]
-    arguments = [word for option, value in named if value for word in (option, value)]
+    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP."""
+    options = [("--config", session.config), ("--socket", session.socket)]
+    arguments = [word for option, value in options if value for word in (option, value)]
     sys.stdout.flush()
-    # -P: load nothing from the directory that it is started in.
+    # -P: import nothing from the current directory.
     command = [sys.executable, "-P", "-m", "mirrord.daemon", *arguments]
     os.execv(sys.executable, command)  # noqa: S606
 
 
 def reload(session: Session) -> None:
-    """Prints the settings that changed; those that need a restart go to stderr.
-
-    An invalid file changes nothing: status 2.
+    """Prints the changed settings; stderr lists those that need a restart. An invalid file changes
+    nothing (status 2).
     """
     answer = session.client.reload()
     session.answer(answer, answer.applied)
@@ -353,21 +353,20 @@ def reload(session: Session) -> None:
 def events(
     session: Session,
     follow: Annotated[
-        bool, Option("Print new events, through restarts of the daemon.", flags="--follow -f")
+        bool, Option("Print new events too, through restarts of the daemon.", flags="--follow -f")
     ] = False,
     after: Annotated[str | None, Option("Start after this event.", "BOOT:ID")] = None,
 ) -> None:
-    """Prints those since the daemon's start. With --json, one object per line."""
+    """Prints events since the start of the daemon. With --json, one object per line."""
     for event in session.client.events(after=after, follow=follow):
-        as_json = json.dumps(event.to_json(), ensure_ascii=False)
-        print_line(as_json if session.json else _event_line(event))
+        print_line(as_json(event) if session.json else _event_line(event))
 
 
 def _event_line(event: Event) -> str:
     words = [when(event.at), event.name]
     for name, value in event.to_json()["fields"].items():
-        # a word stays a word; anything else becomes JSON, so that a line splits at its spaces
+        # values other than single words become JSON
         is_word = isinstance(value, str) and value and value.isprintable() and " " not in value
-        said = value if is_word else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        words.append(f"{name}={said}")
+        text = value if is_word else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        words.append(f"{name}={text}")
     return " ".join(words)

@@ -1,4 +1,4 @@
-"""`support-bundle`: what a bug report needs in one file, and nothing of a task."""
+"""`mirrord support-bundle`: diagnostics for a bug report, without anything of a task."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from ..telemetry import masked
 from .local import find_config
 from .session import Argument, Session
 
-_EVENTS = 1000
-_OPERATIONS = 200
-_LINES = 3000
-_NAMED = 200
+_EVENTS_MAX = 1000
+_OPERATIONS_MAX = 200
+_LINES_MAX = 3000
+_MOUNTS_MAX = 200
 _README = """\
-Made by `mirrord support-bundle` {version} at {at}. manifest.json lists the parts, and why one could
-not be had. Left out: patches, rows, ids of instances, results of operations, contents of files and
-checkouts, credentials, all but the host of a URL. Commits have other names in here, the same ones
-throughout. Read it before you send it.
+Made by `mirrord support-bundle` {version} at {at}. manifest.json lists the parts, and why parts are
+missing. Left out: patches, rows, ids of instances, results of operations, contents of files and
+checkouts, credentials, and everything in a URL but its host. Commit ids are replaced by pseudonyms,
+consistently. Read it before you send it.
 """
 
 
 def support_bundle(
     session: Session,
     file: Annotated[
-        Path | None, Argument("Default: mirrord-support-TIME.tar.gz, here.", "[FILE]")
+        Path | None, Argument("File to write; default: mirrord-support-TIME.tar.gz.", "[FILE]")
     ] = None,
 ) -> None:
-    """Works without a daemon, and as any user; what could not be had is listed. Mode 0600.
+    """Works without a daemon and as any user; missing parts are listed. The file has mode 0600.
 
-    It holds what the doctor finds, settings, status, activity, events, operations, metrics, the
-    units' journal, mounts and sizes; no patches, rows, commits, contents, passwords or tokens.
+    It has the report of the doctor, settings, status, activity, events, operations, metrics, the
+    journal of the units, mounts and sizes, but no patches, rows, commit ids, contents, passwords or
+    tokens.
     """
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     path = file or Path(f"mirrord-support-{at.replace(':', '').replace('-', '')}.tar.gz")
@@ -73,11 +74,11 @@ def support_bundle(
 
 
 def _parts(session: Session) -> dict[str, Callable[[], str]]:
-    """Each answers the content of a file, or raises."""
+    """Return functions that return the content of a file, or raise."""
     scrub, client = Scrubber(), session.client
 
-    def answered(ask: Callable[[], Any]) -> Callable[[], str]:
-        return lambda: _text(scrub.facts(ask().to_json()))
+    def answer_of(request: Callable[[], Any]) -> Callable[[], str]:
+        return lambda: _text(scrub.facts(request().to_json()))
 
     def activity() -> str:
         found = client.activity(history=True).to_json()
@@ -85,16 +86,16 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         return _text({**scrub.facts(found), "operations": operations})
 
     def events() -> str:
-        recent = deque(client.events(after="0", follow=False), maxlen=_EVENTS)
-        told = [
+        recent = deque(client.events(after="0", follow=False), maxlen=_EVENTS_MAX)
+        scrubbed = [
             {"id": each.id, "at": each.at.isoformat(), "name": each.name,
              **scrub.event(each.name, each.fields)}
             for each in recent
         ]  # fmt: skip
-        return _lines(told)
+        return _lines(scrubbed)
 
     def operations() -> str:
-        found = client.list_operations()[:_OPERATIONS]
+        found = client.list_operations()[:_OPERATIONS_MAX]
         return _lines([scrub.operation(each.to_json()) for each in found])
 
     def settings() -> Settings:
@@ -112,8 +113,8 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
         "configuration.json": configuration,
         "doctor.json": doctor,
         "places.json": lambda: _text(scrub.value(_places(settings()))),
-        "health.json": answered(client.health),
-        "status.json": answered(client.status),
+        "health.json": answer_of(client.health),
+        "status.json": answer_of(client.status),
         "running-configuration.json": lambda: _text(scrub.value(client.configuration().to_json())),
         "activity.json": activity,
         "events.jsonl": events,
@@ -142,7 +143,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _places(settings: Settings) -> dict[str, Any]:
-    """The file system of the state directory, its mounts, and how much is in it."""
+    """Describe the file system of the state directory, its mounts and its number of entries."""
     root = settings.state_dir
     mount, layout = find_mount(root), Layout(root)
     disk = os.statvfs(mount.at)
@@ -161,30 +162,35 @@ def _places(settings: Settings) -> dict[str, Any]:
             "inodes": disk.f_files, "free_inodes": disk.f_favail,
         },
         "mount_count": len(mounts),
-        "mounts": mounts[:_NAMED],
+        "mounts": mounts[:_MOUNTS_MAX],
         "entries": counts,
     }  # fmt: skip
 
 
 def _journal(scrub: Scrubber) -> Iterator[dict[str, Any]]:
-    """Of the last start and what was before; whoever is in no group for it sees none."""
+    """Yield lines of the units' journal; only some users may read it."""
     units = [f"--unit={name.replace('@.', '@*.')}" for name in NAMES]
-    text = run("journalctl", "--quiet", "--no-pager", "--output=json", f"--lines={_LINES}", *units)
+    text = run(
+        "journalctl", "--quiet", "--no-pager", "--output=json", f"--lines={_LINES_MAX}", *units
+    )
     lines = text.splitlines()
     if not lines:
-        raise errors.NotFoundError("cannot read the journal: it shows this user nothing of mirrord")
-    for line in islice(lines, _LINES):
+        raise errors.NotFoundError(
+            "cannot read the journal: this user may not see lines of mirrord"
+        )
+    for line in islice(lines, _LINES_MAX):
         with suppress(ValueError):
             entry = json.loads(line)
             message = entry.get("MESSAGE")
-            told = scrub.log_line(message) if isinstance(message, str) else None
-            if told is None and entry.get("SYSLOG_IDENTIFIER") == "systemd":
-                told = scrub.text(str(message))
+            scrubbed = scrub.log_line(message) if isinstance(message, str) else None
+            if scrubbed is None and entry.get("SYSLOG_IDENTIFIER") == "systemd":
+                scrubbed = scrub.text(str(message))
             yield {
                 "at": int(entry.get("__REALTIME_TIMESTAMP", 0)) / 1e6,
-                "unit": entry.get("UNIT") or entry.get("_SYSTEMD_UNIT"),  # UNIT: systemd's own line
+                "unit": entry.get("UNIT")
+                or entry.get("_SYSTEMD_UNIT"),  # UNIT is in systemd's own lines
                 "priority": entry.get("PRIORITY"),
-                "message": told,
+                "message": scrubbed,
             }
 
 
@@ -197,7 +203,7 @@ def _lines(values: list[Any]) -> str:
 
 
 def _write(path: Path, parts: dict[str, str]) -> None:
-    """A new file that its maker alone may read; none is left where that fails."""
+    """Write a new archive with mode 0600; leaves nothing on an error."""
     if os.path.lexists(path):
         hint = "name another file, or remove it"
         raise errors.ConflictError(f"cannot write {path}: it exists", hint=hint)
@@ -214,7 +220,7 @@ def _write(path: Path, parts: dict[str, str]) -> None:
                 archive.addfile(member, io.BytesIO(content))
     except OSError as error:
         fact = f"cannot write {path}: {error.strerror}"
-        raise errors.UsageError(fact, hint="name a file where you may write") from error
+        raise errors.UsageError(fact, hint="name a file in a writable directory") from error
 
 
 _HEX = re.compile(r"(?i)[0-9a-f]{7,}")
@@ -227,30 +233,32 @@ _NAMES = {
     *("version", "state_dir", "config_path", "at", "timestamp", "reasons", "default_branch"),
     *("fact", "remedy", "verdict", "last_error", "path", "directory", "applied", "refused"),
 }
-_TOLD = ("mirror.", "config.", "daemon.", "disk.", "backend.", "overlay.", "removal.", "catalog.")
-"""Events whose `detail` quotes no row."""
+_EVENTS_WITH_DETAIL = (
+    *("mirror.", "config.", "daemon.", "disk.", "backend.", "overlay.", "removal.", "catalog."),
+)
+"""Prefixes of events whose `detail` quotes no row."""
 _FRAME = re.compile(r'\s*File "[^"\n]*", line \d+, in \S+|\s*Traceback \(most recent call last\):')
 _RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Warning|Interrupt|Exit))\b")
 
 
 class Scrubber:
-    """One for each bundle."""
+    """Removes secrets and answers; each bundle has its own pseudonyms."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(16)
 
     def text(self, text: str) -> str:
-        """Without passwords, what follows the host of a URL, and ids of commits."""
-        return _HEX.sub(self._renamed, _URL.sub(_host_of, masked(text)))
+        """Remove passwords and all but the host of URLs, and replace commit ids."""
+        return _HEX.sub(self._pseudonym, _URL.sub(_host_of, masked(text)))
 
-    def _renamed(self, found: re.Match[str]) -> str:
+    def _pseudonym(self, found: re.Match[str]) -> str:
         if found[0].isdecimal() and len(found[0]) < 16:  # a size, a time
             return found[0]
         digest = hashlib.sha256(self._salt + found[0].lower().encode()).digest()
         return "#" + "".join("ghkmnpqrstuvwxyz"[byte >> 4] for byte in digest[:10])
 
     def value(self, value: Any) -> Any:
-        """Every text of a JSON value."""
+        """Scrub every text of a JSON value."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):
@@ -259,40 +267,41 @@ class Scrubber:
             return {self.text(key): self.value(each) for key, each in value.items()}
         return value
 
-    def facts(self, facts: dict[str, Any], told: bool = False) -> dict[str, Any]:
-        """Numbers, and texts of known names; of lists of objects the same. `told`: `detail` too."""
+    def facts(self, facts: dict[str, Any], with_detail: bool = False) -> dict[str, Any]:
+        """Keep numbers and members with known names, in nested objects too; `detail` on request."""
         kept: dict[str, Any] = {}
         for key, value in facts.items():
             is_id = key in _IDS and isinstance(value, str) and _OPAQUE.fullmatch(value)
             if is_id or value is None or isinstance(value, (bool, int, float)):
                 kept[key] = value
             elif isinstance(value, dict):
-                kept[key] = self.facts(value, told)
+                kept[key] = self.facts(value, with_detail)
             elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
-                kept[key] = [self.facts(each, told) for each in value]
-            elif key in _NAMES or key.endswith("_at") or (told and key == "detail"):
+                kept[key] = [self.facts(each, with_detail) for each in value]
+            elif key in _NAMES or key.endswith("_at") or (with_detail and key == "detail"):
                 kept[key] = self.value(value)
             elif isinstance(value, list):
                 kept[f"{key}_count"] = len(value)
         return kept
 
     def event(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-        """Of an event, or of a line of the log; a traceback keeps its frames."""
-        kept = self.facts(facts, told=name.startswith(_TOLD))
+        """Scrub the fields of an event or a log line; of a traceback the frames stay."""
+        kept = self.facts(facts, with_detail=name.startswith(_EVENTS_WITH_DETAIL))
         if isinstance(trace := facts.get("exception"), str):
             kept["exception"] = self.frames(trace)
         return kept
 
     def operation(self, operation: dict[str, Any]) -> dict[str, Any]:
-        """Without its result, which names commits and instances."""
+        """Scrub an operation; its result, which names commits and instances, is left out."""
         about_mirror = str(operation.get("kind", "")).startswith(("mirror.", "refs."))
-        kept = self.facts({k: v for k, v in operation.items() if k != "result"}, told=about_mirror)
+        facts = {key: value for key, value in operation.items() if key != "result"}
+        kept = self.facts(facts, with_detail=about_mirror)
         if about_mirror:
             kept["subject"] = self.text(str(operation.get("subject")))
         return kept
 
     def log_line(self, message: str) -> Any:
-        """A line of a journal: an event's facts; of other text only a traceback's frames."""
+        """Scrub a line of the journal: of other text than events only frames of tracebacks stay."""
         try:
             line = json.loads(message)
         except ValueError:
@@ -302,7 +311,7 @@ class Scrubber:
         return self.event(str(line.get("event")), line)
 
     def frames(self, trace: str) -> list[str]:
-        """Where, and of which class; neither source lines nor messages."""
+        """Return the frames and the classes of exceptions, without source lines and messages."""
         kept = []
         for line in trace.splitlines():
             if found := _FRAME.match(line):
@@ -313,7 +322,7 @@ class Scrubber:
 
 
 def _host_of(found: re.Match[str]) -> str:
-    """An index's path may be its token."""
+    """Return a URL without its path: that of a package index may be its token."""
     try:
         parts = urlsplit(found[0])
         return f"{parts.scheme}://{parts.hostname or ''}{'/…' if parts.path.strip('/') else ''}"

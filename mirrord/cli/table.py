@@ -1,4 +1,4 @@
-"""Every verb in one table: name, function, summary, and the statuses it can end with."""
+"""The table of verbs: name, function, exit statuses and summary."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -17,20 +17,20 @@ EXIT_STATUSES = {
 }
 
 GROUPS = {
-    "mirror": "Complete copies of upstream repositories.",
-    "environment": "What instances need to run, built once.",
-    "dataset": "Instances, and the commits they record.",
-    "instance": "Tasks of the datasets.",
-    "refs": "The ref history of a mirror.",
-    "operations": "Background work of the daemon.",
-    "bundle": "A mirror as one file, and back.",
-    "config": "The configuration file.",
-    "service": "This mirrord as a service of the host's systemd.",
+    "mirror": "Manage mirrors, complete copies of upstream repositories.",
+    "environment": "Build and manage environments that instances run in.",
+    "dataset": "Import and manage datasets of instances.",
+    "instance": "List and show instances.",
+    "refs": "Show and restore the ref history of a mirror.",
+    "operations": "List, follow and cancel background work of the daemon.",
+    "bundle": "Write and read mirrors as single files.",
+    "config": "Check and show the configuration.",
+    "service": "Install and remove the systemd service.",
 }
 
 
 class Verb(NamedTuple):
-    """`at` is module:function below mirrord.cli; `ends` lists the statuses besides 0, 1 and 2."""
+    """`at` is module:function below mirrord.cli; `ends` are exit statuses besides 0, 1 and 2."""
 
     name: str
     at: str
@@ -38,76 +38,76 @@ class Verb(NamedTuple):
     summary: str
 
 
-# name; function; the digits of `ends`; summary
+# name; function; exit statuses besides 0, 1 and 2, as digits; summary
 _TABLE = """
 serve; status:serve; 357; Run the daemon in the foreground.
-status; status:status; 39; Show the daemon and what it holds, at a glance.
-top; top:top; 39; Show what the daemon does now, live.
+status; status:status; 39; Show the state of the daemon, and what needs attention.
+top; top:top; 39; Show requests, workers and operations of the daemon, live.
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
 mirror list; mirrors:list_all; 39; List all mirrors.
 mirror show; mirrors:show; 349; Show one mirror.
 mirror sync; mirrors:sync; 34679; Sync mirrors with upstream.
-mirror remove; mirrors:remove; 3459; Remove a mirror that nothing needs.
-dataset import; datasets:add; 36789; Import rows: mirror what is missing, pin what is recorded.
+mirror remove; mirrors:remove; 3459; Remove a mirror without pins and checkouts.
+dataset import; datasets:add; 36789; Import a dataset; mirror its repositories and pin its commits.
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.
-dataset prepare; datasets:prepare; 346789; Make the first checkouts of a dataset warm, now.
+dataset prepare; datasets:prepare; 346789; Build the templates of a dataset's instances now.
 dataset diff; datasets:diff; 349; Show which rows differ between two datasets.
 dataset export; datasets:export; 349; Print the rows as canonical JSON lines.
-dataset remove; datasets:remove; 349; Remove a dataset, and the pins that nobody else owns.
-dataset derive; derive:derive; 36789; Write rows with what they lack and can be computed.
+dataset remove; datasets:remove; 349; Remove a dataset and its pins.
+dataset derive; derive:derive; 36789; Compute missing columns of a dataset's rows.
 dataset formats; datasets:formats; 39; List the dataset formats.
-environment import; environments:add; 39; Keep recipes of a TOML file.
+environment import; environments:add; 39; Import recipes from a TOML file.
 environment build; environments:build; 346789; Build environments of instances, keys or a dataset.
 environment list; environments:list_all; 39; List environments and failed builds.
 environment show; environments:show; 349; Show an environment, or why its build failed.
-environment log; environments:log; 349; Print what a build printed.
+environment log; environments:log; 349; Print the log of a build.
 environment remove; environments:remove; 3459; Remove environments that no checkout uses.
 instance list; datasets:list_instances; 349; List the ids of instances.
 instance show; datasets:show_instance; 3459; Show one instance.
-pin; mirrors:pin; 34689; Keep a commit of a mirror alive.
-unpin; mirrors:unpin; 349; Remove one of your pins.
+pin; mirrors:pin; 34689; Pin a commit of a mirror.
+unpin; mirrors:unpin; 349; Remove a pin.
 pins; mirrors:pins; 349; List the pins of a mirror, or of all.
-audit; mirrors:audit; 34789; Prove that every recorded commit can be served.
-heal; mirrors:heal; 346789; Repair mirrors at object level.
-checkout; checkouts:checkout; 346789; Lease a working tree; prints its path.
-reset; checkouts:reset; 345789; Reset a checkout, move it to another instance or to a snapshot.
-fork; checkouts:fork; 345789; Lease another tree with a checkout's content; prints its path.
-snapshot; checkouts:snapshot; 34579; Keep a checkout's content under a name; prints the name.
+audit; mirrors:audit; 34789; Check that every recorded commit can be served.
+heal; mirrors:heal; 346789; Repair missing and damaged objects of mirrors.
+checkout; checkouts:checkout; 346789; Lease a working tree and print its path.
+reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance or a snapshot.
+fork; checkouts:fork; 345789; Lease a copy of a checkout and print its path.
+snapshot; checkouts:snapshot; 34579; Save the content of a checkout under a name.
 snapshots; checkouts:snapshots; 349; List the snapshots of a checkout.
-save; checkouts:save; 34579; Keep a checkout's changes as a prepared layer for others.
+save; checkouts:save; 34579; Save the changes of a checkout as a prepared layer.
 layers; checkouts:layers; 34579; List or remove prepared layers.
-diff; checkouts:diff; 3479; Print what changed since the base commit, as a patch.
+diff; checkouts:diff; 3479; Print the changes since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
-restore; mirrors:restore; 345789; Bring files into a checkout, or mirrors from the store.
-grade; checkouts:grade; 3456789; Lease a grader's tree with an agent's change and the tests.
-attach; checkouts:attach; 34579; Make a checkout visible in a mount namespace, at any path.
+restore; mirrors:restore; 345789; Restore files in a checkout, or mirrors from the store.
+grade; checkouts:grade; 3456789; Lease a tree with an agent's change and the instance's tests.
+attach; checkouts:attach; 34579; Attach a checkout to a path of a mount namespace.
 release; checkouts:release; 3459; Release checkouts.
-renew; checkouts:renew; 349; Move the deadline of a checkout.
-checkouts; checkouts:list_all; 39; List the held checkouts.
-receipt; receipts:receipt; 345789; Print what a checkout is and how that was proven, or verify that.
+renew; checkouts:renew; 349; Renew the lease of a checkout.
+checkouts; checkouts:list_all; 39; List held checkouts.
+receipt; receipts:receipt; 345789; Print or verify the receipt of a checkout.
 exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
-verify-seal; local:verify_seal; 3478; Prove that a repository shows nothing after a commit.
-rehearse; rehearse:rehearse; 3456789; Try every instance: checkout, seal, patches and back, reset.
+verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.
+rehearse; rehearse:rehearse; 3456789; Test instances: checkout, seal, patches, reset.
 fleet; status:fleet; 39; Show the daemons that share mirrors with this one.
-du; status:du; 379; Show what is on disk, shared, and only a cache.
-gc; status:gc; 379; Drop what is only a cache and not in use.
+du; status:du; 379; Show disk usage, and how much of it gc can free.
+gc; status:gc; 379; Remove caches that are not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
 refs diff; mirrors:refs_diff; 349; Show what changed between two records.
-refs restore; mirrors:refs_restore; 34579; Put a mirror's refs back to a record.
-bundle create; mirrors:bundle; 34789; Write a mirror with everything known about it into one file.
-bundle import; mirrors:bundle_import; 345789; Make a mirror from a bundle, or add a bundle to one.
+refs restore; mirrors:refs_restore; 34579; Restore a mirror's refs from a record.
+bundle create; mirrors:bundle; 34789; Write a mirror, its pins and its records into one file.
+bundle import; mirrors:bundle_import; 345789; Create a mirror from a bundle, or merge it into one.
 operations list; operations:list_all; 39; List operations.
 operations show; operations:show; 349; Show one operation.
 operations watch; operations:watch; 3456789; Print an operation's progress until it ends.
 operations wait; operations:wait; 3456789; Wait until an operation ends.
 operations cancel; operations:cancel; 349; Cancel an operation.
-doctor; local:doctor; 7; Report what this host can and cannot do.
-support-bundle; support:support_bundle; 57; Write what a bug report needs into one file.
-service install; local:install; 357; Set up units, users and directories, and start the daemon.
+doctor; local:doctor; 7; Check what this host can and cannot do for mirrord.
+support-bundle; support:support_bundle; 57; Write diagnostics for a bug report into one file.
+service install; local:install; 357; Install units, users and directories, and start the daemon.
 service uninstall; local:uninstall; 37; Stop the daemon and remove its units.
-reload; status:reload; 39; Have the daemon read its configuration again.
-events; status:events; 39; Print recent events; --follow prints new ones.
+reload; status:reload; 39; Reload the daemon's configuration.
+events; status:events; 39; Print recent events; with --follow, also new ones.
 config check; local:config_check; ; Check a configuration file.
 config show; local:config_show; ; Print the configuration in effect, defaults included.
 """
@@ -123,5 +123,5 @@ VERBS = tuple(_iter_verbs())
 
 
 def exit_lines(statuses: Iterable[int]) -> str:
-    """The meaning of each status, one per line."""
+    """Return a line with the meaning of each status."""
     return "\n".join(f"  {status}  {EXIT_STATUSES[status]}" for status in statuses)

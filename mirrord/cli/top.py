@@ -1,7 +1,6 @@
-"""`mirrord top`: what the daemon does now, again and again, through restarts of it."""
+"""`mirrord top`: show the daemon's activity, through its restarts."""
 
 import importlib
-import json
 import pwd
 import select
 import sys
@@ -21,35 +20,35 @@ from ..errors import MirrordError, NoDaemonError, ResourceError
 from ..protocol import Activity, EndpointActivity
 from .operations import amount
 from .output import ago, cell, count, seconds, size, table
-from .session import Option, Session, print_line, read_duration
+from .session import Option, Session, as_json, print_line, read_duration
 
 Line = tuple[str, str]
-"""A line and its style."""
+"""A line and its style in rich."""
 _BOLD, _RED = "bold", "red"
-_SHORTEST = timedelta(milliseconds=100)
+_INTERVAL_MIN = timedelta(milliseconds=100)
 
 
 def top(
     session: Session,
     interval: Annotated[
-        str, Option("How long a picture stays, such as 500ms or 5s.", "DURATION")
+        str, Option("Time between updates, such as 500ms or 5s.", "DURATION")
     ] = "2s",
-    once: Annotated[bool, Option("Print one picture and end.")] = False,
+    once: Annotated[bool, Option("Print the activity once.")] = False,
 ) -> None:
-    """Rates and times are of the last minute. q or Ctrl-C ends it.
+    """Rates and times are of the last minute. q or Ctrl-C quits.
 
-    Without a terminal it prints one picture after the other, with --json an object per line. Who
-    is no administrator sees own checkouts, calls and operations, and the sums.
+    Without a terminal it prints every update, with --json as one object per line. Users see their
+    own checkouts, calls and operations, and the totals; administrators see all.
     """
-    pause = max(read_duration(interval, "--interval") or _SHORTEST, _SHORTEST)
+    pause = max(read_duration(interval, "--interval") or _INTERVAL_MIN, _INTERVAL_MIN)
     if once:
         _print(session, session.client.activity())
         return
-    # a restart is shown, not waited for
+    # show a restart instead of waiting for it
     with mirrord.Client(
         session.socket, config=session.config, timeout=timedelta(seconds=10), patience=timedelta()
     ) as client:
-        client.activity()  # where there is none at all, or it refuses, that is the answer
+        client.activity()  # raise if no daemon runs, or if it refuses
         if session.json or not sys.stdout.isatty():
             for found in _each(client, pause, _sleep):
                 if isinstance(found, MirrordError):
@@ -63,7 +62,7 @@ def top(
 def _each(
     client: mirrord.Client, pause: timedelta, wait: Callable[[float], bool]
 ) -> Iterator[Activity | MirrordError]:
-    """A picture after each pause, or why there is none; ends where `wait` answers True."""
+    """Yield the activity, or the error, after each pause until `wait` returns True."""
     while True:
         try:
             yield client.activity()
@@ -75,35 +74,35 @@ def _each(
 
 def _print(session: Session, found: Activity) -> None:
     if session.json:
-        print_line(json.dumps(found.to_json(), ensure_ascii=False))
+        print_line(as_json(found))
         return
-    for line, _ in picture(found):
+    for line, _ in render(found):
         print_line(line)
     print_line("")
 
 
 def _show(client: mirrord.Client, pause: timedelta) -> None:
-    """On the terminal's other screen, which keeps what was printed before."""
+    """Update the terminal's alternate screen until the user quits."""
     live = importlib.import_module("rich.live")
     text = importlib.import_module("rich.text")
     console = importlib.import_module("rich.console").Console(highlight=False)
 
-    def drawn(lines: list[Line]) -> Any:
-        shown = text.Text(no_wrap=True, overflow="crop", end="")
+    def styled(lines: list[Line]) -> Any:
+        result = text.Text(no_wrap=True, overflow="crop", end="")
         for number, (line, style) in enumerate(lines):
-            shown.append("\n" * bool(number) + line, style)
-        return shown
+            result.append("\n" * bool(number) + line, style)
+        return result
 
     last: list[Line] = []
     with _keys() as wait, live.Live(console=console, screen=True, auto_refresh=False) as screen:
         try:
             for found in _each(client, pause, wait):
                 if isinstance(found, MirrordError):
-                    told = _cut(f"waiting for the daemon: {found.message}", console.width)
-                    shown = [(told, _RED), *last[1:]]
+                    status = _cut(f"waiting for the daemon: {found.message}", console.width)
+                    lines = [(status, _RED), *last[1:]]
                 else:
-                    shown = last = picture(found, *console.size)
-                screen.update(drawn(shown), refresh=True)
+                    lines = last = render(found, *console.size)
+                screen.update(styled(lines), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -115,7 +114,7 @@ def _sleep(pause: float) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields what waits so many seconds, and answers whether q was pressed meanwhile."""
+    """Yield a function that waits for seconds, and returns whether q was pressed meanwhile."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -135,12 +134,12 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-# -- a picture: the sums, then as many rows of each list as the screen has room for ----------------
+# -- one update: totals, then as many rows of each list as fit -------------------------------------
 
 
-def picture(found: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
-    """Lines that fit a screen; no list keeps another one out."""
-    head = [*_sums(found)]
+def render(found: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
+    """Return lines that fit a screen; each list gets a fair share of the rows."""
+    head = [*_totals(found)]
     lists = [[*each] for each in (_endpoints(found), _owners(found), _work(found))]
     lists = [each for each in lists if len(each) > 1]
     left = height - len(head)
@@ -161,7 +160,7 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _sums(found: Activity) -> Iterator[Line]:
+def _totals(found: Activity) -> Iterator[Line]:
     up = ago(found.at - found.started_at)
     at = found.at.astimezone().strftime("%H:%M:%S%z")
     style = _RED if found.status != "ok" else _BOLD
@@ -182,7 +181,7 @@ def _sums(found: Activity) -> Iterator[Line]:
     yield f"disk        {free}, {size(found.disk_reserve_bytes)} reserved", ""
     for each in found.caches:
         asked = each.hits + each.misses
-        hits = f"{each.hits / asked:.1%} of {asked:,} hit" if asked else "not asked yet"
+        hits = f"{each.hits / asked:.1%} of {asked:,} hit" if asked else "not used yet"
         bounds = f"{size(each.size_bytes)} of {size(each.limit_bytes)}, "
         room = f"{bounds}{each.evictions:,} evicted, " if each.limit_bytes is not None else ""
         yield f"{each.name:<10}  {room}{hits}", ""
@@ -214,7 +213,7 @@ def _owners(found: Activity) -> Iterator[str]:
 
 
 def _work(found: Activity) -> Iterator[str]:
-    """Operations, running ones first, and what workers do."""
+    """Yield operations, running ones first, and the calls of workers."""
     rows = [
         (
             ago(found.at - each.started_at),

@@ -220,13 +220,13 @@ def test_limits_strike_and_are_told(world: World) -> None:
     common = ["o__r-0", "--owner", str(AGENT)]
     late = mirrord(world, *common, "--timeout", "300ms", "--", "sleep", "1000")
     assert late.returncode == 137
-    assert "mirrord: the command was ended after 0:00:00.3" in late.stderr
+    assert "mirrord: the command was killed after 0:00:00.3" in late.stderr
     forks = "import os, time; [os.fork() or time.sleep(1000) for _ in range(9)]"
     script = f"python3 -c 'bytearray(200 << 20)'; python3 -c '{forks}'"
     options = ["--memory", "100MiB", "--processes", "3"]
     struck = mirrord(world, *common, *options, "--", "bash", "-c", script)
-    assert "the limit of memory struck" in struck.stderr
-    assert "the limit of processes struck" in struck.stderr
+    assert "the command met its limit of memory" in struck.stderr
+    assert "the command met its limit of processes" in struck.stderr
     assert mirrord(world, "o__r-0", "--memory", "much", "--", "true").returncode == 2
     assert mirrord(world, "o__r-0", "--processes", "0", "--", "true").returncode == 2
 

@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     found = re.search(
-        r"operation (\w+) continues: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` ends it",
+        r"operation (\w+) is still running: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` cancels it",
         err,
     )
     assert found is not None, err
@@ -116,7 +116,7 @@ def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
-    (identity,) = re.findall(r"operation (\w+) continues", err)
+    (identity,) = re.findall(r"operation (\w+) is still running", err)
     assert site.run("operations", "cancel", identity)[0] == 0
 
 

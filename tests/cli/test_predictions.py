@@ -85,7 +85,7 @@ def test_one_prediction_is_a_line_and_no_document(tmp_path: Path) -> None:
         ('{"instance_id": "i", "model_patch": ["x"]}', "it has no model_patch"),
         (
             '{"instance_id": "i", "model_patch": "\\ud800"}',
-            "its model_patch has half of a character",
+            "its model_patch is not valid Unicode",
         ),
         ("[" * 100_000, "it is not a JSON object"),
         (b"\xff\xfe", "it is not a JSON object"),
@@ -212,7 +212,7 @@ def grade_them(
     rows = [{"instance_id": name, "model_patch": "x"} for name in instances]
     predictions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     session, status = Session(socket=str(socket)), 0
-    known: dict[str, Any] = {"dataset": None, "at_once": 3, "keep": False}
+    known: dict[str, Any] = {"dataset": None, "jobs": 3, "keep": False}
     try:
         grade_all(session, predictions, reports=[lines], **{**known, **choices})
     except SystemExit as end:

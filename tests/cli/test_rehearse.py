@@ -351,6 +351,6 @@ def test_a_file_of_something_else_is_not_written_to(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     for content in ('{"a": 1}\n', "text\n"):
         file.write_text(content)
-        with pytest.raises(UsageError, match="no results of a rehearsal"):
+        with pytest.raises(UsageError, match="not results of a rehearsal"):
             Results([], file)
         assert file.read_text() == content

@@ -20,7 +20,7 @@ from waiting import until
 
 from mirrord import Client, protocol
 from mirrord.cli.output import ago
-from mirrord.cli.top import picture
+from mirrord.cli.top import render
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -66,7 +66,7 @@ def _busy(rows: int) -> protocol.Activity:
 @pytest.mark.parametrize("rows", [1, 100])
 def test_a_picture_fits_a_small_terminal_with_a_part_of_every_list(rows: int) -> None:
     """80 columns and 24 lines; what is cut says how much."""
-    lines = [text for text, _ in picture(_busy(rows), 80, 24)]
+    lines = [text for text, _ in render(_busy(rows), 80, 24)]
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     for heading in ("ENDPOINT", "OWNER", "SINCE"):
@@ -76,7 +76,7 @@ def test_a_picture_fits_a_small_terminal_with_a_part_of_every_list(rows: int) ->
 
 
 def test_without_a_screen_nothing_is_cut() -> None:
-    lines = [text for text, _ in picture(_busy(100))]
+    lines = [text for text, _ in render(_busy(100))]
     assert sum("dataset.import" in line for line in lines) == 100
 
 

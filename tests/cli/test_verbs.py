@@ -185,18 +185,11 @@ def test_help_needs_none_of_the_heavy_libraries() -> None:
     )
 
 
-RECEIPT = {name: LEASE[name] for name in ("mirror", "commit", "tree", "history", "view", "backend")}
-RECEIPT |= {name: LEASE[name] for name in ("created_at", "expires_at")}
-RECEIPT |= {"format": "mirrord-receipt/1", "version": "0.1.0", "checkout": ID, "resets": 0}
-RECEIPT |= {"issued_at": LEASE["created_at"], "head": LEASE["commit"]}
-RECEIPT |= {"diff": {"bytes": 0, "sha256": "e3b0"}}
-
-
 @pytest.mark.parametrize(
     "words",
     [
         *(["status"], ["checkouts"], ["checkout", "i"]),
-        *([verb, ID] for verb in ("reset", "release", "diff", "receipt", "grade")),
+        *([verb, ID] for verb in ("reset", "release", "diff", "grade")),
     ],
     ids=lambda words: words[0],
 )
@@ -206,7 +199,6 @@ def test_a_verb_loads_what_it_needs(words: list[str], path: Path) -> None:
         **CHECKOUT_ROUTES,
         ("GET", "/v1/checkouts"): lambda h: h.answer([]),
         ("GET", "/v1/status"): lambda h: h.answer(STATUS),
-        ("GET", f"/v1/checkouts/{ID}/receipt"): lambda h: h.answer(RECEIPT),
         ("POST", f"/v1/checkouts/{ID}/grade"): lambda h: h.answer({**LEASE, "changed": 1}),
     }
     with serving(path, routes) as server:

@@ -321,7 +321,7 @@ def test_a_file_of_any_columns_is_imported_by_a_mapping(world: World, tmp_path: 
         8,
         "mine: 1 instance of format mapping, 2 commits in 1 mirror",
     )
-    assert f"cannot pin {lost} of mine-1 (gold; checkouts work without): " in ran.err
+    assert f"cannot pin {lost} of mine-1 (gold; checkouts do not need it): " in ran.err
     path = world.run("checkout", "mine-1")
     assert path.status == 0, path.err
     assert world.run("release", path.out.strip()).status == 0

@@ -153,7 +153,7 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
         running.stop()
         shown = _mirrord(running, "config", "show", "--config", str(running.config))
         assert 'state_dir = "/elsewhere"' in shown.stdout
-        assert shown.stderr == f"no daemon answers: from {running.config}\n"
+        assert shown.stderr == f"no daemon answers; read from {running.config}\n"
 
 
 def test_a_configuration_that_was_refused_is_a_warning_until_it_is_right() -> None:

@@ -127,7 +127,7 @@ def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
         ended = run(new, "restore", "--from-store")
         assert ended.returncode == 0, ended.stderr
         assert state_of(new) == lost.state
-        assert "made mirror o__one: 2 created, 0 kept, 3 pins" in ended.stdout
+        assert "created mirror o__one: 2 created, 0 kept, 3 pins" in ended.stdout
         assert "4 recorded commits in 2 mirrors at level closure: 4 ok" in ended.stdout
         audit = ended.stdout.split()[-1]
         assert new.json("GET", f"/v1/audits/{audit}")["open_count"] == 0

@@ -53,5 +53,5 @@ def test_its_batch_runner(lab: HarnessLab) -> None:
     said = json.loads((output / INSTANCE / f"{INSTANCE}.traj.json").read_text())
     seen = [message["content"] for message in said["messages"] if message["role"] == "user"][1:]
     assert "<returncode>3</returncode>\n<output>\n/testbed" in seen[0]
-    assert "the limit of time struck" in seen[1]
+    assert "the command met its limit of time" in seen[1]
     assert "begun" in seen[1]

@@ -563,7 +563,7 @@ def test_the_command_line_makes_and_takes_bundles(pair: Pair) -> None:
     assert "since" in out
     status, out, err = call(pair.other, "bundle", "import", pair.file)
     assert (status, err) == (0, "")
-    assert f"made mirror {NAME}" in out
+    assert f"created mirror {NAME}" in out
     pair.file.write_bytes(b"nothing")
     status, out, err = call(pair.other, "bundle", "import", pair.file)
     assert (status, out) == (2, "")
