@@ -1,19 +1,19 @@
-"""Every error that mirrord reports, as one tree.
+"""All errors that mirrord reports, as one tree.
 
     MirrordError
     ├── UsageError        the request or the configuration is wrong     exit 2
-    ├── AccessError       the peer may not do this                      exit 3
+    ├── AccessError       the peer has no permission                    exit 3
     ├── NotFoundError     the named thing does not exist                exit 4
-    ├── ConflictError     the state of things forbids it now            exit 5
-    ├── UpstreamError     another host failed us                        exit 6
+    ├── ConflictError     the current state forbids it                  exit 5
+    ├── UpstreamError     another host failed                           exit 6
     ├── ResourceError     disk, kernel feature, limit, deadline         exit 7
     ├── IntegrityError    something recorded cannot be served           exit 8
-    ├── NoDaemonError     nothing answers at the socket                 exit 9
+    ├── NoDaemonError     no daemon at the socket                       exit 9
     └── InternalError     a bug                                         exit 1
 
-A family says what the caller can do; a leaf has a stable `code`. The daemon writes an error as an
-RFC 9457 problem; the client reads it back as the same class. Messages read `cannot <verb> <noun>
-<name>: <fact>`; the hint is the remedy.
+A family says what the caller can do; each class has a stable `code`. The daemon writes an error as
+an RFC 9457 problem, and the client reads it as the same class. Messages have the form `cannot
+<verb> <noun> <name>: <fact>`; the hint is the remedy.
 """
 
 import re
@@ -25,9 +25,9 @@ _CLASSES: "dict[str, type[MirrordError]]" = {}
 
 
 class MirrordError(Exception):
-    """Root of all errors that mirrord raises on purpose.
+    """The base of all errors that mirrord raises on purpose.
 
-    `message` is one sentence, `hint` the remedy; `facts` are JSON values, members of the problem.
+    `message` is one sentence, `hint` the remedy. `facts` are JSON values, members of the problem.
     """
 
     code: ClassVar[str] = "internal"
@@ -44,9 +44,9 @@ class MirrordError(Exception):
     def __init_subclass__(
         cls, *, title: str = "", status: int = 0, exits: int = 0, code: str = ""
     ) -> None:
-        """With a title it has a code of its own: its name, `InvalidNameError` is `invalid-name`.
+        """Register a class with a title, under `code`; by default InvalidNameError: `invalid-name`.
 
-        `status` is HTTP's, `exits` the command line's; both are the family's by default.
+        `status` is HTTP's, `exits` the command line's, both by default the family's.
         """
         if title:
             name = re.sub("(?<=.)(?=[A-Z])", "-", cls.__name__.removesuffix("Error"))
@@ -55,11 +55,11 @@ class MirrordError(Exception):
             _CLASSES[cls.code] = cls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Cross a process boundary whole: the default keeps neither hint nor facts."""
+        """Keep hint and facts when pickled, which exceptions do not by default."""
         return partial(type(self), self.message, hint=self.hint, **self.facts), ()
 
     def problem(self) -> dict[str, Any]:
-        """The RFC 9457 members of this error."""
+        """Return this error as an RFC 9457 problem."""
         members = {
             "type": f"urn:mirrord:error:{self.code}",
             "title": self.title,
@@ -72,7 +72,7 @@ class MirrordError(Exception):
 
 
 def iter_errors(family: type[MirrordError]) -> Iterator[type[MirrordError]]:
-    """The classes of a family with a code of their own, the family first."""
+    """Iterate over the registered classes of a family, the family first."""
     return (each for each in _CLASSES.values() if issubclass(each, family))
 
 
@@ -80,7 +80,7 @@ _PROBLEM_MEMBERS = {"type", "title", "status", "code", "detail", "hint", "instan
 
 
 def from_problem(problem: Mapping[str, Any]) -> MirrordError:
-    """The error of an RFC 9457 problem; an unknown code becomes the family of its HTTP status."""
+    """Read the error of an RFC 9457 problem; an unknown code as the family of its HTTP status."""
     status = problem.get("status", 500)
     cls = _CLASSES.get(str(problem.get("code")))
     if cls is None:

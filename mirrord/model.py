@@ -1,7 +1,7 @@
-"""The program's vocabulary as types: names, identities, choices. Pure values; no I/O.
+"""Types of the program's terms: names, ids, choices. No I/O.
 
-A value of one of these types is valid: `MirrorName.parse` and its like raise a `UsageError`. Code
-behind a request's first line can trust its arguments.
+A value of one of these types is valid: the functions that parse them raise a `UsageError`, so other
+code can trust its arguments.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .errors import InvalidCommitError, InvalidNameError
 
 CommitId = NewType("CommitId", str)  # a full SHA-1 commit id: 40 lower-case hexadecimal digits
 CheckoutId = NewType("CheckoutId", str)  # random and unguessable: 16 characters of a-z2-7
-LayerId = NewType("LayerId", str)  # as a checkout's
+LayerId = NewType("LayerId", str)  # in the form of a CheckoutId
 DatasetName = NewType("DatasetName", str)  # a valid component of a ref
 
-NEAR = 64  # how many first parents `Resolved.line` holds
+FIRST_PARENTS_LIMIT = 64  # of `Resolved.line`
 NAME_LIMIT_BYTES = 255  # Linux's NAME_MAX
 TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each directory
-TREE_PATH_LIMIT_BYTES = 3072  # the kernel takes 4,095 bytes with the tree's own path
+TREE_PATH_LIMIT_BYTES = 3072  # PATH_MAX is 4,096, and includes the path of the tree itself
 
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 
@@ -36,8 +36,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class Resolved(NamedTuple):
     """A commit in a mirror.
 
-    `line` is the commit and up to NEAR first parents, newest first; empty where one of them cannot
-    be read. `time` is the committer's, in seconds since the epoch.
+    `line` is the commit and its next first parents, newest first; empty if one cannot be read.
+    `time` is the committer's, in seconds since the epoch.
     """
 
     commit: CommitId
@@ -59,6 +59,8 @@ class History(StrEnum):
 
 
 class Backend(StrEnum):
+    """How a tree is made: as a mount over a template, or as a plain directory."""
+
     AUTO = "auto"
     OVERLAY = "overlay"
     POOL = "pool"
@@ -73,14 +75,14 @@ class DiffFormat(StrEnum):
 
 
 class Bind(StrEnum):
-    """What else ends a lease than its deadline: nothing, or the end of the asking process."""
+    """Whether a lease ends only at its deadline, or also with the process that asked for it."""
 
     LEASE = "lease"
     PROCESS = "process"
 
 
 class Target(StrEnum):
-    """What of a checkout can be attached elsewhere: a mount of it, or the directory of both."""
+    """The part of a checkout to attach: its tree, its environment, or the directory with both."""
 
     TREE = "tree"
     ENVIRONMENT = "environment"
@@ -88,24 +90,26 @@ class Target(StrEnum):
 
 
 class View(StrEnum):
+    """What the client of a checkout may read: nothing of the answer, or all of the instance."""
+
     AGENT = "agent"
     GRADER = "grader"
 
 
 class ApplyStrategy(StrEnum):
-    """How well a patch must fit: as `git apply` asks, or as the field's graders take it."""
+    """How a patch is applied: as by `git apply`, or as tolerantly as by the field's graders."""
 
     EXACT = "exact"
     TOLERANT = "tolerant"
 
 
 class FoundStrategy(StrEnum):
-    """What made a patch fit; a tolerant one tries them in this order.
+    """The strategy by which a patch applied. A tolerant apply tries them in this order.
 
-    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit. COUNTS takes wrong
-    numbers in hunks, PROSE text around a patch, CRLF other line ends than the tree has, BLANKS
-    other blanks at line ends, FUZZ other context, as `patch --batch --forward --fuzz=5`; each of
-    them what those before it take as well.
+    EXACT is `git apply`, THREE_WAY `git apply --3way` against the base commit. COUNTS accepts wrong
+    numbers in hunks, PROSE text around a patch, CRLF other line ends than the tree's, BLANKS other
+    blanks at line ends, FUZZ other context, like `patch --batch --forward --fuzz=5`. Each also
+    accepts what the ones before it accept.
     """
 
     EXACT = "exact"
@@ -126,7 +130,7 @@ class Policy(StrEnum):
 
 
 class SteeringKind(StrEnum):
-    """Kinds of rules about what could steer the tests; policies are set by kind."""
+    """Kinds of rules about changes that could steer the tests. Policies are set by kind."""
 
     RUNNER = "runner"
     INTERPRETER = "interpreter"
@@ -159,7 +163,7 @@ class CommitState(StrEnum):
 
 
 class FindingKind(StrEnum):
-    """Kinds of findings; those of commits are named as the commit's state."""
+    """Kinds of findings. A finding of a commit has the name of the commit's state."""
 
     MISSING = "missing"
     INCOMPLETE = "incomplete"
@@ -184,7 +188,7 @@ class FindingKind(StrEnum):
 
 
 class Reach(StrEnum):
-    """What keeps a recorded commit alive, best first."""
+    """The refs that keep a recorded commit alive, best first."""
 
     DEFAULT_BRANCH = "default-branch"
     BRANCH = "branch"
@@ -205,8 +209,10 @@ class CommitRole(StrEnum):
 
 
 class Readiness(StrEnum):
-    """What a rehearsal found of an instance. BUT: ready, while a commit that it records besides the
-    base commit cannot be served; UNTRIED: something else than the instance kept it from an answer.
+    """The result of a rehearsal of an instance.
+
+    BUT: ready, but a recorded commit other than the base commit cannot be served. UNTRIED: a fault
+    outside the instance prevented a result.
     """
 
     READY = "ready"
@@ -216,14 +222,14 @@ class Readiness(StrEnum):
 
 
 class ReportKind(StrEnum):
-    """Of what a report is: `mirrord rehearse`, or `mirrord grade --predictions`."""
+    """The subject of a report: `mirrord rehearse`, or `mirrord grade --predictions`."""
 
     REHEARSAL = "rehearsal"
     GRADING = "grading"
 
 
 class Direction(StrEnum):
-    """Which way a row's patch goes: `forward` fixes the bug, `reverse` introduces it."""
+    """The direction of a row's patch: `forward` fixes the bug, `reverse` introduces it."""
 
     FORWARD = "forward"
     REVERSE = "reverse"
@@ -231,7 +237,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MirrorName:
-    """`owner__name`, split at the first `__`; spellings in any letter case share a `key`."""
+    """A mirror's name, `owner__name`, split at the first `__`. Look-ups ignore letter case."""
 
     owner: str
     name: str
@@ -242,7 +248,7 @@ class MirrorName:
         separator = "/" if "/" in text else "__"
         owner, found, name = text.partition(separator)
         name = name.removesuffix(".git")
-        # "__" or "_" at the owner's end would split elsewhere; ".." is no component of a path.
+        # "__" in the owner or "_" at its end would split elsewhere; ".." is unsafe in paths
         is_owner = _OWNER.fullmatch(owner) and "__" not in owner and not owner.endswith(("_", "."))
         is_name = _NAME.fullmatch(name) and name != "."
         if not (found and is_owner and is_name) or ".." in owner or ".." in name:
@@ -255,7 +261,7 @@ class MirrorName:
 
     @property
     def key(self) -> str:
-        """What look-ups compare: the name in lower case."""
+        """The name in lower case, for look-ups."""
         return str(self).lower()
 
     @property
@@ -287,7 +293,7 @@ def parse_dataset_name(text: str) -> DatasetName:
 
 
 def new_checkout_id() -> CheckoutId:
-    """80 random bits."""
+    """Return 80 random bits, in base 32."""
     return CheckoutId(b32encode(os.urandom(10)).decode().lower())
 
 
@@ -300,13 +306,13 @@ def utc_now() -> datetime:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal or a page would act on."""
+    """Escape control characters, which a terminal or a page would interpret."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def shown(text: str, limit: int = 80) -> str:
-    """Quote untrusted text for a message: printable, bounded."""
+    """Quote untrusted text for a message: escaped and bounded."""
     quoted = ascii(text if len(text) <= limit else text[:limit] + "…")
     return quoted.replace("\\u2026", "…")

@@ -206,7 +206,7 @@ def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
     for row in rows:
         for each in row.unexpected:
             yield ""
-            yield f"{row.instance}: {cell(each.told)}"
+            yield f"{row.instance}: {cell(each.description)}"
             yield from (f"    {printable(line)}" for line in each.lines)
         yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)
 

@@ -21,13 +21,13 @@ from .codec import (
 
 
 class StartCheckout(Request):
-    """Names `instance` (an instance id, or NAME@COMMITISH), or `mirror` with `commit`.
+    """Asks for a checkout of `instance` (an id, or NAME@COMMITISH), or of `mirror` with `commit`.
 
-    `dataset` chooses among datasets that record the id differently. With `bind` "process" the lease
-    ends with the process that made the connection, not with the connection. With `attach` it is one
-    that can be attached, though the peer's mount namespace may not show it. `layer` is a prepared
-    layer of the same commit, by its name; without one the checkout has the layer
-    `environment-<digest>` of its `environment`, where that was saved.
+    `dataset` chooses if datasets record the id differently. With `bind` "process" the lease ends
+    with the process that made the connection, not with the connection. `attach` asks for a checkout
+    that can be attached, even if the peer's mount namespace does not show it. `layer` names a
+    prepared layer of the same commit; the default is the layer `environment-<digest>` of the
+    `environment`, if that was saved.
     """
 
     instance: Word | None = None
@@ -47,10 +47,9 @@ class StartCheckout(Request):
 
 
 class ResetCheckout(Request):
-    """Resets to the same commit, moves to an `instance` or `commit` of the same mirror, or goes
-    back `to` a snapshot, by its name.
+    """Resets to the same commit, an `instance` or `commit` of the same mirror, or `to` a snapshot.
 
-    The environment stays unless another is named, and so does the layer at the same commit.
+    The environment stays unless another is named; at the same commit the layer does, too.
     """
 
     instance: Word | None = None
@@ -62,7 +61,7 @@ class ResetCheckout(Request):
 
 
 class ForkCheckout(Request):
-    """Forks the tree as it is, or as `snapshot` has it, by name."""
+    """Forks the current state, or the `snapshot` of this name."""
 
     snapshot: Word | None = None
     ttl: Ttl | None = None
@@ -70,7 +69,7 @@ class ForkCheckout(Request):
 
 
 class MakeSnapshot(Request):
-    """Without a name it gets one: s1, s2 and so on."""
+    """Makes a snapshot. The default name is s1, s2 and so on."""
 
     name: SnapshotName | None = None
 
@@ -82,7 +81,7 @@ class AttachCheckout(Request):
 
 
 class SaveLayer(Request):
-    """Keeps what was changed, in the tree and in the environment, as a prepared layer."""
+    """Saves the changes of tree and environment as a prepared layer."""
 
     name: LayerName
 
@@ -110,9 +109,9 @@ PolicyText = Annotated[
 
 
 class StartGrade(Request):
-    """The grade of a checkout: what its owner changed, at the same commit, with the tests.
+    """Asks for a grade of a checkout: its changes at the same commit, with the tests.
 
-    It has the checkout's layer and environment, as they were before they were worked on.
+    The grade has the checkout's layer and environment, as they were before any changes.
     """
 
     policy: PolicyText | None = None
@@ -123,14 +122,13 @@ class StartGrade(Request):
 
 
 class Checkout(Answer):
-    """`commit` is the base commit, `tree` its verified tree; `timings` are seconds per step.
+    """A checkout of the base `commit`, with its verified `tree`. `timings` are seconds per step.
 
-    `path` is `directory/tree`; with an `environment` (KEY@DIGEST) its prefix is
-    `directory/environment`. `directory` holds nothing else; mounted elsewhere with `rslave`, it
-    follows every reset. `layer` names the prepared layer that resets and diffs are relative to.
-    `taken_by` is the uid that asked for the checkout. It and `owner_uid` may use and release it.
-    `parent` is the checkout that this one was forked from, or grades. `volumes` are the
-    names that docker or podman know it by.
+    `path` is `directory/tree`. With an `environment` (KEY@DIGEST) its prefix is
+    `directory/environment`. `directory` contains nothing else; mounted elsewhere with `rslave`, it
+    follows every reset. Resets and diffs are relative to the prepared `layer`. `taken_by` is the
+    uid that asked for the checkout; it and `owner_uid` may use and release it. `parent` is the
+    checkout that this one was forked from or grades. `volumes` are its names in docker or podman.
     """
 
     id: str
@@ -159,9 +157,9 @@ class Checkout(Answer):
 
 
 class Attachment(Answer):
-    """The mount came before this answer, as a descriptor with an interim response (SCM_RIGHTS).
+    """The answer after the mount, which is a descriptor with an interim response (SCM_RIGHTS).
 
-    `move_mount` attaches it. Until then it shows the checkout as of its `resets`-th reset.
+    `move_mount` attaches it. Until then it shows the checkout after its `resets`-th reset.
     """
 
     checkout: str
@@ -170,11 +168,11 @@ class Attachment(Answer):
 
 
 class Copied(Answer):
-    """What was copied of a checkout, which was so at `taken_at`.
+    """A copy of a checkout's state at `taken_at`.
 
-    `files` counts changed, new and removed ones. `left_out` counts what is not in the copy, by
-    kind: pipes, sockets, devices, git_files (configuration, hooks and the like in `.git`). Where
-    `git` is false, `.git` is the base commit's own, as the checkout's was no plain repository.
+    `files` counts changed, new and removed ones. `left_out` counts by kind what is not in the copy:
+    pipes, sockets, devices, git_files (configuration, hooks and the like in `.git`). Without `git`,
+    `.git` is the base commit's, because the checkout's was not a plain repository.
     """
 
     taken_at: datetime
@@ -185,14 +183,14 @@ class Copied(Answer):
 
 
 class Fork(Checkout):
-    """`snapshot` names the one it was made from."""
+    """A forked checkout, with the `snapshot` that it was made from."""
 
     snapshot: str | None = None
     copied: Copied
 
 
 class Snapshot(Answer):
-    """A kept state of a checkout, over its base commit at that time."""
+    """A saved state of a checkout, relative to its base commit at that time."""
 
     name: str
     checkout: str
@@ -202,11 +200,10 @@ class Snapshot(Answer):
 
 
 class PreparedLayer(Answer):
-    """What was saved of a checkout, for others at the same commit with the same history.
+    """Saved changes of a checkout, for checkouts of the same commit and history.
 
-    `saved_by` is the uid that asked; what an administrator saved (`shared`) everybody may use.
-    `environment` is the one whose changes it has, `environment_copied` what those were.
-    `checkouts` counts those that hold it.
+    `saved_by` is the uid that asked; a layer saved by an administrator is `shared` with all users.
+    `environment_copied` are its changes of `environment`. `checkouts` counts the ones that use it.
     """
 
     id: str
@@ -224,11 +221,11 @@ class PreparedLayer(Answer):
 
 
 class Steering(Answer):
-    """A path of the agent's that could steer the tests, and the rule that says so.
+    """A path of the agent's change that could steer the tests, and the rule that matched.
 
-    `applied`: the grade has it. `dropped`: by policy it does not. `restored`: the test patch writes
-    there. `left`: it is no part of a change, such as an ignored file. `refused`: why there is no
-    grade.
+    `applied`: it is in the grade. `dropped`: it is not, by policy. `restored`: the test patch
+    overwrites it. `left`: it is not part of a change, such as an ignored file. `refused`: it is the
+    reason why there is no grade.
     """
 
     rule: str
@@ -239,10 +236,10 @@ class Steering(Answer):
 
 
 class Grade(Checkout):
-    """A checkout for the grader. `strategy` says how a patch applied, None for a checkout's change.
+    """A checkout for the grader. `strategy` is how a patch applied, None for a checkout's change.
 
-    `changed` counts the paths of the agent's change, `dropped` lists those that the grade does not
-    have. `tests` are the paths of the instance's test patch, None where there is none.
+    `changed` counts the paths of the agent's change, `dropped` lists those missing in the grade.
+    `tests` are the paths of the instance's test patch, None if it has none.
     """
 
     strategy: model.FoundStrategy | None = None
@@ -253,11 +250,11 @@ class Grade(Checkout):
 
 
 class Proof(Answer):
-    """The checks of a reset, with the hashes it saw.
+    """The checks of a reset, with the hashes it read.
 
-    The counts are null where the reset did not check single files: an overlay reset drops the
-    client's layer unread and shows a template, which was verified when it was built. `snapshot`
-    names the one whose layer is shown over the tree; `head` is then its HEAD.
+    The counts are null if the reset did not check single files: an overlay reset drops the client's
+    layer unread and shows a template, which was verified when it was built. After a reset to a
+    `snapshot`, `head` is the snapshot's HEAD.
     """
 
     head: str
@@ -278,7 +275,7 @@ class ResetAnswer(Checkout):
 
 
 class ApplyAnswer(Checkout):
-    """`strategy` is what made the patch fit: `exact` unless a tolerant one was asked for."""
+    """`strategy` is how the patch applied: `exact`, unless a tolerant apply was asked for."""
 
     strategy: model.FoundStrategy
 
@@ -298,7 +295,7 @@ class Closure(Answer):
 
 
 class Proven(Answer):
-    """How something was proven, and when."""
+    """The method and time of a proof."""
 
     method: str
     at: datetime
@@ -310,7 +307,7 @@ class Digest(Answer):
 
 
 class LayerFacts(Answer):
-    """The prepared layer of a checkout: `tree` is git's of the commit with what it changed."""
+    """The prepared layer of a checkout. `tree` is the git tree of the commit with the layer."""
 
     id: str
     name: str
@@ -319,7 +316,7 @@ class LayerFacts(Answer):
 
 
 class GradeFacts(Answer):
-    """How a grade was made. `dropped` is cut at a thousand; `dropped_count` counts all."""
+    """How a grade was made. `dropped` has the first thousand, `dropped_count` counts all."""
 
     policy: str
     strategy: str | None = None
@@ -328,9 +325,9 @@ class GradeFacts(Answer):
 
 
 class Receipt(Answer, Request):
-    """What a checkout is, and how that was proven. docs/receipts.md defines every member.
+    """The content of a checkout and its proofs. docs/receipts.md defines every member.
 
-    A receipt is also a request, to be verified: the daemon refuses members that it does not know.
+    It is also a request for verification, so the daemon refuses unknown members.
     """
 
     format: Literal["mirrord-receipt/1"]
@@ -362,16 +359,16 @@ class Receipt(Answer, Request):
     signature: str | None = None
 
     def canonical(self) -> bytes:
-        """The file to keep: canonical JSON (RFC 8785), without members that are None."""
+        """Return the receipt as a file: canonical JSON (RFC 8785) without members that are None."""
         return canonical(self)
 
     def signed_bytes(self) -> bytes:
-        """What a signature is of: the canonical form of all members but `signature`."""
+        """Return the signed bytes: the canonical form of all members but `signature`."""
         return canonical({**self.to_json(), "signature": None})
 
 
 class Mismatch(Answer):
-    """A member of a receipt that does not hold; `found` is None where nothing was found."""
+    """A member of a receipt that does not hold. `found` is None if there is no such thing."""
 
     member: str
     stated: str | None
@@ -379,7 +376,7 @@ class Mismatch(Answer):
 
 
 class ReceiptReport(Answer):
-    """The answer of `receipt --verify`; `checked` are the members that were compared."""
+    """The answer of `receipt --verify`. `checked` lists the compared members."""
 
     holds: bool
     mismatches: list[Mismatch] = []
@@ -392,8 +389,9 @@ class SealLeak(Answer):
 
 
 class SealReport(Answer):
-    """The answer of `verify-seal`, and of the daemon on the store below a checkout. `sealed` is
-    true when there are no leaks.
+    """The answer of `verify-seal`, and of the daemon on a checkout's store.
+
+    `sealed` is true if there are no leaks.
     """
 
     path: str
@@ -407,11 +405,11 @@ class SealReport(Answer):
 
 
 class RootLeak(SealLeak):
-    """Something in a directory or an image that was not there at the base commit, or leads there.
+    """Content of a directory or an image that is newer than the base commit, or leads to such.
 
     `path` is from the top, with `!` between an archive and its member. A `future-file` has the
-    content that `name` got in `commit`, the first with it. `hidden`: a later layer of the image
-    covers it, so that a container does not show it.
+    content that `name` first got in `commit`. `hidden`: a later layer of the image covers it, so a
+    container does not show it.
     """
 
     path: str
@@ -421,9 +419,9 @@ class RootLeak(SealLeak):
 
 
 class RootReport(Answer):
-    """The answer of `verify-seal --root`; `sealed` is true when no leak is but hidden.
+    """The answer of `verify-seal --root`. `sealed` is true if all leaks are hidden.
 
-    `notes` tell what was left out, and repositories of other projects.
+    `notes` list what was not scanned, and repositories of other projects.
     """
 
     root: str

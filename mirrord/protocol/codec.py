@@ -1,8 +1,8 @@
-"""The base of every message: frozen dataclasses, and their way to JSON and back.
+"""The base class of messages, frozen dataclasses, with their conversion to and from JSON.
 
-The client needs only the standard library for them. The daemon reads requests through pydantic,
-which takes the same classes: `Bounds` beside a type are its words. Requests refuse unknown members;
-answers ignore them, so that an older client reads a newer daemon.
+The client uses only the standard library. The daemon reads requests through pydantic with the same
+classes, and with the `Bounds` in their annotations. Requests refuse unknown members; answers ignore
+them, so an older client can read a newer daemon.
 """
 
 import json
@@ -21,7 +21,7 @@ API = "/v1"
 
 
 class MalformedError(ValueError):
-    """A value does not fit its message. `place` is the path to it, members and indexes."""
+    """A value does not fit its message. `place` is its path of members and indexes."""
 
     def __init__(self, message: str, *place: str | int) -> None:
         super().__init__(message)
@@ -33,10 +33,10 @@ class MalformedError(ValueError):
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
-    """A subclass is a frozen dataclass; a list or dict as a default is copied for each message.
+    """A message. Subclasses are frozen dataclasses; lists and dicts as defaults are copied.
 
-    The methods are written here because dataclasses compile six for each class: 50 ms in all, at
-    each start of the command line.
+    The methods are written out because dataclasses compile six of them per class, which takes 50 ms
+    at each start of the command line.
     """
 
     _defaults: ClassVar[dict[str, Any]] = {}
@@ -59,7 +59,7 @@ class Message:
             if name not in members:
                 members[name] = default.copy() if isinstance(default, list | dict) else default
         if members.keys() != self._required | self._defaults.keys():
-            raise TypeError(f"{type(self).__name__} has other members than {sorted(members)}")
+            raise TypeError(f"the members of {type(self).__name__} are not {sorted(members)}")
         self.__dict__.update(members)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,7 +75,6 @@ class Message:
         return f"{type(self).__name__}({members})"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         return {name: to_json(self.__dict__[name]) for name in self._names}
 
     @classmethod
@@ -105,7 +104,7 @@ class Answer(Message):
 
 
 class Problem(Answer):
-    """RFC 9457. `code` is stable; further members are the `facts` of the error."""
+    """A problem by RFC 9457. `code` is stable. Further members are the `facts` of the error."""
 
     type: str
     title: str
@@ -131,7 +130,7 @@ class Problem(Answer):
 
 
 def to_json(value: Any) -> Any:
-    """Messages, and values of their members, as JSON values."""
+    """Convert a message, or the value of a member, to JSON values."""
     if isinstance(value, Message):
         return value.to_json()
     if isinstance(value, StrEnum):
@@ -148,16 +147,16 @@ def to_json(value: Any) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """As JSON in UTF-8. A lone surrogate, from a name that is not UTF-8, becomes JSON's escape."""
+    """Encode as JSON in UTF-8. A lone surrogate, as in a name that is not UTF-8, is escaped."""
     text = json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
 def canonical(value: Any) -> bytes:
-    """As canonical JSON (RFC 8785), without members that are None.
+    """Encode as canonical JSON (RFC 8785), without members that are None.
 
-    For objects with ASCII names, arrays, strings, true, false and integers below 2**53, which
-    Python and the RFC write alike; a float is a TypeError.
+    Takes objects with ASCII names, arrays, strings, booleans and integers below 2**53, which Python
+    writes as the RFC demands. A float is a TypeError.
     """
     return _canonical(to_json(value)).encode("utf-8", "backslashreplace")
 
@@ -187,7 +186,7 @@ def _read_at(place: str | int, reader: _Reader, value: Any) -> Any:
 
 
 def _reader(kind: Any) -> _Reader:
-    """Make the function that reads values of one type of those that messages use."""
+    """Make a function that reads values of a type, one of those in messages."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda value: value
@@ -246,16 +245,16 @@ def _read_time(value: Any) -> datetime:
 
 
 class Bounds:
-    """Bounds of a value, in the words of pydantic's core schemas, which are plain dicts."""
+    """Bounds of a value, as items of pydantic's core schemas, which are plain dicts."""
 
-    def __init__(self, *, description: str | None = None, **words: Any) -> None:
+    def __init__(self, *, description: str | None = None, **bounds: Any) -> None:
         self._described = {} if description is None else {"description": description}
-        self._words = words
+        self._bounds = bounds
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: Callable[[Any], dict[str, Any]]
     ) -> dict[str, Any]:
-        return {**handler(source), **self._words}
+        return {**handler(source), **self._bounds}
 
     def __get_pydantic_json_schema__(
         self, schema: Any, handler: Callable[[Any], dict[str, Any]]
@@ -264,7 +263,7 @@ class Bounds:
 
 
 class SecondsBounds(Bounds):
-    """A number of seconds, or a duration as the configuration spells it."""
+    """Bounds of seconds, given as a number or as a duration in the configuration's form."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
         number = super().__get_pydantic_core_schema__(source, handler)

@@ -21,11 +21,11 @@ from .mirrors import (
 )
 
 QUEUED = "waiting for its turn"
-"""The note of work that has not begun."""
+"""The note of an operation that has not started."""
 
 
 class Progress(Answer):
-    """Units of work, in the unit named; `total` is None where it is unknown."""
+    """Progress in units of work. `total` is None if it is unknown."""
 
     done: int = 0
     total: int | None = None
@@ -37,7 +37,7 @@ ProgressSink = Callable[[Progress], None]
 
 
 class Synced(Answer):
-    """The result of a sync. `changes` is cut at a thousand; `summary` counts all.
+    """The result of a sync. `changes` has the first thousand, `summary` counts all.
 
     `pinned` counts commits that earlier imports could not pin.
     """
@@ -55,7 +55,11 @@ class Synced(Answer):
 
 
 class DatasetImported(Answer):
-    """`ambiguous` are the first ids that other datasets record differently; the count is of all."""
+    """The result of an import.
+
+    `ambiguous` has the first ids that other datasets record differently, `ambiguous_count` counts
+    all.
+    """
 
     dataset: Dataset
     change: DatasetChange
@@ -64,7 +68,10 @@ class DatasetImported(Answer):
 
 
 class BundleImported(Answer):
-    """`pins_taken_over` are pins of datasets that could not be restored; the importer owns them."""
+    """The result of a bundle's import.
+
+    `pins_taken_over` counts pins of datasets that could not be restored; the importer owns them.
+    """
 
     mirror: str
     created: bool
@@ -77,14 +84,14 @@ class BundleImported(Answer):
 
 
 class NotRestored(Answer):
-    """A mirror of the store that could not be restored; the same request tries it again."""
+    """A mirror of the store that could not be restored. The same request retries it."""
 
     mirror: str
     error: Problem
 
 
 class Restored(Answer):
-    """What came from the store. `audit`, at level `closure`, is of the mirrors restored."""
+    """The result of a restore. `audit`, at level `closure`, is of the restored mirrors."""
 
     mirrors: list[BundleImported]
     failed: list[NotRestored] = []
@@ -92,7 +99,7 @@ class Restored(Answer):
 
 
 class Prewarmed(Answer):
-    """Counts of commits. `left` had no room."""
+    """Counts of commits. For `left` there was no room."""
 
     prepared: int
     failed: int
@@ -112,11 +119,11 @@ RESULTS: dict[str, type[Answer]] = {
     "prewarm": Prewarmed,
     "dataset.prepare": Prewarmed,
 }
-"""The result of each kind of operation; a `mirror.maintain` has none."""
+"""The result of each kind of operation. `mirror.maintain` has none."""
 
 
 class Operation(Answer):
-    """`result` is the message that RESULTS names for its `kind`."""
+    """Background work. `result` is the message that RESULTS has for its `kind`."""
 
     id: str
     kind: str
@@ -168,10 +175,10 @@ UsageKind = Literal[
 
 
 class UsageRow(Answer):
-    """What one thing takes on disk. `shared_bytes` of it are in other rows of its kind, too.
+    """Disk usage of one thing. `shared_bytes` are also in other rows of its kind.
 
-    `reclaimable_bytes` is what a gc would free. `checkouts` counts those that need it. Without
-    `is_whole` it takes more: not all of it could be seen in time.
+    A gc would free `reclaimable_bytes`. `checkouts` counts the ones that need it. Without
+    `is_whole` it is larger: not all of it could be measured in time.
     """
 
     kind: UsageKind
@@ -185,7 +192,7 @@ class UsageRow(Answer):
 
 
 class UsageTotal(Answer):
-    """What all things of a kind take, each file counted once; `used` counts those in use."""
+    """Disk usage of all things of a kind, each file counted once. `used` counts those in use."""
 
     kind: UsageKind
     count: int
@@ -195,8 +202,9 @@ class UsageTotal(Answer):
 
 
 class Usage(Answer):
-    """What is on disk. `rows` are there in the verbose answer; `partial` counts what of it was not
-    wholly seen. Who is no administrator sees the own checkouts alone.
+    """Disk usage. `rows` are in the verbose answer; `partial` counts the incomplete ones.
+
+    A user who is not an administrator sees only their own checkouts.
     """
 
     size_bytes: int
@@ -209,13 +217,13 @@ class Usage(Answer):
 
 
 class CollectGarbage(Request):
-    """With `dry_run` nothing is dropped."""
+    """Starts a gc. With `dry_run` nothing is dropped."""
 
     dry_run: bool = False
 
 
 class Dropped(Answer):
-    """What a gc dropped, or would drop; `name` is the mirror of templates."""
+    """A thing that a gc dropped, or would drop. For templates `name` is their mirror."""
 
     kind: UsageKind
     name: str
@@ -224,7 +232,7 @@ class Dropped(Answer):
 
 
 class Garbage(Answer):
-    """The answer of a gc. `freed_bytes` is the sum of what was `dropped`."""
+    """The answer of a gc. `freed_bytes` is the sum over `dropped`."""
 
     dry_run: bool
     freed_bytes: int
@@ -232,7 +240,7 @@ class Garbage(Answer):
 
 
 class FleetNode(Answer):
-    """A daemon of a fleet; `holder` is its name in claims, `fault` why it lacks the store."""
+    """A daemon of a fleet. `holder` is its name in claims, `fault` why it cannot use the store."""
 
     id: str
     name: str
@@ -245,7 +253,7 @@ class FleetNode(Answer):
 
 
 class FleetClaim(Answer):
-    """Work that one daemon does now, for another `left_s` seconds unless it renews its claim."""
+    """Work claimed by one daemon, for another `left_s` seconds unless it renews the claim."""
 
     work: str
     holder: str
@@ -254,9 +262,10 @@ class FleetClaim(Answer):
 
 
 class FleetStatus(Answer):
-    """`generations` counts published mirrors; `behind` are those to be brought up to date here.
+    """A fleet, as this node sees it. `generations` counts published mirrors.
 
-    `nodes` are the daemons that were seen within a month, the last one first.
+    `behind` are mirrors that are not up to date on this node. `nodes` are the daemons seen within a
+    month, the most recent first.
     """
 
     node: str
@@ -269,21 +278,21 @@ class FleetStatus(Answer):
 
 
 class Configuration(Answer):
-    """The settings in force, with secrets in URLs masked; without `path` they are the defaults."""
+    """The settings in force, with secrets in URLs masked. Without `path` they are the defaults."""
 
     path: str | None
     settings: dict[str, Any]
 
 
 class ReloadAnswer(Answer):
-    """`applied` and `refused` are configuration keys."""
+    """The configuration keys that a reload `applied`, and those that need a restart (`refused`)."""
 
     applied: list[str]
     refused: list[str]
 
 
 class Event(Answer):
-    """`id` grows by one; it restarts with the daemon, under another `boot`."""
+    """An event. `id` grows by one, and starts again with the daemon, under another `boot`."""
 
     id: int
     boot: str
@@ -293,9 +302,9 @@ class Event(Answer):
 
 
 class EndpointActivity(Answer):
-    """The requests to one endpoint within the window; `failed` were answered with 5xx.
+    """Requests to one endpoint within the window. `failed` were answered with 5xx.
 
-    Times are estimated within the buckets of the histogram that `/metrics` shows.
+    Times are interpolated in the buckets of the histogram of `/metrics`.
     """
 
     endpoint: str
@@ -307,10 +316,10 @@ class EndpointActivity(Answer):
 
 
 class OwnerActivity(Answer):
-    """What one user has now; without `uid` all whom the list has no room for.
+    """The activity of one user. Without `uid`: of all users that do not fit into the list.
 
-    `requests` are not answered yet; `disk_bytes` are as `bytes_per_user` counts them;
-    `running` and `waiting` are calls of workers.
+    `requests` counts unanswered ones. `disk_bytes` is the amount that `bytes_per_user` limits.
+    `running` and `waiting` count calls of workers.
     """
 
     uid: int | None
@@ -323,7 +332,7 @@ class OwnerActivity(Answer):
 
 
 class WorkerActivity(Answer):
-    """What one worker does; without `uid` in the background."""
+    """A call of a worker. Background calls have no `uid`."""
 
     function: str
     uid: int | None
@@ -331,8 +340,10 @@ class WorkerActivity(Answer):
 
 
 class CacheActivity(Answer):
-    """A cache, with what happened since the daemon's start. The bytes of the stores, and what of
-    them was evicted, are in those of the templates. None is not measured yet.
+    """A cache, with counts since the daemon's start.
+
+    Bytes and evictions of the stores are included in those of the templates. `size_bytes` is None
+    until it is measured.
     """
 
     name: Literal["templates", "stores"]
@@ -344,7 +355,7 @@ class CacheActivity(Answer):
 
 
 class ActivityPoint(Answer):
-    """One minute; without requests it has no times."""
+    """One minute. Without requests it has no times."""
 
     at: datetime
     per_second: float
@@ -355,12 +366,13 @@ class ActivityPoint(Answer):
 
 
 class Activity(Answer):
-    """One picture of the daemon. `requests` is the sum of `endpoints`, busiest first, over the last
-    `window_s` seconds; `owners`, `calls` and `operations` are cut, counts are of all.
+    """The activity of the daemon.
 
-    `queues` has lengths, `refusals` counts by error code since the start, `history` is there
-    on request: a point a minute of the last day. Who is no administrator sees the own checkouts,
-    calls and operations, and the sums. New work is refused while less than the reserve is free.
+    `requests` is the sum of `endpoints`, busiest first, over the last `window_s` seconds. `owners`,
+    `calls` and `operations` have the first entries, counts are of all. `queues` has lengths,
+    `refusals` counts by error code since the start. `history`, if asked for, is a point per minute
+    of the last day. A user who is not an administrator sees their own checkouts, calls and
+    operations, and all sums. New work is refused while less disk than the reserve is free.
     """
 
     at: datetime

@@ -1,4 +1,4 @@
-"""What instances need to run, and whether they do: recipes, builds, rehearsals, reports."""
+"""Environments and tests of instances: recipes, builds, rehearsals, reports."""
 
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -8,11 +8,11 @@ from .codec import Answer, Bounds, Problem, Repo, Request, Word
 
 
 class Recipe(Answer, Request):
-    """How an environment is built, and how tests are run in it; docs/environments.md has it whole.
+    """How an environment is built, and how tests run in it. See docs/environments.md.
 
-    `requirements` are packages and `-r FILE` lines; `packages` are installed after them, and win.
-    `pre_install` and `install` run in the instance's tree. `index_date`: no package released later
-    is taken. `host_packages` are Debian packages that the host has to have.
+    `requirements` are packages and `-r FILE` lines; `packages` are installed after them and take
+    precedence. `pre_install` and `install` run in the instance's tree. Packages released after
+    `index_date` are ignored. `host_packages` are Debian packages that the host must have.
     """
 
     key: str
@@ -29,12 +29,11 @@ class Recipe(Answer, Request):
 
 
 class BuildEnvironments(Request):
-    """`names` are instances, or keys of imported recipes and of earlier builds; without any, all
-    instances of `dataset` are meant.
+    """Builds the environments of `names`, or of all instances of `dataset`.
 
-    With `prewarm` every instance of the dataset gets its prepared layer, too, as named ones do. A
-    build that failed is tried `again`, though nothing has changed. With `frozen` no package is
-    taken that was released after the instance's date.
+    A name is an instance, or the key of an imported recipe or an earlier build. Named instances get
+    their prepared layer, too; those of a dataset with `prewarm`. `again` retries a failed build
+    although nothing has changed. `frozen` ignores packages released after the instance's date.
     """
 
     names: list[Word] = []
@@ -50,9 +49,7 @@ class FailedBuild(Answer):
 
 
 class BuildReport(Answer):
-    """The result of a build: the environments that are `ready`, as KEY@DIGEST, and the commits for
-    which one was `prepared`.
-    """
+    """The result of a build: `ready` environments, as KEY@DIGEST, and `prepared` commits."""
 
     ready: list[str]
     failed: list[FailedBuild] = []
@@ -60,9 +57,9 @@ class BuildReport(Answer):
 
 
 class Preparation(Answer):
-    """The `layer` that a checkout of this commit has with the environment, or why there is none.
+    """The prepared `layer` for an environment at this commit, or the `error` that prevented it.
 
-    `findings` is what the scan found in the environment, as seen from this commit.
+    `findings` are those of the scan of the environment, relative to this commit.
     """
 
     mirror: str
@@ -73,14 +70,13 @@ class Preparation(Answer):
 
 
 class Environment(Answer):
-    """`name` is KEY@DIGEST. It was built at `commit` of `mirror`, where the recipe has one.
+    """An environment. `name` is KEY@DIGEST. It was built at `commit` of `mirror`, if it has one.
 
-    `manifest` is the SHA-256 of the list of all files with their modes and hashes. `shared_bytes`
-    of it other environments had already. `dropped` counts what was left out, by the reason;
-    `findings` is what the scan found. `error` and the last lines of the log (`tail`) are those of
-    a failed build. `interpreter` is the host's; None for one that came with the environment.
-    `holders` counts the checkouts and prepared layers that use it. A list leaves out `prepared` and
-    `recipe`.
+    `manifest` is the SHA-256 of the list of all files with modes and hashes. `shared_bytes` are
+    shared with other environments. `dropped` counts omitted files by reason, `findings` are those
+    of the scan. A failed build has an `error` and the last lines of its log (`tail`). `interpreter`
+    is the host's, or None if the environment has its own. `holders` counts the checkouts and
+    prepared layers that use it. Lists omit `prepared` and `recipe`.
     """
 
     key: str
@@ -108,7 +104,7 @@ class Environment(Answer):
 
 
 class RehearsalStep(Answer):
-    """One check. `nothing`: the row has no such patch, so there was nothing to apply."""
+    """One check of a rehearsal. `nothing`: the row has no such patch."""
 
     name: str
     outcome: Literal["ok", "nothing", "failed", "but"]
@@ -117,9 +113,9 @@ class RehearsalStep(Answer):
 
 
 class UnexpectedTest(Answer):
-    """A test that came out otherwise than its row says; `outcome` None: it is not in the log.
+    """A test with another outcome than its row says. `outcome` is None if the log lacks it.
 
-    `lines` are the last that the log of this `step` says of it.
+    `lines` are the last ones about it in the log of this `step`.
     """
 
     step: str
@@ -129,17 +125,17 @@ class UnexpectedTest(Answer):
     lines: list[str] = []
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         outcome = self.outcome or "not in the log"
         return f"{self.step}: {self.test}: {outcome}, expected to {self.expected}"
 
 
 class Rehearsed(Answer):
-    """What a rehearsal found of one instance, step by step as far as it came.
+    """The rehearsal of one instance, with its steps until the first failure.
 
-    `reason` says what keeps it from being ready; `error` is the problem behind that. `state` tells
-    the row, the mirror and the daemon that it holds for. Where its tests were run there are the
-    `environment`, the first of the `unexpected` tests, and the files with the `logs`.
+    `reason` is why it is not ready, `error` the problem that caused it. `state` identifies the row,
+    the mirror and the daemon for which the result holds. If its tests ran, it has the
+    `environment`, the first of the `unexpected` tests, and the files of the `logs`.
     """
 
     instance: str
@@ -158,11 +154,11 @@ class Rehearsed(Answer):
 
     @property
     def ok(self) -> bool:
-        """Whether it can be checked out and graded."""
+        """Return whether the instance can be checked out and graded."""
         return self.status in (model.Readiness.READY, model.Readiness.BUT)
 
 
-# -- reports on many instances, as the page shows them ---------------------------------------------
+# -- reports on many instances, for the page -------------------------------------------------------
 
 FAULTS_MAX = 1000
 _Result = Annotated[str, Bounds(pattern="^[a-z@_, -]{1,40}$")]
@@ -170,10 +166,10 @@ _Counts = dict[_Result, Annotated[int, Bounds(ge=0, lt=2**53)]]
 
 
 class AddReport(Request):
-    """What a rehearsal, or a grading of predictions, found: numbers, and names of instances.
+    """A report on a rehearsal, or on a grading of predictions: numbers, and names of instances.
 
-    `results` counts instances by result, `mirrors` does so for each repository. `faults` has, for
-    the first of those without a good result, the step that failed, or the result.
+    `results` counts instances by result, `mirrors` by repository and result. `faults` has the
+    failed step, or the result, of the first instances without a good result.
     """
 
     kind: model.ReportKind
@@ -186,7 +182,7 @@ class AddReport(Request):
 
 
 class Report(Answer):
-    """A report as it was received. It was interrupted where `total` is more than the results."""
+    """A received report. If `total` exceeds the sum of results, the run was interrupted."""
 
     id: str
     at: datetime

@@ -1,4 +1,4 @@
-"""What is mirrored and recorded: mirrors with their refs, pins and bundles; datasets; audits."""
+"""Mirrors with their refs, pins and bundles; datasets; audits and heals."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ class AddMirror(Request):
 
 
 class SyncMirror(Request):
-    """`accept_loss` follows an upstream that lost most of its refs, or its whole history."""
+    """Starts a sync. `accept_loss` follows an upstream that lost most refs or its whole history."""
 
     accept_loss: bool = False
 
@@ -32,7 +32,7 @@ class AddPin(Request):
 
 
 class RefFault(Answer):
-    """A ref that upstream offers and the mirror could not take."""
+    """A ref of upstream that the mirror could not fetch."""
 
     ref: str
     commit: str
@@ -40,7 +40,7 @@ class RefFault(Answer):
 
 
 class Mirror(Answer):
-    """`url` has no secrets. `state` is `empty` until the first sync has ended."""
+    """A mirror. `url` has no secrets. `state` is `empty` until the first sync has finished."""
 
     name: str
     repo: str
@@ -58,7 +58,7 @@ class Mirror(Answer):
 
 
 class RefChange(Answer):
-    """`kind` says what upstream did; `kept` is true where a kept ref holds the old tip."""
+    """A ref that upstream changed. `kept` is true if a kept ref has the old tip."""
 
     ref: str
     kind: Literal["created", "forwarded", "forced", "deleted"]
@@ -84,7 +84,7 @@ class RefDiff(Answer):
 
 
 class Pin(Answer):
-    """`owner` is `dataset/NAME` or `person/UID`."""
+    """A pin. `owner` is `dataset/NAME` or `person/UID`."""
 
     mirror: str
     commit: str
@@ -94,7 +94,7 @@ class Pin(Answer):
 
 
 class BundleFile(Answer):
-    """A finished bundle. `record` is its newest ref record; a later bundle can start `since` it."""
+    """A finished bundle. `record` is its newest ref record, the `since` of a next bundle."""
 
     mirror: str
     file: str
@@ -113,10 +113,10 @@ class RowFault(Answer):
 
 
 class UnpinnedCommit(Answer):
-    """A recorded commit without a pin, and why.
+    """A recorded commit without a pin, with the reason.
 
-    `commit` is a branch where the mirror lacks the one that holds a base commit. Instances of which
-    only commits of other `roles` than `base` are missing can be checked out.
+    If the mirror lacks the branch of a base commit, `commit` is that branch. Without `base` in its
+    `roles`, its instances can still be checked out.
     """
 
     mirror: str
@@ -137,11 +137,11 @@ class DatasetSummary(Answer):
 
 
 class Dataset(DatasetSummary):
-    """`rules` counts how often each rule of a normaliser fired.
+    """A dataset. `rules` counts how often each rule of the reader applied.
 
-    `unpinned` and `faults` are cut; `unpinned_count` and `fault_count` count all. `sha256` is the
-    file's; `digest` is the same for two datasets with the same rows. From `digest` to
-    `last_created_at` (the dates of the instances) a list of datasets has nothing.
+    `unpinned` and `faults` have the first entries; `unpinned_count` and `fault_count` count all.
+    `sha256` is the file's; datasets with equal rows have equal `digest`s. Lists of datasets omit
+    the members from `digest` to `last_created_at`, which are facts of the instances.
     """
 
     source: str
@@ -158,13 +158,13 @@ class Dataset(DatasetSummary):
 
 
 class PrepareDataset(Request):
-    """Without `instances` all of the dataset are meant."""
+    """Prepares first checkouts of `instances`, by default all of the dataset."""
 
     instances: list[Word] = []
 
 
 class DatasetChange(Answer):
-    """Instance ids that an import changed."""
+    """The instance ids that an import changed."""
 
     added: list[str] = []
     changed: list[str] = []
@@ -173,7 +173,7 @@ class DatasetChange(Answer):
 
 
 class InstanceChange(Answer):
-    """`fields` are those that differ; a base commit that does is there before and after."""
+    """An instance whose `fields` differ, with the old and new base commit if that differs."""
 
     id: str
     fields: list[str]
@@ -182,7 +182,7 @@ class InstanceChange(Answer):
 
 
 class RowsChange(Answer):
-    """The rows that one dataset has and another has not, by id."""
+    """The difference between the rows of two datasets, by id."""
 
     added: list[str] = []
     removed: list[str] = []
@@ -191,10 +191,9 @@ class RowsChange(Answer):
 
 
 class DatasetDiff(Answer):
-    """From dataset `a`, which may not exist yet, to `b`: a dataset, or a file as an import reads
-    it.
+    """The difference from dataset `a`, which may not exist yet, to `b`, a dataset or a file.
 
-    Of a file there are the `format`, its first `faults`, and the `new_mirrors` that it needs.
+    For a file it has the `format`, the first `faults`, and the `new_mirrors` to add.
     """
 
     a: str
@@ -219,12 +218,12 @@ class RecordedCommit(Answer):
 
 
 class Instance(Answer):
-    """What agents may know of an instance; in the grader view the whole row.
+    """An instance: what agents may know of it, or in the grader view the whole row.
 
-    In the agent view `id` is the public id, which tells no commit of the answer, `commits` has the
-    base commit alone, and the members below it are None. Requests accept both ids. `base_commit` is
-    None while the mirror lacks the branch that holds it, `revision`. `history` is the most that
-    agents see. `environment` names what the code runs in, `rules` how values were interpreted.
+    In the agent view `id` is the public id, which reveals no gold commit, `commits` has only the
+    base commit, and the members after it are None. Requests accept both ids. `base_commit` is None
+    while the mirror lacks its branch, `revision`. `history` limits what agents see. `environment`
+    names what the code runs in, `rules` how values were interpreted.
     """
 
     id: str
@@ -261,7 +260,7 @@ class FormatInfo(Answer):
 
 
 class StartAudit(Request):
-    """Without mirrors and dataset it audits everything recorded."""
+    """Starts an audit of `mirrors`, of `dataset`, or by default of everything recorded."""
 
     mirrors: list[Repo] = []
     dataset: str | None = None
@@ -274,7 +273,7 @@ class StartHeal(Request):
 
 
 class StartRestore(Request):
-    """Without mirrors it restores all that the store has."""
+    """Restores `mirrors` from the store, by default all."""
 
     mirrors: list[Repo] = []
 
@@ -282,8 +281,8 @@ class StartRestore(Request):
 class Finding(Answer):
     """A recorded commit that cannot be served, or a fault of its mirror (`commit` is then empty).
 
-    `subject` is the commit, file or ref; `accepted` says that the configuration accepts it. Where
-    the commit's `roles` lack `base`, its instances can be checked out all the same.
+    `subject` is the commit, file or ref; `accepted` is true if the configuration accepts it.
+    Without `base` in the commit's `roles`, its instances can still be checked out.
     """
 
     mirror: str
@@ -302,10 +301,10 @@ class Finding(Answer):
 class Repair(Answer):
     """The repair of one mirror by a heal.
 
-    `objects` counts received objects by donor; `files` are the bad files that it moved to
-    `kept_in`; `refs` are the restored refs. `unhealed` are the first of the needed objects that no
-    donor had; `refusals` are the donors that failed, with the reason; `history` says what became of
-    a lost ref history; `error` says why the heal ended early.
+    `objects` counts received objects by donor. `files` are the damaged files, moved to `kept_in`.
+    `refs` are the restored refs. `unhealed` has the first needed objects that no donor had,
+    `refusals` the donors that failed, with the reason. `history` describes the repair of a lost ref
+    history. `error` is why the heal ended early.
     """
 
     mirror: str
@@ -333,12 +332,12 @@ class AuditPart(Answer):
 
 
 class Audit(Answer):
-    """`counts` and `reach` count recorded commits; `affected` are instances that cannot be served.
+    """An audit. `counts` and `reach` count recorded commits.
 
-    `healed` counts commits that a heal made servable again. `left` are mirrors that the audit did
-    not reach before an interruption, or could not judge; nothing else in it covers them.
-    `open_count` counts the findings that are neither healed nor accepted; `affected` leaves out
-    accepted ones.
+    `affected` are instances that cannot be served, without accepted findings. `healed` counts
+    commits that a heal made servable again. `left` are mirrors that the audit could not judge, or
+    did not reach before an interruption; its other members do not cover them. `open_count` counts
+    findings that are neither healed nor accepted.
     """
 
     id: str

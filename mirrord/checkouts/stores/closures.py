@@ -25,7 +25,7 @@ from ...git.turns import Turns
 from ...git.workers import Workers
 from ...host.trash import Trash
 from ...jobs.operations import Deferred
-from ...model import NEAR, CommitId, MirrorName, Resolved
+from ...model import FIRST_PARENTS_LIMIT, CommitId, MirrorName, Resolved
 from ...telemetry import log
 from .chains import SHORT, Layers, PackLayer, chain, choose_root, is_short, plan
 from .packer import TIMEOUT, Packer, PackFile, together, unservable
@@ -329,7 +329,7 @@ class Closures:
         if found := self._to_known(name, line, shared):
             return found
         recorded = frozenset(await self.recorded(name))
-        if len(line) in (0, NEAR):  # it goes on, or git says why it cannot be read
+        if len(line) in (0, FIRST_PARENTS_LIMIT):  # it goes on, or git says why it cannot be read
             for limit in _REACHES if recorded or known else _REACHES[:1]:
                 line = await self._first_parents(name, commit, limit)
                 if found := self._to_known(name, line, shared):

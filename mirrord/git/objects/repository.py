@@ -16,7 +16,7 @@ import pygit2
 from pygit2.enums import DescribeStrategy, ObjectType, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
-from ...model import NEAR, CommitId, Resolved, shown
+from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ..packs import Packed, PackIndex, write_pack
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
@@ -136,7 +136,7 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
     with open_objects(git_dir) as objects:
         found = read_commit(objects, commitish)
         try:
-            near = tuple(_first_parents(objects, found.commit, NEAR))
+            near = tuple(_first_parents(objects, found.commit, FIRST_PARENTS_LIMIT))
         except CorruptObjectError:
             near = ()
         return Resolved(found.commit, found.tree, found.time, near)
