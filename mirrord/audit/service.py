@@ -123,8 +123,8 @@ class Audits:
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """When the audit of everything began that a scheduled one at this level would resume."""
-        newest = await self.catalog.find_newest_judgement(level, self.catalog.node)
-        found = await self._unfinished(level, [newest] if newest else [])
+        judgements = await self.catalog.list_judgements(level, self.catalog.node)
+        found = await self._unfinished(level, judgements[-1:])
         return found[0].started_at if found else None
 
     async def get(self, identity: str) -> protocol.Audit:

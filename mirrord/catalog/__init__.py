@@ -1,10 +1,10 @@
 """The database of mirrors, pins, datasets, instances, recorded commits and audits.
 
-As the daemon sees it: a table of queries, each one transaction, each in a thread.
+`Catalog` is its table of queries. Each is one transaction in a thread; bulk work runs in a worker.
 
-Never on a warm checkout's path. With SQLite never the truth about pins: those are refs in the
-mirrors, and the catalog follows; on PostgreSQL, which a fleet shares, it is, and refs follow.
-Committed means durable: a crash loses nothing and halves nothing.
+A warm checkout needs no query. With SQLite the refs of the mirrors decide which pins exist, and the
+catalog follows; with PostgreSQL, which a fleet shares, the catalog decides, and refs follow.
+Committed transactions survive a crash.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from sqlalchemy import Connection
 
 from .. import errors
 from ..git.workers import Workers
-from ..protocol import DatasetChange, RowsChange
 from ..telemetry import log
 from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
-from .datasets import EVERY, Servable
+from .datasets import ALL_COMMITS, Servable
 from .fleet import MIRROR, REPAIR, RESTORED
 from .mirrors import PINS
 from .schema import (
@@ -47,28 +46,29 @@ from .schema import (
     ReceiptRow,
     RecordedRow,
 )
-from .spool import digest_of, roles_of, spooled, unspooled
+from .spool import decode_row, encode_row, roles_of, row_digest
 
 __all__ = [
-    "EVERY", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "DatasetHead",
+    "ALL_COMMITS", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "DatasetHead",
     "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "NodeRow", "PinRow",
-    "ReceiptRow", "RecordedRow", "Servable", "digest_of", "roles_of", "spooled", "unspooled",
+    "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row", "roles_of", "row_digest",
 ]  # fmt: skip
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Query = Callable[Concatenate[Connection, P], T]
+BulkWork = Callable[Concatenate[str, P], T]
 Method = Callable[Concatenate["Catalog", P], Coroutine[Any, Any, T]]
 
 _THREADS = 4
-_PATIENCE = timedelta(seconds=10)  # for one statement of the daemon itself
-_TRIES = 5  # of a write that met another one
+_STATEMENT_TIMEOUT = timedelta(seconds=10)
+_ATTEMPTS = 5  # at a write that conflicts with another one
 _RETRY_S = 2.0
-_FULL_S = 30.0  # what small writes find room for, a large one may not
+_FULL_S = 30.0  # a later small write may succeed although a large one found no room
 
 
 def _reads(query: Query[P, T]) -> Method[P, T]:
-    """A method that runs the query on one snapshot."""
+    """Make a method that runs the query on one snapshot."""
 
     async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._run(self._database.read, lambda c: query(c, *args, **kwargs))
@@ -77,22 +77,39 @@ def _reads(query: Query[P, T]) -> Method[P, T]:
 
 
 def _writes(query: Query[P, T]) -> Method[P, T]:
-    """A method that runs the query as one write transaction."""
+    """Make a method that runs the query as one write transaction."""
 
     async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.is_shared:  # other daemons write too, and a long import must not delay a claim
-            return await self._run(self._database.write, lambda c: query(c, *args, **kwargs))
-        async with self._writer:
+        async with self._writing():
             await self._reopen()
             return await self._run(self._database.write, lambda c: query(c, *args, **kwargs))
 
     return method
 
 
-class _Outage:
-    """Remembers that the database cannot be reached: it is tried every 2 s, the rest fails.
+def _reads_in_worker(work: BulkWork[P, T]) -> Method[P, T]:
+    """Make a method that runs bulk work in a worker."""
 
-    One without room for a write is still read, and written where there is room.
+    async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run_in_worker(work, self._place, *args, **kwargs)
+
+    return method
+
+
+def _writes_in_worker(work: BulkWork[P, T]) -> Method[P, T]:
+    """Make a method that runs bulk work in a worker, beside no other writer of this process."""
+
+    async def method(self: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async with self._writing():
+            return await self._run_in_worker(work, self._place, *args, **kwargs)
+
+    return method
+
+
+class _Outage:
+    """Remembers that the database cannot be reached: queries fail at once, except one every 2 s.
+
+    A database without room for a write is still read, and writes are still tried.
     """
 
     def __init__(self) -> None:
@@ -102,7 +119,7 @@ class _Outage:
 
     @property
     def is_full(self) -> bool:
-        """Whether a write found no room a moment ago."""
+        """Return whether a write found no room within the last 30 s."""
         return time.monotonic() < self._full_until
 
     def check(self) -> None:
@@ -129,7 +146,7 @@ class _Outage:
 
 
 class Catalog:
-    """One database. Writers of this process queue here instead of in SQLite's busy loop.
+    """The catalog. Writers of this process wait for a lock here, not in SQLite's busy loop.
 
     `node` is the daemon's id in a fleet, otherwise empty.
     """
@@ -146,15 +163,15 @@ class Catalog:
 
     @classmethod
     async def open(cls, place: str | Path, workers: Workers | None = None) -> Self:
-        """Open the SQLite file or the database URL; create or migrate it where needed.
+        """Open the SQLite file or the database URL; create or migrate it if needed.
 
-        `workers` run migrations and imports; without them a thread does. Raises
+        Migrations and bulk work run in `workers`, or in threads without them. Raises
         CorruptCatalogError, CatalogTooNewError, ResourceError.
         """
-        catalog = cls(await anyio.to_thread.run_sync(Database, place, _PATIENCE), workers)
+        catalog = cls(await anyio.to_thread.run_sync(Database, place, _STATEMENT_TIMEOUT), workers)
         try:
             if await anyio.to_thread.run_sync(prepare, catalog._database):
-                await catalog._run_long(migrate, catalog._place)
+                await catalog._run_in_worker(migrate, catalog._place)
         except BaseException:
             catalog._database.close()
             raise
@@ -165,15 +182,15 @@ class Catalog:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other daemons may use it at the same time: PostgreSQL."""
+        """Return whether other daemons may use it at the same time: PostgreSQL."""
         return not self._database.is_sqlite
 
     def outages(self) -> list[str]:
-        """Why requests that need the catalog are refused; health tells this to everybody."""
+        """Return why queries fail. Public: health shows it to every peer."""
         if self._outage.error is not None:
             return ["the catalog's database cannot be reached; what is on this machine is served"]
         if self._outage.is_full:
-            return ["the catalog's database has no room; what it has can be read"]
+            return ["the catalog's database has no room for writes; it can still be read"]
         return []
 
     put_mirror = _writes(mirrors.put_mirror)
@@ -223,7 +240,6 @@ class Catalog:
     list_receipts = _reads(mirrors.list_receipts)
     put_judgement = _writes(mirrors.put_judgement)
     list_judgements = _reads(mirrors.list_judgements)
-    find_newest_judgement = _reads(mirrors.find_newest_judgement)
 
     list_changes = _reads(fleet.list_changes)
     note_restored = _writes(fleet.note_restored)
@@ -248,36 +264,15 @@ class Catalog:
     list_nodes = _reads(fleet.list_nodes)
     delete_node = _writes(fleet.delete_node)
 
-    async def replace_dataset(
-        self, head: DatasetHead, rows: Path, found: spool.Found | None = None
-    ) -> DatasetChange:
-        """Replace the dataset by `head` and the spooled rows, in one transaction.
-
-        `found` are the commits that the rows' revisions are at.
-        """
-        async with self._writing():
-            return await self._run_long(spool.replace_dataset, self._place, head, rows, found)
-
-    async def merge_dataset(self, head: DatasetHead, rows: Path) -> int | None:
-        """Add the missing rows; answers how many, or None where another dataset has the name."""
-        async with self._writing():
-            return await self._run_long(spool.merge_dataset, self._place, head, rows)
-
-    async def spool_rows(self, dataset: str, key: str | None, rows: Path) -> int:
-        """Write the rows of a dataset, or those that name one mirror; answers how many."""
-        return await self._run_long(spool.spool_rows, self._place, dataset, key, rows)
-
-    async def export_dataset(self, name: str, file: Path) -> None:
-        """Write the rows of a dataset as canonical lines into a new file."""
-        await self._run_long(spool.export_dataset, self._place, name, file)
-
-    async def compare_dataset(self, name: str, rows: Path) -> RowsChange:
-        """What becomes of a dataset's rows, if it has any, if spooled ones take their place."""
-        return await self._run_long(spool.compare_dataset, self._place, name, rows)
+    replace_dataset = _writes_in_worker(spool.replace_dataset)
+    merge_dataset = _writes_in_worker(spool.merge_dataset)
+    spool_rows = _reads_in_worker(spool.spool_rows)
+    export_dataset = _reads_in_worker(spool.export_dataset)
+    compare_dataset = _reads_in_worker(spool.compare_dataset)
 
     @property
     def _place(self) -> str:
-        """The same database, as a worker opens it. Never logged: it may hold the password."""
+        """The path or URL for a worker. Never logged: it may hold the password."""
         url = self._database.url
         if self._database.is_sqlite:
             return str(url.database)
@@ -289,7 +284,7 @@ class Catalog:
         query: Callable[[Connection], T],
     ) -> T:
         def run() -> T:
-            for left in reversed(range(_TRIES)):
+            for attempts_left in reversed(range(_ATTEMPTS)):
                 self._outage.check()
                 try:
                     with transaction() as connection:
@@ -297,7 +292,7 @@ class Catalog:
                     self._outage.end()
                     return answer
                 except errors.CatalogConflictError:
-                    if not left:
+                    if not attempts_left:
                         raise
                 except errors.CatalogUnavailableError as error:
                     self._outage.begin(error)
@@ -307,10 +302,11 @@ class Catalog:
         return await anyio.to_thread.run_sync(run, limiter=self._threads)
 
     def _writing(self) -> AbstractAsyncContextManager[object]:
+        """The turn of a writer. None on PostgreSQL, where a long import must not delay a claim."""
         return nullcontext() if self.is_shared else self._writer
 
     async def _reopen(self) -> None:
-        """Try the shared mode again where a full disk had no room for it, with no reader inside."""
+        """After a full disk, try mode SHARED again while no query runs."""
         if self._database.mode is Mode.SHARED:
             return
         async with self._reopening, AsyncExitStack() as stack:
@@ -320,8 +316,8 @@ class Catalog:
                 stack.callback(self._threads.release_on_behalf_of, reader)
             await anyio.to_thread.run_sync(self._database.reopen)
 
-    async def _run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run in a worker, which has to open the database too."""
+    async def _run_in_worker(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work that opens the database itself."""
         self._outage.check()
         await self._reopen()
         if self._database.mode is not Mode.SHARED:

@@ -1,10 +1,10 @@
-"""Connections to the catalog's database, its failures as our errors, and its schema's upgrade.
+"""Connect to the catalog's database, translate its errors, migrate its schema.
 
-Owns the engine: SQLite in WAL mode (a reader never waits, a crash loses nothing committed), or
-PostgreSQL by URL. Holds no query. A read is one snapshot. A write is one transaction that takes
-SQLite's write lock at its beginning: a deferred one cannot wait for the lock once it has read
-(SQLITE_BUSY_SNAPSHOT). On PostgreSQL other daemons write at the same time: each statement of a
-write sees what is committed, and what must not interleave takes a `lock` first.
+SQLite in WAL mode (a reader never waits, a crash loses nothing committed), or PostgreSQL by URL. A
+read is one snapshot. A write is one transaction that takes SQLite's write lock when it begins: a
+deferred one cannot wait for the lock once it has read (SQLITE_BUSY_SNAPSHOT). On PostgreSQL other
+daemons write at the same time: each statement sees what is committed, and writes that must not
+interleave take a `lock` first.
 """
 
 import os
@@ -33,17 +33,17 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 # WAL needs two files beside the database: `-wal` with new pages and `-shm` with their index. On a
-# full disk SQLite creates neither and opens nothing, not even for reading, and a daemon without its
-# catalog cannot start. So each mode of opening needs less of the disk than the one before, and each
-# write tries SHARED again first. Removing it would turn a full disk into a daemon that is down.
+# full disk SQLite cannot create them and opens nothing, not even for reading, and a daemon without
+# its catalog cannot start. So each mode needs less disk than the one before, and each write tries
+# SHARED again first.
 class Mode(Enum):
-    """How a SQLite file is open."""
+    """How a SQLite file is opened."""
 
     SHARED = auto()
     ALONE = auto()
     """WAL with its index in memory: no `-shm`, one connection at a time, no other process."""
     FROZEN = auto()
-    """No WAL, no writes. Only without a `-wal` file, whose content would be missing."""
+    """Read-only without WAL. Only if there is no `-wal` file, because it would not be read."""
 
 
 _WAL = (
@@ -62,21 +62,21 @@ _NO_ROOM = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN}
 _NO_ROOM |= {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_FULL}
 _MISTAKES = {"ProgrammingError", "IntegrityError", "DataError", "NotSupportedError"}
 _CONFLICTS = {"40001", "40P01"}  # of PostgreSQL: serialization failure, deadlock
-_LONG = timedelta(minutes=10)  # for one statement of a worker: an import, a migration
+_BULK_TIMEOUT = timedelta(minutes=10)  # of one statement of an import or a migration
 _DAMAGED_HINT = (
     "stop the daemon, move the file away and start again: mirrors and pins are read back from the"
-    " mirrors, datasets need a new import; `sqlite3 FILE .recover` may save more"
+    " mirrors, datasets have to be imported again; `sqlite3 FILE .recover` may save more"
 )
 
 
 class Database:
-    """A pool of connections to a URL, or to a SQLite file that is private to its owner.
+    """A pool of connections to a URL, or to a SQLite file with mode 0600.
 
-    Sync and safe to use from several threads. `patience` bounds a statement on PostgreSQL. Raises
-    InvalidUrlError, ResourceError.
+    Blocking and thread-safe. `statement_timeout` is for PostgreSQL. Raises InvalidUrlError,
+    ResourceError.
     """
 
-    def __init__(self, place: str | Path, patience: timedelta = _LONG) -> None:
+    def __init__(self, place: str | Path, statement_timeout: timedelta = _BULK_TIMEOUT) -> None:
         self.url = _parse_place(place)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.mode = Mode.SHARED
@@ -92,22 +92,15 @@ class Database:
                     ) from error
             self._engine, self.mode = _open_sqlite(self.url)
         else:
-            # only where it is used: psycopg takes 12 MB
-            self._engine = _load_postgresql().open_engine(self.url, patience)
+            self._engine = _load_postgresql().open_engine(self.url, statement_timeout)
 
     @property
     def label(self) -> str:
         """The database in messages: without user, password and parameters."""
         if self.is_sqlite:
             return str(self.url.database)
-        return str(
-            URL.create(
-                self.url.drivername,
-                host=self.url.host,
-                port=self.url.port,
-                database=self.url.database,
-            )
-        )
+        url = self.url
+        return str(URL.create(url.drivername, None, None, url.host, url.port, url.database))
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -125,15 +118,14 @@ class Database:
                 yield connection
 
     def shrink(self) -> None:
-        """Truncate SQLite's WAL, which keeps its size otherwise. A reader can delay it to the next
-        large write."""
+        """Truncate SQLite's WAL, which otherwise keeps its size. A reader can prevent it."""
         if self.is_sqlite and self.mode is not Mode.FROZEN:
             with suppress(DBAPIError), self._engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA busy_timeout = 1000")
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def reopen(self) -> None:
-        """Open it in the first mode that has room. Nobody may be using it."""
+        """Open it in the first mode that has room. Must not be in use."""
         self._engine.dispose()
         self._engine, self.mode = _open_sqlite(self.url)
 
@@ -142,26 +134,26 @@ class Database:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Raise failures as MirrordErrors; a wrong statement, which is a bug, as it is."""
+        """Raise failures as MirrordErrors; an invalid statement, which is a bug, unchanged."""
         try:
             yield
         except PoolTimeoutError as error:
-            raise self._unavailable("every connection is waiting for an answer") from error
+            raise self._unavailable("all connections are waiting for the server") from error
         except DBAPIError as error:
             code, kind = _sqlite_code(error), type(error).__name__
             fact = masked(str(error.orig).strip().partition("\n")[0])
             cannot_write = f"cannot write the catalog {self.label}"
-            state = getattr(error.orig, "sqlstate", None)  # of PostgreSQL
+            state = getattr(error.orig, "sqlstate", None)  # PostgreSQL's
             if state in _CONFLICTS:
                 hint = "try again: another daemon of the fleet changed the same rows"
                 raise errors.CatalogConflictError(f"{cannot_write}: {fact}", hint=hint) from error
             if state == "53100":
-                hint = "make room where PostgreSQL runs; nothing was changed, and it is tried again"
+                hint = "make room where PostgreSQL runs; nothing was changed, and it is retried"
                 message = f"{cannot_write}: {fact}"
                 raise errors.CatalogFullError(message, hint=hint, retry_after_s=10) from error
             if code == sqlite3.SQLITE_READONLY and is_read_only(Path(self.label).parent):
-                self.mode = Mode.FROZEN  # SQLite opened it read-only: the next write reopens it
-                hint = "check dmesg; the daemon still serves what it has"
+                self.mode = Mode.FROZEN  # SQLite opened it read-only; the next write reopens it
+                hint = "check dmesg; the daemon still serves from its caches"
                 message = f"{cannot_write}: its file system is read-only"
                 raise errors.DiskFailedError(message, hint=hint) from error
             if code in ({sqlite3.SQLITE_FULL} if self.mode is Mode.SHARED else _NO_ROOM):
@@ -185,15 +177,15 @@ class Database:
         return errors.CatalogUnavailableError(
             f"cannot use the catalog {self.label}: {fact}",
             hint="check that PostgreSQL is up, has room, and lets this user in; the daemon serves"
-            " what it knows, and asks again by itself",
+            " what it knows and retries every 2 s",
             retry_after_s=2,
         )
 
 
 def lock(connection: Connection, name: str) -> None:
-    """Exclude other transactions that lock this name, to the end of this one.
+    """Exclude other transactions of the fleet that lock this name, until this one ends.
 
-    PostgreSQL: of the whole fleet, also behind a transaction pooler. SQLite has one writer anyway.
+    Works through a transaction pooler. SQLite has only one writer and needs no lock.
     """
     if connection.dialect.name == "postgresql":
         query = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
@@ -201,8 +193,8 @@ def lock(connection: Connection, name: str) -> None:
 
 
 def insert_of(connection: Connection, table: sa.Table) -> Any:
-    """An INSERT that knows ON CONFLICT."""
-    # only the dialect in use: the other one costs 3 MB and 40 ms of a start
+    """Return the dialect's INSERT, which has ON CONFLICT."""
+    # the dialect that is not in use costs 3 MB and 40 ms at start
     return import_module(f"sqlalchemy.dialects.{connection.dialect.name}").insert(table)
 
 
@@ -230,13 +222,14 @@ def _parse_place(place: str | Path) -> URL:
         url.get_dialect()
     except (ArgumentError, NoSuchModuleError) as error:
         raise errors.InvalidUrlError(
-            "cannot use the catalog's URL: it names no database that mirrord knows",
+            "cannot use the catalog's URL: it is of no supported database",
             hint="write postgresql+psycopg://user@host/name, or the path of a SQLite file",
         ) from error
     return url
 
 
 def _load_postgresql() -> Any:
+    """Import the module late: psycopg takes 12 MB."""
     try:
         return import_module(f"{__package__}.postgresql")
     except ImportError as error:
@@ -246,9 +239,9 @@ def _load_postgresql() -> Any:
 
 
 def _open_sqlite(url: URL) -> tuple[Engine, Mode]:
-    """Open it in the first mode that works; where none does, the first query raises the error."""
-    # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. Smaller blocks
-    # leave holes there: a write to one on a full disk is a SIGBUS, which ends the process.
+    """Open it in the first mode that works; if none does, the first query raises the error."""
+    # SQLite 3.40 writes one byte of each 4 KB of `-shm` before it maps the file. With smaller
+    # blocks the file has holes, and a write to one on a full disk kills the process with SIGBUS.
     disk = os.statvfs(Path(str(url.database)).parent)
     has_room = disk.f_bsize >= 4096 or disk.f_bavail * disk.f_frsize >= 2 * 32768
     for mode in Mode:
@@ -284,7 +277,7 @@ def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _record: object) -> None:
-        # the driver's own transactions begin too late, and not at all for DDL
+        # the driver's implicit transactions begin too late, and not at all for DDL
         connection.isolation_level = None
         for pragma in _PRAGMAS[mode]:
             connection.execute(f"PRAGMA {pragma}")
@@ -297,7 +290,7 @@ def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
 
 
 def _sqlite_code(error: DBAPIError) -> int:
-    """The primary result code; an extended one has more in its upper bits."""
+    """Return the primary result code, without the upper bits of an extended one."""
     return int(getattr(error.orig, "sqlite_errorcode", 0)) & 0xFF
 
 
@@ -305,12 +298,12 @@ def _sqlite_code(error: DBAPIError) -> int:
 
 
 def prepare(database: Database) -> bool:
-    """Make a fresh catalog, or check the existing one; answers whether it must be migrated.
+    """Create a new catalog, or check the existing one. Return whether it must be migrated.
 
     Raises CorruptCatalogError, CatalogTooNewError.
     """
     size = Path(str(database.url.database)).stat().st_size if database.is_sqlite else None
-    if size is not None and size <= 32 * 1024**2:  # 20 ms; better than in the middle of a request
+    if size is not None and size <= 32 * 1024**2:  # takes up to 20 ms
         with database.read() as connection:
             verdict = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
         if verdict != "ok":
@@ -318,13 +311,13 @@ def prepare(database: Database) -> bool:
                 f"cannot use the catalog {database.label}: {verdict.partition(chr(10))[0]}",
                 hint=_DAMAGED_HINT,
             )
-    with database.read() as connection:  # most starts write nothing: a full disk does not stop them
-        if (is_old := _is_old(database, connection)) is not None:
-            return is_old
+    with database.read() as connection:  # a start with a current schema works on a full disk
+        if revision := _read_revision(connection):
+            return _is_old(database, revision)
     with database.write() as connection:
         lock(connection, "schema")
-        if (is_old := _is_old(database, connection)) is not None:
-            return is_old  # another daemon of the fleet made it meanwhile
+        if revision := _read_revision(connection):  # just created by another daemon of the fleet
+            return _is_old(database, revision)
         if foreign := set(inspect(connection).get_table_names()) & set(metadata.tables):
             raise errors.CorruptCatalogError(
                 f"cannot use the catalog {database.label}: it has tables"
@@ -338,11 +331,8 @@ def prepare(database: Database) -> bool:
     return False
 
 
-def _is_old(database: Database, connection: Connection) -> bool | None:
-    """Whether the schema must be migrated; None where there is none yet."""
-    if version.name not in inspect(connection).get_table_names():
-        return None
-    revision = connection.execute(select(version.c.version_num)).scalar()
+def _is_old(database: Database, revision: str) -> bool:
+    """Return whether the schema must be migrated. Raises CatalogTooNewError."""
     if revision == HEAD:
         return False
     scripts = (MIGRATIONS / "versions").glob("[0-9]*.py")
@@ -350,26 +340,30 @@ def _is_old(database: Database, connection: Connection) -> bool | None:
         raise errors.CatalogTooNewError(
             f"cannot use the catalog {database.label}: this mirrord does not know its schema"
             f" {revision}, only {HEAD} and older",
-            hint="a newer mirrord wrote it: install that one, or " + _how_to_go_back(database),
+            hint="a newer mirrord wrote it: install that one, or " + _downgrade_hint(database),
         )
     return True
 
 
+def _read_revision(connection: Connection) -> str | None:
+    if version.name not in inspect(connection).get_table_names():
+        return None
+    return str(connection.execute(select(version.c.version_num)).scalar())
+
+
 def read_revision(place: str) -> str | None:
-    """The revision of a catalog's schema; None where there is none. Raises what opening raises."""
+    """Return the revision of a catalog's schema, None for an empty database. Raises as Database."""
     with (
         closing(Database(place, timedelta(seconds=5))) as database,
         database.read() as connection,
     ):
-        if version.name not in inspect(connection).get_table_names():
-            return None
-        return str(connection.execute(select(version.c.version_num)).scalar())
+        return _read_revision(connection)
 
 
 def migrate(place: str, to: str = HEAD) -> None:
-    """Run all missing migrations in one transaction, with a copy of a SQLite file made before.
+    """Back up a SQLite file, then run all missing migrations in one transaction.
 
-    Call it in a worker: it loads alembic, and the daemon must stay small. Raises ResourceError.
+    Loads alembic: call it in a worker, so that the daemon stays small. Raises ResourceError.
     """
     config = import_module("alembic.config").Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
@@ -383,11 +377,10 @@ def migrate(place: str, to: str = HEAD) -> None:
 
 
 def _back_up(database: Database) -> Path | None:
-    """Copy a catalog beside itself under the name of its schema; the last two copies are kept."""
+    """Copy a catalog beside itself, named by its revision. The last two copies are kept."""
     with database.read() as connection:
-        if version.name not in inspect(connection).get_table_names():
-            return None  # a new file
-        revision = connection.execute(select(version.c.version_num)).scalar()
+        if (revision := _read_revision(connection)) is None:
+            return None
     path = Path(database.label)
     backup = path.with_name(f"{path.stem}-{revision}{path.suffix}")
     staged = backup.with_suffix(".new")
@@ -396,7 +389,7 @@ def _back_up(database: Database) -> Path | None:
         staged.touch(mode=0o600)
         with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(staged)) as copy:
             source.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, with nothing beside it
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file without `-wal` and `-shm`
         staged.rename(backup)
         for old in _backups(path)[:-2]:
             old.unlink()
@@ -411,16 +404,16 @@ def _back_up(database: Database) -> Path | None:
 
 
 def _backups(path: Path) -> list[Path]:
-    """The copies of a catalog that migrations left, by the schema that they have."""
+    """Return the copies that migrations made, by revision."""
     return sorted(path.parent.glob(f"{path.stem}-[0-9][0-9][0-9][0-9]{path.suffix}"))
 
 
-def _how_to_go_back(database: Database) -> str:
+def _downgrade_hint(database: Database) -> str:
     path = Path(database.label)
-    known = [each for each in _backups(path) if each.stem[-4:] <= HEAD]
-    if not database.is_sqlite or not known:
+    usable = [each for each in _backups(path) if each.stem[-4:] <= HEAD]
+    if not database.is_sqlite or not usable:
         return "restore a copy of the catalog from before the upgrade"
     return (
-        f"go back to the catalog from before the upgrade: remove {path}* and move {known[-1]} to"
+        f"go back to the catalog from before the upgrade: remove {path}* and move {usable[-1]} to"
         f" {path}; what was recorded since then has to be imported again"
     )

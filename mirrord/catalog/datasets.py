@@ -1,7 +1,7 @@
-"""Queries about datasets, their instances and the commits those record. Sync, on one connection.
+"""Queries about datasets, their instances and recorded commits, on one connection.
 
-Answers a registered mirror in its own spelling, another one in the row's. Whether a commit is
-pinned is never stored with a dataset but read from the pins: no dataset claims a pin it lacks.
+A registered mirror is spelled as it was added, another one as the row spells it. Whether a commit
+is pinned is read from the pins, never stored with a dataset.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
 from .database import lock
-from .fleet import touch
+from .fleet import note_changes
 from .mirrors import in_batches
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
-EVERY = "*"
-"""Stands for every commit of a mirror in the reasons why commits have no pin."""
+ALL_COMMITS = "*"
+"""Key of a reason why all commits of a mirror have no pin."""
 
 _NO_BRANCH = "the mirror has no such branch; a sync that brings it pins its commit"
 _NOT_YET = "it has not been pinned yet; import the dataset again"
@@ -35,14 +35,17 @@ _PINNED = exists().where(
     pins.c.owner == "dataset/" + datasets.c.name,
 )
 _UNPINNED = ~_PINNED.correlate(recorded, datasets)
-"""The commit is recorded by a dataset that has no pin of it."""
+"""The dataset has no pin of the commit that it records."""
 
-_UNRESOLVED = instances.c.base_commit == sa.literal_column("''")  # as the partial index has it
-"""The mirror does not have the branch that holds the instance's base commit."""
+_RECORDED_BY_INSTANCE = and_(
+    recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
+)
+_UNRESOLVED = instances.c.base_commit == sa.literal_column("''")  # as in the partial index
+"""The mirror lacks the branch that has the instance's base commit."""
 
 
 def of_dataset(dataset: str | None, *columns: Any, of: sa.Table = instances) -> sa.Select[Any]:
-    """A query of the rows of one dataset, or of all."""
+    """Build a query of the rows of one dataset, or of all."""
     query = select(*columns).join(datasets, datasets.c.id == of.c.dataset_id)
     return query if dataset is None else query.where(datasets.c.name == dataset)
 
@@ -51,17 +54,20 @@ def of_dataset(dataset: str | None, *columns: Any, of: sa.Table = instances) -> 
 
 
 def find_dataset(connection: Connection, name: str) -> Dataset | None:
-    """One dataset, with what its rows have in sum."""
+    """Find a dataset, with sums over its rows."""
     found = connection.execute(select(datasets).where(datasets.c.name == name)).mappings().first()
     if found is None:
         return None
-    mine, own = instances.c.dataset_id == found["id"], recorded.c.dataset_id == found["id"]
-    by_role = select(recorded.c.role, func.count(distinct(recorded.c.commit_id))).where(own)
-    roles = connection.execute(by_role.group_by(recorded.c.role).order_by(recorded.c.role))
-    born = instances.c.created_at
-    sums = select(func.count(distinct(instances.c.environment)), func.min(born), func.max(born))
-    environments, first, last = connection.execute(sums.where(mine)).one()
-    digests = select(instances.c.id, instances.c.digest).where(mine)
+    is_own = instances.c.dataset_id == found["id"]
+    by_role = select(recorded.c.role, func.count(distinct(recorded.c.commit_id)))
+    by_role = by_role.where(recorded.c.dataset_id == found["id"]).group_by(recorded.c.role)
+    roles = connection.execute(by_role.order_by(recorded.c.role))
+    created = instances.c.created_at
+    sums = select(
+        func.count(distinct(instances.c.environment)), func.min(created), func.max(created)
+    )
+    environments, first, last = connection.execute(sums.where(is_own)).one()
+    digests = select(instances.c.id, instances.c.digest).where(is_own)
     rows = sorted((i.encode(), bytes(d)) for i, d in connection.execute(digests))
     return replace(
         _dataset(connection, found, _SHOWN),
@@ -74,28 +80,32 @@ def find_dataset(connection: Connection, name: str) -> Dataset | None:
 
 
 def list_datasets(connection: Connection) -> list[Dataset]:
-    """All, each with only the first of its unpinned commits and faults."""
+    """List datasets, each with only the first of its unpinned commits and faults."""
     rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
     return [_dataset(connection, row, _LISTED) for row in rows]
 
 
 def summarise_datasets(connection: Connection) -> list[DatasetSummary]:
-    """Every dataset by its counts alone, for `status`."""
+    """List the counts of each dataset, for `status`."""
     rows = connection.execute(select(datasets).order_by(datasets.c.name)).mappings().all()
-    same = ("name", "format", "fault_count", "imported_at")
+    columns = ("name", "format", "fault_count", "imported_at")
     return [
-        DatasetSummary(**{name: row[name] for name in same}, **_counts(connection, row["id"]))
+        DatasetSummary(**{name: row[name] for name in columns}, **_counts(connection, row["id"]))
         for row in rows
     ]
 
 
 def count_rows(connection: Connection) -> tuple[int, int]:
-    found = [connection.execute(select(func.count()).select_from(t)) for t in (datasets, instances)]
-    return found[0].scalar_one(), found[1].scalar_one()
+    """Return the numbers of datasets and of instances."""
+    counts = (
+        connection.execute(select(func.count()).select_from(table)).scalar_one()
+        for table in (datasets, instances)
+    )
+    return next(counts), next(counts)
 
 
 def weigh_datasets(connection: Connection) -> dict[str, int]:
-    """The bytes of patches and test lists by dataset: nearly all that the catalog holds."""
+    """Return the bytes of patches and test lists by dataset: nearly all that the catalog holds."""
     row = instances.c
     lists = (sa.cast(column, sa.Text) for column in (row.fail_to_pass, row.pass_to_pass))
     parts = (func.length(part) for part in (row.patch, row.test_patch, *lists))
@@ -111,18 +121,18 @@ def delete_dataset(connection: Connection, name: str) -> bool:
     """Delete a dataset with its instances; the caller removes its pins."""
     lock(connection, f"dataset/{name}")
     found = connection.execute(sa.delete(datasets).where(datasets.c.name == name)).rowcount > 0
-    touch(connection, f"dataset/{name}")
+    note_changes(connection, f"dataset/{name}")
     return found
 
 
 def put_refused(connection: Connection, name: str, key: str, refused: dict[str, str]) -> None:
     """Replace the reasons why commits of one mirror (`*`: all of them) have no pin."""
     lock(connection, f"dataset/{name}")
-    mine = datasets.c.name == name
-    old = connection.execute(select(datasets.c.refused).where(mine)).scalar()
+    is_named = datasets.c.name == name
+    old = connection.execute(select(datasets.c.refused).where(is_named)).scalar()
     if old is not None:
         values = {**old, key: refused}
-        connection.execute(sa.update(datasets).where(mine).values(refused=values))
+        connection.execute(sa.update(datasets).where(is_named).values(refused=values))
 
 
 def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
@@ -131,9 +141,9 @@ def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
         select(instances.c.mirror_name).where(instances.c.dataset_id == row["id"], _UNRESOLVED),
     )
     by_key = {name.lower(): name for name in connection.execute(names).scalars()}
-    same = ("name", "format", "source", "sha256", "fault_count", "rules", "imported_at")
+    columns = ("name", "format", "source", "sha256", "fault_count", "rules", "imported_at")
     return Dataset(
-        **{name: row[name] for name in same},
+        **{name: row[name] for name in columns},
         mirrors=sorted(by_key.values()),
         unpinned=_list_unpinned(connection, row, limit),
         faults=[RowFault.from_json(fault) for fault in row["faults"][:limit]],
@@ -143,20 +153,21 @@ def _dataset(connection: Connection, row: RowMapping, limit: int) -> Dataset:
 
 def _counts(connection: Connection, dataset_id: int) -> dict[str, Any]:
     commits = select(recorded.c.mirror_key, recorded.c.commit_id).distinct()
-    mine = commits.where(recorded.c.dataset_id == dataset_id)
-    known_by = recorded.c.dataset_id == datasets.c.id
-    waiting = select(instances.c.id).where(instances.c.dataset_id == dataset_id, _UNRESOLVED)
+    commits = commits.where(recorded.c.dataset_id == dataset_id)
+    in_dataset = select(instances.c.id).where(instances.c.dataset_id == dataset_id)
     queries = {
-        "instance_count": select(instances.c.id).where(instances.c.dataset_id == dataset_id),
-        "commit_count": mine,
-        "unpinned_count": mine.join(datasets, known_by).where(_UNPINNED),
-        "waiting": waiting,
+        "instance_count": in_dataset,
+        "commit_count": commits,
+        "unpinned_count": commits.join(datasets, recorded.c.dataset_id == datasets.c.id).where(
+            _UNPINNED
+        ),
+        "unresolved_count": in_dataset.where(_UNRESOLVED),
     }
     counts = {
         name: connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
         for name, query in queries.items()
     }
-    counts["unpinned_count"] += counts.pop("waiting")
+    counts["unpinned_count"] += counts.pop("unresolved_count")
     return counts
 
 
@@ -177,20 +188,20 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
         roles.add(CommitRole(role))
     unpinned = []
     for (key, commit), (name, ids, roles) in found.items():
-        why = row["refused"].get(key, {})
+        reasons = row["refused"].get(key, {})
         unpinned.append(
             UnpinnedCommit(
                 mirror=name,
                 commit=commit,
                 roles=sorted(roles),
                 instances=sorted(ids),
-                reason=why.get(commit) or why.get(EVERY) or _NOT_YET,
+                reason=reasons.get(commit) or reasons.get(ALL_COMMITS) or _NOT_YET,
             )
         )
-    waiting = select(instances.c.mirror_name, instances.c.revision, instances.c.id)
-    mine = waiting.where(instances.c.dataset_id == row["id"], _UNRESOLVED)
-    for name, revision, identity in connection.execute(mine.limit(limit - len(unpinned))):
-        reason = row["refused"].get(name.lower(), {}).get(EVERY) or _NO_BRANCH
+    unresolved = select(instances.c.mirror_name, instances.c.revision, instances.c.id)
+    unresolved = unresolved.where(instances.c.dataset_id == row["id"], _UNRESOLVED)
+    for name, revision, identity in connection.execute(unresolved.limit(limit - len(unpinned))):
+        reason = row["refused"].get(name.lower(), {}).get(ALL_COMMITS) or _NO_BRANCH
         base = [CommitRole.BASE]
         unpinned.append(
             UnpinnedCommit(
@@ -206,13 +217,13 @@ def _list_unpinned(connection: Connection, row: RowMapping, limit: int) -> list[
 def find_instance(
     connection: Connection, identity: str, dataset: str | None = None
 ) -> InstanceRow | None:
-    """An instance by its exact id, the dataset's or ours; of one dataset or of any.
+    """Find an instance of one dataset, or of any, by its id or public id.
 
-    Of several datasets that record the same, the first imported one answers. Raises
-    InstanceAmbiguousError where two of any record other repositories or base commits.
+    Of several datasets with the same instance, the first imported one is taken. Raises
+    InstanceAmbiguousError if they differ in repository or base commit.
     """
-    is_called_so = or_(instances.c.id == identity, instances.c.public_id == identity)
-    query = _select_instances(dataset).where(is_called_so).order_by(instances.c.dataset_id)
+    has_id = or_(instances.c.id == identity, instances.c.public_id == identity)
+    query = _select_instances(dataset).where(has_id).order_by(instances.c.dataset_id)
     rows = connection.execute(query).mappings().all()
     if len({(row["mirror_name"].lower(), row["base_commit"]) for row in rows}) > 1:
         names = [row["dataset"] for row in rows]
@@ -227,21 +238,18 @@ def find_instance(
 
 
 def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstance]:
-    """Instances of a dataset that another one records with another repository or base commit."""
-    mine, other = instances.alias(), instances.alias()
-    ours, theirs = datasets.alias(), datasets.alias()
+    """List instances of a dataset whose repository or base commit differs in another dataset."""
+    other, other_dataset = instances.alias(), datasets.alias()
     differs = or_(
-        func.lower(mine.c.mirror_name) != func.lower(other.c.mirror_name),
-        mine.c.base_commit != other.c.base_commit,
+        func.lower(instances.c.mirror_name) != func.lower(other.c.mirror_name),
+        instances.c.base_commit != other.c.base_commit,
     )
-    is_same_id = and_(other.c.id == mine.c.id, other.c.dataset_id != mine.c.dataset_id)
+    has_same_id = and_(other.c.id == instances.c.id, other.c.dataset_id != instances.c.dataset_id)
     query = (
-        select(mine.c.id, theirs.c.name)
-        .join(ours, ours.c.id == mine.c.dataset_id)
-        .join(other, and_(is_same_id, differs))
-        .join(theirs, theirs.c.id == other.c.dataset_id)
-        .where(ours.c.name == dataset)
-        .order_by(mine.c.id, theirs.c.name)
+        of_dataset(dataset, instances.c.id, other_dataset.c.name)
+        .join(other, and_(has_same_id, differs))
+        .join(other_dataset, other_dataset.c.id == other.c.dataset_id)
+        .order_by(instances.c.id, other_dataset.c.name)
     )
     found: dict[str, list[str]] = {}
     for identity, name in connection.execute(query):
@@ -252,15 +260,16 @@ def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstan
 def iter_instances(
     connection: Connection, dataset: str, key: str | None = None, *, unresolved: bool = False
 ) -> Iterator[InstanceRow]:
-    """The instances of a dataset in the order of their ids' bytes, each with its repository as the
-    file spells it; those that name one mirror, or have no base commit.
+    """Iterate over a dataset's instances by id, in byte order; repositories as the file has them.
+
+    Optionally only those of one mirror, or without a base commit.
     """
     query = _select_instances(dataset)
     if key is not None:
         query = query.where(func.lower(instances.c.mirror_name) == key.lower())
     if unresolved:
         query = query.where(_UNRESOLVED)
-    is_sqlite = connection.dialect.name == "sqlite"  # whose own order that is
+    is_sqlite = connection.dialect.name == "sqlite"  # compares bytes by default
     order = instances.c.id if is_sqlite else instances.c.id.collate("C")
     found = connection.execute(query.order_by(order)).mappings()
     for rows in found.yield_per(_LISTED).partitions():
@@ -282,7 +291,7 @@ def _select_instances(dataset: str | None) -> sa.Select[Any]:
 def _read_instances(
     connection: Connection, rows: Sequence[RowMapping], repository: str = "known_as"
 ) -> Iterator[InstanceRow]:
-    """Instances of one dataset; `repository` is the column that spells theirs."""
+    """Read instances of one dataset. `repository` is the column to take theirs from."""
     ids = [row["id"] for row in rows]
     query = select(recorded.c.instance_id, recorded.c.commit_id, recorded.c.role).where(
         recorded.c.dataset_id == (rows[0]["dataset_id"] if rows else None),
@@ -292,41 +301,38 @@ def _read_instances(
     for identity, commit, role in connection.execute(query.order_by(recorded.c.role)):
         commits[identity].append((CommitId(commit), CommitRole(role)))
     for row in rows:
-        yield _instance_row(row, row[repository], tuple(commits[row["id"]]))
+        patch, test_patch = (
+            None if row[name] is None else bytes(row[name]).decode()
+            for name in ("patch", "test_patch")
+        )
+        yield InstanceRow(
+            dataset=row["dataset"],
+            mirror=MirrorName.parse(row[repository]),
+            base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
+            direction=Direction(row["direction"]),
+            commits=tuple(commits[row["id"]]),
+            patch=patch,
+            test_patch=test_patch,
+            fail_to_pass=tuple(row["fail_to_pass"]),
+            pass_to_pass=tuple(row["pass_to_pass"]),
+            history=History(row["history"]) if row["history"] else None,
+            rules=tuple(row["rules"] or ()),
+            **{name: row[name] for name in PLAIN_COLUMNS},
+        )
 
 
-SAME_COLUMNS = (
+PLAIN_COLUMNS = (
     *("id", "revision", "environment", "python_version", "version", "created_at"),
     "install_config",
 )
-"""What a row of `instances` and an InstanceRow have in the same form."""
-
-
-def _instance_row(
-    row: RowMapping, repository: str, commits: tuple[tuple[CommitId, CommitRole], ...]
-) -> InstanceRow:
-    patch, test_patch = (
-        None if row[name] is None else bytes(row[name]).decode() for name in ("patch", "test_patch")
-    )
-    return InstanceRow(
-        dataset=row["dataset"],
-        mirror=MirrorName.parse(repository),
-        base_commit=CommitId(row["base_commit"]) if row["base_commit"] else None,
-        direction=Direction(row["direction"]),
-        commits=commits,
-        patch=patch,
-        test_patch=test_patch,
-        fail_to_pass=tuple(row["fail_to_pass"]),
-        pass_to_pass=tuple(row["pass_to_pass"]),
-        history=History(row["history"]) if row["history"] else None,
-        rules=tuple(row["rules"] or ()),
-        **{name: row[name] for name in SAME_COLUMNS},
-    )
+"""Columns of `instances` that an InstanceRow has unconverted."""
 
 
 class Servable(StrEnum):
-    """Whether an instance can be checked out, or why not. BUT: another commit of its row cannot be
-    served; LOST: an audit could not serve its base commit.
+    """Whether an instance can be checked out, and if not, why.
+
+    BUT: it can, but another commit of its row cannot be served. LOST: by an audit, its base commit
+    cannot be served.
     """
 
     READY = "ready"
@@ -337,7 +343,7 @@ class Servable(StrEnum):
 
 
 class InstanceLine(NamedTuple):
-    """What a stranger may know of an instance: no id but the public one."""
+    """The public facts of an instance, with its public id."""
 
     id: str
     mirror: str
@@ -348,9 +354,7 @@ class InstanceLine(NamedTuple):
 def count_servable(
     connection: Connection, lost: Collection[str] = (), dataset: str | None = None
 ) -> list[tuple[str, str, Servable, int]]:
-    """How many instances are in which state, by dataset and mirror. An audit could not serve the
-    commits that are `lost`.
-    """
+    """Count instances by dataset, mirror and state. `lost`: commits that an audit found missing."""
     names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
     query = of_dataset(dataset, names, mirror, state, func.count())
     found = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
@@ -368,9 +372,9 @@ def list_servable(
     limit: int = 100,
     offset: int = 0,
 ) -> tuple[int, list[InstanceLine]]:
-    """Some instances of a dataset in the order of their public ids, and how many there are in all.
+    """Return how many instances match, and some of them, by public id.
 
-    Looks for `containing` in the public id alone: in the other it would find commits.
+    `containing` is searched in public ids only: other ids would reveal commits.
     """
     public, known = func.coalesce(instances.c.public_id, instances.c.id), _servable(lost)
     columns = (public, instances.c.mirror_name, instances.c.base_commit, known)
@@ -390,10 +394,7 @@ def list_servable(
 
 
 def _servable(lost: Collection[str]) -> sa.ColumnElement[str]:
-    mine = and_(
-        recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
-    )
-    unpinned = exists().where(mine, _UNPINNED)
+    unpinned = exists().where(_RECORDED_BY_INSTANCE, _UNPINNED)
     is_base = recorded.c.role == CommitRole.BASE
     return sa.case(
         (_UNRESOLVED, Servable.NO_BRANCH),
@@ -405,18 +406,17 @@ def _servable(lost: Collection[str]) -> sa.ColumnElement[str]:
 
 
 def list_public_ids(connection: Connection, ids: Collection[str]) -> dict[str, str]:
-    """The public ids of those that any dataset has."""
-    public = func.max(instances.c.public_id)
+    """Return the public ids of those ids that any dataset has."""
+    public = func.coalesce(func.max(instances.c.public_id), instances.c.id)
     known: dict[str, str] = {}
     for batch in in_batches(ids):
         query = select(instances.c.id, public).where(instances.c.id.in_(batch))
-        rows = connection.execute(query.group_by(instances.c.id))
-        known |= {identity: told or identity for identity, told in rows}
+        known |= dict(connection.execute(query.group_by(instances.c.id)).tuples())
     return known
 
 
 def list_instance_ids(connection: Connection, dataset: str | None = None) -> list[str]:
-    """Ids in the order of the datasets' first import, then by id."""
+    """List ids, datasets in the order of their first import."""
     query = of_dataset(dataset, instances.c.id).order_by(instances.c.dataset_id, instances.c.id)
     ids = connection.execute(query).scalars()
     return list(dict.fromkeys(ids))
@@ -429,7 +429,7 @@ def list_recorded(
     *,
     unpinned: bool = False,
 ) -> list[RecordedRow]:
-    """Recorded commits of all, of one mirror, of one dataset; or only those without a pin."""
+    """List recorded commits: all, of a mirror, of a dataset, only those without a pin."""
     known_as = func.coalesce(mirrors.c.name, recorded.c.mirror_name).label("known_as")
     query = of_dataset(
         dataset, recorded, datasets.c.name.label("dataset"), known_as, of=recorded
@@ -454,21 +454,21 @@ def list_recorded(
 def list_unresolved(
     connection: Connection, key: str, dataset: str | None = None
 ) -> list[tuple[DatasetName, str, str]]:
-    """Dataset, id and revision of the instances whose branch a mirror did not have yet."""
+    """List dataset, id and revision of instances whose branch the mirror lacks."""
     query = of_dataset(dataset, datasets.c.name, instances.c.id, instances.c.revision)
-    mine = (_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
-    rows = connection.execute(query.where(*mine).order_by(instances.c.id))
-    return [(DatasetName(name), *rest) for name, *rest in rows]
+    query = query.where(_UNRESOLVED, func.lower(instances.c.mirror_name) == key.lower())
+    rows = connection.execute(query.order_by(instances.c.id))
+    return [(DatasetName(name), identity, revision) for name, identity, revision in rows]
 
 
 def list_unresolved_mirrors(connection: Connection) -> set[str]:
-    """The keys of mirrors that lack the branch of an instance."""
+    """Return the keys of mirrors that lack the branch of an instance."""
     query = select(func.lower(instances.c.mirror_name)).where(_UNRESOLVED).distinct()
     return set(connection.execute(query).scalars())
 
 
 def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId | None:
-    """The one base commit of a mirror's instances that begins with these digits."""
+    """Find the only base commit of a mirror's instances with this prefix."""
     query = select(recorded.c.commit_id).where(
         recorded.c.mirror_key == key,
         recorded.c.role == CommitRole.BASE,
@@ -480,13 +480,10 @@ def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId 
 
 
 def find_history_limit(connection: Connection, key: str, commit: CommitId) -> History | None:
-    """The least history that an instance with this base commit allows agents."""
-    is_of = and_(
-        recorded.c.dataset_id == instances.c.dataset_id, recorded.c.instance_id == instances.c.id
-    )
+    """Find the strictest history limit of the instances with this base commit."""
     query = (
         select(instances.c.history)
-        .join(recorded, is_of)
+        .join(recorded, _RECORDED_BY_INSTANCE)
         .where(recorded.c.mirror_key == key, recorded.c.commit_id == commit)
         .where(instances.c.base_commit == commit, instances.c.history.is_not(None))
     )
@@ -495,7 +492,7 @@ def find_history_limit(connection: Connection, key: str, commit: CommitId) -> Hi
 
 
 def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
-    """Ids of all instances that record a commit, in whatever role."""
-    mine = (recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)
-    query = select(recorded.c.instance_id).where(*mine).distinct()
+    """Return the ids of all instances that record a commit, in any role."""
+    query = select(recorded.c.instance_id).distinct()
+    query = query.where(recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)
     return sorted(connection.execute(query).scalars())

@@ -1,8 +1,7 @@
-"""Queries of a fleet: claims, generations, nodes, changes. Sync, on one connection.
+"""Queries of a fleet: changes, claims, generations, closures, nodes, on one connection.
 
-Leases end and ages are told by the database's clock, since those of nodes differ by minutes. What
-two nodes may do at the same time is decided in one transaction each; nothing is held between them,
-so a pooler may stand in between.
+Times are by the database's clock, because the clocks of nodes differ by minutes. Each decision
+between nodes is one transaction with no state outside it, so it works through a pooler.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,14 +28,14 @@ from .schema import (
 )
 
 MIRROR = "mirror/"
-"""Before the key of a mirror in the key of its claim, and in the topic of its changes."""
+"""Prefix of a mirror's key in the key of its claim, and in the topic of its changes."""
 REPAIR = "repair/"
-"""Before the key of a mirror of whose newest generation the store has lost something."""
+"""Prefix of a mirror's key in the claim to repair its newest generation in the store."""
 RESTORED = "restored"
-"""The topic of a catalog that went back to an older state."""
+"""Topic: the database was restored from a backup."""
 _CLOCK = ""
-_LEAP = 1_000_000  # versions that no daemon has seen in the state that was lost
-_FORGOTTEN_MS = 30 * 24 * 3600 * 1000  # a node that was not seen for so long is gone
+_RESTORED_STEP = 1_000_000  # more versions than the lost state can have had since `seen`
+_NODE_TTL_MS = 30 * 24 * 3600 * 1000
 
 
 class _now(FunctionElement[int]):  # noqa: N801 - a function of SQL
@@ -61,17 +60,17 @@ def _ms(duration: timedelta) -> int:
     return round(duration.total_seconds() * 1000)
 
 
-# -- what changed ----------------------------------------------------------------------------------
+# -- changes ---------------------------------------------------------------------------------------
 
 
-def touch(connection: Connection, *topics: str) -> None:
-    """Tell the fleet that these changed, as the last statements of a transaction.
+def note_changes(connection: Connection, *topics: str) -> None:
+    """Publish changes to the fleet. Must be the last statements of a transaction.
 
-    The clock's row stays locked to its end: versions become visible in their order, and a reader
-    that has seen one misses none before it.
+    They lock the clock's row until it ends, so versions become visible in order: a reader of one
+    version has all before it.
     """
     if connection.dialect.name == "sqlite":
-        return  # one daemon, which made the change
+        return  # no other daemon uses it
     row = {"topic": _CLOCK, "version": 1}
     statement = insert_of(connection, changes).values(row)
     statement = statement.on_conflict_do_update(
@@ -82,9 +81,9 @@ def touch(connection: Connection, *topics: str) -> None:
 
 
 def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:
-    """The version now, and the topics that changed after `since`, in order.
+    """Return the current version, and the topics that changed after `since`, in order.
 
-    A version before `since` is of a database that was restored from a backup.
+    A version below `since` means that the database was restored from a backup.
     """
     none = since if connection.dialect.name == "sqlite" else min(since, 0)
     is_new = or_(changes.c.version > since, changes.c.topic == _CLOCK)
@@ -95,14 +94,14 @@ def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:
 
 
 def note_restored(connection: Connection, seen: int) -> None:
-    """Tell the fleet that the database is an older one than that of version `seen`; once."""
-    row = {"topic": _CLOCK, "version": seen + _LEAP}
+    """Publish once that the database was restored to a state before version `seen`."""
+    row = {"topic": _CLOCK, "version": seen + _RESTORED_STEP}
     statement = insert_of(connection, changes).values(row)
-    leapt = statement.on_conflict_do_update(
+    statement = statement.on_conflict_do_update(
         index_elements=["topic"], set_=row, where=changes.c.version < seen
     )
-    if connection.execute(leapt.returning(changes.c.version)).first():
-        touch(connection, RESTORED)
+    if connection.execute(statement.returning(changes.c.version)).first():
+        note_changes(connection, RESTORED)
 
 
 # -- claims ----------------------------------------------------------------------------------------
@@ -112,10 +111,7 @@ _is_free = or_(claims.c.node.is_(None), claims.c.expires_ms <= _now())
 
 
 def enrol(connection: Connection, hosts: Mapping[str, str]) -> None:
-    """Have work done by the clock, now for the first time: by the claim's key, its upstream's host.
-
-    Work without an upstream has no host.
-    """
+    """Schedule new work, due now. `hosts` maps claim keys to the upstream's host, or to ""."""
     query = select(claims.c.key).where(claims.c.due_ms.is_not(None))
     known = set(connection.execute(query).scalars())
     for key in sorted(hosts.keys() - known):
@@ -128,9 +124,9 @@ def enrol(connection: Connection, hosts: Mapping[str, str]) -> None:
 def claim(
     connection: Connection, node: str, key: str, ttl: timedelta, host_limit: int | None = None
 ) -> Claim | None:
-    """Claim one piece of work; None while another node has it, or its host enough connections.
+    """Claim work by request; None while another node has it or its host has too many claims.
 
-    A host has at most `host_limit` claims by request at a time, and one beside a batch.
+    A host has at most `host_limit` claims by request, and one while another node has its batch.
     """
     lock(connection, "claims")
     row = connection.execute(select(claims).where(claims.c.key == key).with_for_update()).first()
@@ -144,8 +140,7 @@ def claim(
         has_batch = any(is_batch and holder != node for is_batch, holder, _ in held)
         if by_request >= (1 if has_batch else host_limit) or (has_batch and host_limit == 1):
             return None
-    taken = _take(connection, node, [key], ttl, is_batch=False)
-    return taken[0] if taken else None
+    return next(iter(_take(connection, node, [key], ttl, is_batch=False)), None)
 
 
 def claim_due(
@@ -154,15 +149,15 @@ def claim_due(
     ttl: timedelta,
     *,
     most: int,
-    here: Collection[str],
-    patience: timedelta,
+    local: Collection[str],
+    grace: timedelta,
     with_syncs: bool = True,
 ) -> list[Claim]:
-    """Claim what is due, the longest due first; `with_syncs` also mirrors that are to be synced.
+    """Claim due work as a batch, longest due first; syncs of mirrors only `with_syncs`.
 
-    What is not `here` (keys of claims) only when nobody took it for `patience`; repairs never. All
-    that is due of one host is of one node, which holds the host's limit by itself; a host with
-    several claims by request is left alone.
+    Work whose key is not in `local` is claimed once it is due for `grace`, repairs never. All due
+    work of one host goes to one node, which keeps the host's limit by itself. A host with several
+    claims by request is skipped.
     """
     is_due = and_(claims.c.due_ms <= _now(), _is_free)
     if not with_syncs:
@@ -174,11 +169,11 @@ def claim_due(
     is_held = and_(other.c.node.is_not(None), other.c.expires_ms > _now())
     same_host = and_(other.c.host == claims.c.host, other.c.key != claims.c.key)
     in_batch = sa.exists().where(same_host, is_held, other.c.is_batch, other.c.node != node)
-    asked = select(func.count()).where(same_host, is_held, ~other.c.is_batch).scalar_subquery()
-    is_here = claims.c.key.in_(list(here))
-    is_left = and_(claims.c.due_ms <= _now() - _ms(patience), ~claims.c.key.startswith(REPAIR))
+    requested = select(func.count()).where(same_host, is_held, ~other.c.is_batch).scalar_subquery()
+    is_local = claims.c.key.in_(list(local))
+    is_overdue = and_(claims.c.due_ms <= _now() - _ms(grace), ~claims.c.key.startswith(REPAIR))
     query = select(claims.c.key).where(
-        is_due, or_(is_here, is_left), or_(claims.c.host == "", and_(~in_batch, asked < 2))
+        is_due, or_(is_local, is_overdue), or_(claims.c.host == "", and_(~in_batch, requested < 2))
     )
     query = query.order_by(claims.c.due_ms, claims.c.key).limit(most)
     keys = connection.execute(query.with_for_update(skip_locked=True)).scalars().all()
@@ -186,12 +181,12 @@ def claim_due(
 
 
 def renew(connection: Connection, node: str, ttl: timedelta, keys: Collection[str]) -> set[Claim]:
-    """Prolong claims of a node; answers them. One that expired and is free is prolonged too.
+    """Renew claims of a node, also expired ones that are still free. Return the renewed claims.
 
-    Those that it does not name expire: their answer may have been lost on its way to it.
+    A node's other claims expire: it may have missed the answer that granted them.
     """
-    mine = (claims.c.node == node, claims.c.key.in_(list(keys)))
-    query = update(claims).where(*mine).values(expires_ms=_now() + _ms(ttl))
+    query = update(claims).where(claims.c.node == node, claims.c.key.in_(list(keys)))
+    query = query.values(expires_ms=_now() + _ms(ttl))
     rows = connection.execute(query.returning(claims.c.key, claims.c.epoch))
     return {Claim(*row) for row in rows}
 
@@ -204,41 +199,40 @@ def release(
     *,
     has_failed: bool = False,
 ) -> None:
-    """Give claims back; their work is due `after` a time, or as it was before."""
+    """Release claims. Their work is due again `after` a time, or as before."""
     values: dict[str, Any] = {"node": None, "expires_ms": 0}
     if after is not None:
         values["due_ms"] = sa.case((claims.c.due_ms.is_(None), None), else_=_now() + _ms(after))
         values["failures"] = claims.c.failures + 1 if has_failed else 0
-    theirs = sa.tuple_(claims.c.key, claims.c.epoch).in_(list(held))
-    connection.execute(update(claims).where(claims.c.node == node, theirs).values(values))
+    is_held = sa.tuple_(claims.c.key, claims.c.epoch).in_(list(held))
+    connection.execute(update(claims).where(claims.c.node == node, is_held).values(values))
 
 
 def finish(connection: Connection, done: Claim) -> None:
-    """Forget work that is not to be done again, with its claim."""
-    mine = and_(claims.c.key == done.key, claims.c.epoch == done.epoch)
-    connection.execute(delete(claims).where(mine))
+    """Delete a claim whose work is not to be repeated."""
+    is_done = and_(claims.c.key == done.key, claims.c.epoch == done.epoch)
+    connection.execute(delete(claims).where(is_done))
 
 
 def hasten(connection: Connection, within: timedelta) -> None:
-    """Make everything due within a time, as after the interval was shortened."""
+    """Make all work due within a time, after the interval was shortened."""
     latest = _now() + _ms(within)
-    far = and_(claims.c.due_ms > latest, claims.c.failures == 0)
-    connection.execute(update(claims).where(far).values(due_ms=latest))
+    is_later = and_(claims.c.due_ms > latest, claims.c.failures == 0)
+    connection.execute(update(claims).where(is_later).values(due_ms=latest))
 
 
 def count_failures(connection: Connection, key: str) -> int:
-    """How often the work of a claim failed since it last succeeded."""
+    """Return how often the work of a claim failed since its last success."""
     query = select(claims.c.failures).where(claims.c.key == key)
     return connection.execute(query).scalar() or 0
 
 
 def find_holder(connection: Connection, key: str) -> HeldClaim | None:
-    """Who holds a claim now."""
     return next(iter(_held_claims(connection, claims.c.key == key)), None)
 
 
 def list_claims(connection: Connection) -> list[HeldClaim]:
-    """The claims that are held now."""
+    """List the claims that are held now."""
     return list(_held_claims(connection))
 
 
@@ -279,15 +273,15 @@ def publish_generation(
     new: Generation,
     previous: Generation | None,
 ) -> bool:
-    """Make `new` the generation of a mirror, if the claim of its epoch is still the node's.
+    """Publish `new` as the generation of a mirror. Return whether it was published.
 
-    False where another node claimed the mirror meanwhile, or published since `previous`.
+    It is not if another node has claimed the mirror, or published after `previous`.
     """
-    mine = select(claims.c.key).where(
+    own_claim = select(claims.c.key).where(
         claims.c.key == f"{MIRROR}{key}", claims.c.node == node, claims.c.epoch == new.epoch
     )
-    # locked to the end of the transaction: nobody takes the claim between this and the commit
-    if connection.execute(mine.with_for_update()).first() is None:
+    # the row stays locked until the commit, so no other node can take the claim before that
+    if connection.execute(own_claim.with_for_update()).first() is None:
         return False
     values = {**new._asdict(), "node": node, "published_ms": _now()}
     if previous is None:
@@ -298,64 +292,63 @@ def publish_generation(
         change = update(generations).where(generations.c.mirror_key == key, *same).values(values)
     if connection.execute(change.returning(generations.c.number)).first() is None:
         return False
-    touch(connection, f"{MIRROR}{key}")
+    note_changes(connection, f"{MIRROR}{key}")
     return True
 
 
 def adopt_generation(
     connection: Connection, node: str, key: str, found: Generation, epoch: int = 0
 ) -> None:
-    """Have a generation of the store as a mirror's newest one, unless a newer one is known.
+    """Record a generation found in the store as a mirror's newest, unless a newer one is known.
 
-    Later claims have a higher epoch, also than `epoch`, so what they publish is newer; one that is
-    held now with a lower one is lost, and publishes nothing.
+    Later claims get an epoch above both its own and `epoch`. A held claim with a lower epoch is
+    lost and can publish nothing.
     """
     lock(connection, "claims")
     last = max(found.epoch, epoch)
-    values = _new_claim(f"{MIRROR}{key}") | {"epoch": last}
-    claimed = insert_of(connection, claims).values(values)
+    new_claim = insert_of(connection, claims).values(_new_claim(f"{MIRROR}{key}") | {"epoch": last})
     raised = {"epoch": last, "node": None, "expires_ms": 0}
-    is_lower = claims.c.epoch < last
     connection.execute(
-        claimed.on_conflict_do_update(index_elements=["key"], set_=raised, where=is_lower)
+        new_claim.on_conflict_do_update(
+            index_elements=["key"], set_=raised, where=claims.c.epoch < last
+        )
     )
     row = {**found._asdict(), "node": node, "published_ms": _now()}
-    added = insert_of(connection, generations).values(mirror_key=key, **row)
-    known = generations.c
-    is_older = or_(
-        known.epoch < found.epoch, and_(known.epoch == found.epoch, known.number < found.number)
-    )
+    new_generation = insert_of(connection, generations).values(mirror_key=key, **row)
+    known = sa.tuple_(generations.c.epoch, generations.c.number)
     connection.execute(
-        added.on_conflict_do_update(index_elements=["mirror_key"], set_=row, where=is_older)
+        new_generation.on_conflict_do_update(
+            index_elements=["mirror_key"], set_=row, where=known < (found.epoch, found.number)
+        )
     )
-    touch(connection, f"{MIRROR}{key}")
+    note_changes(connection, f"{MIRROR}{key}")
 
 
 def list_generations(
     connection: Connection, keys: Collection[str] | None = None
 ) -> dict[str, Generation]:
-    """The generations of mirrors, by key; of all of them, or of these."""
+    """Return the generations of these mirrors, or of all, by key."""
     columns = (generations.c.mirror_key, generations.c.epoch, generations.c.number)
     query = select(*columns, generations.c.manifest)
     if keys is not None:
         query = query.where(generations.c.mirror_key.in_(list(keys)))
-    return {key: Generation(*rest) for key, *rest in connection.execute(query)}
+    return {key: Generation(*facts) for key, *facts in connection.execute(query)}
 
 
-# -- closures that daemons share -------------------------------------------------------------------
+# -- shared closure packs --------------------------------------------------------------------------
 
 
 def put_closure(connection: Connection, key: str, commit: str, document: Mapping[str, Any]) -> None:
-    """Share the closure pack of a commit, unless another node has; not of a removed mirror."""
-    there = select(mirrors.c.key).where(mirrors.c.key == key)
-    if connection.execute(there).first():
+    """Record a shared closure pack, unless the commit has one or the mirror was removed."""
+    mirror = select(mirrors.c.key).where(mirrors.c.key == key)
+    if connection.execute(mirror).first():
         row = {"mirror_key": key, "commit_id": commit, "document": dict(document)}
         statement = insert_of(connection, closures).values(**row, used_ms=_now())
         connection.execute(statement.on_conflict_do_nothing())
 
 
 def list_closures(connection: Connection, key: str) -> dict[str, Mapping[str, Any]]:
-    """What is said of a mirror's shared closure packs, by commit."""
+    """Return the documents of a mirror's shared closure packs, by commit."""
     query = select(closures.c.commit_id, closures.c.document).where(closures.c.mirror_key == key)
     return {row.commit_id: row.document for row in connection.execute(query)}
 
@@ -363,9 +356,11 @@ def list_closures(connection: Connection, key: str) -> dict[str, Mapping[str, An
 def use_closures(
     connection: Connection, key: str, commits: Collection[str]
 ) -> dict[str, Mapping[str, Any]]:
-    """The same of these commits, which are noted as used."""
-    these = and_(closures.c.mirror_key == key, closures.c.commit_id.in_(list(commits)))
-    query = update(closures).where(these).values(used_ms=_now())
+    """Return the documents of these commits, and record their use."""
+    query = update(closures).where(
+        closures.c.mirror_key == key, closures.c.commit_id.in_(list(commits))
+    )
+    query = query.values(used_ms=_now())
     rows = connection.execute(query.returning(closures.c.commit_id, closures.c.document))
     return {row.commit_id: row.document for row in rows}
 
@@ -377,7 +372,7 @@ def drop_closures(
     commits: Collection[str] = (),
     unused: timedelta | None = None,
 ) -> None:
-    """Share these no longer, nor those that nobody used for so long."""
+    """Delete the records of these shared closure packs, and of those `unused` for that long."""
     gone: ColumnElement[bool] = closures.c.commit_id.in_(list(commits))
     if unused is not None:
         gone = or_(gone, closures.c.used_ms < _now() - _ms(unused))
@@ -390,23 +385,23 @@ def drop_closures(
 def put_node(
     connection: Connection, identity: str, name: str, version: str, document: Mapping[str, Any]
 ) -> None:
-    """Say that a node is there, and how it is."""
+    """Record that a node is alive, with its state."""
     values = {"name": name, "version": version, "seen_ms": _now(), "document": dict(document)}
     statement = insert_of(connection, nodes).values(id=identity, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def list_nodes(connection: Connection) -> list[NodeRow]:
-    """All that were seen within a month, the last one first."""
+    """List the nodes seen within a month, the most recent first."""
     age = _now() - nodes.c.seen_ms
     query = select(nodes.c.id, nodes.c.name, nodes.c.version, age, nodes.c.document)
-    rows = connection.execute(query.where(age < _FORGOTTEN_MS).order_by(age, nodes.c.id))
+    rows = connection.execute(query.where(age < _NODE_TTL_MS).order_by(age, nodes.c.id))
     return [NodeRow(each, name, ver, ms / 1000, facts) for each, name, ver, ms, facts in rows]
 
 
 def delete_node(connection: Connection, identity: str) -> None:
-    """Forget a node that ended, with its claims; also those that nobody saw for a month."""
-    gone = or_(nodes.c.id == identity, nodes.c.seen_ms < _now() - _FORGOTTEN_MS)
-    connection.execute(delete(nodes).where(gone))
-    free = update(claims).where(claims.c.node == identity)
-    connection.execute(free.values(node=None, expires_ms=0))
+    """Delete a node that ended and release its claims; delete nodes not seen for a month."""
+    is_gone = or_(nodes.c.id == identity, nodes.c.seen_ms < _now() - _NODE_TTL_MS)
+    connection.execute(delete(nodes).where(is_gone))
+    own_claims = update(claims).where(claims.c.node == identity)
+    connection.execute(own_claims.values(node=None, expires_ms=0))

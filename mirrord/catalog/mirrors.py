@@ -1,4 +1,4 @@
-"""Queries about mirrors, pins, audits, reports and receipts. Sync, on one connection."""
+"""Queries about mirrors, pins, audits, reports and receipts, on one connection."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from sqlalchemy import Connection, RowMapping, and_, delete, func, select, updat
 from ..model import AuditLevel, CommitId, MirrorName
 from ..protocol import Audit, AuditPart, Message, Receipt, Report
 from .database import lock, upsert
-from .fleet import MIRROR, touch
+from .fleet import MIRROR, note_changes
 from .schema import (
     JudgementRow,
     MirrorRow,
@@ -32,7 +32,7 @@ from .schema import (
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 PINS = "pins/"
-"""Before the key of a mirror in the topic of its pins' changes."""
+"""Prefix of a mirror's key in the topic of changes of its pins."""
 
 
 def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
@@ -43,7 +43,7 @@ def in_batches(values: Iterable[T]) -> Iterator[list[T]]:
 
 def put_mirror(connection: Connection, row: MirrorRow) -> None:
     upsert(connection, mirrors, [asdict(row) | {"key": row.name.key, "name": str(row.name)}])
-    touch(connection, "mirrors")
+    note_changes(connection, "mirrors")
 
 
 def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
@@ -58,26 +58,26 @@ def list_mirrors(connection: Connection) -> list[MirrorRow]:
 
 
 def update_mirror(connection: Connection, /, key: str, **columns: Any) -> bool:
-    """Set columns of a mirror; answers whether it exists."""
+    """Set columns of a mirror. Return whether it exists."""
     query = update(mirrors).where(mirrors.c.key == key.lower()).values(columns)
     return connection.execute(query).rowcount > 0
 
 
 def delete_mirror(connection: Connection, key: str) -> bool:
-    """Delete a mirror, its pins and its judgements; what datasets record of it stays, unpinned."""
+    """Delete a mirror, its pins and its judgements. Recorded commits stay, without a pin."""
     connection.execute(delete(judgements).where(judgements.c.mirror_key == key.lower()))
-    is_gone = connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
-    # its claim stays: epochs go on should it be added again
-    mine = claims.c.key == f"{MIRROR}{key.lower()}"
-    connection.execute(update(claims).where(mine).values(due_ms=None))
-    touch(connection, "mirrors")
-    return is_gone
+    existed = connection.execute(delete(mirrors).where(mirrors.c.key == key.lower())).rowcount > 0
+    # its claim stays, so that epochs keep growing if the mirror is added again
+    is_its_claim = claims.c.key == f"{MIRROR}{key.lower()}"
+    connection.execute(update(claims).where(is_its_claim).values(due_ms=None))
+    note_changes(connection, "mirrors")
+    return existed
 
 
 def record_unchanged(connection: Connection, keys: Collection[str], at: datetime) -> None:
     """Record syncs that found nothing new, in one statement."""
-    same = {"synced_at": at, "attempted_at": at, "error": None}
-    connection.execute(update(mirrors).where(mirrors.c.key.in_(list(keys))).values(same))
+    values = {"synced_at": at, "attempted_at": at, "error": None}
+    connection.execute(update(mirrors).where(mirrors.c.key.in_(list(keys))).values(values))
 
 
 def _mirror_row(row: RowMapping) -> MirrorRow:
@@ -90,23 +90,27 @@ def _mirror_row(row: RowMapping) -> MirrorRow:
 
 def put_pins(connection: Connection, rows: Collection[PinRow]) -> None:
     for batch in in_batches(rows):
-        same = ("owner", "reason", "created_at")
         values = [
-            {"mirror_key": row.mirror.key, "commit_id": row.commit}
-            | {name: getattr(row, name) for name in same}
+            {
+                "mirror_key": row.mirror.key,
+                "commit_id": row.commit,
+                "owner": row.owner,
+                "reason": row.reason,
+                "created_at": row.created_at,
+            }
             for row in batch
         ]
         upsert(connection, pins, values)
-    touch(connection, *{f"{PINS}{row.mirror.key}" for row in rows})
+    note_changes(connection, *{f"{PINS}{row.mirror.key}" for row in rows})
 
 
 def delete_pins(
     connection: Connection, key: str, commits: Collection[CommitId], owner: str
 ) -> None:
-    mine = (pins.c.mirror_key == key.lower(), pins.c.owner == owner)
+    is_owned = (pins.c.mirror_key == key.lower(), pins.c.owner == owner)
     for batch in in_batches(commits):
-        connection.execute(delete(pins).where(*mine, pins.c.commit_id.in_(batch)))
-    touch(connection, f"{PINS}{key.lower()}")
+        connection.execute(delete(pins).where(*is_owned, pins.c.commit_id.in_(batch)))
+    note_changes(connection, f"{PINS}{key.lower()}")
 
 
 def list_pins(
@@ -127,7 +131,7 @@ def list_pins(
 
 
 def list_pin_keys(connection: Connection) -> dict[str, set[tuple[str, CommitId]]]:
-    """Owner and commit of every pin, by mirror key."""
+    """Return owner and commit of every pin, by mirror key."""
     found: dict[str, set[tuple[str, CommitId]]] = {}
     query = select(pins.c.mirror_key, pins.c.owner, pins.c.commit_id)
     for key, owner, commit in connection.execute(query):
@@ -142,14 +146,15 @@ def count_pins(connection: Connection) -> dict[str, int]:
 
 
 def list_stale_pins(connection: Connection, key: str | None = None) -> list[PinRow]:
-    """Pins of a dataset that does not record their commit, or does not exist."""
-    still = sa.exists().where(
+    """List pins of datasets that do not record their commit, or do not exist."""
+    is_recorded = sa.exists().where(
         recorded.c.mirror_key == pins.c.mirror_key,
         recorded.c.commit_id == pins.c.commit_id,
         recorded.c.dataset_id == datasets.c.id,
         "dataset/" + datasets.c.name == pins.c.owner,
     )
-    query = select(pins, mirrors.c.name).join(mirrors).where(pins.c.owner.like("dataset/%"), ~still)
+    query = select(pins, mirrors.c.name).join(mirrors)
+    query = query.where(pins.c.owner.like("dataset/%"), ~is_recorded)
     if key is not None:
         query = query.where(pins.c.mirror_key == key.lower())
     return [_pin_row(row) for row in connection.execute(query).mappings()]
@@ -160,16 +165,17 @@ def _pin_row(row: RowMapping) -> PinRow:
     return PinRow(name, CommitId(row["commit_id"]), row["owner"], row["reason"], row["created_at"])
 
 
-# -- audits, of which the newest are kept ----------------------------------------------------------
+# -- audits ----------------------------------------------------------------------------------------
+
+_KEPT = 200  # newest audits, reports and receipts; daily audits of half a year
 
 
 def put_audit(connection: Connection, audit: Audit, node: str = "") -> None:
-    """Record a node's audit; delete its old ones that no judgement belongs to."""
+    """Record a node's audit. Delete its old ones, except those with a current judgement."""
     row = {"id": audit.id, "finished_at": audit.finished_at, "document": audit.to_json()}
     upsert(connection, audits, [row | {"node": node}])
-    # 200: a daily audit of everything, and some by hand, for about half a year
     newest = select(audits.c.id).where(audits.c.node == node)
-    newest = newest.order_by(audits.c.finished_at.desc(), audits.c.id).limit(200)
+    newest = newest.order_by(audits.c.finished_at.desc(), audits.c.id).limit(_KEPT)
     judged = select(judgements.c.audit_id).where(judgements.c.node == node)
     kept = {*connection.execute(newest).scalars(), *connection.execute(judged).scalars()}
     old = and_(audits.c.node == node, audits.c.id.not_in(kept))
@@ -182,7 +188,7 @@ def find_audit(connection: Connection, identity: str) -> Audit | None:
 
 
 def list_audits(connection: Connection, limit: int = 50, node: str | None = None) -> list[Audit]:
-    """The newest first; of one node, or of all."""
+    """List audits of one node or of all, newest first."""
     query = select(audits.c.document).order_by(audits.c.finished_at.desc(), audits.c.id)
     if node is not None:
         query = query.where(audits.c.node == node)
@@ -206,27 +212,18 @@ def put_judgement(connection: Connection, row: JudgementRow) -> None:
 def list_judgements(
     connection: Connection, level: AuditLevel, node: str = ""
 ) -> list[JudgementRow]:
-    """The last judgement of each mirror by an audit of everything at `level`, the oldest first."""
+    """List each mirror's last judgement by an audit of everything at `level`, oldest first."""
     query = select(judgements).where(judgements.c.level == level, judgements.c.node == node)
     query = query.order_by(judgements.c.judged_at, judgements.c.mirror_key)
     return [_judgement_row(row) for row in connection.execute(query).mappings()]
 
 
-def find_newest_judgement(
-    connection: Connection, level: AuditLevel, node: str = ""
-) -> JudgementRow | None:
-    """The last one of `list_judgements`."""
-    return next(iter(list_judgements(connection, level, node)[-1:]), None)
-
-
 def _judgement_row(row: RowMapping) -> JudgementRow:
-    same = {name: row[name] for name in _JUDGEMENT} | {"level": AuditLevel(row["level"])}
-    return JudgementRow(row["mirror_key"], part=AuditPart.from_json(row["document"]), **same)
+    values = {name: row[name] for name in _JUDGEMENT} | {"level": AuditLevel(row["level"])}
+    return JudgementRow(row["mirror_key"], part=AuditPart.from_json(row["document"]), **values)
 
 
-# -- reports and receipts, of which the newest are kept --------------------------------------------
-
-_KEPT = 200
+# -- reports and receipts --------------------------------------------------------------------------
 
 
 def put_report(connection: Connection, report: Report) -> None:
@@ -248,7 +245,7 @@ def find_report(connection: Connection, identity: str) -> Report | None:
 
 
 def list_reports(connection: Connection, limit: int = 200) -> list[Report]:
-    """The newest first."""
+    """List reports, newest first."""
     query = select(reports.c.document).order_by(reports.c.received_at.desc(), reports.c.id)
     return list(_documents(connection, query.limit(limit), Report))
 
@@ -263,18 +260,18 @@ def put_receipt(connection: Connection, row: ReceiptRow) -> None:
 
 def find_receipt(connection: Connection, identity: str) -> ReceiptRow | None:
     rows = connection.execute(select(receipts).where(receipts.c.id == identity)).mappings()
-    return next(map(_receipt, rows), None)
+    return next(map(_receipt_row, rows), None)
 
 
 def list_receipts(connection: Connection) -> list[ReceiptRow]:
-    """The newest first."""
+    """List receipts, newest first."""
     query = select(receipts).order_by(receipts.c.issued_at.desc(), receipts.c.id)
-    return [_receipt(row) for row in connection.execute(query).mappings()]
+    return [_receipt_row(row) for row in connection.execute(query).mappings()]
 
 
 _RECEIPT = ("id", "node", "node_name", "owner_uid", "is_grader")
 
 
-def _receipt(row: RowMapping) -> ReceiptRow:
+def _receipt_row(row: RowMapping) -> ReceiptRow:
     values = {name: row[name] for name in _RECEIPT}
     return ReceiptRow(**values, receipt=Receipt.from_json(row["document"]))

@@ -1,7 +1,7 @@
-"""Connections to PostgreSQL that give up in seconds: loaded only where the catalog is one.
+"""Connect to PostgreSQL with short timeouts. Loaded only if the catalog is in PostgreSQL.
 
 The password comes from the URL, from its `passfile`, from PGPASSFILE, or from systemd's credential
-`mirrord.catalog`, which is read for each connection and may be changed meanwhile.
+`mirrord.catalog`, which is read for each connection, so it can be changed.
 """
 
 import os
@@ -19,27 +19,27 @@ CREDENTIAL = "mirrord.catalog"
 _CONNECT_S = 5
 _POOL = 4
 
-# in the schema it would load SQLAlchemy's PostgreSQL where the catalog is SQLite: 40 ms of a start
+# in schema.py it would load SQLAlchemy's PostgreSQL dialect for SQLite too: 40 ms at start
 _unresolved = next(index for index in instances.indexes if index.name == "unresolved_instances")
 _unresolved.dialect_kwargs["postgresql_where"] = text("base_commit = ''")
 
 
-def open_engine(url: URL, patience: timedelta) -> Engine:
-    """Make a pool; `patience` bounds each wait for the server, which may be stopped or unreachable.
+def open_engine(url: URL, statement_timeout: timedelta) -> Engine:
+    """Make a pool. `statement_timeout` bounds each wait, also for a stopped or unreachable server.
 
-    Transaction poolers such as PgBouncer take every session of it: nothing is prepared, and nothing
-    is set for longer than a transaction.
+    Works through transaction poolers such as PgBouncer: no prepared statements, no session state.
     """
+    timeout_s = statement_timeout.total_seconds()
 
     class Connection(psycopg.Connection[Any]):
-        # the server's statement_timeout says nothing while the server is stopped or cut off
+        # the server enforces its own statement_timeout only while it runs and is reachable
         def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
             try:
-                return super().wait(gen, interval, timeout or patience.total_seconds())
+                return super().wait(gen, interval, timeout or timeout_s)
             except psycopg.OperationalError as error:
                 if self.pgconn.transaction_status == psycopg.pq.TransactionStatus.ACTIVE:
-                    self.pgconn.finish()  # the answer may still come: nobody may read it
-                    fact = f"no answer within {patience.total_seconds():.0f} s"
+                    self.pgconn.finish()  # a late answer must not be read as that of another query
+                    fact = f"no answer within {timeout_s:.0f} s"
                     raise psycopg.OperationalError(fact) from error
                 raise
 
@@ -51,7 +51,7 @@ def open_engine(url: URL, patience: timedelta) -> Engine:
     @event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, _args: Any, given: dict[str, Any]) -> Connection:
         usual = {"connect_timeout": _CONNECT_S, "application_name": "mirrord", "tcp_user_timeout":
-                 int(patience.total_seconds() * 1000)}  # fmt: skip
+                 int(timeout_s * 1000)}  # fmt: skip
         found: dict[str, Any] = usual | given
         if "password" not in found and "passfile" not in found and (password := _credential()):
             found["password"] = password

@@ -1,9 +1,9 @@
-"""The tables of the catalog at revision HEAD, and their rows as values.
+"""The tables of the catalog at revision HEAD, and classes of their rows.
 
-A test holds the tables equal to what the migrations build. Mirrors are keyed by their name in lower
-case, so that two spellings are one row. Instances and recorded commits do not refer to the mirrors
-table: a dataset may record what is not mirrored. Patches are bytes, because PostgreSQL's text
-refuses NUL, which git's patches may hold.
+A test compares the tables with those that the migrations make. Mirrors are keyed by their name in
+lower case, so two spellings are one row. Instances and recorded commits have no foreign key to
+mirrors: a dataset may record what is not mirrored. Patches are bytes, because PostgreSQL's text
+refuses NUL, which git's patches may contain.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ from ..protocol import AuditPart, Receipt, RowFault
 
 HEAD = "0009"  # the newest migration
 
-_TELLING_DIGITS = 7  # git's shortest abbreviation by default
+_ABBREVIATED_DIGITS = 7  # git's shortest abbreviation by default
 
 
 class UtcTime(sa.TypeDecorator[datetime]):
-    """Aware UTC in and out; SQLite keeps no time zone."""
+    """An aware time in UTC; SQLite stores no time zone."""
 
     impl = sa.DateTime(timezone=True)
     cache_ok = True
@@ -53,7 +53,7 @@ metadata = sa.MetaData()
 version = sa.Table(
     "alembic_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True)
 )
-"""Alembic's own table: not part of `metadata`, because migrations do not make it."""
+"""Alembic's own table. Not part of `metadata`, because migrations do not make it."""
 
 mirrors = sa.Table(
     "mirrors",
@@ -193,17 +193,17 @@ judgements = sa.Table(
     sa.Column("document", sa.JSON, nullable=False),
 )
 
-# Of a fleet. Their times are milliseconds by the database's clock, since those of nodes differ.
+# -- tables of a fleet; times are milliseconds by the database's clock, since those of nodes differ
 
 claims = sa.Table(
     "claims",
     metadata,
     sa.Column("key", sa.Text, primary_key=True),  # `mirror/<key>`, or other work of one node
     sa.Column("node", sa.Text),
-    sa.Column("epoch", sa.BigInteger, nullable=False),  # one more each time somebody claims it
+    sa.Column("epoch", sa.BigInteger, nullable=False),  # grows by one with each claim
     sa.Column("expires_ms", sa.BigInteger, nullable=False),
     sa.Column("due_ms", sa.BigInteger),  # NULL: by request only
-    sa.Column("host", sa.Text, nullable=False),  # of the upstream; empty: nobody counts it
+    sa.Column("host", sa.Text, nullable=False),  # of the upstream; empty: no limit per host
     sa.Column("is_batch", sa.Boolean, nullable=False),
     sa.Column("failures", sa.Integer, nullable=False),  # since the last success
     sa.Index("claims_by_due", "due_ms"),
@@ -226,7 +226,7 @@ closures = sa.Table(
     metadata,
     sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
     sa.Column("commit_id", sa.Text, primary_key=True),
-    sa.Column("document", sa.JSON, nullable=False),  # its layer, and the digests of its pack
+    sa.Column("document", sa.JSON, nullable=False),  # its layer of the chain, its pack's digests
     sa.Column("used_ms", sa.BigInteger, nullable=False),
 )
 
@@ -251,8 +251,10 @@ changes = sa.Table(
 
 @dataclass(frozen=True, slots=True)
 class MirrorRow:
-    """`url` may hold a secret: show it only masked. `history` is a record of the mirror's ref
-    history, the newest or an older one."""
+    """A mirror. `url` may hold a secret: show it only masked.
+
+    `history` is the id of a record of the mirror's ref history, the newest or an older one.
+    """
 
     name: MirrorName
     url: str = field(repr=False)
@@ -270,7 +272,7 @@ class MirrorRow:
 
 @dataclass(frozen=True, slots=True)
 class PinRow:
-    """`owner` is `dataset/NAME` or `person/UID`."""
+    """A pin. `owner` is `dataset/NAME` or `person/UID`."""
 
     mirror: MirrorName
     commit: CommitId
@@ -292,7 +294,7 @@ class RecordedRow:
 
 @dataclass(frozen=True, slots=True)
 class JudgementRow:
-    """One mirror's part of the last audit of everything at one level, which may not have ended."""
+    """One mirror's part of the last, possibly unfinished, audit of everything at one level."""
 
     key: str
     level: AuditLevel
@@ -304,14 +306,14 @@ class JudgementRow:
 
 
 class Claim(NamedTuple):
-    """The right to some work, of which one node at a time has it; `epoch` only grows."""
+    """The right of one node to some work. `epoch` only grows."""
 
     key: str
     epoch: int
 
 
 class Generation(NamedTuple):
-    """A published state of a mirror. Orders by epoch and number; `manifest` is a hash."""
+    """A published state of a mirror, ordered by epoch and number. `manifest` is a hash."""
 
     epoch: int
     number: int
@@ -320,10 +322,7 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReceiptRow:
-    """A receipt with what it does not say: who issued it, whose it is, whether a grader's.
-
-    `id` is the SHA-256 of its canonical form.
-    """
+    """A receipt, with its issuer, its owner and its view. `id` is its canonical form's SHA-256."""
 
     id: str
     node: str
@@ -346,7 +345,7 @@ class NodeRow:
 
 @dataclass(frozen=True, slots=True)
 class HeldClaim:
-    """A claim that a node holds now."""
+    """A claim that a node holds for another `left_s` seconds."""
 
     key: str
     node: str
@@ -356,12 +355,12 @@ class HeldClaim:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """One instance, answer included. `commits` has the base commit too.
+    """An instance with its answer. `commits` includes the base commit.
 
-    `revision` is the branch that holds the base commit of a row that names none; `base_commit` is
-    None until the mirror has that branch. `history` bounds what an agent may see: the past of a
-    SWE-smith instance is its answer. `environment` and `python_version` say where it runs,
-    `install_config` how that is made, `rules` how its values were interpreted.
+    `revision` is the branch of a row that names no base commit; `base_commit` is None until the
+    mirror has that branch. `history` limits what agents see: the past of a SWE-smith instance is
+    its answer. `environment` and `python_version` say where it runs, `install_config` how that is
+    built, `rules` how its values were interpreted.
     """
 
     id: str
@@ -389,16 +388,16 @@ class InstanceRow:
 
     @property
     def public_id(self) -> str:
-        """The id that agents may see: ours where the dataset's tells a commit of the answer.
+        """The id that agents may see: the row's, or a hash of it if that reveals a gold commit.
 
-        A whole commit id tells one that a row without its columns does not record.
+        Any full commit id counts as revealing, because a row may lack the column that records it.
         """
         text = self.id.lower()
-        others = {
-            commit[:_TELLING_DIGITS] for commit, _ in self.commits if commit != self.base_commit
+        hidden = {
+            commit[:_ABBREVIATED_DIGITS] for commit, _ in self.commits if commit != self.base_commit
         }
-        whole = set(re.findall(r"[0-9a-f]{40}", text)) - {self.base_commit}
-        if not whole and not any(digits in text for digits in others):
+        full_ids = set(re.findall(r"[0-9a-f]{40}", text)) - {self.base_commit}
+        if not full_ids and not any(digits in text for digits in hidden):
             return self.id
         return f"{self.mirror.key}-{hashlib.sha256(self.id.encode()).hexdigest()[:12]}"
 
@@ -407,8 +406,8 @@ class InstanceRow:
 class DatasetHead:
     """A dataset without its rows.
 
-    `fault_count` counts all faults, of which `faults` keeps the first; `refused` says by mirror key
-    and commit (`*`: all of them) why it has no pin.
+    `faults` has the first faults, `fault_count` counts all. `refused` has, by mirror key and commit
+    (`*`: all of them), the reason why it has no pin.
     """
 
     name: DatasetName

@@ -1,7 +1,7 @@
-"""A dataset on its way into the catalog, or out of it: a JSON-lines file of normalised rows.
+"""Move datasets into and out of the catalog through spools: JSON-lines files of normalised rows.
 
-Runs in a worker process, in memory bounded by a batch and by the ids of the old dataset. A kill at
-any moment rolls the transaction back: the old dataset stays whole. Unchanged rows are not written.
+Runs in a worker. Memory holds a batch of rows and the ids of the old dataset. A kill rolls the
+transaction back, so the old dataset stays whole. Unchanged rows are not written.
 """
 
 import hashlib
@@ -18,16 +18,17 @@ from sqlalchemy import Connection, delete, insert, select, update
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange, InstanceChange, RowsChange
 from .database import Database, lock
-from .datasets import SAME_COLUMNS, find_instances, iter_instances, of_dataset
-from .fleet import touch
+from .datasets import PLAIN_COLUMNS, find_instances, iter_instances, of_dataset
+from .fleet import note_changes
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
-Found = Mapping[str, Mapping[str, CommitId]]  # by mirror key: what revisions are at
-Spooled = tuple[bytes, InstanceRow]  # the hash of a line, and its row
+Found = Mapping[str, Mapping[str, CommitId]]
+"""By mirror key, the commits of revisions."""
+DigestedRow = tuple[bytes, InstanceRow]
 
 
-# Digests are of lines: neither the names nor their order may change.
+# Digests are computed from lines: neither names nor order may change.
 _MEMBERS = {
     "id": "id", "mirror": "mirror", "base_commit": "base", "direction": "direction",
     "commits": "commits", "patch": "patch", "test_patch": "test_patch", "fail_to_pass": "fail",
@@ -35,11 +36,11 @@ _MEMBERS = {
     "python_version": "python", "version": "version", "created_at": "created",
     "history": "history", "install_config": "install", "rules": "rules",
 }  # fmt: skip
-"""What a line calls the fields of a row."""
+"""The member of a line for each field of a row."""
 
 
-def spooled(row: InstanceRow) -> bytes:
-    """One line: the same bytes for the same row."""
+def encode_row(row: InstanceRow) -> bytes:
+    """Encode a row as one line. Equal rows give equal bytes."""
     value = {member: getattr(row, name) for name, member in _MEMBERS.items()}
     value |= {"mirror": str(row.mirror), "commits": sorted(row.commits)}
     if not row.install_config:
@@ -55,30 +56,29 @@ def _line(value: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
     return text.encode() + b"\n"
 
 
-def digest_of(line: bytes) -> bytes:
-    """What tells a changed row: a spooled line's hash without its rules, which stand last.
+def row_digest(line: bytes) -> bytes:
+    """Return the hash of a line without its rules, by which changed rows are found.
 
-    The same values can be spelled in other ways. A quote inside a value has a backslash.
+    Equal values can be read by different rules. `rules` is the last member, and a quote inside a
+    value is escaped.
     """
     end = line.rfind(b',"rules":')
     return hashlib.sha256(memoryview(line)[:end]).digest()  # no copy: a row may have 150 MB
 
 
-def unspooled(line: bytes) -> InstanceRow:
-    """The row of a line from anywhere; raises ValueError, KeyError or TypeError for any other."""
+def decode_row(line: bytes) -> InstanceRow:
+    """Decode an untrusted line; raises ValueError, KeyError or TypeError."""
     value = json.loads(line)
     optional = ("revision", "environment", "python", "version", "created", "history")
     value = dict.fromkeys((*optional, "install")) | {"rules": []} | value
-    known = (value[name] for name in ("patch", "test_patch", *optional))
     texts = [value["id"], *value["fail"], *value["pass"], *value["rules"]]
-    texts += [text for text in known if text is not None]
-    is_known = value["install"] is None or isinstance(value["install"], dict)
-    is_text = all(isinstance(text, str) for text in texts)
-    if not is_text or not is_known or len(value["id"]) > 500:
+    texts += [value[n] for n in ("patch", "test_patch", *optional) if value[n] is not None]
+    has_texts = all(isinstance(text, str) for text in texts)
+    if not has_texts or len(value["id"]) > 500 or not isinstance(value["install"], dict | None):
         raise ValueError("not the row of an instance")
     commits = [(parse_commit(commit), CommitRole(role)) for commit, role in value["commits"]]
-    same = {name: value[member] for name, member in _MEMBERS.items()}
-    read = {
+    members = {name: value[member] for name, member in _MEMBERS.items()}
+    converted = {
         "mirror": MirrorName.parse(value["mirror"]),
         "base_commit": parse_commit(value["base"]) if value["base"] else None,
         "direction": Direction(value["direction"]),
@@ -86,28 +86,24 @@ def unspooled(line: bytes) -> InstanceRow:
         "created_at": datetime.fromisoformat(value["created"]) if value["created"] else None,
         "history": History(value["history"]) if value["history"] else None,
     }
-    lists = {name: tuple(same[name]) for name in ("fail_to_pass", "pass_to_pass", "rules")}
-    return InstanceRow(dataset="", **(same | read | lists))
+    lists = {name: tuple(members[name]) for name in ("fail_to_pass", "pass_to_pass", "rules")}
+    return InstanceRow(dataset="", **(members | converted | lists))
 
 
 def spool_rows(place: str, dataset: str, key: str | None, spool: Path) -> int:
-    """Write the rows of a dataset, or those that name one mirror; answers how many."""
+    """Write the rows of a dataset, or only those of one mirror, to a spool. Return how many."""
     count = 0
-    with (
-        closing(Database(place)) as database,
-        database.read() as connection,
-        spool.open("wb") as lines,
-    ):
+    with _reading(place) as connection, spool.open("wb") as lines:
         for row in iter_instances(connection, dataset, key):
-            lines.write(spooled(row))
+            lines.write(encode_row(row))
             count += 1
     return count
 
 
 def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
-    """Add the missing rows of a dataset; answers how many, or None where another has the name.
+    """Add missing rows to a dataset. Return how many, or None if another dataset has the name.
 
-    Two are the same when they were read from the same bytes. Existing rows stay as they are.
+    Datasets are the same if they were read from the same bytes. Existing rows are not changed.
     """
     with _writing(place) as connection:
         lock(connection, f"dataset/{head.name}")
@@ -124,18 +120,18 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
             _insert_instances(connection, dataset_id, list(fresh.values()))
             known |= fresh.keys()
             count += len(fresh)
-        touch(connection, f"dataset/{head.name}")
+        note_changes(connection, f"dataset/{head.name}")
         return count
 
 
 def roles_of(revision: str) -> tuple[CommitRole, ...]:
-    """The roles of a commit that a row names by a revision."""
+    """Return the roles of a commit that a row names by a revision."""
     is_parent = revision.endswith("^")
     return (CommitRole.BASE,) if is_parent else (CommitRole.BASE, CommitRole.BUG)
 
 
 def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
-    """The row with the base commit that its revision is at, where that was found."""
+    """Add the base commit of the row's revision, if it was found."""
     base = found.get(row.mirror.key, {}).get(row.revision or "")
     if base is None or row.base_commit is not None:
         return row
@@ -146,52 +142,55 @@ def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
 def resolve_instances(
     connection: Connection, dataset: str, key: str, found: Mapping[str, CommitId]
 ) -> int:
-    """Give instances of one mirror the base commits of their revisions; answers how many."""
+    """Set the base commits of one mirror's instances by their revisions. Return how many."""
     lock(connection, f"dataset/{dataset}")
-    waiting = iter_instances(connection, dataset, key, unresolved=True)
-    rows = [_resolved(row, {key: found}) for row in waiting if row.revision in found]
+    unresolved = iter_instances(connection, dataset, key, unresolved=True)
+    rows = [_resolved(row, {key: found}) for row in unresolved if row.revision in found]
     dataset_id = connection.execute(
         select(datasets.c.id).where(datasets.c.name == dataset)
     ).scalar_one_or_none()
     if dataset_id is None:
         return 0
     _delete_instances(connection, dataset_id, [row.id for row in rows])
-    _insert_instances(connection, dataset_id, [(digest_of(spooled(row)), row) for row in rows])
-    touch(connection, f"dataset/{dataset}")
+    _insert_instances(connection, dataset_id, [(row_digest(encode_row(row)), row) for row in rows])
+    note_changes(connection, f"dataset/{dataset}")
     return len(rows)
 
 
 def replace_dataset(
     place: str, head: DatasetHead, spool: Path, found: Found | None = None
 ) -> DatasetChange:
-    """Replace the dataset, if any, by `head` and the spooled rows.
-
-    `found` are the commits that the rows' revisions are at.
-    """
+    """Replace the dataset, if any, by `head` and the spooled rows, in one transaction."""
     change, unchanged = DatasetChange(), 0
     with _writing(place) as connection:
         lock(connection, f"dataset/{head.name}")
         dataset_id = _put_head(connection, head)
         old = _digests(connection, head.name)
         for batch in iter_batches(spool, found):
-            fresh = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
-            unchanged += len(batch) - len(fresh)
-            changed = [row.id for _, row in fresh if row.id in old]
+            new = [(digest, row) for digest, row in batch if old.get(row.id) != digest]
+            unchanged += len(batch) - len(new)
+            changed = [row.id for _, row in new if row.id in old]
             change.changed.extend(changed)
-            change.added.extend(row.id for _, row in fresh if row.id not in old)
+            change.added.extend(row.id for _, row in new if row.id not in old)
             _delete_instances(connection, dataset_id, changed)
-            _insert_instances(connection, dataset_id, fresh)
+            _insert_instances(connection, dataset_id, new)
             for _, row in batch:
                 old.pop(row.id, None)
         _delete_instances(connection, dataset_id, list(old))
         change.removed.extend(sorted(old))
-        touch(connection, f"dataset/{head.name}")
+        note_changes(connection, f"dataset/{head.name}")
     return replace(change, unchanged_count=unchanged)
 
 
 @contextmanager
+def _reading(place: str) -> Iterator[Connection]:
+    with closing(Database(place)) as database, database.read() as connection:
+        yield connection
+
+
+@contextmanager
 def _writing(place: str) -> Iterator[Connection]:
-    """One transaction of a worker; gives back the disk that a large one took."""
+    """A write transaction; frees the disk space of its WAL at the end."""
     with closing(Database(place)) as database:
         try:
             with database.write() as connection:
@@ -210,16 +209,16 @@ def _put_head(connection: Connection, head: DatasetHead) -> int:
     return int(found)
 
 
-def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[Spooled]]:
-    """The rows of a spool, as many at a time as fit into a few megabytes."""
-    batch: list[Spooled] = []
+def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[DigestedRow]]:
+    """Iterate over the rows of a spool in batches of a few megabytes, revisions resolved."""
+    batch: list[DigestedRow] = []
     size = 0
     with spool.open("rb") as lines:
         for line in lines:
-            row = unspooled(line)
-            if (full := _resolved(row, found or {})) is not row:
-                row, line = full, spooled(full)
-            batch.append((digest_of(line), row))
+            row = decode_row(line)
+            if (resolved := _resolved(row, found or {})) is not row:
+                row, line = resolved, encode_row(resolved)
+            batch.append((row_digest(line), row))
             size += len(line)
             if size >= 4 * 1024**2 or len(batch) >= 500:
                 yield batch
@@ -234,15 +233,15 @@ def _digests(connection: Connection, name: str) -> dict[str, bytes]:
 
 
 def _delete_instances(connection: Connection, dataset_id: int, ids: list[str]) -> None:
+    in_dataset = instances.c.dataset_id == dataset_id
     for batch in in_batches(ids):
-        mine = (instances.c.dataset_id == dataset_id, instances.c.id.in_(batch))
-        connection.execute(delete(instances).where(*mine))
+        connection.execute(delete(instances).where(in_dataset, instances.c.id.in_(batch)))
 
 
-def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spooled]) -> None:
+def _insert_instances(connection: Connection, dataset_id: int, rows: list[DigestedRow]) -> None:
     if not rows:
         return
-    same = [*SAME_COLUMNS, "direction", "fail_to_pass", "pass_to_pass", "history", "rules"]
+    plain = [*PLAIN_COLUMNS, "direction", "fail_to_pass", "pass_to_pass", "history", "rules"]
     values = [
         {
             "dataset_id": dataset_id,
@@ -252,7 +251,7 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
             "test_patch": None if row.test_patch is None else row.test_patch.encode(),
             "digest": digest,
             "public_id": None if row.public_id == row.id else row.public_id,
-            **{name: getattr(row, name) for name in same},
+            **{name: getattr(row, name) for name in plain},
         }
         for digest, row in rows
     ]
@@ -273,11 +272,11 @@ def _insert_instances(connection: Connection, dataset_id: int, rows: list[Spoole
         connection.execute(insert(recorded), commits)
 
 
-# -- whole datasets: written as canonical lines, compared row by row -------------------------------
+# -- exports and comparisons -----------------------------------------------------------------------
 #
 # An export has a JSON object (RFC 8785) for each instance, in the order of ids, with the columns of
-# SWE-bench's family and all recorded commits: the same bytes for the same rows, whatever file they
-# were read from. Importing it again gives an equal dataset.
+# SWE-bench's family and all recorded commits. Equal rows give equal bytes, whatever file they were
+# read from. Its import gives an equal dataset.
 
 _COMPARED = [
     each.name for each in fields(InstanceRow) if each.name not in ("id", "dataset", "rules")
@@ -293,7 +292,7 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def exported(row: InstanceRow) -> bytes:
+def encode_exported_row(row: InstanceRow) -> bytes:
     value = {column: getattr(row, name) for name, column in _COLUMNS.items()}
     value["commits"] = [{"commit": commit, "role": role} for commit, role in sorted(row.commits)]
     setup = (commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT)
@@ -301,48 +300,45 @@ def exported(row: InstanceRow) -> bytes:
 
 
 def export_dataset(place: str, name: str, file: Path) -> None:
-    with (
-        closing(Database(place)) as database,
-        database.read() as connection,
-        file.open("xb") as lines,
-    ):
-        lines.writelines(map(exported, iter_instances(connection, name)))
+    """Write the rows of a dataset as canonical lines into a new file."""
+    with _reading(place) as connection, file.open("xb") as lines:
+        lines.writelines(map(encode_exported_row, iter_instances(connection, name)))
 
 
 def compare_dataset(place: str, name: str, spool: Path) -> RowsChange:
-    """What becomes of a dataset's rows if these spooled ones take their place."""
+    """Return what would change if spooled rows replaced the dataset's."""
     change, unchanged = RowsChange(), 0
-    with closing(Database(place)) as database, database.read() as connection:
-        left = _digests(connection, name)
+    with _reading(place) as connection:
+        old = _digests(connection, name)
         for batch in iter_batches(spool):
-            fresh = {row.id: row for digest, row in batch if left.get(row.id) != digest}
-            unchanged += len(batch) - len(fresh)
-            known = {row.id: row for row in find_instances(connection, name, list(fresh))}
-            for identity, row in fresh.items():
+            new = {row.id: row for digest, row in batch if old.get(row.id) != digest}
+            unchanged += len(batch) - len(new)
+            known = {row.id: row for row in find_instances(connection, name, list(new))}
+            for identity, row in new.items():
                 if identity not in known:
                     change.added.append(identity)
-                elif differing := list(_differing(known[identity], row)):
+                elif differing := list(_iter_differing(known[identity], row)):
                     found = InstanceChange(id=identity, fields=differing)
                     if "base_commit" in differing:
-                        old = known[identity].base_commit
-                        found = replace(found, base_before=old, base_after=row.base_commit)
+                        before = known[identity].base_commit
+                        found = replace(found, base_before=before, base_after=row.base_commit)
                     change.changed.append(found)
                 else:
                     unchanged += 1
             for _, row in batch:
-                left.pop(row.id, None)
-    change.removed.extend(sorted(left))
+                old.pop(row.id, None)
+    change.removed.extend(sorted(old))
     return replace(change, unchanged_count=unchanged)
 
 
-def _differing(old: InstanceRow, new: InstanceRow) -> Iterator[str]:
-    """The fields of a row that differ. A branch that was found is the branch that will be."""
-    is_found_later = old.revision == new.revision and None in (old.base_commit, new.base_commit)
+def _iter_differing(old: InstanceRow, new: InstanceRow) -> Iterator[str]:
+    """Iterate over fields that differ, ignoring base commits that a revision resolves to."""
+    is_unresolved = old.revision == new.revision and None in (old.base_commit, new.base_commit)
     for name in _COMPARED:
         before, after = getattr(old, name), getattr(new, name)
         if name == "mirror":
             before, after = before.key, after.key
-        elif name in ("base_commit", "commits") and is_found_later:
+        elif name in ("base_commit", "commits") and is_unresolved:
             continue
         elif name == "commits":
             before, after = set(before), set(after)

@@ -1,7 +1,7 @@
-"""The values of one dataset row: where each is found, and how it is read.
+"""The fields of one dataset row: which column has each, and how its value is read.
 
-Values come from strangers: an invalid one raises RowError with a reason, and where a value had to
-be interpreted, or stood in another place than the usual one, the row's rules say so. No I/O.
+Rows are untrusted: an invalid value raises RowError with a reason. A value that was interpreted, or
+found in an unusual column, is noted in the row's rules. No I/O.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a format has the fields of a row.
+    """The columns in which a format has the fields of a row.
 
     A source is a column, a path in one (`base.sha`, also through text that holds JSON), or a
-    template of such (`{org}/{repo}`); the first one with a value counts. `defaults`, templates too,
-    stand in for empty fields.
+    template of such (`{org}/{repo}`); the first one with a value is taken. `defaults` are values or
+    templates for empty fields.
     """
 
     sources: Mapping[str, tuple[str, ...]]
     defaults: Mapping[str, str]
 
     def but(self, sources: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> Columns:
-        """The same, with other sources of some fields."""
-        given = {field: (source,) for field, source in sources.items()}
-        return Columns({**self.sources, **given}, {**self.defaults, **(defaults or {})})
+        """Return a copy with other sources and defaults of some fields."""
+        changed = {field: (source,) for field, source in sources.items()}
+        return Columns({**self.sources, **changed}, {**self.defaults, **(defaults or {})})
 
     def names(self) -> set[str]:
+        """Return all columns, and paths in columns, that are read."""
         texts = [text for sources in self.sources.values() for text in sources]
         templates = [text for text in (*texts, *self.defaults.values()) if "{" in text]
         paths = {text for text in texts if "{" not in text}
@@ -68,25 +69,25 @@ class Columns:
         return paths | {path.partition(".")[0] for path in paths}
 
 
-_SAME = (
+_SELF_NAMED = (
     *("instance_id", "repo", "base_commit", "revision", "environment_setup_commit", "gold_commits"),
     *("patch", "test_patch", "direction", "history", "python_version", "version", "created_at"),
     *("install_config", "log_parser"),
 )
 STANDARD = Columns(
     {
-        **{name: (name,) for name in _SAME},
+        **{name: (name,) for name in _SELF_NAMED},
         "fail_to_pass": ("FAIL_TO_PASS", "fail_to_pass"),
         "pass_to_pass": ("PASS_TO_PASS", "pass_to_pass"),
         "image_name": ("image_name", "docker_image", "image"),
     },
     {},
 )
-"""All fields, and the columns that SWE-bench's family has them in."""
+"""All fields, with their columns in SWE-bench's family."""
 
 
 def find_value(row: RawFields, path: str) -> Any:
-    """The value at a dotted path, where JSON in text is read too; None where there is none."""
+    """Find the value at a dotted path, also within text that holds JSON."""
     if path in row or "." not in path:
         return row.get(path)
     value: Any = row
@@ -109,7 +110,7 @@ def full_commits(text: str) -> list[str]:
 
 
 class Fields:
-    """The fields of one row. `rules` says how they were found and read."""
+    """The fields of one row. `rules` notes how they were found and read."""
 
     def __init__(
         self, row: RawFields, columns: Columns = STANDARD, rules: list[str] | None = None
@@ -121,10 +122,10 @@ class Fields:
     def note(self, rule: str) -> None:
         self.rules.append(rule)
 
-    # -- where ------------------------------------------------------------------------------------
+    # -- finding ----------------------------------------------------------------------------------
 
     def _find(self, field: str) -> tuple[str, Any]:
-        """What messages call a field, and its value; None where it is empty."""
+        """Return a field's name for messages, and its value; None if empty."""
         sources = self._columns.sources.get(field, ())
         for source in sources:
             value = self._filled(source) if "{" in source else find_value(self.row, source)
@@ -140,29 +141,29 @@ class Fields:
         return name, None
 
     def name_of(self, field: str) -> str:
-        """What messages call a field."""
+        """Return a field's name for messages."""
         return self._find(field)[0]
 
     def _filled(self, template: str) -> str | None:
-        """A template with the values of its columns; None where one is empty, or not short text."""
+        """Fill a template from its columns; None if one is empty, or neither text nor integer."""
         values = [find_value(self.row, path) for path in PLACE.findall(template)]
         if any(not isinstance(v, str | int) or isinstance(v, bool) or v == "" for v in values):
             return None
         filled = iter(values)
         return PLACE.sub(lambda _place: str(next(filled)), template)
 
-    # -- what -------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
     def instance_id(self) -> str:
         name, text = self._required("instance_id")
         if not text.isprintable() or text != text.strip():
             raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
-        if len(text) > 500:  # a request can ask for no longer one
+        if len(text) > 500:  # the bound of ids in requests
             raise RowError(f"{name} {shown(text)} is {len(text)} characters long; 500 are allowed")
         return text
 
     def mirror(self) -> MirrorName:
-        """A repository: `owner/name`, or a URL that ends so."""
+        """Read a repository: `owner/name`, or a URL that ends in it."""
         name, text = self._required("repo")
         path = text
         if _URL.search(text):
@@ -174,7 +175,7 @@ class Fields:
             raise RowError(f"{name} {shown(text)} is not owner/name") from error
 
     def commit(self, field: str) -> CommitId | None:
-        """A full commit id; None where the field is empty."""
+        """Read a full commit id; None if empty."""
         name, text = self._text(field)
         if text is None:
             return None
@@ -183,21 +184,21 @@ class Fields:
         except InvalidCommitError as error:
             kind = "not a full commit id"
             if _ABBREVIATED.fullmatch(text):
-                kind = "abbreviated; it can come to mean another commit"
+                kind = "abbreviated; it can become ambiguous"
             raise RowError(f"{name} {shown(text)} is {kind}") from error
         if commit != text:
             self.note(f"{name}: letter case or spaces")
         return commit
 
     def revision(self) -> str | None:
-        """The name of a branch, a full commit id, or such an id with `^`; None where empty."""
+        """Read a branch name, a full commit id, or such an id with `^`; None if empty."""
         name, text = self._text("revision")
         if text is not None and not _REVISION.fullmatch(text):
             raise RowError(f"{name} {shown(text)} cannot be the name of a branch")
         return text
 
     def commits(self, field: str) -> list[CommitId]:
-        """All full commit ids in a text or in a list of texts, such as URLs."""
+        """Read all full commit ids in a text or in a list of texts, such as URLs."""
         name, value = self._find(field)
         texts = value if isinstance(value, list | tuple) else [value]
         found = full_commits(" ".join(text for text in texts if isinstance(text, str)))
@@ -206,13 +207,13 @@ class Fields:
         return [parse_commit(text) for text in found]
 
     def patch(self, field: str) -> str | None:
-        """A patch, byte for byte; None where the field is empty."""
+        """Read a patch, byte for byte; None if empty."""
         return self._text(field)[1]
 
     def choice(self, field: str, kind: type[Choice]) -> Choice | None:
-        """One of an enumeration's values; None where the field is empty.
+        """Read a value of an enumeration; None if empty.
 
-        Rows can have a column of that name and another meaning: it counts as empty.
+        Any other value counts as empty: some datasets use the column's name for something else.
         """
         name, value = self._find(field)
         if value is None or (isinstance(value, str) and value in set(kind)):
@@ -222,7 +223,7 @@ class Fields:
         return None if default is None else kind(default)
 
     def text(self, field: str) -> str | None:
-        """A short text or a number; None where the field is empty or anything else."""
+        """Read a short text or a number; None if empty or anything else."""
         value = self._find(field)[1]
         if isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
@@ -231,7 +232,7 @@ class Fields:
         return value.strip()[:500]
 
     def time(self, field: str) -> datetime | None:
-        """A date in any spelling of ISO 8601, UTC where it names no zone; None for another."""
+        """Read an ISO 8601 date, in UTC if it names no zone; None if empty or unreadable."""
         name, value = self._find(field)
         if value is None:
             return None
@@ -244,7 +245,7 @@ class Fields:
             return None
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Test names: a list, a string holding JSON or a Python literal, or an object's keys."""
+        """Read test names: a list, text holding JSON or a Python literal, or an object's keys."""
         name, value = self._find(field)
         if value is None:
             return ()
@@ -252,8 +253,8 @@ class Fields:
             value = self._parsed(name, value)
         if isinstance(value, Mapping):
             self.note(f"{name}: keys of an object")
-            lists = value.get("name")  # Multi-SWE-bench's as columns: names, and a list per result
-            # Parquet gives each row the keys of all rows, those of others with None
+            lists = value.get("name")  # Multi-SWE-bench in columns: names, and a list per result
+            # in Parquet each row has the keys of all rows; None marks those of other rows
             found = [key for key, result in value.items() if result is not None]
             value = lists if isinstance(lists, list) else found
         if isinstance(value, list | tuple | set) and all(
@@ -264,8 +265,10 @@ class Fields:
         return ()
 
     def install_config(self) -> dict[str, Any] | None:
-        """How the row's environment is made, as SWE-rebench says it; known members alone, texts in
-        them and lists or objects of texts. A row may name its log parser beside it.
+        """Read how the environment is built, in SWE-rebench's form.
+
+        Only known members are kept, with texts and lists or objects of texts. The log parser may be
+        in a column of its own.
         """
         name, value = self._find("install_config")
         if isinstance(value, str):
@@ -313,12 +316,12 @@ class Fields:
             kind = type(value).__name__
             raise RowError(f"{name} is {_KINDS.get(kind, kind)}, not text")
         if not is_encodable(value):
-            raise RowError(f"{name} holds a lone surrogate, which is no character")
+            raise RowError(f"{name} has a lone surrogate, which is not a character")
         return name, value
 
 
 def plain(value: Any) -> Any:
-    """A text, or a list or object of texts, of what JSON may hold; None for anything else."""
+    """Convert a JSON value to a text, or a list or object of texts; None for anything else."""
     if isinstance(value, Mapping):
         return {str(key): str(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
@@ -327,7 +330,7 @@ def plain(value: Any) -> Any:
 
 
 def is_encodable(text: str) -> bool:
-    """JSON can spell half a character (a lone surrogate), which has no bytes."""
+    """Return whether the text has a UTF-8 form: JSON can hold a lone surrogate, which has none."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -335,10 +338,9 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-# -- a mapping of one's own: TOML that says which column of a file is what -------------------------
+# -- mappings: TOML that names the column of each field --------------------------------------------
 #
-# It comes from whoever imports, so its size is bounded and it can name columns only: no code, no
-# paths of files.
+# A mapping comes from an untrusted client: its size is bounded, and it can only name columns.
 
 MAPPING_LIMIT_BYTES = 8 * 1024
 _CHOICES: dict[str, set[str]] = {"direction": set(Direction), "history": set(History)}
@@ -346,16 +348,16 @@ _SOURCES_LIMIT = 20
 
 
 def parse_mapping(text: str) -> Columns:
-    """The standard columns, but for what the mapping says. Raises InvalidMappingError."""
+    """Return the standard columns, changed by the mapping. Raises InvalidMappingError."""
     if len(text.encode()) > MAPPING_LIMIT_BYTES:
-        raise _refused([f"it is longer than {MAPPING_LIMIT_BYTES >> 10} KiB"])
+        raise _invalid([f"it is longer than {MAPPING_LIMIT_BYTES >> 10} KiB"])
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise _refused([f"it is not TOML: {error}"]) from error
+        raise _invalid([f"it is not TOML: {error}"]) from error
     defaults = document.pop("defaults", {})
     if not isinstance(defaults, dict):
-        raise _refused(["defaults is not a table"])
+        raise _invalid(["defaults is not a table"])
     document = {key.lower(): value for key, value in document.items()}
     defaults = {key.lower(): value for key, value in defaults.items()}
     faults = [f for key, value in document.items() for f in _iter_faults(key, value)]
@@ -364,10 +366,10 @@ def parse_mapping(text: str) -> Columns:
         checked = str(value) if is_number else value if isinstance(value, str) else None
         faults += _iter_faults(key, checked, "defaults.")
     if faults:
-        raise _refused(faults)
+        raise _invalid(faults)
     sources = {key: (v,) if isinstance(v, str) else tuple(v) for key, v in document.items()}
     defaults = {key: str(value) for key, value in defaults.items()}
-    for field, choices in _CHOICES.items():  # a constant, not a column of that name
+    for field, choices in _CHOICES.items():  # such a word is the value, not a column's name
         if sources.get(field, ("",))[0] in choices:
             defaults[field] = sources.pop(field)[0]
             sources[field] = ()
@@ -378,7 +380,7 @@ def _iter_faults(field: str, value: Any, table: str = "") -> Iterator[str]:
     if field not in STANDARD.sources:
         close = difflib.get_close_matches(field, STANDARD.sources, n=1)
         guess = f"; did you mean {close[0]}?" if close else ""
-        yield f"{table}{shown(field)} is no field of a row{guess}"
+        yield f"{table}{shown(field)} is not a field of a row{guess}"
         return
     texts = value if isinstance(value, list) and not table and value else [value]
     if len(texts) > _SOURCES_LIMIT:
@@ -388,12 +390,12 @@ def _iter_faults(field: str, value: Any, table: str = "") -> Iterator[str]:
             kind = "text or a number" if table else "a column, a template, or a list of those"
             yield f"{table}{field} must be {kind}"
         elif "{" in (rest := PLACE.sub("", text)) or "}" in rest or "" in PLACE.findall(text):
-            yield f"{table}{field} = {shown(text)}: each {{ }} must hold a column"
+            yield f"{table}{field} = {shown(text)}: each {{ }} must name a column"
         elif table and field in _CHOICES and text not in _CHOICES[field]:
             yield f"{table}{field} must be one of {', '.join(sorted(_CHOICES[field]))}"
 
 
-def _refused(faults: list[str]) -> InvalidMappingError:
+def _invalid(faults: list[str]) -> InvalidMappingError:
     return InvalidMappingError(
         f"cannot use the mapping: {'; '.join(faults[:10])}",
         hint=f"its fields are {', '.join(STANDARD.sources)}, and a table [defaults]; see"

@@ -1,8 +1,8 @@
-"""The formats of dataset rows: how each is recognised, and where it has its values.
+"""The formats of dataset rows: how each is detected, and which columns have its fields.
 
-The first format whose test holds is taken, so a special one stands before the general one it
-resembles. A new format is a row in the table: its columns, and a function that
-unwraps rows which hide their values. No I/O.
+The first format that detects a row is taken, so a special one precedes the general one it
+resembles. A new format is an entry of FORMATS: its columns, and a function that unwraps rows whose
+values are nested. No I/O.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .fields import (
     parse_json,
 )
 
-# Rows that hide their values, in commands, in JSON, in parsed diffs: each becomes plain columns.
-# What a function does not need stays as it is; it raises RowError where the row cannot be read.
+# `unwrap_…` turns values nested in commands, JSON or parsed diffs into plain columns and keeps the
+# other columns. Raises RowError if the row cannot be read.
 
 Note = Callable[[str], None]
 
@@ -41,9 +41,9 @@ _FROM_GOLD = re.compile(r"git checkout ([0-9a-f]{40}) +--")
 
 
 def unwrap_pro(row: RawFields, note: Note) -> RawFields:
-    """`before_repo_set_cmd` resets to the base commit, and checks out tests of the gold commit.
+    """Read `before_repo_set_cmd`: it resets to the base commit and checks out gold tests.
 
-    The id holds the gold commit too, and the repository, which partial rows lack.
+    The id has the gold commit too, and the repository, which partial rows lack.
     """
     command = row.get("before_repo_set_cmd")
     command = command if isinstance(command, str) else ""
@@ -73,16 +73,15 @@ _R2E_REPOSITORIES = {
         *("scrapy/scrapy", "statsmodels/statsmodels", "sympy/sympy", "tornadoweb/tornado"),
     )
 }
-"""By the names alone that rows have."""
+"""Rows have the name without its owner."""
 _MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 _TEST_DIRECTORIES = {"test", "tests", "Test", "Tests"}
 
 
 def unwrap_r2e(row: RawFields, note: Note) -> RawFields:
-    """`parsed_commit_content` is the gold commit as JSON; the base commit is its parent.
+    """Read `parsed_commit_content`, the gold commit as JSON. The base commit is its parent, `SHA^`.
 
-    The rows call the parent `SHA^`. Patches are put together from the parsed diffs of files; the
-    tests that run are in the image.
+    Patches are rendered from the parsed diffs of files. The tests that run are in the image.
     """
     parsed = row.get("parsed_commit_content")
     parsed = parse_json(parsed) if isinstance(parsed, str) else parsed
@@ -98,7 +97,7 @@ def unwrap_r2e(row: RawFields, note: Note) -> RawFields:
     name = str(row.get("repo_name") or row.get("repo"))
     repo = name if "/" in name else _R2E_REPOSITORIES.get(name.lower())
     if repo is None:
-        raise RowError(f"repo_name {shown(name)} is no known repository; name it by a mapping")
+        raise RowError(f"repo_name {shown(name)} is not a known repository; give it in a mapping")
     if repo != name:
         note("repo: by repo_name")
     old = str(parsed.get("old_commit_hash") or f"{gold[0]}^")
@@ -116,7 +115,7 @@ def unwrap_r2e(row: RawFields, note: Note) -> RawFields:
 
 
 def _joined(files: Iterable[Mapping[str, Any]], *, tests: bool) -> str:
-    """The patch of the files that are tests, or of the others; binary ones have no content."""
+    """Render the patch of the test files, or of the others. Binary files have no content."""
     try:
         return "".join(
             "".join(_diff_lines(each))
@@ -156,19 +155,19 @@ def _range(of: Mapping[str, Any]) -> str:
     return f"{of['start']}" if of.get("length") is None else f"{of['start']},{of['length']}"
 
 
-# -- rows in rows ---------------------------------------------------------------------------------
+# -- nested rows ----------------------------------------------------------------------------------
 
 INSTANCE_DICT = "responses_create_params.metadata.instance_dict"
 
 
 def unwrap_nemo(row: RawFields, note: Note) -> RawFields:
-    """The row in `metadata.instance_dict`, which is JSON in JSON; its neighbours add to it."""
+    """Read the row in `metadata.instance_dict`, JSON in JSON; `metadata` adds columns to it."""
     inner = find_value(row, INSTANCE_DICT)
     inner = parse_json(inner) if isinstance(inner, str) else inner
     if not isinstance(inner, Mapping):
         raise RowError(f"{INSTANCE_DICT} is not a JSON object")
-    beside = find_value(row, "responses_create_params.metadata")
-    return {**(beside if isinstance(beside, Mapping) else {}), **inner}
+    metadata = find_value(row, "responses_create_params.metadata")
+    return {**(metadata if isinstance(metadata, Mapping) else {}), **inner}
 
 
 # -- the formats -----------------------------------------------------------------------------------
@@ -176,10 +175,10 @@ def unwrap_nemo(row: RawFields, note: Note) -> RawFields:
 
 @dataclass(frozen=True, slots=True)
 class DatasetFormat:
-    """`detects` looks at one row.
+    """A format. `detects` judges by one row.
 
-    `unwrap` gives a row plain columns; with `is_wrapped` the result goes through the table again.
-    `complete` adds what no column of others has.
+    `unwrap` makes plain columns; with `is_wrapped` the result is a row of another format.
+    `complete` adds fields that only this format has.
     """
 
     name: str
@@ -192,24 +191,24 @@ class DatasetFormat:
     complete: Callable[[InstanceRow, RawFields], InstanceRow] = lambda found, _: found
 
     def read(self, row: RawFields) -> InstanceRow:
-        """The normalised row; raises RowError."""
+        """Normalise a row; raises RowError."""
         rules: list[str] = []
-        kind = self
-        while True:
-            if kind.unwrap is not None:
-                row = kind.unwrap(row, rules.append)
-            if not kind.is_wrapped:
-                return kind.complete(row_of(Fields(row, kind.columns, rules)), row)
+        row_format = self
+        if self.is_wrapped:
+            row = self.unwrap(row, rules.append) if self.unwrap else row
             inner = (each for each in FORMATS if not each.is_wrapped and each.detects(row))
-            kind = next(inner, FORMATS[-1])
-            rules.append(f"row inside: {kind.name}")
+            row_format = next(inner, FORMATS[-1])
+            rules.append(f"row inside: {row_format.name}")
+        if row_format.unwrap is not None:
+            row = row_format.unwrap(row, rules.append)
+        return row_format.complete(normalise(Fields(row, row_format.columns, rules)), row)
 
 
-def row_of(fields: Fields) -> InstanceRow:
-    """The normalised row.
+def normalise(fields: Fields) -> InstanceRow:
+    """Build the normalised row.
 
-    The commit that the environment is built at is a second pin; some rows leave it empty. Commits
-    of the answer are pinned too. A row without a base commit names the branch that is at it.
+    Besides the base commit it records the environment's commit, which may be empty, and gold
+    commits. A row without a base commit names a branch that has it.
     """
     base, revision = _base_of(fields)
     commits = [(base, CommitRole.BASE)] if base else []
@@ -252,7 +251,7 @@ def _base_of(fields: Fields) -> tuple[CommitId | None, str | None]:
 
 
 def _with_commits(found: InstanceRow, row: RawFields) -> InstanceRow:
-    """An exported row: all its commits with their roles, and the branch that its base was at."""
+    """Add an exported row's commits with their roles, and the branch of its base commit."""
     try:
         named = [
             (parse_commit(each["commit"]), CommitRole(each["role"])) for each in row["commits"]
@@ -294,8 +293,8 @@ def _is_multilingual(row: RawFields) -> bool:
 
 _has_shape = _has("instance_id", "repo", "base_commit")
 
-# the branch is called as the instance; its parent, the commit without the bug, is the answer
-_BUGS = {"revision": "{instance_id}", "direction": "reverse", "history": "squashed"}
+# the branch has the instance's name; its parent, the commit without the bug, is the answer
+_INTRODUCES_BUG = {"revision": "{instance_id}", "direction": "reverse", "history": "squashed"}
 
 FORMATS = (
     DatasetFormat(
@@ -342,7 +341,8 @@ FORMATS = (
         STANDARD.but({"fail_to_pass": "F2P", "pass_to_pass": "P2P"}),
     ),
     DatasetFormat(
-        "swe-smith", "SWE-smith", "a repo of swesmith/", _is_smith, STANDARD.but({}, _BUGS)
+        "swe-smith", "SWE-smith", "a repo of swesmith/", _is_smith,
+        STANDARD.but({}, _INTRODUCES_BUG),
     ),
     # test patches hold stubs of binary files
     DatasetFormat(
@@ -353,14 +353,14 @@ FORMATS = (
         "install_config, FAIL_TO_FAIL or PASS_TO_FAIL",
         lambda row: not row.keys().isdisjoint(("install_config", "FAIL_TO_FAIL", "PASS_TO_FAIL")),
     ),
-    DatasetFormat(  # lists of tests are strings holding JSON; lists in SWE-agent's copies
+    DatasetFormat(  # tests are lists as JSON text; in SWE-agent's copies real lists
         "swe-bench", "SWE-bench, Lite, Verified", "environment_setup_commit",
         _has("environment_setup_commit"),
     ),
     DatasetFormat(
         "swe-minisandbox", "custom rows of SWE-MiniSandbox",
         "image_name, and python_version or no base_commit", _is_sandbox,
-        STANDARD.but({}, {**_BUGS, "python_version": "3.11"}),
+        STANDARD.but({}, {**_INTRODUCES_BUG, "python_version": "3.11"}),
     ),
     DatasetFormat(  # repositories are lower-cased
         "swe-bench-multilingual", "SWE-bench Multilingual",
@@ -379,7 +379,7 @@ _UNWRAPPED = {"before_repo_set_cmd", "parsed_commit_content", "commit_hash", "re
 _UNWRAPPED |= {"responses_create_params", "task_folder", "commits"}
 
 COLUMNS = frozenset(_UNWRAPPED.union(*(each.columns.names() for each in FORMATS)))
-"""All columns whose values a format or a test reads: Parquet files are read for no others."""
+"""All columns that a format reads or is detected by; other columns of Parquet are not read."""
 
 
 def format_infos() -> list[FormatInfo]:
@@ -389,35 +389,34 @@ def format_infos() -> list[FormatInfo]:
 def choose_format(
     source: str, asked: str | Columns | None, rows: Sequence[RawFields]
 ) -> DatasetFormat:
-    """The format asked for by name or mapping, else the one that the first rows show.
+    """Return the format of this name or mapping, by default the one that the rows show.
 
     Raises InvalidDatasetError.
     """
     if isinstance(asked, Columns):
         return DatasetFormat("mapping", "", "", lambda row: True, asked)
     if asked is not None:
-        return find_format(asked)
+        return get_format(asked)
     for row in rows:
         for each in FORMATS:
             if each.detects(row):
                 return each
     names = ", ".join(shown(str(column), 40) for column in list(rows[0])[:12])
     raise InvalidDatasetError(
-        f"cannot import dataset {shown(source)}: its rows are of no known format; their columns"
-        f" are {names}",
+        f"cannot import dataset {shown(source)}: no known format has its columns: {names}",
         hint="a row needs instance_id, repo and base_commit; `mirrord dataset formats` lists"
-        " the formats, --format chooses one, --mapping says which column is what",
+        " the formats, --format chooses one, --mapping maps columns to fields",
     )
 
 
-def find_format(asked: str) -> DatasetFormat:
+def get_format(name: str) -> DatasetFormat:
     """Raises InvalidDatasetError."""
     by_name = {each.name: each for each in FORMATS}
-    if asked.lower() not in by_name:
-        close = difflib.get_close_matches(asked.lower(), by_name, n=1)
+    if name.lower() not in by_name:
+        close = difflib.get_close_matches(name.lower(), by_name, n=1)
         guess = f"did you mean {close[0]}? " if close else ""
         raise InvalidDatasetError(
-            f"cannot read format {shown(asked)}: no format has that name",
+            f"cannot read format {shown(name)}: no format has that name",
             hint=f"{guess}mirrord reads {', '.join(by_name)}",
         )
-    return by_name[asked.lower()]
+    return by_name[name.lower()]

@@ -1,8 +1,7 @@
-"""Making a dataset's commits servable: mirrors added and synced, commits fetched, proven, pinned.
+"""Pin a dataset's commits: add and sync mirrors, fetch and verify commits, pin them.
 
-Owns the order of that work and its concurrency; writes to the catalog only through the mirrors. A
-mirror that fails costs its own commits, each with a reason. Every step may be repeated, so after a
-crash the whole is done again.
+Writes to the catalog only through the mirrors. A failing mirror affects its own commits only, each
+gets a reason. Every step can be repeated, so after a crash the import starts over.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import anyio
 
-from ..catalog import EVERY, PinRow, roles_of
+from ..catalog import ALL_COMMITS, PinRow, roles_of
 from ..errors import MirrordError, StoppingError
 from ..host.files import sync_directory
 from ..jobs.operations import together
@@ -26,10 +25,10 @@ from ..telemetry import log
 
 
 class PinOutcome(NamedTuple):
-    """What became of one mirror's commits.
+    """The outcome for one mirror.
 
-    `refused` says why some have no pin (`*`: all of them); `found` are the commits that revisions
-    are at.
+    `refused` has the reason of each commit without a pin (`*`: all of them), `found` the commit of
+    each revision.
     """
 
     refused: dict[str, str]
@@ -37,7 +36,7 @@ class PinOutcome(NamedTuple):
 
 
 def owner_of(dataset: str) -> str:
-    """The owner of a dataset's pins."""
+    """Return the owner of a dataset's pins."""
     return f"dataset/{dataset}"
 
 
@@ -51,10 +50,10 @@ async def pin_all(
     *,
     is_synced: bool = False,
 ) -> dict[str, PinOutcome]:
-    """Pin every commit possible, by mirror key; also those that revisions are at.
+    """Pin all commits that can be pinned, and those of `revisions`. All arguments by mirror key.
 
-    A mirror that lacks some is synced once more, unless that has just been done (`is_synced`).
-    `commits` have their pin's reason. Progress counts commits; its note is the last mirror's.
+    A mirror that lacks some is synced once more, unless it was just synced (`is_synced`). `commits`
+    map to their pin's reason. Progress counts commits; its note is about the last mirror.
     """
     total, done = sum(map(len, (*commits.values(), *revisions.values()))), 0
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
@@ -66,22 +65,22 @@ async def pin_all(
 
     async def pin_mirror(key: str) -> None:
         nonlocal done
-        name, wanted = names[key], (commits.get(key, {}), revisions.get(key, ()))
+        name, request = names[key], (commits.get(key, {}), revisions.get(key, ()))
 
-        def pass_on(step: Progress) -> None:
+        def report_step(step: Progress) -> None:
             of_total = f"/{step.total}" if step.total else ""
             report(f"{name.repo}: {step.note or step.unit} {step.done}{of_total}")
 
         async with slots:
             try:
-                outcomes[key] = await _pin(mirrors, dataset, name, *wanted, is_synced, pass_on)
+                outcomes[key] = await _pin(mirrors, dataset, name, *request, is_synced, report_step)
             except StoppingError:
                 raise
             except MirrordError as error:
                 facts = {"code": error.code, "detail": error.message}
                 log.warning("dataset.mirror_failed", dataset=dataset, mirror=str(name), **facts)
-                outcomes[key] = PinOutcome({EVERY: error.message}, {})
-        done += sum(map(len, wanted))
+                outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
+        done += sum(map(len, request))
         report(name.repo)
 
     await together(pin_mirror(key) for key in names)
@@ -103,39 +102,35 @@ async def _pin(
         await mirrors.sync(row.name, sink)
     refused = await mirrors.ensure_commits(row.name, list(commits), sink)
     found = await mirrors.resolve_revisions(row.name, revisions)
-    # upstream may serve by its refs what it does not serve by id
+    # upstream may serve through its refs a commit that it refuses by id
     if not (is_new or is_synced) and (refused or len(found) < len(revisions)):
         with suppress(MirrordError):
             await mirrors.sync(row.name, sink)
             refused = await mirrors.ensure_commits(row.name, list(refused), sink)
             found = await mirrors.resolve_revisions(row.name, revisions)
     owner = owner_of(dataset)
-    standing = {} if is_new else await mirrors.standing_pins(row.name, owner)
+    pinned = {} if is_new else await mirrors.standing_pins(row.name, owner)
     by_reason: dict[str, set[CommitId]] = {}
     roles_found = {found[each]: ", ".join(sorted(roles_of(each))) for each in found}
     for commit, reason in (roles_found | {**commits}).items():
-        if commit not in refused and standing.get(commit) != reason:
+        if commit not in refused and pinned.get(commit) != reason:
             by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
-    return PinOutcome(_in_short(refused, len(commits) + len(revisions)), found)
-
-
-def _in_short(refused: Mapping[CommitId, str], count: int) -> dict[str, str]:
-    """Reasons by commit; one under `*` when all commits share it, as when upstream is away."""
-    reasons = set(refused.values())
-    if len(reasons) == 1 and len(refused) == count > 1:
-        return {EVERY: reasons.pop()}
-    return {str(commit): reason for commit, reason in refused.items()}
+    if len(set(refused.values())) == 1 and len(refused) == len(commits) + len(revisions) > 1:
+        return PinOutcome(
+            {ALL_COMMITS: next(iter(refused.values()))}, found
+        )  # as when upstream is down
+    return PinOutcome({str(commit): reason for commit, reason in refused.items()}, found)
 
 
 async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
-    """Remove pins; those of a mirror that fails stay. Answers whether all are removed."""
+    """Remove pins, except those of a failing mirror. Return whether all are removed."""
     groups: dict[tuple[MirrorName, str], list[CommitId]] = {}
     for row in rows:
         groups.setdefault((row.mirror, row.owner), []).append(row.commit)
     slots = anyio.Semaphore(mirrors.settings().sync.concurrency)
-    left: list[MirrorName] = []
+    failed: list[MirrorName] = []
 
     async def unpin_mirror(name: MirrorName, owner: str, commits: list[CommitId]) -> None:
         try:
@@ -146,17 +141,17 @@ async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:
         except (MirrordError, OSError) as error:
             facts = {"mirror": str(name), "owner": owner, "count": len(commits)}
             log.warning("pins.left", **facts, detail=str(error))
-            left.append(name)
+            failed.append(name)
 
-    await together(unpin_mirror(*whose, commits) for whose, commits in groups.items())
-    return not left
+    await together(unpin_mirror(*group, commits) for group, commits in groups.items())
+    return not failed
 
 
-# -- the journal of an import or removal, in `quarantine/dataset-*`: the dataset's pins before --
+# -- the journal: a dataset's pins before an import or removal, in `quarantine/dataset-*` ----------
 #
-# It tells a killed import from a lost catalog: both leave pins in a mirror that no dataset records.
-# It is on disk before the first pin is made or removed, and goes with its directory. So a start
-# keeps the pins that a journal lists, and removes other pins of its dataset.
+# It distinguishes a killed import from a lost catalog: both leave pins that no dataset records. It
+# is written before the first pin is made or removed, and removed with its directory. A start keeps
+# the pins that a journal lists and removes other pins of that dataset.
 
 _FILE = "pins-before.json"
 
@@ -169,14 +164,14 @@ def pin_key(row: PinRow) -> tuple[str, str]:
 
 
 def write_journal(directory: Path, owner: str, before: PinKeys) -> None:
-    """Record durably which pins an owner has."""
+    """Record the pins of an owner, flushed to disk."""
     content = json.dumps({"owner": owner, "pins": sorted(before)}).encode()
     write_durably(directory / _FILE, content)
     sync_directory(directory.parent)
 
 
 def read_journals(quarantine: Path) -> dict[str, PinKeys]:
-    """The owners of pins whose work was killed, each with the pins that all its journals list."""
+    """Return, by owner of killed imports, the pins that all its journals list."""
     found: dict[str, PinKeys] = {}
     for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
         try:

@@ -1,8 +1,8 @@
-"""Dataset files as rows: JSON lines, a JSON document, Parquet; plain, gzip, Zstandard; by content.
+"""Read rows of dataset files: JSON lines, a JSON document or Parquet; plain, gzip or Zstandard.
 
-Streams: holds one row, or one batch of Parquet. An unreadable row becomes a fault in its place and
-reading continues; any other file raises InvalidDatasetError. Runs in a worker, and in the client of
-a source of several files, which sends each row as a line that says where it is from (`row_line`).
+The content decides, not the name. Streams: holds one row. An unreadable row becomes a fault in its
+place and is skipped; an unreadable file raises InvalidDatasetError. Runs in a worker, and in
+clients that import several files: they send each row as a line with its origin (`row_line`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..model import shown
 
 UNPACKED_FREE_BYTES = 256 * 1024**2
 UNPACKED_RATIO = 64
-"""Text as people write it shrinks to a tenth; more than this is a bomb."""
+"""Datasets shrink to about a tenth; a file that shrinks more than this is a decompression bomb."""
 UNPACKED_LIMIT_BYTES = 64 * 1024**3
 
 _HEAD_BYTES = 64 * 1024
@@ -38,14 +38,14 @@ _HINT = "give a file of JSON lines, a JSON array of rows, or Parquet"
 
 
 class Origin(NamedTuple):
-    """Where a row of a stream is from: a file or folder, and the line in it."""
+    """The file or folder of a row, and the line in it."""
 
     file: str
     line: int
 
 
 class RawRow(NamedTuple):
-    """One row of the file; `line` counts lines of JSON lines, rows of everything else, from 1."""
+    """One row of a file. `line` counts lines of JSON lines, else rows, from 1."""
 
     line: int
     value: dict[str, Any] | None = None
@@ -54,33 +54,33 @@ class RawRow(NamedTuple):
 
 
 def row_line(row: RawRow, file: str) -> bytes:
-    """A row, or its fault, as one line of JSON that `iter_rows` reads back, with its origin."""
+    """Encode a row or its fault, with its origin, as a line of JSON for `iter_rows`."""
     origin = {_ORIGIN: row.origin or Origin(file, row.line)}
     value = {**(row.value or {}), **origin} if row.fault is None else {_FAULT: row.fault, **origin}
     return json.dumps(value, default=_plain).encode() + b"\n"
 
 
 def _plain(value: object) -> str:
-    """The text of what Parquet and Arrow have and JSON has not: bytes, dates, decimals."""
+    """Convert types of Parquet and Arrow that JSON lacks to text: bytes, dates, decimals."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -> Iterator[RawRow]:
-    """All rows of a file that messages call `source`; of Parquet these columns, None being all."""
-    size = os.stat(path)
-    if not stat.S_ISREG(size.st_mode):
+    """Read the rows of a file, named `source` in messages; of Parquet only `columns`, or all."""
+    facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
         raise _refused(source, "it is not a regular file")
-    take = _unpacking(source, size.st_size)
+    count = _unpacked_counter(source, facts.st_size)
     with path.open("rb") as file:
         head = file.read(8)
     if head.startswith(b"PAR1"):
-        yield from _iter_parquet(path, source, take, columns)
+        yield from _iter_parquet(path, source, count, columns)
         return
     line = 0
-    raw = unpacked(path, head)
-    with _Counted(raw, take) as counted, io.BufferedReader(counted, _HEAD_BYTES) as stream:
+    raw = open_unpacked(path, head)
+    with _Counted(raw, count) as counted, io.BufferedReader(counted, _HEAD_BYTES) as stream:
         try:
             for row in _iter_text(stream, source):
                 line = row.line
@@ -91,8 +91,8 @@ def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -
             yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
 
 
-def unpacked(path: Path, head: bytes) -> Any:
-    """A file that begins with `head`, opened to read its bytes as they were before compression."""
+def open_unpacked(path: Path, head: bytes) -> Any:
+    """Open a file to read it decompressed. `head` are its first bytes."""
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(path)
     if head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
@@ -100,35 +100,37 @@ def unpacked(path: Path, head: bytes) -> Any:
     return io.FileIO(path)
 
 
-def _unpacking(source: str, size: int) -> Callable[[int], None]:
-    """A counter of unpacked bytes that raises InvalidDatasetError over the bound.
+def _unpacked_counter(source: str, size: int) -> Callable[[int], None]:
+    """Make a counter of unpacked bytes that raises InvalidDatasetError over the bound.
 
-    Kilobytes of gzip or Parquet can stand for gigabytes of rows, whatever their headers say.
+    Kilobytes of gzip or Parquet can unpack to gigabytes, and their headers may lie about it.
     """
     left = limit = min(UNPACKED_FREE_BYTES + UNPACKED_RATIO * size, UNPACKED_LIMIT_BYTES)
 
-    def take(count: int) -> None:
+    def count(unpacked_bytes: int) -> None:
         nonlocal left
-        left -= count
+        left -= unpacked_bytes
         if left < 0:
             fact = f"its {size} bytes unpack to more than {limit >> 20} MiB"
-            raise _refused(source, fact, "give the rows unpacked, or in several files")
+            raise _refused(source, fact, "unpack it, or split it into several files")
 
-    return take
+    return count
 
 
 class _Counted(io.RawIOBase):
-    def __init__(self, raw: io.RawIOBase, take: Callable[[int], None]) -> None:
+    """A raw stream that reports the bytes read from it."""
+
+    def __init__(self, raw: io.RawIOBase, count: Callable[[int], None]) -> None:
         self._raw = raw
-        self._take = take
+        self._count = count
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: object) -> int:
-        count = cast("int", self._raw.readinto(buffer))  # type: ignore[arg-type]
-        self._take(count)
-        return count
+        size = cast("int", self._raw.readinto(buffer))  # type: ignore[arg-type]
+        self._count(size)
+        return size
 
     def close(self) -> None:
         self._raw.close()
@@ -175,26 +177,26 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
 
 
 def _is_array_line(start: bytes) -> bool:
-    """Whether the first `[` opens a bad first line of JSON lines, and not an array of rows."""
+    """Return whether `[` begins an invalid first line of JSON lines, not an array of rows."""
     first, _, rest = start.partition(b"\n")
     return rest.lstrip(_SPACE).startswith(b"{") and first.rstrip(_SPACE).endswith(b"]")
 
 
 def _is_lines(start: bytes) -> bool:
-    """Whether text that begins with `{` is one row a line, and not one document."""
+    """Return whether text that begins with `{` is JSON lines, not one document."""
     first, newline, rest = start.partition(b"\n")
     value = _decoded(first)[0]
     if value is not None:
         members = [v[0] if isinstance(v, list) and v else v for v in value.values()]
         has_rows = any(isinstance(m, dict) and _ROW_KEYS & m.keys() for m in members)
         return bool(rest.strip()) or bool(_ROW_KEYS & value.keys()) or not has_rows
-    if not newline:  # a row longer than the head, or cut off: a document has brackets on own lines
+    if not newline:  # a long or truncated row: documents have a line break after their bracket
         return _first_member(first) not in {b"{", b"["}
     return rest.lstrip(_SPACE).startswith(b"{")
 
 
 def _first_member(text: bytes) -> bytes:
-    """The byte that the value of an object's first member begins with."""
+    """Return the first byte of the value of an object's first member."""
     return text.partition(b":")[2].lstrip(_SPACE)[:1]
 
 
@@ -209,12 +211,12 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
         elif line.strip(_SPACE):
             value, fault = _decoded(line)
             if fault is not None and not line.endswith(b"\n"):
-                fault = "the file ends in the middle of a row: it was cut off"
+                fault = "the file ends in the middle of a row: it is truncated"
             yield _with_origin(RawRow(number, value, fault))
 
 
 def _with_origin(row: RawRow) -> RawRow:
-    """The row without what `row_line` added to it."""
+    """Decode the members that `row_line` added."""
     match row.value and row.value.pop(_ORIGIN, None):
         case [str(file), int(line)] if row.value is not None:
             fault = row.value.pop(_FAULT, None)
@@ -239,7 +241,7 @@ def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
 
 
 def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
-    """The row that a document is, or the rows of the first array in it."""
+    """Read a document that is one row, or the first array of rows in it."""
     if len(text) > ELEMENT_LIMIT_BYTES:
         raise _refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
     value, fault = _decoded(text)
@@ -269,20 +271,20 @@ def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _iter_parquet(
-    path: Path, source: str, take: Callable[[int], None], columns: Collection[str] | None
+    path: Path, source: str, count: Callable[[int], None], columns: Collection[str] | None
 ) -> Iterator[RawRow]:
-    """Only `columns` have values; the others are None.
+    """Read rows in which all but `columns` are None.
 
-    Row by row, which costs 14 µs each: a dictionary of one value of 40 MiB can stand for any number
-    of rows. Arrow's own dictionaries grow over a row group, and 50,000 rows of one took 15 s.
+    Batches of one row, 14 µs each: with dictionary encoding any number of rows can share a value of
+    40 MiB. Arrow's dictionary batches grow over a row group: 50,000 rows of one took 15 s.
     """
-    arrow = import_module("pyarrow")  # here: it alone is larger than the daemon
+    arrow = import_module("pyarrow")  # imported late: it needs more memory than the whole daemon
     parquet = import_module("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
     except (arrow.ArrowException, OSError) as error:
         fact = f"it is not a whole Parquet file: {_first_line(error)}"
-        hint = "it was cut off or damaged on the way here; fetch it again"
+        hint = "it was truncated or damaged on the way here; fetch it again"
         raise _refused(source, fact, hint) from error
     names = file.schema_arrow.names
     wanted = [name for name in names if columns is None or name in columns]
@@ -291,24 +293,24 @@ def _iter_parquet(
         for batch in file.iter_batches(batch_size=1, columns=wanted, use_threads=False):
             line += 1
             size = sum(map(_size_of, batch.columns))
-            take(size)
+            count(size)
             if size > ELEMENT_LIMIT_BYTES:
                 yield RawRow(line, fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB")
                 continue
             try:
                 row = unread | batch.to_pylist()[0]
-            except UnicodeDecodeError as error:  # Arrow checks text when it becomes a str
+            except UnicodeDecodeError as error:  # Arrow validates text only when converting to str
                 yield RawRow(line, fault=f"it is not UTF-8: {error.reason}")
             else:
                 yield RawRow(line, row)
-    except MemoryError:  # Arrow's is an ArrowException too
+    except MemoryError:  # pyarrow's is an ArrowException too
         raise
     except (arrow.ArrowException, OSError) as error:
         yield RawRow(line + 1, fault=f"the file is damaged from here on: {_first_line(error)}")
 
 
 def _size_of(column: Any) -> int:
-    """The bytes of a column, with those of a dictionary's values for each row that has them."""
+    """Return the bytes of a column, dictionary-encoded values counted in full."""
     is_coded = hasattr(column, "dictionary_decode")
     return int((column.dictionary_decode() if is_coded else column).nbytes)
 
@@ -319,14 +321,14 @@ def _first_line(error: Exception) -> str:
 
 # -- the elements of a JSON array, or the members of an object, one at a time ----------------------
 #
-# The document may be larger than memory. Where an element ends is found by strings and brackets
-# alone, so a bad element does not spoil its neighbours. Works on bytes: in UTF-8 no other character
-# contains the byte of a bracket or quote.
+# The document may be larger than memory. Only strings and brackets are recognised, so an invalid
+# element does not affect its neighbours. Works on bytes: in UTF-8 no other character contains the
+# byte of a bracket or quote.
 
 ELEMENT_LIMIT_BYTES = 256 * 1024**2
-"""Longer than any published row (168 MB), and short enough for memory."""
+"""Longer than any published row (168 MB)."""
 DEPTH_LIMIT = 1000
-"""Python reads no JSON that is nested deeper."""
+"""Python's json module parses nothing deeper."""
 _CHUNK_BYTES = 256 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
 
@@ -336,7 +338,7 @@ class ByteSource(Protocol):
 
 
 class Element(NamedTuple):
-    """The bytes of one bracketed element, and its key in an object; or its fault."""
+    """The bytes of one element in brackets, with its key in an object; or its fault."""
 
     text: bytes = b""
     key: bytes | None = None
@@ -344,26 +346,26 @@ class Element(NamedTuple):
 
 
 def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
-    """Elements of the document's array or object; with depth 2, of the first array in it."""
-    buffer, at, level = b"", 0, 0  # `at`: where the next token begins
-    start: int | None = None  # of the element that is open
-    after = 0  # the end of the last element or of the opening bracket
+    """Iterate over the document's array or object; with depth 2, over the first array in it."""
+    buffer, at, level = b"", 0, 0  # `at`: offset of the next token
+    start: int | None = None  # offset of the open element
+    after = 0  # end of the last element or of the opening bracket
     key: bytes | None = None
-    in_array = False  # where a string is a bad element; in an object it is a key
+    in_array = False  # in an array a string is an invalid element, in an object it is a key
 
     def strays(end: int) -> list[Element]:
-        """Each string, number or the like in the place of an element is a bad row."""
+        """Return a fault for each scalar between two elements."""
         between = b"" if key is not None else _TOKEN.sub(b"0", buffer[after:end])
         return [
             Element(fault="it is not an object") for part in between.split(b",") if part.strip()
         ]
 
-    # reading as much again as is held scans a long element twice at most, not once a chunk
+    # doubling the buffer scans a long element at most twice, not once per chunk
     while chunk := source.read(max(_CHUNK_BYTES, len(buffer))):
         buffer += chunk
         for token in _TOKEN.finditer(buffer, at):
             text = token.group()
-            if text == b'"':  # the string's end is not read yet
+            if text == b'"':  # the end of the string is in the next chunk
                 at = token.start()
                 break
             at = token.end()
@@ -401,4 +403,4 @@ def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
             yield Element(fault=f"it is longer than {limit}; the rest is not read")
             return
     where = "before its closing bracket" if start is None else "in the middle of a row"
-    yield Element(fault=f"the file ends {where}: it was cut off")
+    yield Element(fault=f"the file ends {where}: it is truncated")

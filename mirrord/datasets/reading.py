@@ -1,7 +1,7 @@
-"""From a dataset file to normalised rows in a spool file: a worker's part of an import.
+"""Read a dataset file into a spool of normalised rows: the part of an import that a worker does.
 
 Holds one row, the instance ids seen, and the distinct commits. An invalid row becomes a fault with
-its line, and reading continues. Writes nothing but the spool, which its caller removes.
+its line and is skipped. Writes only the spool, which the caller removes.
 """
 
 import errno
@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO
 
-from ..catalog import digest_of, spooled
+from ..catalog import encode_row, row_digest
 from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
@@ -24,14 +24,18 @@ from .readers import Origin, RawRow, iter_rows
 
 FAULTS_KEPT = 1000
 """Faults that are listed; all are counted."""
-
+_SAMPLE_ROWS = 20
+"""The format is chosen by the first rows."""
 _NO_OBJECT = "it is not an object"
 
 
 @dataclass(slots=True)
 class ReadResult:
-    """The content of a file. By mirror key: the distinct `commits`, each with its roles as the
-    reason of its pin, and the `revisions` that stand for base commits."""
+    """The content of a file.
+
+    By mirror key: the distinct `commits`, with their roles as the reason of their pin, and the
+    `revisions` of rows that have no base commit.
+    """
 
     format: str
     sha256: str = ""
@@ -47,22 +51,22 @@ class ReadResult:
 def read_dataset(
     path: Path, source: str, asked_format: str | Columns | None, spool: Path
 ) -> ReadResult:
-    """Read `path`, which messages call `source`, into `spool`; the format has a name or a mapping.
+    """Read `path`, named `source` in messages, into `spool`.
 
     Raises InvalidDatasetError, DiskFullError, ResourceError.
     """
     try:
         columns = asked_format.names() if isinstance(asked_format, Columns) else COLUMNS
         rows = iter_rows(path, source, columns)
-        first = list(islice(rows, 20))
-        values = [row.value for row in first if row.value is not None]
+        sample = list(islice(rows, _SAMPLE_ROWS))
+        values = [row.value for row in sample if row.value is not None]
         if not values:
-            faulty = chain(first, islice(rows, FAULTS_KEPT))
+            faulty = chain(sample, islice(rows, FAULTS_KEPT))
             faults = [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
             raise _unusable(source, faults)
-        kind = choose_format(source, asked_format, values)
+        row_format = choose_format(source, asked_format, values)
         with spool.open("xb") as out:
-            result = _normalise_rows(chain(first, rows), source, kind, out)
+            result = _normalise_rows(chain(sample, rows), source, row_format, out)
         if not result.row_count:
             raise _unusable(source, result.faults)
         with path.open("rb") as file:
@@ -82,10 +86,10 @@ def read_dataset(
 
 
 def _normalise_rows(
-    rows: Iterable[RawRow], source: str, kind: DatasetFormat, out: BinaryIO
+    rows: Iterable[RawRow], source: str, row_format: DatasetFormat, out: BinaryIO
 ) -> ReadResult:
-    """Write each row in its normalised form, once."""
-    result = ReadResult(kind.name)
+    """Write each row once, in its normalised form."""
+    result = ReadResult(row_format.name)
     rules: Counter[str] = Counter()
     seen: dict[str, tuple[int, bytes, Origin | None]] = {}
     roles: dict[str, dict[CommitId, set[str]]] = {}
@@ -93,19 +97,19 @@ def _normalise_rows(
         try:
             if raw.value is None:
                 raise RowError(raw.fault or _NO_OBJECT)
-            row = kind.read(raw.value)
-            # two spellings of a repository are one mirror, called as the file first calls it
+            row = row_format.read(raw.value)
+            # spellings in another letter case are one mirror; the first one in the file is taken
             name = result.names.get(row.mirror.key, row.mirror)
             if name != row.mirror:
-                fired = (*row.rules, "repo: another letter case of the same repository")
-                row = replace(row, mirror=name, rules=fired)
-            line = spooled(row)
-            digest = digest_of(line)
+                applied = (*row.rules, "repo: another letter case of the same repository")
+                row = replace(row, mirror=name, rules=applied)
+            line = encode_row(row)
+            digest = row_digest(line)
             first, known, origin = seen.setdefault(row.id, (raw.line, digest, raw.origin))
             if first != raw.line and known != digest:
                 where = f"{origin.file}:{origin.line}" if origin else f"line {first}"
-                kept = f"instance_id is that of {where}, which has other values and is kept"
-                raise RowError(kept)
+                fact = f"instance_id is that of {where}, which has other values and is kept"
+                raise RowError(fact)
         except RowError as error:
             result.fault_count += 1
             if result.fault_count <= FAULTS_KEPT:

@@ -1,16 +1,16 @@
-"""Datasets of the daemon: import, look up, remove.
+"""Import, look up and remove datasets.
 
-An import reads the file in a worker into a private spool, pins every commit it records, and only
-then replaces the dataset in the catalog, in one transaction; last it removes the pins of rows that
-went away. So a crash leaves the old dataset whole with all its pins, at worst with pins too many,
-which the next start removes. A removal of pins that fails is retried. Importing again repairs
-missing pins. A dataset never claims a pin it lacks: the pins say which commits are unpinned.
+An import reads the file in a worker into a private spool, pins every recorded commit, then replaces
+the dataset in the catalog in one transaction, and last removes the pins of deleted rows. A crash
+leaves the old dataset whole with all its pins and at worst some extra ones, which the next start
+removes. A failed removal of pins is retried. A new import repairs missing pins. Which commits are
+unpinned is read from the pins, so a dataset never claims a pin it lacks.
 """
 
 import builtins
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import anyio
 
 from .. import errors
-from ..catalog import EVERY, DatasetHead, InstanceRow, PinRow
+from ..catalog import ALL_COMMITS, DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
@@ -33,18 +33,17 @@ from ..model import (
     shown,
     utc_now,
 )
-from ..protocol import Dataset, DatasetDiff, Instance, ProgressSink, RecordedCommit
+from ..protocol import (
+    Dataset,
+    DatasetDiff,
+    DatasetImported,
+    Instance,
+    ProgressSink,
+    RecordedCommit,
+)
 from ..telemetry import log
 from .fields import Columns
-from .pinning import (
-    PinKeys,
-    owner_of,
-    pin_all,
-    pin_key,
-    read_journals,
-    unpin,
-    write_journal,
-)
+from .pinning import PinKeys, owner_of, pin_all, pin_key, read_journals, unpin, write_journal
 from .reading import ReadResult, read_dataset
 
 K = TypeVar("K")
@@ -53,8 +52,10 @@ _SUFFIXES = re.compile(r"(?:\.(?:jsonl|ndjson|json|parquet|gz|zst))+$", re.IGNOR
 
 
 class DatasetFile(NamedTuple):
-    """A file to be read. Messages call it `source`, and without `name` the dataset is named after
-    that; without `format`, a name or a mapping, it is found by the columns.
+    """A file to import.
+
+    `source` is its name in messages, and names the dataset by default. `format` is a format's name
+    or a mapping; by default the columns decide.
     """
 
     path: Path
@@ -71,74 +72,73 @@ class DatasetFile(NamedTuple):
         return Path(self.source).name or self.source
 
 
-class Answers(Generic[K, T]):
-    """What the catalog answered lately, so that a warm checkout needs none. Of one event loop.
+class QueryCache(Generic[K, T]):
+    """A cache of catalog queries, so that a warm checkout needs none. Belongs to one event loop.
 
-    A change of any dataset has each asked for again; while the catalog cannot be reached the former
-    answer counts. Over its limit it evicts the least recently used.
+    Least recently used entries are evicted over `limit_bytes`. A stale entry is loaded again, and
+    still answers while the catalog cannot be reached. An entry of size 0 is not kept.
     """
 
     def __init__(
         self,
         load: Callable[[K], Awaitable[T]],
-        weigh: Callable[[T], int] = lambda found: 200 * (found is not None),
+        size_of: Callable[[T], int] = lambda value: 200 * (value is not None),
         *,
         limit_bytes: int = 16 * 1024**2,
     ) -> None:
-        """What weighs nothing is not kept."""
-        self._load, self._weigh, self._limit_bytes = load, weigh, limit_bytes
-        self._kept: dict[K, tuple[T, int, int]] = {}  # with its weight and the round of changes
-        self._size_bytes = self._round = 0
+        self._load, self._size_of, self._limit_bytes = load, size_of, limit_bytes
+        self._entries: dict[K, tuple[T, int, int]] = {}  # value, size, version
+        self._size_bytes = self._version = 0
 
     async def find(self, key: K) -> T:
-        since, known = self._round, self._kept.pop(key, None)
+        version, known = self._version, self._entries.pop(key, None)
         if known:
-            self._kept[key] = known  # the last one now
-            if known[2] == since:
+            self._entries[key] = known  # now the most recently used
+            if known[2] == version:
                 return known[0]
         try:
-            found = await self._load(key)
+            value = await self._load(key)
         except errors.CatalogUnavailableError:
             if known is None:
                 raise
             return known[0]
-        self._size_bytes -= self._kept.pop(key, (None, 0, 0))[1]
-        size = self._weigh(found)
+        self._size_bytes -= self._entries.pop(key, (None, 0, 0))[1]
+        size = self._size_of(value)
         if 0 < size <= self._limit_bytes // 16:
-            self._kept[key] = found, size, since
+            self._entries[key] = value, size, version
             self._size_bytes += size
         while self._size_bytes > self._limit_bytes:
-            self._size_bytes -= self._kept.pop(next(iter(self._kept)))[1]
-        return found
+            self._size_bytes -= self._entries.pop(next(iter(self._entries)))[1]
+        return value
 
-    def outdate(self) -> None:
-        """Ask for each again; also for those that are being asked for."""
-        self._round += 1
+    def expire(self) -> None:
+        """Make every entry stale, also those that are being loaded."""
+        self._version += 1
 
 
-def _weigh(row: InstanceRow | None) -> int:
-    if row is None:  # anybody can ask for what is not there without end
+def _size_of(row: InstanceRow | None) -> int:
+    if row is None:  # a client could fill the cache with ids that do not exist
         return 0
     tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
     return 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
 
 
 class Datasets:
-    """All datasets of one daemon. Work on one dataset is serial, on different ones concurrent."""
+    """The datasets of one daemon. Work on one dataset is serial, on different ones concurrent."""
 
     def __init__(self, mirrors: Mirrors) -> None:
         self._mirrors = mirrors
         self._catalog, self._quarantine = mirrors.catalog, mirrors.quarantine
         self._uncleaned: dict[str, PinKeys] = {}  # owners of stale pins, and the pins to keep
-        self._unknown: set[str] = set()
+        self._lost: set[str] = set()  # datasets of which only pins are left
         catalog = self._catalog
-        self._instances = Answers[tuple[str, str | None], InstanceRow | None](
-            lambda key: catalog.find_instance(*key), _weigh
+        self._instances = QueryCache[tuple[str, str | None], InstanceRow | None](
+            lambda key: catalog.find_instance(*key), _size_of
         )
-        self._base_commits = Answers[tuple[str, str], CommitId | None](
+        self._base_commits = QueryCache[tuple[str, str], CommitId | None](
             lambda key: catalog.find_base_commit(*key)
         )
-        self._limits = Answers[tuple[str, CommitId], History | None](
+        self._history_limits = QueryCache[tuple[str, CommitId], History | None](
             lambda key: catalog.find_history_limit(*key), lambda _: 200
         )
         self._locks: dict[str, anyio.Lock] = {}
@@ -147,8 +147,8 @@ class Datasets:
     async def open(self) -> None:
         """Undo killed imports: remove their pins, then their spools.
 
-        Other pins found in a mirror whose dataset is unknown may be all that is left of a lost
-        catalog: they stay until that dataset is imported or removed.
+        Other pins of a dataset that the catalog lacks may be all that is left of a lost catalog:
+        they stay until that dataset is imported or removed.
         """
         root = self._quarantine.root
         journals = await anyio.to_thread.run_sync(read_journals, root)
@@ -160,59 +160,62 @@ class Datasets:
             kept = [row for row in rows if before is None or pin_key(row) in before]
             if len(kept) < len(rows):
                 log.warning("import.undone", owner=owner, pins=len(rows) - len(kept))
-            is_unknown = any(row.reason == ADOPTED for row in kept)
-            if is_unknown:
-                self._unknown.add(owner.removeprefix(owner_of("")))
-            but = frozenset(map(pin_key, kept)) if is_unknown else frozenset()
+            is_lost = any(row.reason == ADOPTED for row in kept)
+            if is_lost:
+                self._lost.add(owner.removeprefix(owner_of("")))
+            keep = frozenset(map(pin_key, kept)) if is_lost else frozenset()
             if self._mirrors.sharing.is_fleet:  # another daemon may be importing it now
-                self._uncleaned[owner] = but
+                self._uncleaned[owner] = keep
             else:
-                await self._remove_stale_pins(owner, but)
-        if self._unknown:
-            log.warning("datasets.unknown", datasets=sorted(self._unknown))
+                await self._remove_stale_pins(owner, keep)
+        if self._lost:
+            log.warning("datasets.unknown", datasets=sorted(self._lost))
         for path in await anyio.to_thread.run_sync(lambda: [*root.glob(f"{SPOOL_PREFIX}*")]):
             await self._quarantine.remove(path)
 
     async def clean_up(self) -> bool:
-        """Remove the pins that could not be removed before; answers whether none is left."""
-        for owner, kept in list(self._uncleaned.items()):
-            async with self._sole(owner):
-                await self._remove_stale_pins(owner, kept)
+        """Retry failed removals of pins. Return whether all are done."""
+        for owner, keep in list(self._uncleaned.items()):
+            async with self._exclusive(owner):
+                await self._remove_stale_pins(owner, keep)
         return not self._uncleaned
 
     def warnings(self) -> builtins.list[str]:
-        """Health warnings: datasets of which only pins are left."""
-        if not self._unknown:
+        """Return health warnings about datasets of which only pins are left."""
+        if not self._lost:
             return []
-        names = ", ".join(sorted(self._unknown))
+        names = ", ".join(sorted(self._lost))
         return [f"commits are pinned for datasets that the catalog lacks; import again: {names}"]
 
     def on_change(self, listener: Callable[[DatasetName], None]) -> None:
-        """Call `listener` with the name of each dataset that was imported or removed."""
+        """Call `listener` with the name of each dataset that is imported or removed."""
         self._listeners.append(listener)
 
     # -- import and removal -----------------------------------------------------------------------
 
     async def import_file(
         self, file: DatasetFile, progress: ProgressSink | None = None
-    ) -> dict[str, Any]:
-        """Make the dataset what the file says.
+    ) -> DatasetImported:
+        """Replace the dataset by the rows of the file.
 
-        Answers `dataset` and `change` as JSON values; commits that mirrors lack are in the
-        dataset's `unpinned`. Raises InvalidDatasetError, InvalidNameError, ResourceError.
+        Commits that mirrors lack are in the dataset's `unpinned`. Raises InvalidDatasetError,
+        InvalidNameError, ResourceError.
         """
-        dataset, kind = file.dataset, SPOOL_PREFIX.rstrip("-")
+        dataset = file.dataset
         # a file name that is not UTF-8 has surrogates in Python, which no database takes
         source = file.source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
         file = file._replace(source=source)
-        async with self._sole(owner_of(dataset)), self._quarantine.directory(kind) as directory:
+        async with self._exclusive(owner_of(dataset)), self._import_directory() as directory:
             spool = directory / "rows.jsonl"
             read = await self._read(file, spool)
             return await self._replace(dataset, read, source, spool, progress)
 
     async def _read(self, file: DatasetFile, spool: Path) -> ReadResult:
-        what = (file.path, file.label, file.format, spool)
-        return await self._mirrors.workers.run(read_dataset, *what, timeout=timedelta(hours=1))
+        arguments = (file.path, file.label, file.format, spool)
+        return await self._mirrors.workers.run(read_dataset, *arguments, timeout=timedelta(hours=1))
+
+    def _import_directory(self) -> AbstractAsyncContextManager[Path]:
+        return self._quarantine.directory(SPOOL_PREFIX.rstrip("-"))
 
     async def _replace(
         self,
@@ -221,47 +224,51 @@ class Datasets:
         source: str,
         spool: Path,
         progress: ProgressSink | None,
-    ) -> dict[str, Any]:
+    ) -> DatasetImported:
         owner = owner_of(dataset)
         before = frozenset(map(pin_key, await self._catalog.list_pins(owner=owner)))
         await anyio.to_thread.run_sync(write_journal, spool.parent, owner, before)
         try:
-            wanted = (read.names, read.commits, read.revisions)
-            outcomes = await pin_all(self._mirrors, dataset, *wanted, progress)
-            same = ("format", "sha256", "fault_count", "faults", "rules")
+            outcomes = await pin_all(
+                self._mirrors, dataset, read.names, read.commits, read.revisions, progress
+            )
             head = DatasetHead(
                 name=dataset,
+                format=read.format,
                 source=source,
+                sha256=read.sha256,
                 imported_at=utc_now(),
-                refused={key: its.refused for key, its in outcomes.items() if its.refused},
-                **{each: getattr(read, each) for each in same},
+                fault_count=read.fault_count,
+                faults=read.faults,
+                rules=read.rules,
+                refused={key: each.refused for key, each in outcomes.items() if each.refused},
             )
-            found = {key: its.found for key, its in outcomes.items()}
+            found = {key: each.found for key, each in outcomes.items()}
             change = await self._catalog.replace_dataset(head, spool, found)
             self._mirrors.sharing.records_changed(read.names)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._remove_stale_pins(owner, but=before)
+                await self._remove_stale_pins(owner, keep=before)
             raise
         finally:
-            self.forget()
+            self.expire_cache()
         await self._remove_stale_pins(owner)
         ambiguous = await self._catalog.list_ambiguous(dataset)
+        imported = await self.get(dataset)
         counts = {kind: len(getattr(change, kind)) for kind in ("added", "changed", "removed")}
         counts |= {"faults": read.fault_count, "ambiguous": len(ambiguous)}
-        taken = await self.get(dataset)
-        self._changed("dataset.imported", dataset, **counts, unpinned=taken.unpinned_count)
-        return {
-            "dataset": taken.to_json(),
-            "change": change.to_json(),
-            "ambiguous": [instance.to_json() for instance in ambiguous[:1000]],
-            "ambiguous_count": len(ambiguous),
-        }
+        self._changed("dataset.imported", dataset, **counts, unpinned=imported.unpinned_count)
+        return DatasetImported(
+            dataset=imported,
+            change=change,
+            ambiguous=ambiguous[:1000],
+            ambiguous_count=len(ambiguous),
+        )
 
     # -- whole datasets ---------------------------------------------------------------------------
 
     async def compare_file(self, file: DatasetFile) -> DatasetDiff:
-        """What an import of the file would change. Raises what that raises."""
+        """Return what an import of the file would change. Raises the errors of `import_file`."""
         dataset = file.dataset
         async with self._quarantine.directory("compare") as directory:
             spool = directory / "rows.jsonl"
@@ -279,7 +286,7 @@ class Datasets:
         )
 
     async def compare(self, a: str, b: str) -> DatasetDiff:
-        """What differs from one dataset to another. Raises DatasetNotFoundError."""
+        """Return the difference from dataset `a` to `b`. Raises DatasetNotFoundError."""
         for name in (a, b):
             await self.get(name)
         async with self._quarantine.directory("compare") as directory:
@@ -289,7 +296,7 @@ class Datasets:
 
     @asynccontextmanager
     async def exported(self, name: str) -> AsyncIterator[Path]:
-        """The rows as canonical lines, in a file that is gone after the block.
+        """Export the rows as canonical lines into a file, removed after the block.
 
         Raises DatasetNotFoundError.
         """
@@ -299,9 +306,9 @@ class Datasets:
             yield directory / "rows.jsonl"
 
     async def repin(self, name: MirrorName) -> int:
-        """Retry what a mirror refused to pin or lacked the branch of, as after a sync.
+        """After a sync, pin commits and resolve branches that the mirror lacked before.
 
-        For all datasets; answers how many commits are pinned now.
+        Covers all datasets. Return how many commits were pinned.
         """
         key, pinned = name.key, 0
         rows = await self._catalog.list_recorded(key, unpinned=True)
@@ -309,53 +316,53 @@ class Datasets:
         for dataset in sorted(
             {DatasetName(row.dataset) for row in rows} | {d for d, *_ in waiting}
         ):
-            async with self._sole(owner_of(dataset)):
-                # read again: an import or a removal may have ended before the lock was free
+            async with self._exclusive(owner_of(dataset)):
+                # read again: an import or a removal may have held the lock until now
                 roles: dict[CommitId, set[str]] = {}
                 for row in await self._catalog.list_recorded(key, dataset, unpinned=True):
                     roles.setdefault(row.commit, set()).add(str(row.role))
                 waiting = await self._catalog.list_unresolved(key, dataset)
                 revisions = {revision for *_, revision in waiting}
                 reasons = {commit: ", ".join(sorted(words)) for commit, words in roles.items()}
-                wanted = ({key: name}, {key: reasons}, {key: revisions})
-                outcomes = await pin_all(self._mirrors, dataset, *wanted, None, is_synced=True)
+                request = ({key: name}, {key: reasons}, {key: revisions})
+                outcomes = await pin_all(self._mirrors, dataset, *request, None, is_synced=True)
                 refused, found = outcomes[key]
                 await self._catalog.put_refused(dataset, key, refused)
-                pinned += 0 if EVERY in refused else len(roles) + len(found) - len(refused)
+                pinned += 0 if ALL_COMMITS in refused else len(roles) + len(found) - len(refused)
                 if found:
                     count = await self._catalog.resolve_instances(dataset, key, found)
-                    self.forget()
+                    self.expire_cache()
                     self._changed("dataset.resolved", dataset, instances=count)
         return pinned
 
     async def list_waiting(self) -> set[str]:
-        """The keys of mirrors of which some recorded commit or branch is not pinned yet."""
+        """Return the keys of mirrors with a recorded commit or branch that is not pinned yet."""
         recorded = await self._catalog.list_recorded(unpinned=True)
         unresolved = await self._catalog.list_unresolved_mirrors()
         return {row.mirror.key for row in recorded} | unresolved
 
-    def forget(self) -> None:
-        """Ask for rows again: some were changed, perhaps by another daemon."""
-        for answers in (self._instances, self._base_commits, self._limits):
-            answers.outdate()
+    def expire_cache(self) -> None:
+        """Read rows again when next asked for: some changed, perhaps by another daemon."""
+        for cache in (self._instances, self._base_commits, self._history_limits):
+            cache.expire()
 
     def rows_changed(self, names: Iterable[str]) -> None:
-        """A bundle put rows of these datasets into the catalog."""
-        self.forget()
+        """Publish that a bundle brought rows of these datasets."""
+        self.expire_cache()
         for name in names:
             self._changed("dataset.restored", parse_dataset_name(name))
 
     async def remove(self, name: str) -> None:
         """Delete a dataset and remove its pins. Raises DatasetNotFoundError."""
         dataset = parse_dataset_name(name)
-        async with self._sole(owner_of(dataset)):
+        async with self._exclusive(owner_of(dataset)):
             if not await self._catalog.delete_dataset(dataset):
                 raise _not_found(name)
-            self.forget()
+            self.expire_cache()
             await self._remove_stale_pins(owner_of(dataset))
         self._changed("dataset.removed", dataset)
 
-    # -- looking up -------------------------------------------------------------------------------
+    # -- look-ups ---------------------------------------------------------------------------------
 
     async def list(self) -> list[Dataset]:
         return await self._catalog.list_datasets()
@@ -368,29 +375,29 @@ class Datasets:
         return found
 
     async def list_instance_ids(self, name: str | None = None) -> builtins.list[str]:
-        """The ids of one dataset's instances, or of all. Raises DatasetNotFoundError."""
+        """Return the ids of a dataset's instances, or of all. Raises DatasetNotFoundError."""
         if name is not None:
             await self.get(name)
         return await self._catalog.list_instance_ids(name)
 
     async def find_instance(self, identity: str, dataset: str | None = None) -> InstanceRow | None:
-        """An instance by its exact id, from memory when it was asked for lately.
+        """Find an instance by its exact id, cached.
 
-        Of several datasets that record the same, the first imported one answers. Raises
-        InstanceAmbiguousError where they record other repositories or base commits.
+        Of several datasets with the same instance, the first imported one is taken. Raises
+        InstanceAmbiguousError if they differ in repository or base commit.
         """
         return await self._instances.find((identity, dataset))
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
-        """The one base commit of the mirror's instances that begins with these digits."""
+        """Find the only base commit of the mirror's instances with this prefix, cached."""
         return await self._base_commits.find((name.key, digits))
 
     async def find_history_limit(self, name: MirrorName, commit: CommitId) -> History | None:
-        """How much of a base commit's past agents may see, by the datasets that record it."""
-        return await self._limits.find((name.key, commit))
+        """Find how much history agents may see of a base commit, cached."""
+        return await self._history_limits.find((name.key, commit))
 
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
-        """An instance, with its answer only for a grader. Raises InstanceNotFoundError."""
+        """Return an instance, with its answer for a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity, dataset)
         if row is None:
             raise errors.InstanceNotFoundError(
@@ -399,7 +406,7 @@ class Datasets:
                 " commit as NAME@SHA",
             )
         commits = [RecordedCommit(commit=commit, role=role) for commit, role in row.commits]
-        agents = Instance(
+        agent_view = Instance(
             id=row.public_id,
             dataset=row.dataset,
             mirror=str(row.mirror),
@@ -408,39 +415,38 @@ class Datasets:
             commits=[each for each in commits if each.role is CommitRole.BASE],
         )
         if not grader:
-            return agents
-        same = (
+            return agent_view
+        scalars = (
             *("id", "public_id", "direction", "patch", "test_patch", "environment"),
             *("python_version", "version", "created_at", "history", "revision"),
         )
-        more: dict[str, Any] = {name: getattr(row, name) for name in same}
+        answer: dict[str, Any] = {name: getattr(row, name) for name in scalars}
         for name in ("fail_to_pass", "pass_to_pass", "rules"):
-            more[name] = list(getattr(row, name))
-        return replace(agents, commits=commits, **more)
+            answer[name] = list(getattr(row, name))
+        return replace(agent_view, commits=commits, **answer)
 
-    # -- how --------------------------------------------------------------------------------------
+    # -- locks and stale pins ---------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _sole(self, owner: str) -> AsyncIterator[None]:
-        """Do other work on the dataset neither here nor on other daemons."""
+    async def _exclusive(self, owner: str) -> AsyncIterator[None]:
+        """Exclude other work on the dataset, here and on other daemons."""
         async with self._locks.setdefault(owner, anyio.Lock()), self._mirrors.sharing.sole(owner):
             yield
 
-    async def _remove_stale_pins(self, owner: str, but: PinKeys = frozenset()) -> None:
+    async def _remove_stale_pins(self, owner: str, keep: PinKeys = frozenset()) -> None:
         """Remove the dataset's pins of commits that it does not record. Needs the dataset's lock.
 
-        The import or removal itself has happened: pins that cannot be removed now are no error but
-        left for `clean_up`.
+        The import or removal itself is done, so a failure is not raised but left for `clean_up`.
         """
-        but &= self._uncleaned.get(owner, but)
-        self._uncleaned[owner] = but
+        keep &= self._uncleaned.get(owner, keep)
+        self._uncleaned[owner] = keep
         try:
             rows = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
-            doomed = [row for row in rows if pin_key(row) not in but]
+            doomed = [row for row in rows if pin_key(row) not in keep]
             if doomed:
-                # On record: killed between their rows and refs, they look like a lost catalog's.
-                async with self._quarantine.directory(SPOOL_PREFIX.rstrip("-")) as directory:
-                    kept = but & {*map(pin_key, rows)}
+                # without a journal, a kill between their rows and refs looks like a lost catalog
+                async with self._import_directory() as directory:
+                    kept = keep & {*map(pin_key, rows)}
                     await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
                     if not await unpin(self._mirrors, doomed):
                         return
@@ -453,13 +459,13 @@ class Datasets:
 
     def _changed(self, event: str, dataset: DatasetName, **fields: int) -> None:
         self._mirrors.events.publish(event, dataset=dataset, **fields)
-        self._unknown.discard(dataset)
+        self._lost.discard(dataset)
         for listener in self._listeners:
             listener(dataset)
 
 
 def name_from(source: str) -> DatasetName:
-    """A dataset's name from its file's. Raises InvalidNameError."""
+    """Derive a dataset's name from its file's. Raises InvalidNameError."""
     stem = _SUFFIXES.sub("", Path(source).name)
     name = re.sub(r"\.{2,}|[^A-Za-z0-9._-]+", "-", stem).lstrip("._-").rstrip(".")[:100]
     try:

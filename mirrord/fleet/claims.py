@@ -92,7 +92,7 @@ class Claims:
     ) -> list[Hold]:
         """Claim what is due; each has to be given back."""
         found = await self.catalog.claim_due(
-            self.holder, LIFE, most=most, here=here, patience=patience, with_syncs=with_syncs
+            self.holder, LIFE, most=most, local=here, grace=patience, with_syncs=with_syncs
         )
         holds = [Hold(claim, users=1) for claim in found]
         self.held |= {hold.claim.key: hold for hold in holds}

@@ -145,7 +145,7 @@ class Rounds:
         if kinds[MIRROR]:
             await self.fleet.refresh(kinds[MIRROR])
         if any(it.startswith("dataset/") for it in topics):
-            self.datasets.forget()
+            self.datasets.expire_cache()
         self.fleet.behind |= {key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_here(key)}
         self._repinned |= self.fleet.behind & kinds[PINS]
         self.fleet.version = version
@@ -168,7 +168,7 @@ class Rounds:
         self._patience_ends = self._looks + _HEARTBEAT
         await self.catalog.enrol({_COLLECTION: ""})
         await self._read_mirrors()
-        self.datasets.forget()
+        self.datasets.expire_cache()
         self.fleet.behind |= await self._list_here()
         self._repinned |= self.fleet.behind
         self.fleet.version = version

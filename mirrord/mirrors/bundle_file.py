@@ -15,7 +15,7 @@ from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import errors
-from ..catalog import DatasetHead, MirrorRow, PinRow, spooled, unspooled
+from ..catalog import DatasetHead, MirrorRow, PinRow, decode_row, encode_row
 from ..git.command import lines_of
 from ..git.process import STRICT
 from ..host.files import full_disk_named
@@ -261,12 +261,12 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
         with full_disk_named("quarantine"), raw.open("rb") as lines, spool.open("wb") as out:
             for number, line in enumerate(lines, 1):
                 try:
-                    row = unspooled(line)
+                    row = decode_row(line)
                 except (ValueError, KeyError, TypeError, errors.MirrordError) as error:
                     fact = f"row {number} of a dataset is none: {error}"
                     raise errors.InvalidBundleError(f"cannot import the bundle: {fact}") from error
                 if row.mirror.key == scratch.name.key:
-                    out.write(spooled(row))
+                    out.write(encode_row(row))
 
     for number, dataset in enumerate(records.datasets):
         words = ("cat-file", "blob", f"{commit}:dataset-{dataset.name}.jsonl")

@@ -1,1 +1,1 @@
-"""Where rows come from, on the client's side: files, shards, task folders, the Hugging Face Hub."""
+"""Sources of rows, read by the client: files, shards, task folders, the Hugging Face Hub."""

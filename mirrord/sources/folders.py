@@ -1,8 +1,8 @@
-"""Tasks that are folders: SWE-bench v5 (`task.yaml`) and Harbor (`task.toml`), as rows.
+"""Read task folders as rows: SWE-bench v5 (`task.yaml`) and Harbor (`task.toml`).
 
-A row has SWE-bench's column names, and `task_folder` says which of the two it was. Folders come in
-the order of their names. Links, other special files and huge files are refused: such a folder, or
-one that lacks a file, is a fault with the folder's name, and reading continues.
+A row has SWE-bench's columns, and `task_folder` with the kind of folder. Folders are read in the
+order of their names. A folder that lacks a file, or in which one is a link, special or huge, is a
+fault with its name and is skipped.
 """
 
 import json
@@ -21,10 +21,10 @@ from ..errors import InvalidDatasetError, UsageError
 from ..model import shown
 
 DEPTH_LIMIT = 6
-"""Levels below the given folder at which tasks are looked for, as Harbor's tools do."""
+"""Levels below the given folder that are searched, as by Harbor's tools."""
 FILE_LIMIT_BYTES = 128 * 1024**2
 HEAD_LIMIT_BYTES = 1024**2
-"""Of files that describe a task; patches and lists of tests may have FILE_LIMIT_BYTES."""
+"""For `task.yaml` and `task.toml`; FILE_LIMIT_BYTES is for patches and lists of tests."""
 
 _SWE_BENCH, _HARBOR = "task.yaml", "task.toml"
 _SIGNS = {"gold.patch", "test.patch", "tests.json", "instruction.md", "problem_statement.md"}
@@ -32,13 +32,13 @@ _HINT = f"a task is a folder with {_SWE_BENCH} or {_HARBOR}; name files of rows 
 
 
 class TaskError(Exception):
-    """Why a folder is no task, as half a sentence."""
+    """A folder is not a valid task. The message is a clause, such as `test.patch is missing`."""
 
 
 def iter_tasks(root: Path, *, links_within: Path | None = None) -> Iterator[RawRow]:
-    """The tasks below a folder, or the one that it is; raises InvalidDatasetError where none is.
+    """Iterate over the tasks at or below a folder; raises InvalidDatasetError if there are none.
 
-    Links are followed to files below `links_within`, as the Hub's cache has them, and nowhere else.
+    Links are followed only to files below `links_within`: the Hub's cache consists of links.
     """
     root, number = root.resolve(), 0
     try:
@@ -53,12 +53,12 @@ def iter_tasks(root: Path, *, links_within: Path | None = None) -> Iterator[RawR
         fact = f"{error.filename}: {error.strerror}"
         raise UsageError(f"cannot import {shown(str(root))}: {fact}", hint=_HINT) from error
     if not number:
-        fact = "no folder in it is a task"
+        fact = "it contains no task folder"
         raise InvalidDatasetError(f"cannot import {shown(str(root))}: {fact}", hint=_HINT)
 
 
 class _Folder(NamedTuple):
-    """`name` is the path below the folder that was given; its own name for that."""
+    """A folder that may be a task. `name` is its path below the given folder."""
 
     path: Path
     name: str
@@ -81,11 +81,11 @@ class _Folder(NamedTuple):
         return self.text(f"{directory}/{found[0]}") if len(found) == 1 else None
 
     def text(self, name: str, limit: int = FILE_LIMIT_BYTES) -> str:
-        """A file as text, byte for byte; raises TaskError."""
+        """Read a file as text, byte for byte; raises TaskError."""
         path = self.path / name
         if self.links_within and path.resolve().is_relative_to(self.links_within):
             path = path.resolve()
-        try:  # not blocking: a FIFO need have no writer
+        try:  # O_NONBLOCK: opening a FIFO without a writer would wait
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise TaskError(f"{name} is missing") from error
@@ -105,7 +105,7 @@ class _Folder(NamedTuple):
             raise TaskError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from error
 
     def mapping(self, name: str, parse: Callable[[str], Any], limit: int) -> dict[str, Any]:
-        """A file that holds one mapping; raises TaskError."""
+        """Read a file that holds one mapping; raises TaskError."""
         try:
             value = parse(self.text(name, limit))
         except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -126,7 +126,7 @@ class _Folder(NamedTuple):
 
 
 def _iter_folders(folder: _Folder, depth: int) -> Iterator[_Folder]:
-    """Folders that are tasks, or look as if they should be; below a task there is no other."""
+    """Iterate over folders that are tasks or have a task's files; does not descend into them."""
     names = folder.names
     if _SWE_BENCH in names or _HARBOR in names or (depth and not _SIGNS.isdisjoint(names)):
         yield folder
@@ -147,7 +147,7 @@ _PROSE |= {"eval_script": "eval.sh"}
 
 
 def _read_swe_bench(folder: _Folder) -> dict[str, Any]:
-    """The row that `swebench dataset build` makes of a task folder of version 5."""
+    """Read the row that `swebench dataset build` makes of a task folder of version 5."""
     row = folder.mapping(_SWE_BENCH, _parse_yaml, HEAD_LIMIT_BYTES)
     row.setdefault("instance_id", folder.path.name)
     row |= {column: folder.text(name) for column, name in _REQUIRED.items()}
@@ -160,7 +160,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _TextLoader(_Loader):  # type: ignore[misc]
-    """YAML in which every plain value but null is text: a version 1.10 is not the number 1.1."""
+    """Reads plain values as text, except null: version 1.10 is not the number 1.1."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in known if tag.endswith(":null")]
@@ -169,7 +169,7 @@ class _TextLoader(_Loader):  # type: ignore[misc]
 
 
 def _parse_yaml(text: str) -> Any:
-    """Nodes are copied for each alias in JSON: a kilobyte of them can stand for gigabytes."""
+    """Parse YAML without aliases, with which a kilobyte can expand to gigabytes of JSON."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=_TextLoader)):
         raise ValueError("it has aliases")
     return yaml.load(text, Loader=_TextLoader)  # noqa: S506
@@ -191,10 +191,10 @@ _HERE_DOCUMENT = re.compile(
 
 
 def _read_harbor(folder: _Folder) -> dict[str, Any]:
-    """The row behind a Harbor task, from the first place that has each value.
+    """Read the row of a Harbor task; each value from the first place that has it.
 
-    Harbor's adapters of the SWE-bench family leave the dataset's row in `tests/config.json`. Others
-    name repository and commit in `[metadata]` or a table in it, or only in the Dockerfile.
+    Harbor's adapters of the SWE-bench family keep the dataset's row in `tests/config.json`. Others
+    name repository and commit in `[metadata]`, in a table below it, or only in the Dockerfile.
     """
     config = folder.mapping(_HARBOR, tomllib.loads, HEAD_LIMIT_BYTES)
     row: dict[str, Any] = {"task_folder": "harbor"}

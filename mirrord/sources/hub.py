@@ -1,8 +1,8 @@
-"""`hf://owner/name[@revision][?split=test&config=…]`: a dataset of the Hugging Face Hub.
+"""Open a dataset of the Hugging Face Hub: `hf://owner/name[@revision][?split=test&config=…]`.
 
-huggingface_hub resolves the revision, downloads into its own cache and answers from there without a
-network. The source is named by the commit that was resolved, so an import can be repeated. Token,
-endpoint and cache are those of the library: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+huggingface_hub resolves the revision and downloads into its own cache, which also serves offline.
+The source's label has the resolved commit, so an import can be repeated. HF_TOKEN, HF_ENDPOINT,
+HF_HOME and HF_HUB_OFFLINE apply.
 """
 
 import fnmatch
@@ -53,7 +53,7 @@ class HubName(NamedTuple):
         choice = dict(parse_qsl(query, keep_blank_values=True))
         unknown = choice.keys() - {"split", "config"}
         if found is None or unknown or not all(choice.values()):
-            fact = f"{min(unknown)} is no parameter" if unknown else "it is not of the form"
+            fact = f"unknown parameter {min(unknown)}" if unknown else "invalid syntax"
             raise UsageError(f"cannot read {word}: {fact}", hint=f"write {_FORM}")
         return cls(found[1], found[2], choice.get("split"), choice.get("config"))
 
@@ -70,9 +70,9 @@ class HubName(NamedTuple):
 
 
 def open_dataset(word: str) -> Source:
-    """Download the files of one split, and read them in order.
+    """Download the files of one split and open them in order.
 
-    Raises UsageError, ResourceError where huggingface_hub is not installed, UpstreamError.
+    Raises UsageError, UpstreamError, or ResourceError without huggingface_hub.
     """
     name = HubName.parse(word)
     hub = _Hub(name)
@@ -99,7 +99,7 @@ def open_dataset(word: str) -> Source:
 
 
 class _Hub:
-    """huggingface_hub for one dataset, with its errors as ours."""
+    """huggingface_hub for one dataset. Translates its errors."""
 
     def __init__(self, name: HubName) -> None:
         try:
@@ -117,21 +117,22 @@ class _Hub:
         self._name = name
 
     def download(self, patterns: list[str], revision: str | None) -> Path:
-        """Files of a revision; returns the folder of the snapshot, whose name is the commit."""
+        """Download files of a revision. Return the snapshot's folder, named by the commit."""
         found = self._call("snapshot_download", revision=revision, allow_patterns=patterns)
         return Path(found)
 
     def list_files(self, commit: str) -> list[str]:
-        """All files of a commit of which some were downloaded."""
+        """List all files of a commit from which files were downloaded."""
         return sorted(file.path for file in self._call("get_cached_repo_tree", revision=commit))
 
-    def _call(self, function: str, **how: Any) -> Any:
+    def _call(self, function: str, **options: Any) -> Any:
         known = self._errors
-        kind, hint = UpstreamError, "try again; what was downloaded is kept"
+        kind, hint = UpstreamError, "try again; downloaded files are kept"
         try:
-            return getattr(self._library, function)(self._name.repo, repo_type="dataset", **how)
+            return getattr(self._library, function)(self._name.repo, repo_type="dataset", **options)
         except known.GatedRepoError as error:
-            kind, hint, cause = UpstreamAuthError, "accept its terms there, and set HF_TOKEN", error
+            hint = "accept its terms on the Hub, and set HF_TOKEN"
+            kind, cause = UpstreamAuthError, error
         except known.RepositoryNotFoundError as error:
             hint = "check the name; a private dataset needs HF_TOKEN"
             kind, cause = UpstreamNotFoundError, error
@@ -144,11 +145,11 @@ class _Hub:
         raise kind(f"cannot download {self._name}: {fact}", hint=hint) from cause
 
 
-# -- which files are the rows ---------------------------------------------------------------------
+# -- the files of a split -------------------------------------------------------------------------
 
 
 def _read_card(folder: Path) -> dict[str, Any]:
-    """The YAML at the head of README.md, in which most datasets say which files are which split."""
+    """Read the YAML at the head of README.md, in which most datasets list the files by split."""
     card = folder / "README.md"
     text = card.read_text(errors="replace") if card.is_file() else ""
     head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
@@ -160,9 +161,9 @@ def _read_card(folder: Path) -> dict[str, Any]:
 
 
 def _choose(name: HubName, known: list[str], card: Mapping[str, Any]) -> list[str]:
-    """The files of the split, by the card, else by words in their paths; empty where none has rows.
+    """Return the files of the split, by the card or by words in paths; empty if none has rows.
 
-    Raises UsageError where the choice is the user's.
+    Raises UsageError if the user has to choose.
     """
     listed = card.get("configs")
     configs = {
@@ -172,10 +173,10 @@ def _choose(name: HubName, known: list[str], card: Mapping[str, Any]) -> list[st
     }
     config: Mapping[str, Any] = {}
     if configs:
-        marked = [key for key, each in configs.items() if each.get("default") is True]
+        defaults = [key for key, each in configs.items() if each.get("default") is True]
         only = next(iter(configs)) if len(configs) == 1 else None
-        named = name.config or next(iter(marked), only) or _DEFAULT
-        config = configs[_one_of("config", named, name, list(configs))]
+        wanted = name.config or next(iter(defaults), only) or _DEFAULT
+        config = configs[_one_of("config", wanted, name, list(configs))]
     elif name.config:
         known = [file for file in known if name.config in PurePosixPath(file).parts]
     splits = _listed_splits(config, known) or _splits_by_words(config, known)
@@ -194,7 +195,7 @@ def _one_of(what: str, wanted: str | None, name: HubName, known: list[str]) -> s
 
 
 def _listed_splits(config: Mapping[str, Any], known: list[str]) -> dict[str, list[str]]:
-    """A config's `data_files`: paths by split, with patterns; paths alone are `train`."""
+    """Return the files of a config's `data_files`, by split; without a split they are `train`."""
     match config.get("data_files"):
         case dict() as by_split:
             listed = [(str(split), paths) for split, paths in by_split.items()]
@@ -215,9 +216,9 @@ def _listed_splits(config: Mapping[str, Any], known: list[str]) -> dict[str, lis
 
 
 def _splits_by_words(config: Mapping[str, Any], known: list[str]) -> dict[str, list[str]]:
-    """Files with rows below the config's `data_dir`, by the last word that is a split's.
+    """Return files of rows below the config's `data_dir`, by the last split name in their path.
 
-    Of a split in several formats the one with the most files counts.
+    Of several formats of a split the one with most files is taken.
     """
     above = str(config.get("data_dir") or "").strip("./")
     splits: dict[str, dict[str, list[str]]] = {}

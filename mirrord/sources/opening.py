@@ -1,7 +1,7 @@
-"""From the words of a command line to rows: one file, several, task folders, `hf://`, or `-`.
+"""Open the arguments of `dataset import`: one file, several, task folders, `hf://`, or `-`.
 
-One plain row file is sent to the daemon as it is. Everything else becomes a stream of JSON lines
-that say where each row is from; it holds one row, or one batch of Arrow. The daemon sees no path.
+One plain row file is sent to the daemon as it is. Everything else becomes a stream of JSON lines,
+each with its origin; memory holds one row, or one batch of Arrow. The daemon sees no path.
 """
 
 import csv
@@ -17,7 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ..datasets.readers import ELEMENT_LIMIT_BYTES, Origin, RawRow, iter_rows, row_line, unpacked
+from ..datasets.readers import (
+    ELEMENT_LIMIT_BYTES,
+    Origin,
+    RawRow,
+    iter_rows,
+    open_unpacked,
+    row_line,
+)
 from ..errors import InvalidDatasetError, ResourceError, UsageError
 from ..model import shown
 
@@ -27,9 +34,9 @@ _HINT = "name a file of rows, a folder of tasks, hf://owner/name, or - for stand
 
 
 class Source(NamedTuple):
-    """Rows that were opened. `label` is what the catalog calls them; `file` is one plain row file.
+    """An opened source. `label` is its name in the catalog; `file` is set for one plain row file.
 
-    `name` is the dataset's default name, None where the file's or the user's is taken.
+    `name` is the dataset's default name, or None if the file's name or the user's is taken.
     """
 
     label: str
@@ -38,21 +45,19 @@ class Source(NamedTuple):
     rows: Callable[[], Iterator[RawRow]]
 
     def pieces(self) -> Iterator[bytes]:
-        """The rows as JSON lines, in pieces of some 256 KiB."""
-        lines, size = [], 0
+        """Iterate over the rows as JSON lines, in pieces of about 256 KiB."""
+        piece = bytearray()
         for row in self.rows():
-            line = row_line(row, self.label)
-            lines.append(line)
-            size += len(line)
-            if size >= _PIECE_BYTES:
-                yield b"".join(lines)
-                lines, size = [], 0
-        if lines:
-            yield b"".join(lines)
+            piece += row_line(row, self.label)
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                piece.clear()
+        if piece:
+            yield bytes(piece)
 
 
 def open_sources(words: Sequence[str]) -> Source:
-    """The rows of one source, or of several in their order. Downloads what is on the Hub.
+    """Open one source, or several as one. Downloads datasets of the Hub.
 
     Raises UsageError, InvalidDatasetError, UpstreamError, ResourceError.
     """
@@ -66,7 +71,7 @@ def open_sources(words: Sequence[str]) -> Source:
 
 
 def with_origins(sources: Sequence[Source]) -> Iterator[RawRow]:
-    """All rows, each with a line of its own in the stream, and the place it is from."""
+    """Iterate over all rows, numbered as lines of one stream, each with its origin."""
     line = 0
     for source in sources:
         for row in source.rows():
@@ -88,21 +93,21 @@ def _open(word: str) -> Source:
     if not path.is_file():
         raise UsageError(f"cannot import {word}: it is neither a file nor a folder", hint=_HINT)
     if not os.access(path, os.R_OK):
-        raise UsageError(f"cannot import {word}: you may not read it", hint=_HINT)
+        raise UsageError(f"cannot import {word}: permission denied", hint=_HINT)
     return open_file(path, path.name)
 
 
 def open_file(path: Path, label: str) -> Source:
-    """One file of rows: plain where the daemon's readers read it, else a table."""
+    """Open one file of rows: sent as it is if the daemon reads its format, else as JSON lines."""
     if table := _find_reader(path):
         return Source(label, path.name.split(".")[0], None, partial(table, path, path.name))
     return Source(label, None, path, partial(iter_rows, path, path.name))
 
 
 def _standard_input() -> Source:
-    """Standard input as a file without a name, because Parquet is read from its end.
+    """Copy standard input to an unlinked file, because Parquet is read from its end.
 
-    Its descriptor stays open: there is one standard input in a process.
+    The descriptor stays open until the process ends.
     """
     try:
         descriptor, name = tempfile.mkstemp(prefix="mirrord-")
@@ -110,8 +115,8 @@ def _standard_input() -> Source:
         with open(descriptor, "wb", closefd=False) as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
     except OSError as error:
-        hint = "TMPDIR names the directory in which it is kept"
-        raise ResourceError(f"cannot keep standard input: {error.strerror}", hint=hint) from error
+        hint = "set TMPDIR to a directory with room for it"
+        raise ResourceError(f"cannot store standard input: {error.strerror}", hint=hint) from error
     path = Path(f"/proc/self/fd/{descriptor}")
     return Source("standard input", None, path, partial(iter_rows, path, "standard input"))
 
@@ -124,7 +129,7 @@ _ARROW_FILE, _ARROW_STREAM = b"ARROW1", b"\xff\xff\xff\xff"  # feather v2 is an 
 
 
 def _find_reader(path: Path) -> Callable[[Path, str], Iterator[RawRow]] | None:
-    """What reads this file: CSV by its name, Arrow by its first bytes; None for all others."""
+    """Find the reader of a file: CSV by its name, Arrow by its first bytes; None for others."""
     if _delimiter(path):
         return iter_csv
     with path.open("rb") as file:
@@ -138,12 +143,12 @@ def _delimiter(path: Path) -> str | None:
 
 
 def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
-    """Rows by the names in the first line; each value is text."""
+    """Read rows of a CSV file with a header line; each value is text."""
     with path.open("rb") as file:
         head = file.read(8)
     csv.field_size_limit(ELEMENT_LIMIT_BYTES)
     text = io.TextIOWrapper(
-        io.BufferedReader(unpacked(path, head)), "utf-8-sig", "surrogateescape", newline=""
+        io.BufferedReader(open_unpacked(path, head)), "utf-8-sig", "surrogateescape", newline=""
     )
     with text:
         reader = csv.reader(text, delimiter=_delimiter(path) or ",")
@@ -152,29 +157,23 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
             raise InvalidDatasetError(
                 f"cannot import dataset {shown(source)}: it is empty", hint="nothing was changed"
             )
-        rows = iter(reader)
-        while True:
-            line = reader.line_num + 1
-            try:
-                values = next(rows)
-            except StopIteration:
-                return
-            except (csv.Error, zlib.error, EOFError, OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
-                yield RawRow(line, fault=f"it is no CSV from here on: {error}")
-                return
-            if not values:
-                continue
-            if len(values) != len(columns):
-                fault = f"it has {len(values)} values for {len(columns)} columns"
-                yield RawRow(line, fault=fault)
-                continue
-            yield RawRow(line, dict(zip(columns, values, strict=True)))
+        line = reader.line_num + 1
+        try:
+            for values in reader:
+                if len(values) == len(columns):
+                    yield RawRow(line, dict(zip(columns, values, strict=True)))
+                elif values:
+                    fault = f"it has {len(values)} values for {len(columns)} columns"
+                    yield RawRow(line, fault=fault)
+                line = reader.line_num + 1
+        except (csv.Error, zlib.error, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk failed; damaged content has no errno
+            yield RawRow(line, fault=f"it is not CSV from here on: {error}")
 
 
 def iter_arrow(path: Path, source: str) -> Iterator[RawRow]:
-    """Rows of an Arrow file or stream; `datasets` caches its tables as streams."""
+    """Read rows of an Arrow file or stream. The `datasets` library caches tables as streams."""
     arrow = import_module("pyarrow")
     line = 0
     try:
@@ -183,7 +182,7 @@ def iter_arrow(path: Path, source: str) -> Iterator[RawRow]:
                 for number in range(batch.num_rows):
                     line += 1
                     yield RawRow(line, batch.slice(number, 1).to_pylist()[0])
-    except MemoryError:  # Arrow's is an ArrowException too
+    except MemoryError:  # pyarrow's is an ArrowException too
         raise
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         fact = str(error).partition("\n")[0][:200]

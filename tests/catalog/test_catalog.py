@@ -31,7 +31,7 @@ from mirrord.catalog import (
     MirrorRow,
     PinRow,
     ReceiptRow,
-    spooled,
+    encode_row,
 )
 from mirrord.catalog.database import MIGRATIONS, Database, migrate
 from mirrord.catalog.schema import HEAD, metadata
@@ -104,7 +104,7 @@ def head(name: str = "lite", **changes: Any) -> DatasetHead:
 
 async def put(catalog: Catalog, directory: Path, rows: list[InstanceRow], **changes: Any) -> Any:
     spool = directory / "spool.jsonl"
-    spool.write_bytes(b"".join(spooled(row) for row in rows))
+    spool.write_bytes(b"".join(encode_row(row) for row in rows))
     return await catalog.replace_dataset(head(**changes), spool)
 
 
@@ -605,7 +605,7 @@ def test_tens_of_thousands_of_instances_are_imported_in_bounded_memory(tmp_path:
     with spool.open("wb") as file:
         for number in range(30_000):
             file.write(
-                spooled(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000))
+                encode_row(instance(f"owner__name-{number}", base=number + 1, patch="x" * 4000))
             )
     command = [sys.executable, "-c", _IMPORT_MANY, str(tmp_path / "catalog.sqlite3"), str(spool)]
     added, grown_kib = map(
@@ -655,7 +655,7 @@ def test_a_killed_import_leaves_the_old_dataset_whole(tmp_path: Path) -> None:
     importer = subprocess.Popen([sys.executable, "-c", _IMPORT_MANY, str(place), str(spool)])
     with spool.open("wb") as file:
         for number in range(5000):
-            file.write(spooled(instance(f"n{number}")))
+            file.write(encode_row(instance(f"n{number}")))
         file.flush()
         importer.send_signal(signal.SIGKILL)
         importer.wait()
@@ -862,7 +862,7 @@ def test_an_unknown_url_is_refused_without_showing_it(place: str) -> None:
     async def work() -> None:
         await Catalog.open(place)
 
-    with pytest.raises(InvalidUrlError, match="names no database"):
+    with pytest.raises(InvalidUrlError, match="is of no supported database"):
         anyio.run(work)
 
 

@@ -62,7 +62,7 @@ def claim_due(
 ) -> list[str]:
     with database.write() as connection:
         keys = [key if "/" in key else f"mirror/{key}" for key in here]
-        found = fleet.claim_due(connection, node, TTL, most=most, here=keys, patience=patience)
+        found = fleet.claim_due(connection, node, TTL, most=most, local=keys, grace=patience)
     return sorted(each.key.removeprefix("mirror/o__") for each in found)
 
 
@@ -371,7 +371,7 @@ def test_no_change_is_missed_when_transactions_end_in_another_order(
         with closing(Database(place)) as mine:
             for turn in range(25):
                 with mine.write() as connection:
-                    fleet.touch(connection, f"t{number}-{turn}")
+                    fleet.note_changes(connection, f"t{number}-{turn}")
 
     follower = threading.Thread(target=reader)
     follower.start()

@@ -189,7 +189,7 @@ async def until_found(catalog: Catalog) -> None:
 def test_a_server_that_is_silent_is_given_up_and_found_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrord.catalog, "_PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(mirrord.catalog, "_STATEMENT_TIMEOUT", timedelta(seconds=1))
 
     async def work(catalog: Catalog) -> None:
         await catalog.put_mirror(mirror())

@@ -295,7 +295,7 @@ def test_an_r2e_row_that_cannot_be_read_says_why(case: Case) -> None:
     rows += [r2e(new_commit_hash="") | {"docker_image": "x"}, r2e(file_diffs=[{"hunks": 1}])]
     found = reasons(case.read(rows))
     assert found[2] == "parsed_commit_content is not a JSON object"
-    assert "'left-pad' is no known repository" in found[3]
+    assert "'left-pad' is not a known repository" in found[3]
     assert "full commit id" in found[4]
     assert "unknown shape" in found[5]
 
@@ -368,12 +368,12 @@ BAD_MAPPINGS = {
     "repo = 3": "repo must be a column",
     "repo = []": "repo must be a column",
     'repoo = "a"': "did you mean repo?",
-    'repo = "{org}/{"': "each { } must hold a column",
-    'repo = "{}"': "each { } must hold a column",
+    'repo = "{org}/{"': "each { } must name a column",
+    'repo = "{}"': "each { } must name a column",
     "defaults = 1": "defaults is not a table",
     '[defaults]\ndirection = "sideways"': "must be one of forward, reverse",
     '[defaults]\nversion = ["a"]': "defaults.version must be text or a number",
-    '[defaults]\nnothing = "a"': "'nothing' is no field",
+    '[defaults]\nnothing = "a"': "'nothing' is not a field",
     "x = [" * 1600: "not TOML",
     "#" * 9000: "longer than 8 KiB",
 }
@@ -389,7 +389,7 @@ def test_all_faults_of_a_mapping_are_told_at_once() -> None:
     with pytest.raises(InvalidMappingError) as caught:
         parse_mapping('repo = 1\nxyz = "a"\n')
     assert "repo must be" in caught.value.message
-    assert "'xyz' is no field" in caught.value.message
+    assert "'xyz' is not a field" in caught.value.message
 
 
 def test_a_mapping_of_every_field_is_taken() -> None:

@@ -117,8 +117,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a number": (b"42\n", "neither JSON lines"),
     "an array of numbers": (b"[1, 2, 3]", "not an object"),
     "an array of arrays": (b"[[1], [2]]", "not an object"),
-    "cut-off array": (b"[", "cut off"),
-    "cut-off row": (lines([row()])[:50], "cut off"),
+    "cut-off array": (b"[", "truncated"),
+    "cut-off row": (lines([row()])[:50], "truncated"),
     "no repository and no commit": (lines([{"instance_id": "a", "x": 1}]), "no known format"),
     "deeply nested": (b'{"a":' + b"[" * 100_000, "line 1"),
     "a deeply nested array": (b"[" * 100_000, "nested too deeply"),
@@ -250,7 +250,7 @@ def test_a_line_that_is_no_row_is_told_and_the_others_are_read(
 def test_a_truncated_last_line_is_told_and_the_rows_before_it_are_read(case: Case) -> None:
     result = case.read(lines([row(1), row(2)])[:-30])
     assert case.ids == ["psf__requests-1"]
-    assert "cut off" in reasons(result)[2]
+    assert "truncated" in reasons(result)[2]
 
 
 def test_a_truncated_array_is_told_and_the_rows_before_it_are_read(case: Case) -> None:

@@ -20,7 +20,7 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import Answers, DatasetFile, name_from
+from mirrord.datasets.service import DatasetFile, QueryCache, name_from
 from mirrord.errors import (
     CatalogUnavailableError,
     DatasetNotFoundError,
@@ -411,8 +411,8 @@ def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Up
         path = house.root / os.fsdecode(b"caf\xe9.jsonl")
         path.write_text(json.dumps(row("a", base)) + "\nnonsense\n")
         answer = await house.datasets.import_file(DatasetFile(path, str(path)))
-        assert answer["dataset"]["name"] == "caf-"
-        assert answer["dataset"]["faults"][0]["file"] == r"caf\udce9.jsonl"
+        assert answer.dataset.name == "caf-"
+        assert answer.dataset.faults[0].file == r"caf\udce9.jsonl"
 
     house.run(body)
 
@@ -704,7 +704,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
                 identity, "d", NAME, CommitId(ABSENT), Direction.FORWARD, (), big, None, (), ()
             )
 
-        cache = Answers(load, lambda row: len(row.patch or "") + 1000, limit_bytes=64_000)
+        cache = QueryCache(load, lambda row: len(row.patch or "") + 1000, limit_bytes=64_000)
         for number in range(100):
             await cache.find(str(number))
         await cache.find("99")
@@ -713,7 +713,7 @@ def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() ->
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cache.find, "slow")
             await anyio.wait_all_tasks_blocked()
-            cache.outdate()
+            cache.expire()
             gate.set()
         await cache.find("slow")
         assert loads[-2:] == ["slow", "slow"]

@@ -11,7 +11,7 @@ import pytest
 from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
-from mirrord.catalog import DatasetHead, Generation, InstanceRow, spooled
+from mirrord.catalog import DatasetHead, Generation, InstanceRow, encode_row
 from mirrord.errors import StoreDamagedError
 from mirrord.fleet.exchange import Exchange
 from mirrord.fleet.generations import list_published, pack_key, read_generation, read_manifest
@@ -45,7 +45,7 @@ async def _record(it: House, commit: CommitId, directory: Path) -> None:
         "owner__name-1", "", NAME, commit, Direction.FORWARD, ((commit, CommitRole.BASE),),
         "diff", None, ("test",), (),
     )  # fmt: skip
-    (directory / "rows").write_bytes(spooled(row))
+    (directory / "rows").write_bytes(encode_row(row))
     assert await it.catalog.merge_dataset(HEAD, directory / "rows") == 1
 
 

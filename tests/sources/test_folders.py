@@ -138,7 +138,7 @@ def test_each_bad_task_is_a_fault_with_its_folder(tmp_path: Path) -> None:
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a/b/c.txt": "x", ".git/task.yaml": "x", "1/2/3/4/5/6/7/task.yaml": "x"})
-    with pytest.raises(InvalidDatasetError, match="no folder in it is a task"):
+    with pytest.raises(InvalidDatasetError, match="it contains no task folder"):
         list(iter_tasks(tmp_path))
 
 

@@ -42,11 +42,9 @@ class House:
             if isinstance(rows, bytes)
             else b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         )
-        answer = await self.datasets.import_file(DatasetFile(path, "lite.jsonl", name), **options)
-        return {
-            **answer["dataset"],
-            **{key: value for key, value in answer.items() if key != "dataset"},
-        }
+        file = DatasetFile(path, "lite.jsonl", name)
+        answer = (await self.datasets.import_file(file, **options)).to_json()
+        return {**answer.pop("dataset"), **answer}
 
     def refs(self, name: MirrorName = NAME) -> set[str]:
         """The pins of a mirror as refs, without their prefix."""

@@ -12,7 +12,7 @@ from anyio.from_thread import BlockingPortal
 from gitrepos import Upstream, git
 
 from mirrord.audit.service import Audits
-from mirrord.catalog import Catalog, DatasetHead, InstanceRow, spooled
+from mirrord.catalog import Catalog, DatasetHead, InstanceRow, encode_row
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
 from mirrord.git.workers import Workers
@@ -93,7 +93,7 @@ class Daemon:
 
     async def record_rows(self, rows: list[InstanceRow]) -> None:
         spool = self.state_dir / "spool.jsonl"
-        spool.write_bytes(b"".join(spooled(row) for row in rows))
+        spool.write_bytes(b"".join(encode_row(row) for row in rows))
         head = DatasetHead(
             DatasetName("lite"), "swe-bench", "lite.jsonl", "0" * 64, utc_now(), 0, [], {}, {}
         )

@@ -12,7 +12,7 @@ from gitrepos import Upstream, git
 
 from mirrord import config
 from mirrord import work as prewarm
-from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, spooled
+from mirrord.catalog import Catalog, DatasetHead, InstanceRow, MirrorRow, encode_row
 from mirrord.checkouts.stores.builder import StoreBuilder
 from mirrord.git.command import Git, priority_prefix
 from mirrord.git.workers import Workers
@@ -101,7 +101,7 @@ class Site:
             )
             for n, commit in enumerate(commits)
         ]
-        (self.root / "spool").write_bytes(b"".join(spooled(row) for row in rows))
+        (self.root / "spool").write_bytes(b"".join(encode_row(row) for row in rows))
         head = DatasetHead(
             name=DatasetName("tiny"),
             format="swe-bench",
