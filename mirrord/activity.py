@@ -1,8 +1,8 @@
-"""What the daemon does now, and whether it can serve: requests, health, and one picture of all.
+"""The daemon's request counts, its health, and its activity as one report.
 
-`activity`, `mirrord top` and the page show the picture, `health` and `status` whether it can serve,
-metrics the counts. Everything is read from memory; the disk is looked at with each sample. Belongs
-to the event loop's thread, so that counting a request takes no lock.
+`activity`, `mirrord top` and the page show the report, `health` and `status` the health, metrics
+the counts. All of it is in memory; the disk is measured with each sample. Belongs to the event
+loop's thread, so counting a request takes no lock.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anyio.to_thread
 
@@ -40,7 +40,7 @@ WINDOW_S = 60.0
 
 @dataclass(slots=True)
 class Answered:
-    """Answers by bucket of their time (one more for longer ones), and how many were 5xx."""
+    """Counts of answers by bucket of their time (the last is unbounded), and of 5xx answers."""
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
     failed: int = 0
@@ -51,9 +51,9 @@ class Answered:
 
 
 class Traffic:
-    """`answers` counts by endpoint and status, `refusals` by error code what was refused for now.
+    """Counts of requests: `answers` by endpoint and status, `refusals` for now by error code.
 
-    `connections` answers the open ones by user; the server sets it.
+    `connections` returns the open ones by user; the server sets it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,11 +73,11 @@ class Traffic:
         self.answers[endpoint, status] += 1
 
     def snapshot(self) -> None:
-        """Remember the counts; call it every `SNAPSHOT_S`."""
+        """Store the counts. Must be called every `SNAPSHOT_S`."""
         self._snapshots.append((self._clock(), self._times.copy(), self.answers.copy()))
 
     def latest(self) -> tuple[float, dict[str, Answered]]:
-        """What each endpoint answered in the last minute, or as much as there was; its seconds."""
+        """Return the length of the window, up to a minute, and its answers by endpoint."""
         at, times, answers = self._snapshots[0]
         return self._clock() - at, _by_endpoint(self._times - times, self.answers - answers)
 
@@ -97,15 +97,16 @@ def _by_endpoint(
 
 
 def summed(answered: Iterable[Answered]) -> Answered:
-    """All of them as one."""
-    known = [Answered(), *answered]
-    columns = zip(*(each.buckets for each in known), strict=True)
-    return Answered([*map(sum, columns)], sum(each.failed for each in known))
+    """Return the sum."""
+    terms = [Answered(), *answered]
+    columns = zip(*(each.buckets for each in terms), strict=True)
+    return Answered([*map(sum, columns)], sum(each.failed for each in terms))
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
-    """The time within which this share was answered, as Prometheus' histogram_quantile has it:
-    evenly spread within a bucket, and the last bound for what took longer.
+    """Return the time within which this share was answered, as Prometheus' histogram_quantile.
+
+    Interpolates linearly within a bucket. For longer times it is the last bound.
     """
     rank, below = share * sum(buckets), 0
     for number, count in enumerate(buckets[:-1]):
@@ -117,7 +118,7 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
 
 
 class HealthReport(NamedTuple):
-    """`body` is the JSON of the answer, made once for all who ask within a second."""
+    """Health, with the JSON of the answer."""
 
     health: protocol.Health
     body: bytes
@@ -125,7 +126,10 @@ class HealthReport(NamedTuple):
 
 
 class HealthMonitor:
-    """Collects reasons; a part notes its own under a key."""
+    """Collects warnings, and reasons why the daemon is degraded.
+
+    A good report is cached for 1 s: warnings look up users, which can take long with LDAP.
+    """
 
     def __init__(
         self, state_dir: Path, access: Access, room: Room, *, is_open: Callable[[], bool]
@@ -140,49 +144,47 @@ class HealthMonitor:
         self._reported_at = 0.0
 
     def note(self, key: str, reason: str) -> None:
-        """Degrade the daemon until its next start."""
+        """Degrade the daemon until its next start. A later reason replaces one of the same key."""
         self._notes[key] = reason
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again for the next report, which is otherwise up to a second old."""
+        """Drop the cached report."""
         self._report = None
 
     def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
-        """Add the warnings that `source` has at each report."""
+        """Add the warnings of `source` to each report."""
         self._warn.append(source)
 
     def degrade_by(self, source: Callable[[], Sequence[str]]) -> None:
-        """Add the reasons to be degraded that `source` has at each report."""
+        """Degrade the daemon while `source` returns reasons."""
         self._degrade.append(source)
 
     def report(self) -> HealthReport:
         now = time.monotonic()
-        is_fresh = now - self._reported_at < 1
-        if self._report is None or not is_fresh or self._report.is_degraded:
-            self._report, self._reported_at = self._look(), now
-        return self._report
-
-    def _look(self) -> HealthReport:
+        if self._report and not self._report.is_degraded and now - self._reported_at < 1:
+            return self._report
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
         reasons += [*self._disk_reasons(), *self._notes.values()]
         reasons += [text for source in self._degrade for text in source()]
         warnings = [f"warning: {text}" for source in self._warn for text in source()]
         status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
         health = protocol.Health(status=status, reasons=reasons + warnings, version=__version__)
-        return HealthReport(health, protocol.to_bytes(health), bool(reasons))
+        self._report = HealthReport(health, protocol.to_bytes(health), bool(reasons))
+        self._reported_at = now
+        return self._report
 
     def _disk_reasons(self) -> list[str]:
-        place = self._state_dir
         try:
-            disk = os.statvfs(place)
+            disk = os.statvfs(self._state_dir)
         except OSError as error:
-            return [f"cannot read the state directory {place}: {error.strerror}"]
+            return [f"cannot read the state directory {self._state_dir}: {error.strerror}"]
         reasons = []
         if disk.f_flag & os.ST_RDONLY:
-            reasons.append(f"the file system of {place} is read-only")
+            reasons.append(f"the file system of {self._state_dir} is read-only")
         if shortage := self._room.measure().shortage:
-            reasons.append(f"the disk of {place} is nearly full, new work is refused: {shortage}")
+            fact = "is nearly full, new work is refused"
+            reasons.append(f"the disk of {self._state_dir} {fact}: {shortage}")
         return reasons
 
 
@@ -190,12 +192,12 @@ _OWNERS = 20
 _CALLS = 32
 _OPERATIONS = 20
 _POINTS = 24 * 60
-_SAMPLES = round(60 / SNAPSHOT_S)  # of a point
+_SAMPLES_PER_POINT = round(60 / SNAPSHOT_S)
 
 
 @dataclass(kw_only=True, eq=False)
 class ActivityMonitor:
-    """Belongs to the event loop's thread."""
+    """Makes the report of the daemon's activity. Belongs to the event loop's thread."""
 
     settings: Callable[[], Settings]
     started_at: datetime
@@ -216,23 +218,23 @@ class ActivityMonitor:
         self._space = self.room.measure()
 
     async def sample(self) -> None:
-        """Look at the disk, and remember the counts; every twelfth time as a point of the day."""
+        """Measure the disk and store the counts; once a minute add a point to the history."""
         self._space = await anyio.to_thread.run_sync(self.room.measure)
         self.traffic.snapshot()
         self._samples += 1
-        if self._samples % _SAMPLES == 0:
+        if self._samples % _SAMPLES_PER_POINT == 0:
             seconds, answered = self.traffic.latest()
-            all_of_them = _endpoint("all", summed(answered.values()), seconds)
+            total = _endpoint("all", summed(answered.values()), seconds)
             self._history.append(
                 protocol.ActivityPoint(
-                    at=utc_now(), per_second=all_of_them.per_second, p50_s=all_of_them.p50_s,
-                    p99_s=all_of_them.p99_s, checkouts=len(self.checkouts.leases),
+                    at=utc_now(), per_second=total.per_second, p50_s=total.p50_s,
+                    p99_s=total.p99_s, checkouts=len(self.checkouts.leases),
                     disk_free_bytes=self._space.free_bytes,
                 )
             )  # fmt: skip
 
     def report(self, uid: int | None = None, *, history: bool = False) -> protocol.Activity:
-        """The picture as an administrator sees it, or with `uid` as that user does."""
+        """Return the report as an administrator sees it, or as the user `uid` does."""
         seconds, answered = self.traffic.latest()
         endpoints = [_endpoint(name, each, seconds) for name, each in answered.items()]
         endpoints.sort(key=lambda each: (-each.requests, each.endpoint))
@@ -279,28 +281,28 @@ class ActivityMonitor:
     def _owners(
         self, connections: Mapping[int, int], only: int | None
     ) -> list[protocol.OwnerActivity]:
-        """By checkouts, then connections; what is over the bound is one row without a uid."""
-        checkouts = Counter(lease.owner_uid for lease in self.checkouts.leases)
-        running = Counter(each.uid for each in self.workers.calls())
-        waiting = self.workers.waiting()
-        columns: list[Mapping[int, int]] = [checkouts, connections, self.gate.unanswered()]
-        columns.append(self.checkouts.quotas.used)
-        columns += [{uid: n for uid, n in each.items() if uid is not None and uid != HOUSEKEEPING}
-                    for each in (running, waiting)]  # fmt: skip
-        uids = {uid for column in columns for uid, count in column.items() if count}
-        rows = [(uid, [column.get(uid, 0) for column in columns]) for uid in uids]
+        """List users by checkouts, then connections. The last row sums up users over the limit."""
+        columns: dict[str, Mapping[Any, int]] = {
+            "checkouts": Counter(lease.owner_uid for lease in self.checkouts.leases),
+            "connections": connections,
+            "requests": self.gate.unanswered(),
+            "disk_bytes": self.checkouts.quotas.used,
+            "running": Counter(each.uid for each in self.workers.calls()),
+            "waiting": self.workers.waiting(),
+        }
+        uids = {uid for column in columns.values() for uid, count in column.items() if count}
+        uids -= {None, HOUSEKEEPING}
+        rows = [(uid, [column.get(uid, 0) for column in columns.values()]) for uid in uids]
         if only is not None:
             rows = [row for row in rows if row[0] == only]
         rows.sort(key=lambda row: ([-count for count in row[1]], row[0]))
-        shown = [_owner(uid, counts) for uid, counts in rows[:_OWNERS]]
-        if rest := [counts for _, counts in rows[_OWNERS:]]:
-            shown.append(_owner(None, [sum(column) for column in zip(*rest, strict=True)]))
-        return shown
-
-
-def _owner(uid: int | None, counts: list[int]) -> protocol.OwnerActivity:
-    names = ("checkouts", "connections", "requests", "disk_bytes", "running", "waiting")
-    return protocol.OwnerActivity(uid=uid, **dict(zip(names, counts, strict=True)))
+        listed, others = rows[:_OWNERS], [counts for _, counts in rows[_OWNERS:]]
+        if others:
+            listed.append((None, [sum(column) for column in zip(*others, strict=True)]))
+        return [
+            protocol.OwnerActivity(uid=uid, **dict(zip(columns, counts, strict=True)))
+            for uid, counts in listed
+        ]
 
 
 def _endpoint(name: str, answered: Answered, seconds: float) -> protocol.EndpointActivity:

@@ -1,6 +1,6 @@
-"""The configuration: one table of settings, read from a TOML file with all its faults at once.
+"""The configuration: the table of settings, and its reader of TOML files, which reports all faults.
 
-Never changes anything: a bad file is refused, and the daemon keeps the settings it has.
+An invalid file is refused whole, and the daemon keeps its settings.
 """
 
 import difflib
@@ -40,15 +40,15 @@ from .model import (
 from .places import default_socket, default_state_dir
 from .units import format_duration, format_size, parse_duration, parse_size
 
-# -- kinds of values: each check raises ValueError with half a sentence ---------------------------
+# -- checks of values: each raises ValueError with a clause ---------------------------------------
 
 
 def _like(pattern: str, fault: str, *, is_secret: bool = False) -> Callable[[str], str]:
-    """A check of a text by its form. The message does not show what may hold a password."""
-    form = re.compile(pattern)
+    """Make a check of a text by a pattern. The message does not show secrets."""
+    compiled = re.compile(pattern)
 
     def check(value: str) -> str:
-        if not form.fullmatch(value):
+        if not compiled.fullmatch(value):
             raise ValueError(fault if is_secret else f"{shown(value)} {fault}")
         return value
 
@@ -76,7 +76,7 @@ _store = _like(
     r"(?:(?:s3|gs|az)://[a-zA-Z0-9][a-zA-Z0-9._-]*(?:/[^\x00-\x20\x7f?#@]*)?"
     r"|file:///[^\x00-\x20\x7f?#]+)?",
     "is neither empty nor of the form s3://bucket/prefix, gs://, az:// or file:///path;"
-    " credentials stand elsewhere",
+    " credentials come from the environment",
     is_secret=True,
 )
 _HOST = r"[a-z0-9](?:[a-z0-9._-]{0,251}[a-z0-9])?"
@@ -166,7 +166,7 @@ Count = Annotated[StrictInt, Field(ge=1, le=100_000)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 UrlTemplate = Annotated[str, AfterValidator(_url_template)]
 Restart = object()
-"""Marks a setting that a reload refuses, because the daemon uses it only at its start."""
+"""Marks a setting that is read only at start, so that a reload refuses its change."""
 
 
 # -- the settings ---------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class AccessSettings(_Section):
 
 
 class RuleSettings(_Section):
-    """A rule of one's own about what could steer tests; docs/grading.md has the patterns."""
+    """A configured rule about what could steer tests. docs/grading.md describes the patterns."""
 
     name: Annotated[str, AfterValidator(_rule_name)]
     paths: Annotated[tuple[Annotated[str, AfterValidator(_path_pattern)], ...], Field(min_length=1)]
@@ -241,7 +241,7 @@ class RuleSettings(_Section):
 
 
 class GradingSettings(_Section):
-    """`policies` are by kind; the policy of an own rule comes before that of its kind."""
+    """`policies` are by kind. A configured rule's own policy takes precedence."""
 
     policy: Policy = Policy.REPORT
     policies: dict[SteeringKind, Policy] = {}
@@ -250,7 +250,7 @@ class GradingSettings(_Section):
 
 
 class EnvironmentSettings(_Section):
-    """For builds that begin after a change; a failed build is tried again after one."""
+    """A change applies to new builds, and has failed ones retried."""
 
     index: Annotated[str, AfterValidator(_index)] = ""
     network: StrictBool = True
@@ -262,7 +262,7 @@ class LogSettings(_Section):
 
 
 class WebSettings(_Section):
-    """`hosts` are names that the page answers to besides the address that it is asked at."""
+    """`hosts` are names, besides the listening address, that a request's Host may have."""
 
     listen: Annotated[str, AfterValidator(_listen)] = ""
     hosts: tuple[Annotated[str, AfterValidator(_host), AfterValidator(str.lower)], ...] = ()
@@ -288,7 +288,7 @@ class MirrorSettings(_Section):
 
 
 def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]:
-    """Two spellings that differ in letter case are one mirror, which has one URL."""
+    """Refuse a second table of the same mirror, in any letter case."""
     seen: set[str] = set()
     for number, mirror in enumerate(mirrors):
         if mirror.repo.lower() in seen:
@@ -299,7 +299,7 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
 
 
 class Settings(_Section):
-    """All settings, checked. `[[mirror]]` tables are `mirror`."""
+    """All settings. `mirror` has the `[[mirror]]` tables."""
 
     state_dir: Annotated[AbsolutePath, Restart] = Field(default_factory=default_state_dir)
     socket: Annotated[AbsolutePath, Restart] = Field(default_factory=default_socket)
@@ -321,7 +321,7 @@ class Settings(_Section):
 
 
 def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Every setting's dotted key, and whether changing it needs a restart."""
+    """Iterate over the dotted keys of settings, each with whether a change needs a restart."""
     for name, info in model.model_fields.items():
         inner = info.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
@@ -334,7 +334,7 @@ def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterato
 
 
 def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
-    """The keys that a reload from `old` to `new` applies, and those that need a restart."""
+    """Return the changed keys that a reload applies, and those that need a restart."""
     keys = [(key, restart, attrgetter(key)) for key, restart in setting_keys()]
     changed = [(key, restart) for key, restart, read in keys if read(old) != read(new)]
     applied = [key for key, restart in changed if not restart]
@@ -342,7 +342,7 @@ def compare(old: Settings, new: Settings) -> tuple[list[str], list[str]]:
 
 
 def merge_live(old: Settings, new: Settings) -> Settings:
-    """`new`, with the settings that need a restart as they are in `old`."""
+    """Return `new`, but with the old settings where a change needs a restart."""
     result = new
     for key in compare(old, new)[1]:
         section, _, name = key.rpartition(".")
@@ -371,7 +371,7 @@ _KINDS = {
 
 
 class ConfigFault(NamedTuple):
-    """One fault of a configuration file; `line` counts from 1."""
+    """A fault of a configuration file. `line` counts from 1."""
 
     key: str
     message: str
@@ -404,7 +404,7 @@ def load(path: Path | None) -> Settings:
         errors = error.errors()
     faults = []
     for each in errors:
-        # a list that is too short only because its items are faulty is no further fault
+        # pydantic leaves out faulty items and then reports the list as too short
         if each["type"] == "too_short" and any(e["loc"][:-1] == each["loc"] for e in errors):
             continue
         place = [*each["loc"], *each.get("ctx", {}).get("place", ())]
@@ -425,11 +425,11 @@ def _read_text(path: Path) -> str:
         raise _refusal(path, ConfigFault("", "not UTF-8")) from error
     if len(content) > _LONGEST_FILE:
         raise _refusal(path, ConfigFault("", f"longer than {_LONGEST_FILE >> 10} KiB"))
-    # toml 0.10.2 needs the cube of the `=` in an invalid line: 52 s for 64 KiB, 0.3 s for 4 KiB
+    # toml 0.10.2 takes cubic time in the `=` of an invalid line: 52 s for 64 KiB, 0.3 s for 4 KiB
     lines = enumerate(text.split("\n"), 1)
     if long := [number for number, line in lines if len(line) > 4096]:
-        said = "longer than 4096 characters"
-        raise _refusal(path, *(ConfigFault("", said, number) for number in long))
+        fact = "longer than 4096 characters"
+        raise _refusal(path, *(ConfigFault("", fact, number) for number in long))
     return text
 
 
@@ -447,22 +447,22 @@ def _refusal(path: Path, *faults: ConfigFault) -> InvalidConfigError:
 
 
 def _without_values(message: str) -> str:
-    """Toml 0.10.2 puts whole tables into messages, and a table may hold a URL with a password."""
-    said = "an array has values of one type; a uid may be written as a string"
-    message = re.sub(r"\S*://\S*", "a URL", message.replace("Not a homogeneous array", said))
+    """Remove values: toml 0.10.2 quotes whole tables, which may hold a URL with a password."""
+    fact = "an array has values of one type; a uid may be written as a string"
+    message = re.sub(r"\S*://\S*", "a URL", message.replace("Not a homogeneous array", fact))
     return re.sub(r"\{.*", "", message, flags=re.DOTALL).strip()
 
 
 def _message(error: ErrorDetails) -> str:
-    """The fault in the words of TOML: pydantic speaks of Python's types."""
+    """Describe a fault in terms of TOML instead of Python's types."""
     kind = error["type"]
     if kind in {"enum", "literal_error"}:
         expected = error["ctx"]["expected"]
         choices = re.findall(r"\w+", expected)
         return f"must be {expected}" + _guess(str(error["input"]).lower(), choices)
     if kind != "extra_forbidden":
-        said = error["msg"].removeprefix("Value error, ")
-        return _KINDS.get(kind) or said.replace("Input should be", "must be")
+        message = error["msg"].removeprefix("Value error, ")
+        return _KINDS.get(kind) or message.replace("Input should be", "must be")
     path = [str(part) for part in error["loc"] if isinstance(part, str)]
     known = [key for key, _ in setting_keys()]
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
@@ -479,7 +479,7 @@ def _guess(wrong: str, known: Sequence[str], otherwise: Sequence[str] = ()) -> s
 
 
 def _line_of(path: list[int | str], text: str) -> int | None:
-    """The line that sets `path`, else its table's header: the toml package keeps no positions."""
+    """Find the line that sets `path`, else its table's header. The toml package knows no lines."""
     names = ".".join(p for p in path if isinstance(p, str))
     is_array = names.startswith(("mirror", "grading.rule"))  # of tables
     table = next((p for p in path if isinstance(p, int)), 0) if is_array else 0
@@ -488,7 +488,10 @@ def _line_of(path: list[int | str], text: str) -> int | None:
 
 
 def _iter_keys(text: str) -> Iterator[tuple[int, str, int]]:
-    """Line number, dotted key (a header's is its table's name), number of such tables before it."""
+    """Iterate over line number, dotted key, and index of the table among those of its name.
+
+    The key of a header is its table's name.
+    """
     section, counts = "", {"": 0}
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[\[?\s*([^\]]+?)\s*\]", line):

@@ -1,7 +1,7 @@
-"""What a dataset's rows lack and can be computed, by rules that have names.
+"""Derive missing columns of a dataset's rows, by named rules.
 
-Versions come from a project's source, patches and issues from its pull request. Nothing is read
-here but what the caller gives; values that a row has stay.
+Versions come from a project's source, patches and issues from its pull request. No I/O. Values of
+a row are never changed.
 """
 
 import configparser
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 # -- the version of a project ----------------------------------------------------------------------
 #
-# SWE-bench's paths and patterns, then what is usual. The first rule that gives digits wins and is
+# SWE-bench's paths and patterns, then common places. The first rule that gives digits is taken and
 # named with the version. Versions are cut to two parts, as SWE-bench's are.
 
 Read = Callable[[str], str | None]
-"""The text of a file of the project by its path; None where there is none."""
+"""Returns the text of a project's file by its path, or None."""
 
 PATHS: Mapping[str, tuple[str, ...]] = {
     "dbt-labs/dbt-core": ("core/dbt/version.py", "core/dbt/__init__.py"),
@@ -52,7 +52,7 @@ _PATTERNS = tuple(
     )
 )
 _DOCUMENTATION = re.compile(r'""".*?"""', re.DOTALL)
-_USUAL = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")
+_VERSION_FILES = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")
 _SETUP = re.compile(r"""\bversion\s*=\s*['"](\d[^'"]*)['"]""")
 _FROM_TAGS = re.compile(r"setuptools[_-]scm|versioneer|hatch-vcs|poetry-dynamic-versioning|\bpbr\b")
 _TAG = re.compile(r"\D*?(\d+(?:\.\d+)*)(.*)-(\d+)-g[0-9a-f]+")
@@ -64,19 +64,19 @@ class Version(NamedTuple):
 
 
 def find_version(repo: str, read: Read, describe: Callable[[], str | None]) -> Version | None:
-    """The version of `repo` (owner/name). `describe` answers as `git describe --tags --long`."""
+    """Find the version of `repo` (owner/name). `describe` is `git describe --tags --long`."""
     for path in PATHS.get(repo.lower(), ()):
         if found := _in_source(path, read(path)):
             return found
     builds = {name: read(name) or "" for name in ("pyproject.toml", "setup.cfg", "setup.py")}
-    usual = partial(_iter_usual, repo.partition("/")[2], read, builds)
-    if any(_FROM_TAGS.search(text) for text in builds.values()):  # `__version__` is a stub there
-        return _from_tag(describe()) or next(usual(), None)
-    return next(usual(), None) or _from_tag(describe())
+    candidates = _iter_declared(repo.partition("/")[2], read, builds)
+    if any(_FROM_TAGS.search(text) for text in builds.values()):  # their `__version__` is a stub
+        return _from_tag(describe()) or next(candidates, None)
+    return next(candidates, None) or _from_tag(describe())
 
 
 def cut(text: str) -> str | None:
-    """The first two parts of a version, digits only, as SWE-bench writes it."""
+    """Return the first two parts of a version, digits only, as in SWE-bench."""
     for separator in (".", ","):
         if separator in text:
             text = ".".join(text.strip().split(separator)[:2])
@@ -100,8 +100,8 @@ def _in_source(path: str, text: str | None) -> Version | None:
     return next(filter(None, versions), None)
 
 
-def _iter_usual(name: str, read: Read, builds: Mapping[str, str]) -> Iterator[Version]:
-    """`[project]` and `[tool.poetry]`, `[metadata]`, `setup.py`, then the package's own files."""
+def _iter_declared(name: str, read: Read, builds: Mapping[str, str]) -> Iterator[Version]:
+    """Iterate over versions in pyproject.toml, setup.cfg, setup.py, then the package's files."""
     tables = _toml(builds["pyproject.toml"])
     setup = configparser.RawConfigParser(strict=False)
     try:
@@ -118,19 +118,19 @@ def _iter_usual(name: str, read: Read, builds: Mapping[str, str]) -> Iterator[Ve
     yield from filter(None, declared)
     package = name.removeprefix("python-").replace("-", "_")
     for directory in dict.fromkeys((f"src/{package}", package, f"src/{name}", name)):
-        for path in (f"{directory}/{file}" for file in _USUAL):
+        for path in (f"{directory}/{file}" for file in _VERSION_FILES):
             if found := _in_source(path, read(path)):
                 yield found
 
 
 def _declared(value: str, rule: str, read: Read) -> Version | None:
-    """A value of setup.cfg: the version, `file: PATH`, or `attr: package.name`."""
-    kind, _, rest = value.partition(":")
+    """Resolve a version of setup.cfg: a literal, `file: PATH`, or `attr: package.name`."""
+    kind, _, target = value.partition(":")
     if kind == "file":
-        return _found(read(rest.strip()), rest.strip())
+        return _found(read(target.strip()), target.strip())
     if kind != "attr":
         return _found(value, rule)
-    module = rest.strip().rpartition(".")[0].replace(".", "/")
+    module = target.strip().rpartition(".")[0].replace(".", "/")
     paths = (f"{above}{module}{end}" for above in ("", "src/") for end in (".py", "/__init__.py"))
     return next(filter(None, (_in_source(path, read(path)) for path in paths)), None)
 
@@ -149,18 +149,18 @@ def _at(value: Any, *keys: str) -> Any:
 
 
 def _from_tag(described: str | None) -> Version | None:
-    """As setuptools_scm guesses: commits after a release belong to the next one."""
+    """Guess as setuptools_scm does: commits after a release belong to the next one."""
     found = _TAG.fullmatch(described or "")
     if found is None:
         return None
-    numbers, rest, distance = [int(n) for n in found[1].split(".")], found[2], int(found[3])
-    if distance and not rest:
+    numbers, suffix, distance = [int(n) for n in found[1].split(".")], found[2], int(found[3])
+    if distance and not suffix:
         numbers[-1] += 1
     tag = str(described).rsplit("-", 2)[0]
     return _found(".".join(map(str, numbers)), f"tag {tag}")
 
 
-# -- which files of a pull request are tests, which issues it resolves -----------------------------
+# -- the tests of a pull request, and the issues that it resolves ----------------------------------
 
 _SECTION = re.compile(r"^(?=diff --git )", re.MULTILINE)
 _INDEX = re.compile(r"^index .*\n", re.MULTILINE)
@@ -170,14 +170,14 @@ _TEST_PARTS = ("test", "tests", "e2e", "testing")
 
 
 class SplitRule(StrEnum):
-    """How SWE-bench told solution from tests: in its published sets, and since July 2024."""
+    """SWE-bench's rules to separate solution and tests: in published sets, and since 2024-07."""
 
     SWEBENCH_V1 = "swebench-v1"
     SWEBENCH_V2 = "swebench-v2"
 
 
-class Parts(NamedTuple):
-    """A diff in two; with the paths of each, and of what the rule puts into neither."""
+class SplitDiff(NamedTuple):
+    """The two parts of a diff, with the paths of each, and those in neither (`dropped`)."""
 
     patch: str
     test_patch: str
@@ -186,13 +186,13 @@ class Parts(NamedTuple):
     dropped: tuple[str, ...]
 
 
-def split(diff: str, rule: SplitRule) -> Parts:
-    """The solution and test parts of a diff.
+def split(diff: str, rule: SplitRule) -> SplitDiff:
+    """Split a diff into solution and tests.
 
-    v1: a file is a test where its `diff --git` line, in lower case, has the word test, tests or
-    testing between blanks, `_`, `/` and `.`; of the rest only Python files are the solution; lines
-    of `index` are left out. v2: a file is a test where its path contains test or e2e anywhere
-    (`_pytest` does); the rest is the solution.
+    v1: a test file has the word test, tests or testing in its `diff --git` line, in lower case,
+    between blanks, `_`, `/` and `.`. Of the others only Python files are the solution. `index`
+    lines are removed. v2: a test file has test or e2e anywhere in its path (as `_pytest`). All
+    others are the solution.
     """
     parts: dict[str, list[str]] = {"source": [], "test": [], "dropped": []}
     paths: dict[str, list[str]] = {"source": [], "test": [], "dropped": []}
@@ -211,11 +211,11 @@ def split(diff: str, rule: SplitRule) -> Parts:
         parts[kind].append(section if section.endswith("\n") else f"{section}\n")
         paths[kind].append(path)
     listed = (tuple(each) for each in paths.values())
-    return Parts("".join(parts["source"]), "".join(parts["test"]), *listed)
+    return SplitDiff("".join(parts["source"]), "".join(parts["test"]), *listed)
 
 
 def _path_of(header: str, section: str) -> str:
-    """The path after the change, or before it where it deletes the file."""
+    """Return the path after the change, or before it if the file is deleted."""
     for mark in ("+++ b/", "rename to ", "--- a/"):
         if found := re.search(rf"^{re.escape(mark)}(.*)$", section, re.MULTILINE):
             return found[1].split("\t")[0].rstrip("\r")
@@ -230,10 +230,10 @@ _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 
 
 def resolved_issues(texts: Iterable[str], repo: str) -> list[str]:
-    """Numbers of the issues that a pull request's title, body and commit messages resolve.
+    """Find the issues that a pull request's title, body and commit messages resolve.
 
-    As SWE-bench: a form of close, fix or resolve, blanks, then `#N` or the issue's URL; comments in
-    HTML do not count. In the order of the text, each once.
+    Like SWE-bench: a form of close, fix or resolve, blanks, then `#N` or the issue's URL, outside
+    HTML comments. Returns each number once, in the order of the text.
     """
     text = _COMMENT.sub("", "\n".join(texts))
     url = re.escape(f"https://github.com/{repo}/issues/")
@@ -241,16 +241,16 @@ def resolved_issues(texts: Iterable[str], repo: str) -> list[str]:
     return list(dict.fromkeys(number for word, number in found if word.lower() in _KEYWORDS))
 
 
-# -- a dataset's rows with what they lacked --------------------------------------------------------
+# -- rows with derived columns ---------------------------------------------------------------------
 #
-# Passes over the source twice and holds one row, so the set-up commits of the first pass are all
-# that grows. `derived` says of each added column by which rule it came.
+# Memory holds one row and the set-up commits, which take a pass of their own. The column `derived`
+# has the rule of each added column.
 
 Row = dict[str, Any]
 
 
 class Column(StrEnum):
-    """What can be derived; `patch` stands for patch and test_patch."""
+    """A column to derive. PATCH stands for patch and test_patch."""
 
     PATCH = "patch"
     ISSUES = "issue_numbers"
@@ -259,7 +259,7 @@ class Column(StrEnum):
 
 
 class Disagreement(NamedTuple):
-    """A column that a row has, beside what its rule gives."""
+    """A recorded value that differs from the derived one."""
 
     instance: str
     column: str
@@ -270,8 +270,10 @@ class Disagreement(NamedTuple):
 
 @dataclass
 class Derived:
-    """Counts by column, and lists. `lacking` counts by column and reason; `split_differs` has, by
-    instance, the paths that are tests by one split rule only."""
+    """Counts by column. `lacking` counts by column and reason.
+
+    `split_differs` has, by instance, the paths that are tests by only one of the split rules.
+    """
 
     rows: int = 0
     added: Counter[str] = field(default_factory=Counter)
@@ -282,7 +284,7 @@ class Derived:
 
 
 class Deriver:
-    """Derives `columns` of rows that `iterate` yields again at each call; fills `report`."""
+    """Derives `columns` of the rows of `iterate`, and fills `report`."""
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class Deriver:
         self.report = Derived()
 
     def rows(self) -> Iterator[Row]:
-        """All rows in their order, with the added columns and `derived`."""
+        """Iterate over all rows, with the added columns and `derived`."""
         setups = self._setup_commits() if Column.SETUP in self._columns else {}
         steps: dict[Column, Callable[[Row, Row], None]] = {
             Column.PATCH: self._split,
@@ -371,7 +373,7 @@ class Deriver:
         self._settle(row, rules, Column.SETUP, found, f"last of version {version}", known)
 
     def _setup_commits(self) -> dict[tuple[str, str], str]:
-        """The last base commit by `created_at` of each repository's versions."""
+        """Return the last base commit, by `created_at`, of each repository and version."""
         last: dict[tuple[str, str], tuple[datetime, str]] = {}
         for row in self._iterate():
             version, created = self._version_of(row), read_date(row.get("created_at"))
@@ -395,7 +397,7 @@ class Deriver:
     def _settle(
         self, row: Row, rules: Row, column: Column, value: Any, rule: str, recorded: list[Any]
     ) -> None:
-        """Add a value where none is recorded, or compare it with the one that is."""
+        """Add a value if none is recorded, else compare it with the recorded one."""
         if not recorded:
             row[column], rules[column] = value, rule
             self.report.added[column] += 1
@@ -407,7 +409,7 @@ class Deriver:
 
 
 def read_date(value: object) -> datetime | None:
-    """A date as datasets spell it: ISO 8601, with or without zone, with T or a space."""
+    """Read an ISO 8601 date, with or without zone, with T or a space; None for anything else."""
     try:
         date = datetime.fromisoformat(str(value))
     except ValueError:
@@ -421,7 +423,7 @@ def _joined(patch: Any, test_patch: Any) -> str:
 
 
 def _messages(commits: Any) -> list[str]:
-    """Messages of a list of texts, or of objects as GitHub's API has them."""
+    """Return the messages of commits: texts, or objects of GitHub's API."""
     found = []
     for commit in commits if isinstance(commits, list) else []:
         if isinstance(commit, dict):

@@ -1,8 +1,7 @@
-"""The composition root: builds every part in an order with reasons, closes them in reverse.
+"""The composition root: builds all parts of the daemon, and closes them in reverse order.
 
-Owns the settings in effect, and what is asked of the daemon as a whole: status, figures, reload.
-Knows no HTTP. A part is opened when everything that it may call is open; a failure on the way
-closes what was opened.
+Owns the settings in force, status and reload. A part is opened after everything that it may call.
+If opening fails, the opened parts are closed.
 """
 
 import asyncio
@@ -57,9 +56,9 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """The parts of one daemon. Those that need the disk or a process exist once `open` returned.
+    """The parts of one daemon. Those that need the disk or a process exist after `open`.
 
-    `load` reads the settings again, with the command line that started the daemon.
+    `load` reads the settings again, with the options of the daemon's command line.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class Engine:
         )
 
     def settings(self) -> Settings:
-        """The settings in effect; parts keep this function, not its answer."""
+        """Return the settings in force. Parts keep this function, not its result."""
         return self._settings
 
     async def wait_until_open(self) -> None:
-        """Raises StoppingError when the daemon ends before it is open."""
+        """Raises StoppingError if opening fails."""
         await self._opening_ended.wait()
         if not self.is_open:
             raise StoppingError("the daemon cannot open its state", hint="its log says why")
@@ -114,11 +113,11 @@ class Engine:
         await self._closing.aclose()
 
     async def _open_stores(self) -> None:
-        """The catalog, the mirrors, the datasets."""
+        """Open catalog, mirrors and datasets."""
         self.git = Git(home=self.layout.home)
         self.workers = Workers(on_start=self._configure_log(), charge=self.gate.charge)
         self._closing.push_async_callback(self.workers.close)
-        # the catalog first: opening the mirrors brings it in line with their refs
+        # the catalog first: opening the mirrors adapts it to their refs
         place = self._settings.catalog.url or self.layout.catalog
         self.catalog = await Catalog.open(place, self.workers)
         self._closing.push_async_callback(self.catalog.close)
@@ -131,7 +130,7 @@ class Engine:
         self.bundles, self.datasets = Bundles(self.mirrors), Datasets(self.mirrors)
         self.fleet = await self._join_fleet()
         await self.mirrors.open()
-        # datasets drop stale pins when they open, which needs mirrors in line with the catalog
+        # datasets remove stale pins when they open, so mirrors and catalog have to agree before
         await self.datasets.open()
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
@@ -140,7 +139,7 @@ class Engine:
         self.health.degrade_by(self.catalog.outages)
 
     async def _join_fleet(self) -> "Fleet | None":
-        """With a store, work with others on its mirrors; without one, have the catalog alone."""
+        """With a store, join the fleet; without one, claim a shared catalog for this daemon."""
         if not self._settings.store.url:
             if self.catalog.is_shared:
                 claims = Claims(self.catalog, lambda: 0)
@@ -150,7 +149,7 @@ class Engine:
                 self._closing.callback(keeping.cancel)
             return None
         try:
-            # only here: they are an extra, and take 0.1 s to load
+            # imported late: an optional dependency, which takes 0.1 s to load
             objects = await anyio.to_thread.run_sync(import_module, "mirrord.fleet.objects")
             service = import_module("mirrord.fleet.service")
         except ImportError as error:
@@ -167,19 +166,19 @@ class Engine:
         return fleet
 
     def _configure_log(self) -> Callable[[], None]:
-        """Log as the settings say; answers how another process does the same."""
+        """Configure the log. Return a function that does the same in another process."""
         settings = self._settings.log
         configure = partial(telemetry.configure, settings.level, settings.format)
         configure()
         return configure
 
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
-        """Remove trees that clients wrote to, in batches that count for no user."""
+        """Remove trees that clients wrote to, in a worker that is not counted for any user."""
         Askers(HOUSEKEEPING).bind()
         return await self.workers.run(remove_trees, paths, timeout=timedelta(minutes=10))
 
     async def _open_checkouts(self) -> None:
-        """Stores and templates, then the checkouts that an earlier daemon left."""
+        """Open stores and templates, then adopt the checkouts of an earlier daemon."""
 
         async def recorded(name: MirrorName) -> set[CommitId]:
             return {row.commit for row in await self.catalog.list_recorded(name.key)}
@@ -239,7 +238,7 @@ class Engine:
 
     @property
     def backend(self) -> Backend:
-        """The backend of a request that names none."""
+        """The default backend of requests."""
         try:
             return self.checkouts.backend
         except BackendUnavailableError:  # leases of the other backend are still served
@@ -255,12 +254,12 @@ class Engine:
     async def _open_audits(self) -> None:
         self.heals = Heals(self.mirrors)
         await self.heals.open()
-        # an audit that may heal passes its findings to the heals, and has templates scrubbed
+        # an audit passes its findings to the heals, and has the mirror's templates scrubbed
         self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
         await self.audits.open()
 
     async def _open_jobs(self) -> None:
-        """Last, because jobs use everything: configured mirrors, the clock, the watched files."""
+        """Add configured mirrors, start the schedule and the watches. Last: they use all parts."""
         prewarm = Prewarm(
             self.settings, self.catalog, self.operations, self._prepare,
             self.stores.oldest_first, self._is_full,
@@ -272,7 +271,7 @@ class Engine:
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
         self._watches: list[Watch] = []
-        # datasets drop pins that mirrors adopt
+        # the mirrors first: datasets remove pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.trash.retry, self.datasets.clean_up])
         jobs = Timetable(
             self.started_at, self.checkouts, self.work, cleanup, self.storage, self._watches,
@@ -303,12 +302,12 @@ class Engine:
             )  # fmt: skip
 
     async def _is_full(self) -> bool:
-        """Whether to prepare no more templates: some would be evicted, or all refused."""
+        """Return whether further templates would evict others, or find no room on the disk."""
         return bool(self.room.measure().shortage) or await self.templates.is_full()
 
     async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
-        """Make a checkout of this commit warm. Raises MirrorNotFoundError."""
-        await self.mirrors.resolve(name, commit)  # it may have been removed, or not be here yet
+        """Make checkouts of this commit warm. Raises MirrorNotFoundError."""
+        await self.mirrors.resolve(name, commit)  # the mirror may be removed, or not fetched yet
         limit = await self.datasets.find_history_limit(name, commit)
         if limit is not None and not history.is_within(limit):
             history = limit
@@ -318,7 +317,7 @@ class Engine:
             await self.stores.ensure(name, commit, history)
 
     async def _add_configured_mirrors(self) -> None:
-        """Add what can be added; refusals are published."""
+        """Add the mirrors of the settings; publish an event for each refused one."""
         for mirror in self._settings.mirror:
             try:
                 await self.mirrors.add(mirror.repo, mirror.url)
@@ -328,7 +327,7 @@ class Engine:
                 )
 
     async def _watch_datasets(self) -> None:
-        """Watch the directory of datasets, or no longer, as the settings say."""
+        """Start or stop watching the directory of datasets, as the settings say."""
         is_wanted = self._settings.datasets.watch
         if is_wanted and self._dataset_watch is None:
             known = {}
@@ -336,7 +335,7 @@ class Engine:
                 path = self.layout.datasets / Path(dataset.source).name
                 signature = await anyio.to_thread.run_sync(signature_of, path)
                 if signature and signature.changed_at < dataset.imported_at.timestamp():
-                    known[path] = signature  # imported since it last changed
+                    known[path] = signature  # already imported in this state
             self._dataset_watch = Watch(
                 self.layout.datasets, is_complete_name, self._import_watched, known=known
             )
@@ -355,7 +354,7 @@ class Engine:
             await watch.close()
 
     async def _import_watched(self, path: Path) -> None:
-        """Import a file; a refused file is a warning while it exists."""
+        """Import a file. A refused one is a health warning while it exists."""
         ended = await self.operations.wait(self.work.import_watched(path).id)
         if ended.error is None:
             self._refused_files.pop(path, None)
@@ -366,7 +365,7 @@ class Engine:
             )
 
     def _file_warnings(self) -> list[str]:
-        """Without the reason, which quotes rows: health answers everybody."""
+        """Return health warnings, without the reasons, which quote rows: health is public."""
         return [
             f"{path.name} in datasets: cannot import it ({code}); `mirrord operations` says why"
             for path, code in self._refused_files.items()
@@ -374,13 +373,13 @@ class Engine:
         ]
 
     def on_reload(self, apply: Callable[[], Awaitable[None]]) -> None:
-        """Call `apply` in each reload, once the new settings are in effect."""
+        """Call `apply` at each reload, after the new settings are in force."""
         self._on_reload.append(apply)
 
     async def reload(self) -> ReloadAnswer:
-        """Read the configuration again and apply what is live.
+        """Read the configuration again, and apply the settings that need no restart.
 
-        Raises InvalidConfigError for a bad file, and changes nothing then.
+        Raises InvalidConfigError for an invalid file, and then changes nothing.
         """
         await self.wait_until_open()
         async with self._reloading:
@@ -433,5 +432,5 @@ class Engine:
         )  # fmt: skip
 
     def activity(self, uid: int | None = None, *, history: bool = False) -> Activity:
-        """What the daemon does now; with `uid` as that user sees it. Reads memory alone."""
+        """Return the daemon's activity, or what the user `uid` sees of it. Reads only memory."""
         return self.monitor.report(uid, history=history)

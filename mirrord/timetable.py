@@ -1,15 +1,15 @@
-"""The jobs that run by the clock: what each does and how often, run by apscheduler on the loop.
+"""The scheduled jobs, run by apscheduler on the event loop.
 
-A late job runs once, not dropped and not doubled, and never beside itself. Intervals come from the
-settings in force, zero switches a job off. They count from what was recorded, not from the start: a
-daemon restarted every hour still syncs every six. A failure is kept for `status`.
+A missed run is made up once, and runs of a job never overlap. Intervals come from the settings;
+zero disables a job. They count from recorded times, not from the start: a daemon that is restarted
+every hour still syncs every six. `status` shows the last failure.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from zlib import crc32
@@ -32,16 +32,16 @@ from .work import BackgroundWork
 
 CLEANUP_INTERVAL = timedelta(seconds=5)
 _MINUTE = timedelta(minutes=1)
-_NEVER_FOUND_INTERVAL = timedelta(days=7)
-# forges ask for a password where a repository does not exist
-_NEVER_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
+_NOT_FOUND_INTERVAL = timedelta(days=7)
+# forges ask for a password if a repository does not exist
+_NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run` every `interval` (zero: never) from `since` on; None is now.
+    """Runs every `interval` (zero: never), counted from `since` (None: now).
 
-    After a failure it runs again after `retry` (zero: at its next turn), twice that, and so on.
+    A failed run is retried after `retry`, then after twice that, and so on; with zero it is not.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class _Planned:
+class _JobState:
     job: Job
     backoff: Backoff
     last_at: datetime | None = None
@@ -61,16 +61,19 @@ class _Planned:
 
 
 class Schedule:
-    """Keeps apscheduler's jobs equal to the table that `jobs` answers."""
+    """Keeps apscheduler's jobs equal to the table that `jobs` returns.
+
+    The first run of a new or overdue job is after `delay`.
+    """
 
     def __init__(
-        self, jobs: Callable[[], Awaitable[list[Job]]], *, soon: timedelta = timedelta(seconds=2)
+        self, jobs: Callable[[], Awaitable[list[Job]]], *, delay: timedelta = timedelta(seconds=2)
     ) -> None:
         self._jobs = jobs
-        self._soon = soon
-        self._planned: dict[str, _Planned] = {}
+        self._delay = delay
+        self._states: dict[str, _JobState] = {}
         self._reconciling = asyncio.Lock()
-        # a timer keeps the context that it is made in: of no request, or all jobs would run as it
+        # timers keep the context in which they are made: a request's would run jobs as its user
         self._context = copy_context()
         self._scheduler = AsyncIOScheduler(
             timezone="UTC",
@@ -82,24 +85,24 @@ class Schedule:
         self._context.run(self._scheduler.start)
 
     async def close(self) -> None:
-        """Start nothing more. Running work belongs to the operations."""
+        """Start no more jobs. Does not end running operations."""
         self._scheduler.shutdown(wait=False)
 
     async def reconcile(self) -> None:
-        """Add new jobs, plan those with another interval again, drop those that are gone."""
+        """Add new jobs, reschedule jobs with another interval, remove jobs that are gone."""
         async with self._reconciling:
             table = {job.name: job for job in await self._jobs() if job.interval}
-            for name in self._planned.keys() - table.keys():
+            for name in self._states.keys() - table.keys():
                 self._context.run(self._scheduler.remove_job, name)
-                del self._planned[name]
+                del self._states[name]
             for name, job in table.items():
-                known = self._planned.get(name)
+                known = self._states.get(name)
                 if known and (known.job.interval, known.job.jitter) == (job.interval, job.jitter):
                     continue
-                planned = _Planned(job, Backoff(job.retry, job.retry * 2**16))
+                state = _JobState(job, Backoff(job.retry, job.retry * 2**16))
                 if known:
-                    planned.last_at, planned.last_error = known.last_at, known.last_error
-                self._planned[name] = planned
+                    state.last_at, state.last_error = known.last_at, known.last_error
+                self._states[name] = state
                 jitter = min(job.jitter, job.interval / 2).total_seconds()
                 self._context.run(
                     self._scheduler.add_job,
@@ -112,37 +115,36 @@ class Schedule:
                 )
 
     def states(self) -> list[JobState]:
-        """Every job, with its next time."""
+        """Return the state of every job."""
         return [
             JobState(
                 name=name, next_at=self._next_at(name), last_at=each.last_at,
                 last_error=each.last_error,
             )
-            for name, each in sorted(self._planned.items())
+            for name, each in sorted(self._states.items())
         ]  # fmt: skip
 
     async def _run(self, name: str) -> None:
-        planned = self._planned.get(name)
-        if planned is None:
+        state = self._states.get(name)
+        if state is None:
             return
-        planned.last_at = utc_now()
+        state.last_at = utc_now()
         try:
-            await planned.job.run()
-            planned.last_error = None
-            planned.backoff.reset()
-            if planned.job.jitter and self._next_at(name):
-                place = self._place(replace(planned.job, since=planned.last_at))
-                self._move(name, place)
+            await state.job.run()
+            state.last_error = None
+            state.backoff.reset()
+            if state.job.jitter and self._next_at(name):
+                self._move(name, _due_at(state.job, state.last_at))
         except MirrordError as error:
-            planned.last_error = error.message
-            # No earlier than upstream asks for, and no later than the next turn.
-            asked = timedelta(seconds=error.facts.get("retry_after_s") or 0)
-            retry_at = utc_now() + max(planned.backoff.next(), asked)
+            state.last_error = error.message
+            # not before upstream's Retry-After, and not after the next regular run
+            retry_after = timedelta(seconds=error.facts.get("retry_after_s") or 0)
+            retry_at = utc_now() + max(state.backoff.next(), retry_after)
             next_at = self._next_at(name)
-            if planned.job.retry and next_at and retry_at < next_at:
+            if state.job.retry and next_at and retry_at < next_at:
                 self._move(name, retry_at)
         except Exception:
-            planned.last_error = "an unexpected error; the daemon's log has the details"
+            state.last_error = "an unexpected error; the daemon's log has the details"
             log.exception("job.crashed", job=name)
 
     def _move(self, name: str, at: datetime) -> None:
@@ -153,35 +155,35 @@ class Schedule:
         return found.next_run_time if found else None
 
     def _first_time(self, job: Job) -> datetime:
-        """An interval after `since`, or its place in it. An overdue job runs soon."""
         now = utc_now()
         if job.since is None:
-            return now + min(job.interval, self._soon)
-        spread = job.jitter / 10 * _share(job.name)
-        return max(self._place(job), now + self._soon + spread)
-
-    def _place(self, job: Job) -> datetime:
-        """When a job is due. One with jitter is one of many: each has a place in the interval.
-
-        So mirrors that were imported together are synced one after the other from then on.
-        """
-        assert job.since is not None
-        if not job.jitter:
-            return job.since + job.interval
-        earliest = job.since + min(job.jitter, job.interval / 2)
-        begun = timedelta(seconds=earliest.timestamp()) % job.interval
-        return earliest + (job.interval * _share(job.name) - begun) % job.interval
+            return now + min(job.interval, self._delay)
+        spread = job.jitter / 10 * _phase(job.name)
+        return max(_due_at(job, job.since), now + self._delay + spread)
 
 
-def _share(name: str) -> float:
-    """From 0 up to 1, evenly over names."""
+def _due_at(job: Job, since: datetime) -> datetime:
+    """Return the time of a job's next run after one at `since`.
+
+    A job with jitter is one of many, and has a fixed phase in the interval: mirrors that were
+    imported together are synced one after the other.
+    """
+    if not job.jitter:
+        return since + job.interval
+    earliest = since + min(job.jitter, job.interval / 2)
+    phase = timedelta(seconds=earliest.timestamp()) % job.interval
+    return earliest + (job.interval * _phase(job.name) - phase) % job.interval
+
+
+def _phase(name: str) -> float:
+    """Return a share of the interval, from 0 up to 1, evenly distributed over names."""
     return crc32(name.encode()) / 2**32
 
 
 class Cleanup:
-    """Retries what failed operations left, ever less often while it fails, as on a full disk.
+    """Retries the cleanup after failed operations, with increasing pauses while it fails.
 
-    `parts` are called in order; each answers whether nothing is left. A start retries all.
+    `parts` are called in order. Each returns whether nothing is left to clean up.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class Cleanup:
 
 @dataclass(slots=True)
 class Timetable:
-    """Builds the table from the mirrors there are and from when things last happened."""
+    """Builds the table of jobs from the mirrors and the recorded times."""
 
     started_at: datetime
     checkouts: Checkouts
@@ -228,14 +230,14 @@ class Timetable:
         async def auditing(
             name: str, interval: timedelta, level: AuditLevel | None, past: list[Audit]
         ) -> Job:
-            """Counts from the last whole audit; an interrupted one continues soon."""
+            """Count from the last complete audit. An interrupted one continues soon."""
             begun = await self.work.audits.find_unfinished(level or audit.level)
             since = past[0].finished_at if past else started
             since = begun - interval if begun else since
             return Job(name, interval, partial(self._audit, level), since=since)
 
         def early(interval: timedelta) -> datetime:
-            """First an eighth of the interval after the start: some daemons restart every day."""
+            """First run after an eighth of the interval: some daemons restart every day."""
             return started - interval * 7 / 8
 
         def regular(name: str, interval: timedelta, run: Callable[[], Awaitable[object]]) -> Job:
@@ -250,7 +252,7 @@ class Timetable:
                 Job(f"sync/{row.name}", sync.interval, partial(self._sync, row.name),
                     sync.jitter, row.attempted_at, _MINUTE)
                 for row in mirrors
-                if not self.work.mirrors.sharing.is_fleet  # one daemon of which syncs what is due
+                if not self.work.mirrors.sharing.is_fleet  # whose claims schedule syncs
             ),
             await auditing("audit", audit.interval, None, whole),
             await auditing("audit.content", audit.content_interval, AuditLevel.CONTENT, content),
@@ -261,20 +263,18 @@ class Timetable:
             regular("activity.sample", timedelta(seconds=SNAPSHOT_S), self.sample),
             regular("disk.look", timedelta(seconds=2), self.storage.look),
             regular("templates.evict", timedelta(minutes=5), self._evict),
-            regular("watch.look", _MINUTE, self._look),
+            regular("watch.look", _MINUTE, self._wake_watches),
             regular("quotas.weigh", _MINUTE, self.checkouts.quotas.weigh),
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
         ]  # fmt: skip
 
     async def _sync(self, name: MirrorName) -> None:
-        """Sync. A mirror never synced and unknown upstream is probably a mistyped name: it is tried
-        once a week, by imports, and when a person asks.
-        """
+        """Sync, but only weekly while upstream has no such repository: the name may be mistyped."""
         row = await self.work.mirrors.catalog.find_mirror(name.key)
         if row and not row.synced_at and row.error and row.attempted_at:
-            is_due = utc_now() >= row.attempted_at + _NEVER_FOUND_INTERVAL
-            if row.error.get("code") in _NEVER_FOUND and not is_due:
+            is_due = utc_now() >= row.attempted_at + _NOT_FOUND_INTERVAL
+            if row.error.get("code") in _NOT_FOUND and not is_due:
                 return
         await self._finish(self.work.sync(name))
 
@@ -282,7 +282,7 @@ class Timetable:
         await self._finish(await self.work.audit(StartAudit(level=level), resume=True))
 
     async def _maintain(self) -> None:
-        """One mirror after the other. Raises the last failure; each is in its operation."""
+        """Maintain all mirrors in turn. Raises the last failure; each is in its operation."""
         failure: MirrordError | None = None
         for row in await self.work.mirrors.catalog.list_mirrors():
             try:
@@ -293,7 +293,7 @@ class Timetable:
             raise failure
 
     async def _retry_heals(self) -> None:
-        """Heal what no donor had the last time, in the mirrors that are due."""
+        """Retry heals of objects that no donor had, in the mirrors that are due."""
         names = self.work.heals.due()
         due = [str(name) for name in names if await self.work.mirrors.catalog.find_mirror(name.key)]
         if due and self.work.mirrors.settings().audit.heal:
@@ -305,12 +305,12 @@ class Timetable:
         await self.work.templates.evict()
         await self.work.prewarm.resume()
 
-    async def _look(self) -> None:
+    async def _wake_watches(self) -> None:
         for watch in self.watches:
-            watch.touch()
+            watch.wake()
 
     async def _finish(self, operation: Operation) -> Operation:
-        """Wait for an operation; raises its error."""
+        """Wait for an operation. Raises its error."""
         ended = await self.work.operations.wait(operation.id)
         if ended.error is not None:
             raise from_problem(ended.error.to_json())

@@ -1,7 +1,7 @@
-"""The kinds of background work, each an operation: for requests, the schedule, watched files.
+"""The kinds of operations, started by requests, the schedule and watched files.
 
-Owns what belongs together around one piece of work: a mirror that was added gets scheduled, an
-uploaded file is removed once it was read. Never waits for the work itself.
+Includes the steps around the work itself: a new mirror is scheduled, an uploaded file is removed
+after it was read. Does not wait for the work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BackgroundWork:
-    """Starts operations. `on_mirrors_changed` is called after a mirror was added or removed."""
+    """Starts operations. Calls `on_mirrors_changed` after a mirror was added or removed."""
 
     operations: Operations
     mirrors: Mirrors
@@ -79,7 +79,7 @@ class BackgroundWork:
     ) -> Operation:
         async def run(progress: ProgressSink) -> Message:
             result = await self.mirrors.sync(name, progress, accept_loss=accept_loss)
-            pinned = await self.datasets.repin(name)  # commits that upstream lacked the last time
+            pinned = await self.datasets.repin(name)  # commits that upstream lacked before
             return replace(result, pinned=pinned)
 
         return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
@@ -97,7 +97,7 @@ class BackgroundWork:
     async def import_bundle(
         self, path: Path, *, mirror: str | None, owner_uid: int = 0
     ) -> Operation:
-        """Import a bundle file of ours, and remove the file."""
+        """Import an uploaded bundle, and remove the file."""
 
         async def run(progress: ProgressSink) -> Message:
             result = await self.bundles.import_file(
@@ -110,7 +110,7 @@ class BackgroundWork:
         return await self._start_with(path, "bundle.import", mirror or "a bundle", run, owner_uid)
 
     async def restore(self, names: Sequence[str], *, owner_uid: int = 0) -> Operation:
-        """Restore mirrors from the store, by default all of it, and audit them.
+        """Restore mirrors from the store, by default all, and audit them.
 
         Raises InvalidRequestError without a store, InvalidUrlError, StoreUnavailableError.
         """
@@ -150,7 +150,7 @@ class BackgroundWork:
         await self.on_mirrors_changed()
 
     async def forget_mirror(self, name: MirrorName) -> None:
-        """Remove what is here of a mirror that another daemon removed."""
+        """Remove the local data of a mirror that another daemon removed."""
         await self._forget(name, self.mirrors.discard)
 
     async def _forget(
@@ -163,17 +163,17 @@ class BackgroundWork:
     async def import_upload(
         self, file: DatasetFile, *, dry_run: bool = False, owner_uid: int = 0
     ) -> Operation:
-        """Import a dataset file of ours, or say what that would change, and remove the file."""
+        """Import an uploaded dataset file, or with `dry_run` compare it, and remove the file."""
 
         async def compare(_: ProgressSink) -> Message:
             return await self.datasets.compare_file(file)
 
-        run: Work = partial(self._import, file)
-        kind, run = ("dataset.compare", compare) if dry_run else ("dataset.import", run)
+        run: Work = compare if dry_run else partial(self._import, file)
+        kind = "dataset.compare" if dry_run else "dataset.import"
         return await self._start_with(file.path, kind, file.name or file.source, run, owner_uid)
 
     def import_watched(self, path: Path) -> Operation:
-        """Import a file of the watched directory, which stays where it is."""
+        """Import a file of the watched directory, without removing it."""
         run = partial(self._import, DatasetFile(path, path.name))
         return self.operations.start("dataset.import", path.name, run)
 
@@ -200,7 +200,7 @@ class BackgroundWork:
     async def prepare_dataset(
         self, name: DatasetName, instances: Collection[str], *, owner_uid: int = 0
     ) -> Operation:
-        """Make the first checkouts of these instances, or of all, warm now.
+        """Prepare templates for these instances of a dataset, or for all.
 
         Raises DatasetNotFoundError and InstanceNotFoundError before it starts.
         """
@@ -216,15 +216,15 @@ class BackgroundWork:
                 bases.append((row.mirror, row.base_commit))
 
         async def run(progress: ProgressSink) -> object:
-            recorded = bases if instances else await self.prewarm.find_bases(name)
-            return await self.prewarm.run(name, await self.prewarm.ordered(recorded), progress)
+            commits = bases if instances else await self.prewarm.list_bases(name)
+            return await self.prewarm.run(name, await self.prewarm.ordered(commits), progress)
 
         return self.operations.start("dataset.prepare", name, run, owner_uid=owner_uid)
 
     async def build_environments(
         self, request: BuildEnvironments, *, owner_uid: int = 0
     ) -> Operation:
-        """Build environments; raises before it starts where a name means nothing."""
+        """Build environments. Raises before it starts if a name is unknown."""
         await self.mirrors.room.ensure("build environments")
         plans, refused = await self.environments.plan(request)
         names = ", ".join(request.names[:5]) + (" and others" if len(request.names) > 5 else "")
@@ -236,7 +236,7 @@ class BackgroundWork:
         return self.operations.start("environment.build", subject, run, owner_uid=owner_uid)
 
     async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
-        """Heal a mirror with a bundle file of ours as one more donor, and remove the file.
+        """Heal a mirror with an uploaded bundle as another donor, and remove the file.
 
         Raises MirrorNotFoundError and InvalidBundleError.
         """
@@ -254,7 +254,7 @@ class BackgroundWork:
     async def _start_with(
         self, path: Path, kind: str, subject: str, run: Work, owner_uid: int
     ) -> Operation:
-        """Start work on a file of ours, removed at its end or if it cannot begin."""
+        """Start work on an uploaded file, which is removed at its end or if it cannot start."""
 
         async def run_and_remove(progress: ProgressSink) -> object:
             try:
@@ -275,21 +275,20 @@ class BackgroundWork:
             raise
 
 
-# -- templates before anybody asks ----------------------------------------------------------------
+# -- prewarming -----------------------------------------------------------------------------------
 
 _Commits = list[tuple[MirrorName, CommitId]]
-_LOOK_EVERY = 16  # commits between two looks at the room for templates
+_CHECK_EVERY = 16  # commits between two checks of the room for templates
 
 
 @dataclass(slots=True)
 class Prewarm:
-    """Prepares base commits: of an imported dataset where the settings ask for it, or on request.
+    """Prepares base commits: of imported datasets if the settings say so, or on request.
 
-    One commit at a time and with low priority, so that it takes at most one worker from clients;
-    oldest first, so that each is built on the ones before. A commit that fails is counted and
-    skipped: its checkout gets the error. It stops before it would evict templates in use and
-    resumes at that commit when there is room, so nothing evicted is prepared again. A killed
-    daemon finds what was built. `is_full`: making more templates would soon evict some.
+    One commit at a time and with low priority, so it uses at most one worker; oldest first, so that
+    each is built on those before it. A failing commit is counted and skipped. It stops when
+    templates are full (`is_full`) and resumes there when there is room, so it prepares no evicted
+    template again. What was built survives a restart.
     """
 
     settings: Callable[[], Settings]
@@ -304,7 +303,7 @@ class Prewarm:
 
     @asynccontextmanager
     async def paused(self, name: MirrorName) -> AsyncIterator[None]:
-        """Prepare nothing of a mirror inside; waits for the commit being prepared."""
+        """Prepare nothing of a mirror in the block. Waits for the commit being prepared."""
         async with self._preparing.setdefault(name.key, anyio.Lock()):
             yield
 
@@ -314,7 +313,7 @@ class Prewarm:
         self._start(dataset, None)
 
     async def resume(self) -> None:
-        """Continue with datasets that there was no room for, once there is."""
+        """Continue with datasets for which there was no room, if there is now."""
         if self._unfinished and not await self.is_full():
             unfinished, self._unfinished = self._unfinished, {}
             for dataset, commits in sorted(unfinished.items()):
@@ -329,19 +328,19 @@ class Prewarm:
     async def _run(
         self, dataset: DatasetName, commits: _Commits | None, progress: ProgressSink
     ) -> dict[str, int]:
-        commits = commits or await self.ordered(await self.find_bases(dataset))
+        commits = commits or await self.ordered(await self.list_bases(dataset))
         result = await self.run(dataset, commits, progress)
         if left := result["left"]:
             self._unfinished[dataset] = commits[-left:]
         return result
 
-    async def find_bases(self, dataset: DatasetName) -> _Commits:
-        """The base commits that a dataset records."""
+    async def list_bases(self, dataset: DatasetName) -> _Commits:
+        """List the base commits of a dataset."""
         rows = await self.catalog.list_recorded(dataset=dataset)
         return [(row.mirror, row.commit) for row in rows if row.role is CommitRole.BASE]
 
     async def ordered(self, commits: _Commits) -> _Commits:
-        """Each once, mirror by mirror, oldest first."""
+        """Return each commit once, by mirror, oldest first."""
         mirrors: dict[str, tuple[MirrorName, set[CommitId]]] = {}
         for name, commit in commits:
             mirrors.setdefault(name.key, (name, set()))[1].add(commit)
@@ -354,9 +353,9 @@ class Prewarm:
     async def run(
         self, dataset: DatasetName, commits: _Commits, progress: ProgressSink
     ) -> dict[str, int]:
-        """Prepare commits in this order, whatever the settings say, or join who does just that."""
+        """Prepare commits in this order regardless of the settings, or join a run of the same."""
         history = self.settings().checkouts.history
-        if history is History.LINKED:  # needs nothing; others then ask for sealed ones
+        if history is History.LINKED:  # it needs no template; requests for another are for sealed
             history = History.SEALED
         run = partial(self._prepare_each, dataset, commits, history)
         return await self._running.join(f"{history} {commits}", run, progress)
@@ -371,7 +370,7 @@ class Prewarm:
         total, prepared, failed = len(commits), 0, 0
         for number, (name, commit) in enumerate(commits):
             work.report(Progress(done=number, total=total, unit="commits", note=str(name)))
-            if number % _LOOK_EVERY == 0 and await self.is_full():
+            if number % _CHECK_EVERY == 0 and await self.is_full():
                 log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=total - number)
                 break
             try:

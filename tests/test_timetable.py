@@ -33,7 +33,7 @@ async def opened(*jobs: Job) -> tuple[Schedule, list[Job]]:
     async def read() -> list[Job]:
         return table
 
-    schedule = Schedule(read, soon=timedelta(seconds=0.02))
+    schedule = Schedule(read, delay=timedelta(seconds=0.02))
     await schedule.open()
     return schedule, table
 

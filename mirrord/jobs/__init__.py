@@ -1,1 +1,1 @@
-"""The carriers of background work: operations, events, the schedule, watched files."""
+"""Infrastructure of background work: operations, events, watched files."""

@@ -1,8 +1,8 @@
-"""Events: a numbered stream that many followers read at their own pace.
+"""The event stream: numbered events that many followers read at their own pace.
 
-Owns one bounded ring; a follower is a position in it, so a slow one costs no memory. A follower
-that the ring has moved past gets one `events.dropped` in place of what it missed. Nothing survives
-a restart: numbers start again under another boot id.
+Events are in one bounded ring. A follower is a position in it, so a slow one costs no memory; if it
+falls out of the ring, it gets one `events.dropped` for the missed events. Nothing survives a
+restart: numbers start again under another boot id.
 """
 
 import asyncio
@@ -21,22 +21,22 @@ from ..telemetry import log
 
 FOLLOWERS_OF_USER = 16
 FOLLOWERS = 256
-_BATCH = 100  # a follower far behind must not hold the loop
-_RESERVED = {"event", "level", "timestamp", "request_id"}  # members of every line of the log
+_BATCH = 100  # bounds how long a follower that is far behind keeps the loop busy
+_RESERVED = {"event", "level", "timestamp", "request_id"}  # members of every log line
 
 
 class FramedEvent(Event):
-    """An event with the bytes that followers are sent, encoded once for all."""
+    """An event with its encoding, made once for all followers."""
 
     @cached_property
     def frame(self) -> bytes:
-        """As a server-sent event."""
+        """The bytes of the server-sent event."""
         head = f"id: {self.boot}:{self.id}\nevent: {self.name}\ndata: "
         return head.encode() + to_bytes(self) + b"\n\n"
 
 
 class Events:
-    """The stream. `publish` belongs to the event loop's thread and never waits."""
+    """The stream. Belongs to the event loop's thread."""
 
     def __init__(self, *, capacity: int = 4096) -> None:
         self.boot = secrets.token_hex(4)
@@ -48,25 +48,25 @@ class Events:
         self._closed = False
 
     def publish(self, name: str, **fields: Any) -> None:
-        """Send an event to all followers, and log it. Fields are JSON values.
+        """Send an event to all followers and log it, without waiting. Fields are JSON values.
 
-        Names are `noun.verb` in the past tense. Users see events whose `owner_uid` or `taken_by`
-        they are; administrators see all.
+        Names are `noun.verb` in the past tense. Users see events with their uid in `owner_uid` or
+        `taken_by`, administrators see all.
         """
         self._last += 1
         self.counts[name] += 1
         self._ring.append(self._event(self._last, name, fields))
         self._wake()
-        is_bad = name.endswith((".failed", ".refused", ".ran_low", ".exceeded"))
-        level = logging.WARNING if is_bad else logging.INFO
+        is_warning = name.endswith((".failed", ".refused", ".ran_low", ".exceeded"))
+        level = logging.WARNING if is_warning else logging.INFO
         level = logging.DEBUG if name == "operation.progressed" else level
-        shown = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}
-        log.log(level, name, **shown)
+        logged = {f"{key}_" if key in _RESERVED else key: value for key, value in fields.items()}
+        log.log(level, name, **logged)
 
     def position(self, last_event_id: str | None) -> int:
-        """Where a follower stands after `last_event_id` (`BOOT:ID`, or the id); None: the end.
+        """Return the number of `last_event_id` (`BOOT:ID` or ID); without one, of the last event.
 
-        An id of another boot means the beginning of this one.
+        An id of another boot is 0, the beginning of this one.
         """
         if not last_event_id:
             return self._last
@@ -78,9 +78,9 @@ class Events:
     async def subscribe(
         self, after: int | None = None, *, silence: timedelta | None = None
     ) -> AsyncIterator[list[FramedEvent]]:
-        """Batches of every event after number `after` (None: from now on), until the stream closes.
+        """Iterate over batches of events after number `after` (default: new ones) until `close`.
 
-        An empty batch says that nothing came for `silence`.
+        Yields an empty batch after each `silence` without events.
         """
         position = self._last if after is None else after
         while True:
@@ -98,12 +98,12 @@ class Events:
                     yield []
 
     def add_follower(self, user: int) -> None:
-        """Count a follower, which each event wakes. Raises LimitReachedError."""
+        """Count a follower of this user. Raises LimitReachedError."""
         own, total = self._followers[user], self._followers.total()
         if own >= FOLLOWERS_OF_USER or total >= FOLLOWERS:
             raise LimitReachedError(
-                f"cannot follow events: {own} follow for uid {user}, {total} in all",
-                hint=f"one user may have {FOLLOWERS_OF_USER} followers, all {FOLLOWERS}; end some",
+                f"cannot follow events: uid {user} has {own} followers, all users have {total}",
+                hint=f"at most {FOLLOWERS_OF_USER} per user and {FOLLOWERS} in all; end some",
                 retry_after=1,
             )
         self._followers[user] += 1
@@ -112,7 +112,7 @@ class Events:
         self._followers -= Counter([user])
 
     def remembered(self, after: int) -> list[FramedEvent]:
-        """Every event after number `after` that is still in the ring."""
+        """Return all events after number `after` that are still in the ring."""
         found: list[FramedEvent] = []
         while events := self._after(after):
             found += events
@@ -120,7 +120,7 @@ class Events:
         return found
 
     def close(self) -> None:
-        """End every follower after the last event."""
+        """End all subscriptions after the last event."""
         self._closed = True
         self._wake()
 

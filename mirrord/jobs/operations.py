@@ -1,8 +1,7 @@
 """Operations: work that outlives its request, with an id, progress, a result or an error.
 
-Owns the tasks of all running operations, and remembers ended ones until their end was seen, the
-last thousand also after that. Nothing survives a restart: the work itself must stand being killed
-at any moment.
+Ended operations are remembered until a client has seen their end, the last thousand also after
+that. Nothing survives a restart: the work must tolerate a kill at any moment.
 """
 
 import asyncio
@@ -31,9 +30,9 @@ from ..telemetry import log
 from .events import Events
 
 _KEPT = 1000
-_KEPT_UNSEEN = 20_000  # a client that started thousands asks for one after the other
+_KEPT_UNSEEN = 20_000  # a client may start thousands and then ask for one after the other
 _PROGRESS_INTERVAL_S = 0.25
-_CANCEL_BOUND_S = 5.0
+_CANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -49,31 +48,32 @@ class _Record:
         return self.operation.state == "running"
 
     def answer(self) -> Operation:
+        """Return the current state, and mark an end as seen."""
         self.is_seen = not self.is_running
-        return self.listed()
+        return self.current()
 
-    def listed(self) -> Operation:
+    def current(self) -> Operation:
         return replace(self.operation, progress=self.progress)
 
 
 Work = Callable[[ProgressSink], Awaitable[object]]
-"""Answers the result of its operation, a message or JSON values."""
+"""Returns the result of its operation: a message or JSON values."""
 
 
 class Operations:
-    """All work with an id. Belongs to one event loop; progress may come from any thread."""
+    """The operations of a daemon. Belongs to one event loop; progress may come from any thread."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._records: dict[str, _Record] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.ended: Counter[tuple[str, str]] = Counter()
-        """By kind and how it ended."""
+        """Counts by kind and state."""
         self.is_stopping = False
 
     @property
     def running_count(self) -> int:
-        """Those at work, without those that wait for their turn."""
+        """The number of running operations, without queued ones."""
         return len(self._tasks) - self.queued_count
 
     @property
@@ -81,7 +81,7 @@ class Operations:
         return sum(self._records[identity].progress.note == QUEUED for identity in self._tasks)
 
     def start(self, kind: str, subject: str, run: Work, *, owner_uid: int = 0) -> Operation:
-        """Run `run` in the background. Raises StoppingError once `close` was called."""
+        """Start `run` in the background. Raises StoppingError after `close`."""
         if self.is_stopping:
             raise errors.StoppingError(
                 f"cannot start {kind} {subject}: the daemon is stopping",
@@ -99,45 +99,45 @@ class Operations:
         )
         self._tasks[operation.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(operation.id, None))
-        return record.listed()
+        return record.current()
 
     def get(self, identity: str, *, owner_uid: int | None = None) -> Operation:
-        """One operation; with `owner_uid`, only that user's. Raises OperationNotFoundError."""
+        """Return an operation, of this user if given. Raises OperationNotFoundError."""
         return self._get(identity, owner_uid).answer()
 
     def list(self, *, owner_uid: int | None = None) -> list[Operation]:
-        """All that are remembered, newest first; with `owner_uid`, only that user's."""
+        """List all operations, or those of a user, newest first."""
         records = reversed(self._records.values())
-        return [each.listed() for each in records if owner_uid in {None, each.owner_uid}]
+        return [each.current() for each in records if owner_uid in {None, each.owner_uid}]
 
     def running(self, *, owner_uid: int | None = None) -> builtins.list[Operation]:
-        """Those at work, the oldest first, then those that wait for their turn."""
+        """List running operations, oldest first, then queued ones."""
         records = [self._records[identity] for identity in self._tasks]
-        shown = [each for each in records if owner_uid in {None, each.owner_uid}]
-        return [each.listed() for each in sorted(shown, key=lambda r: r.progress.note == QUEUED)]
+        visible = [each for each in records if owner_uid in {None, each.owner_uid}]
+        return [each.current() for each in sorted(visible, key=lambda r: r.progress.note == QUEUED)]
 
     async def wait(self, identity: str, *, timeout: timedelta | None = None) -> Operation:
-        """The operation once it has ended, or as it is after `timeout`; it runs on after that."""
+        """Wait for the end of an operation up to `timeout`, and return it. Does not cancel it."""
         record = self._get(identity, None)
         if task := self._tasks.get(identity):
             await asyncio.wait([task], timeout=None if timeout is None else timeout.total_seconds())
         return record.answer()
 
     async def cancel(self, identity: str, *, owner_uid: int | None = None) -> Operation:
-        """Cancel, and wait a bounded time for the end. Raises OperationFinishedError."""
+        """Cancel an operation and wait up to 5 s for its end. Raises OperationFinishedError."""
         record = self._get(identity, owner_uid)
         task = self._tasks.get(identity)
         if task is None or not record.is_running:
             raise errors.OperationFinishedError(
                 f"cannot cancel operation {identity}: it is {record.operation.state}"
             )
-        await asyncio.sleep(0)  # work that has not begun could not clean up
+        await asyncio.sleep(0)  # a task cancelled before its first step could not clean up
         task.cancel()
-        await asyncio.wait([task], timeout=_CANCEL_BOUND_S)
-        return record.listed()
+        await asyncio.wait([task], timeout=_CANCEL_TIMEOUT_S)
+        return record.current()
 
     async def close(self, drain: timedelta = timedelta()) -> None:
-        """Start nothing more, let running work end within `drain`, cancel the rest."""
+        """Refuse new work, wait up to `drain` for running work, cancel what remains."""
         self.is_stopping = True
         await asyncio.sleep(0)
         if self._tasks and drain:
@@ -145,14 +145,14 @@ class Operations:
         if remaining := list(self._tasks.values()):
             for task in remaining:
                 task.cancel()
-            await asyncio.wait(remaining, timeout=_CANCEL_BOUND_S)
+            await asyncio.wait(remaining, timeout=_CANCEL_TIMEOUT_S)
 
     def _get(self, identity: str, owner_uid: int | None) -> _Record:
         record = self._records.get(identity)
         if record is None or owner_uid not in {None, record.owner_uid}:
             raise errors.OperationNotFoundError(
                 f"cannot find operation {shown(identity)}: none since the daemon's start",
-                hint="operations are forgotten at a restart; see GET /v1/operations",
+                hint="operations do not survive a restart; see GET /v1/operations",
             )
         return record
 
@@ -169,7 +169,7 @@ class Operations:
                 loop.call_soon_threadsafe(self._publish, "operation.progressed", record)
 
         structlog.contextvars.bind_contextvars(operation=record.operation.id)
-        Askers().bind()  # background work, whichever user asked for it
+        Askers().bind()  # counted as background work, not for the user who asked
         state: Literal["done", "failed", "cancelled"] = "failed"
         result: dict[str, Any] | None = None
         problem: errors.MirrordError | None = None
@@ -221,17 +221,16 @@ class Operations:
             del self._records[identity]
 
 
-# -- deferred work: begun when the present request is answered, one piece after the other ----------
+# -- deferred work: started after the answer of the current request, one piece at a time -----------
 #
-# Nobody waits for it, and nothing is lost where it fails or is cancelled: it makes the next request
-# faster.
+# It makes later requests faster. If it fails or is cancelled, nothing is lost.
 
 _answered: ContextVar[asyncio.Event | None] = ContextVar("answered", default=None)
 
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Hold back the work deferred inside, or in tasks begun there, until the block is left."""
+    """Hold back work deferred in the block, or in tasks started there, until its end."""
     answered = asyncio.Event()
     token = _answered.set(answered)
     try:
@@ -242,7 +241,7 @@ def answering() -> Iterator[None]:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Do all at the same time; the first failure ends the others and is raised as it is."""
+    """Run all concurrently. The first failure cancels the others and is raised without a group."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -252,14 +251,14 @@ async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 class Deferred:
-    """Belongs to one event loop."""
+    """A queue of deferred work. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
         self._turn = anyio.Lock()
 
     def begin(self, key: tuple[str, Hashable], work: Callable[[], Awaitable[None]]) -> None:
-        """Defer `work`; once per key, its kind and its object, until it is done."""
+        """Defer `work`, unless the same key (a kind and an object) is already queued."""
 
         async def perform() -> None:
             Askers().bind()

@@ -1,8 +1,8 @@
-"""Files that people change with plain tools: the directory of datasets, the configuration file.
+"""Watch files that people change: the directory of datasets, the configuration file.
 
-A file is handled when it was quiet for a moment, looks the same on two looks, and was not handled
-in that state before. A failure is not retried until the file changes. inotify is only the alarm:
-its queue overflows silently and its instances run out, and `touch` on a timer finds the same.
+A file is handled once it has the same stat twice, a moment apart, and was not handled in that state
+before. A failure is not retried until the file changes. inotify only wakes the watch: its queue can
+overflow silently and its instances can run out, so `wake` is also called by a timer.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PARTIAL_SUFFIXES = (
 
 
 class Signature(NamedTuple):
-    """A file's state by stat: a rewrite or a rename changes at least one of the times."""
+    """A file's state by stat. A rewrite or a rename changes at least one of the times."""
 
     inode: int
     size: int
@@ -37,37 +37,36 @@ class Signature(NamedTuple):
 
     @property
     def changed_at(self) -> float:
-        """Seconds since 1970 of the last change, a rename included."""
+        """The time of the last change or rename, in seconds since 1970."""
         return max(self.mtime_ns, self.ctime_ns) / 1e9
 
 
 class Watch:
-    """Calls `handle` with every file that came to rest in a state not handled before.
+    """Calls `handle` with each changed file of `directory` whose name `matches`.
 
-    `counts` tells the names in `directory` that count. `known` are files that an earlier daemon
-    handled.
+    `known` are files that an earlier daemon handled. A file must not change for `quiet`.
     """
 
     def __init__(
         self,
         directory: Path,
-        counts: Callable[[str], bool],
+        matches: Callable[[str], bool],
         handle: Callable[[Path], Awaitable[object]],
         *,
         known: Mapping[Path, Signature] | None = None,
         quiet: timedelta = timedelta(seconds=1),
     ) -> None:
-        self._directory, self._counts, self._handle = directory, counts, handle
+        self._directory, self._matches, self._handle = directory, matches, handle
         self._handled: dict[Path, Signature] = dict(known or {})
         self._quiet_s = quiet.total_seconds()
-        self._touched = asyncio.Event()
+        self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._observer = Observer()
 
     async def open(self) -> None:
-        """Start watching; files that exist already are found too."""
+        """Start watching. Existing files are handled too."""
         await anyio.to_thread.run_sync(self._observe, asyncio.get_running_loop())
-        self._touched.set()
+        self._woken.set()
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def close(self) -> None:
@@ -78,22 +77,22 @@ class Watch:
             self._observer.stop()
             await anyio.to_thread.run_sync(self._observer.join)
 
-    def touch(self) -> None:
-        """Look again soon."""
-        self._touched.set()
+    def wake(self) -> None:
+        """Check the files again soon."""
+        self._woken.set()
 
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
-        alarm = _Alarm(lambda: loop.call_soon_threadsafe(self._touched.set))
+        handler = _ChangeHandler(lambda: loop.call_soon_threadsafe(self._woken.set))
         try:
-            self._observer.schedule(alarm, str(self._directory), recursive=False)
+            self._observer.schedule(handler, str(self._directory), recursive=False)
             self._observer.start()
         except OSError as error:  # no inotify instances left, or the directory is gone
             log.warning("watch.degraded", reason=error.strerror)
 
     async def _follow(self) -> None:
         while True:
-            await self._touched.wait()
-            self._touched.clear()
+            await self._woken.wait()
+            self._woken.clear()
             pending = await self._unhandled()
             while pending:
                 await asyncio.sleep(self._quiet_s)
@@ -116,25 +115,25 @@ class Watch:
 
     async def _unhandled(self) -> dict[Path, Signature]:
         """Files that count, in a state not handled before; forgets files that are gone."""
-        found = await anyio.to_thread.run_sync(_signatures, self._directory, self._counts)
+        found = await anyio.to_thread.run_sync(_signatures, self._directory, self._matches)
         self._handled = {path: each for path, each in self._handled.items() if path in found}
         return {path: each for path, each in found.items() if self._handled.get(path) != each}
 
 
-class _Alarm(FileSystemEventHandler):
-    """Rings for changes, and not for our own look, which opens the directory."""
+class _ChangeHandler(FileSystemEventHandler):
+    """Calls `wake` on changes, but not on `opened` events, which the watch itself causes."""
 
-    def __init__(self, ring: Callable[[], object]) -> None:
-        self._ring = ring
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._wake = wake
 
     def on_created(self, event: FileSystemEvent) -> None:
-        self._ring()
+        self._wake()
 
     on_modified = on_moved = on_closed = on_deleted = on_created
 
 
 def signature_of(path: Path) -> Signature | None:
-    """None for anything but a regular file."""
+    """Return the state of a regular file, None for anything else."""
     try:
         found = path.stat(follow_symlinks=False)
     except OSError:
@@ -145,14 +144,14 @@ def signature_of(path: Path) -> Signature | None:
 
 
 def is_complete_name(name: str) -> bool:
-    """Whether a name is not one that programs give to files that they are still writing."""
+    """Return False for names that programs give to files which they are still writing."""
     return not name.startswith((".", "#", "~")) and not name.lower().endswith(PARTIAL_SUFFIXES)
 
 
-def _signatures(directory: Path, counts: Callable[[str], bool]) -> dict[Path, Signature]:
+def _signatures(directory: Path, matches: Callable[[str], bool]) -> dict[Path, Signature]:
     found = {}
     with suppress(OSError):
-        for name in filter(counts, sorted(os.listdir(directory))):
+        for name in filter(matches, sorted(os.listdir(directory))):
             if signature := signature_of(directory / name):
                 found[directory / name] = signature
     return found

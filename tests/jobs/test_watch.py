@@ -108,7 +108,7 @@ def test_a_failure_is_not_retried_until_the_file_changes(tmp_path: Path) -> None
 
     async def story(watch: Watch, handled: Handled) -> None:
         await handled.until(1)
-        watch.touch()
+        watch.wake()
         await anyio.sleep(0.15)
         assert len(handled.paths) == 1
         file.write_text("xy")

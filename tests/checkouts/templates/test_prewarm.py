@@ -152,7 +152,7 @@ async def test_it_goes_on_when_there_is_room_again(
     """After an eviction, say; as long as there is none it is not tried. What was prepared before is
     not prepared again.
     """
-    monkeypatch.setattr(prewarm, "_LOOK_EVERY", 1)
+    monkeypatch.setattr(prewarm, "_CHECK_EVERY", 1)
     site = Site(tmp_path)
     site.room = 1
     assert await site.run(then_room=100) == {"prepared": 3, "failed": 1, "left": 0}
