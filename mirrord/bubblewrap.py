@@ -1,11 +1,11 @@
-"""A box for commands that somebody else wrote: its namespaces and mounts, made by bubblewrap.
+"""Sandboxes for untrusted commands, made by bubblewrap.
 
-`Box` says what is inside, and nothing else writes options of bwrap(1); docs/security.md has the
-guarantees. All else, HOME and /tmp too, is in memory and ends with the box, as do all its processes
-when bwrap or the thread that started it ends.
+`Box` is the only writer of bwrap(1) options; docs/security.md has the guarantees. Except for its
+mounts everything, HOME and /tmp too, is in memory and ends with the sandbox. All its processes end
+with bwrap or the thread that started it.
 
-The command's uid is the caller's, or another `owner`: root becomes it by setpriv(1) before bwrap
-starts, so that bwrap never has a privilege; a user enters a subordinate uid by unshare(1).
+The command's uid is the caller's or another `owner`. Root changes to it by setpriv(1) before bwrap
+starts, so bwrap never has privileges; a user enters a subordinate uid by unshare(1).
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from typing import Any
 from .errors import BackendUnavailableError
 from .places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
 
-# Copied: a bind costs 0.2 ms and more where the host has many mounts, a file nothing.
+# Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
         "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
 _ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
@@ -35,22 +35,21 @@ export -f conda
 export VIRTUAL_ENV={ENVIRONMENT} CONDA_DEFAULT_ENV=testbed
 case ":$PATH:" in *:{ENVIRONMENT}/bin:*) ;; *) export PATH={ENVIRONMENT}/bin:$PATH ;; esac
 """
-_NAME = "testbed"  # of the user, of its group and of the host
-# An agent may trace the first process that it sees, bwrap's, and undo what ties it to its parent.
-# So the box is in another pid namespace, whose first process it does not see, with a /proc of that
-# one, which bwrap asks about its own processes.
+_NAME = "testbed"  # of the user, the group and the host
+# An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
+# the sandbox is in one more pid namespace, whose first process it cannot see. That one has a /proc
+# of its own, because bwrap reads the /proc of its own processes.
 _GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """What a command finds, and as whom it runs.
+    """The mounts, files, variables and user of a sandbox.
 
-    `owner` is a uid with its gid where that is not the caller's. An environment is writable unless
-    it is shared. `readable` and `writable` are further paths inside, each with the host's path that
-    is shown there; `files` are made inside, executable where they begin with #!, and those in
-    PROGRAMS are found by name. What is written elsewhere, in HOME, /tmp or /, is in memory: up to
-    `scratch_bytes`.
+    `owner` is a uid with its gid, by default the caller's. The environment is writable unless it is
+    shared. `readable` and `writable` map further paths inside to paths of the host. `files` are
+    made inside: executable if they begin with #!, and in PROGRAMS found by name. Everything else,
+    such as HOME, /tmp and /, is in memory, up to `scratch_bytes`.
     """
 
     tree: Path
@@ -67,15 +66,15 @@ class Box:
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
     ) -> subprocess.Popen[bytes]:
-        """Start a command in the box; `options` are Popen's.
+        """Start a command in the sandbox; `options` are Popen's.
 
-        `before` are arguments of a program on the host that replaces itself by those which follow.
-        Variables are in no process's arguments, which every user can read.
+        `before` is the start of the command line: a program on the host that executes the
+        arguments after its own. Variables are never in arguments, which every user can read.
         """
         with ExitStack() as opened:
 
             def give(content: bytes) -> str:
-                """A descriptor of a file in memory, for bwrap."""
+                """Return a descriptor of a file in memory, for bwrap."""
                 descriptor = os.memfd_create("mirrord")
                 opened.callback(os.close, descriptor)
                 os.write(descriptor, content)
@@ -97,7 +96,7 @@ class Box:
     def _namespaces(self) -> Iterator[str]:
         yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
         yield from ("--unshare-cgroup-try", "--hostname", _NAME, "--cap-drop", "ALL")
-        # A terminal's input cannot be forged in another session (TIOCSTI).
+        # In a session of its own it cannot forge input of the terminal (TIOCSTI).
         yield from ("--new-session", "--die-with-parent")
         if _can_disable_userns():
             yield "--disable-userns"
@@ -105,12 +104,12 @@ class Box:
             yield "--unshare-net"
 
     def _host(self) -> Iterator[str]:
-        """Programs of the host, read-only, in a root directory that is in memory."""
+        """The host's programs, read-only, in a root directory in memory."""
         yield from ("--size", str(self.scratch_bytes), "--tmpfs", "/")
         yield from _programs()
         for directory in ("/etc/alternatives", "/etc/ssl/certs"):
             yield from ("--ro-bind-try", directory, directory)
-        # Read-only, because root's uid may write to /proc/sys without any capability.
+        # Read-only, because uid 0 may write to /proc/sys without any capability.
         yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
         yield from ("--dir", "/run", "--dir", "/var")
         yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
@@ -169,27 +168,27 @@ def _programs() -> Iterator[str]:
 
 
 def become(owner: tuple[int, int] | None) -> Iterator[str]:
-    """The start of a command that runs as its owner, in no group, and ends with its parent.
+    """Start a command line that runs as its owner, in no group, and ends with its parent.
 
-    Programs that each replace themselves by the next.
+    A chain of programs, each of which executes the next.
     """
     uid, gid = owner or (os.geteuid(), os.getegid())
     is_root = os.geteuid() == 0
     if not is_root and uid != os.geteuid():
-        # by newuidmap and newgidmap; the same number inside and outside
+        # by newuidmap and newgidmap, with the same numbers inside and outside
         yield from ("unshare", "--user", f"--map-users={uid},{uid},1", f"--setuid={uid}")
         yield from (f"--map-groups={gid},{gid},1", f"--setgid={gid}", "--")
     yield "setpriv"
     if is_root:
         yield from (f"--reuid={uid}", f"--regid={gid}", "--clear-groups")
-    yield from ("--pdeathsig=KILL", "--")  # set last: a change of the uid would undo it
+    yield from ("--pdeathsig=KILL", "--")  # last: a change of uid clears it
 
 
 def find_started(started: subprocess.Popen[bytes]) -> int | None:
-    """The pid of the command of a box, on the host; None before it began and after it ended."""
+    """Find the host's pid of a sandbox's command; None before it starts and after it ended."""
     pid = started.pid
     try:
-        for _ in range(3):  # the guard's first process, the box's, the command
+        for _ in range(3):  # the guard's first process, bwrap's, the command
             pid = _children(pid)[0]
     except (OSError, IndexError):
         return None
@@ -197,20 +196,20 @@ def find_started(started: subprocess.Popen[bytes]) -> int | None:
 
 
 def end(started: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of a box, and wait until they have ended."""
+    """Kill all processes of a sandbox, and wait until they have ended."""
     first: int | None = None
     with suppress(OSError, IndexError):
         found = _children(started.pid)
         first = os.pidfd_open(found[0])
-        if _children(started.pid) != found:  # its number may be another process's by now
+        if _children(started.pid) != found:  # the pid may have been reused
             os.close(first)
             first = None
-    started.kill()  # and with it the first process of the guard's namespace
+    started.kill()  # --kill-child: the first process of the guard's namespace dies too
     started.wait()
     if first is not None:
         ended = select.poll()
         ended.register(first, select.POLLIN)
-        ended.poll()  # the kernel ends all others of the namespace before it
+        ended.poll()  # the kernel ends it after all others of its namespace
         os.close(first)
 
 
@@ -219,7 +218,7 @@ def _children(pid: int) -> list[int]:
 
 
 def find_bwrap() -> str:
-    """The path of bwrap. Raises BackendUnavailableError where it is not installed."""
+    """Return the path of bwrap. Raises BackendUnavailableError if it is not installed."""
     if found := shutil.which("bwrap"):
         return found
     hint = "install it: `apt-get install bubblewrap`"
@@ -227,14 +226,14 @@ def find_bwrap() -> str:
 
 
 def find_obstacle() -> str | None:
-    """Why no box can be made here; None where one can. Tries it, without a tree."""
+    """Try to make a sandbox; return the reason why that fails, or None."""
     try:
         bwrap = find_bwrap()
     except BackendUnavailableError as error:
         return error.message.partition(": ")[2]
-    # Not all of the host: a mount that goes meanwhile, as of a checkout, would end bwrap.
+    # Not all of /: bwrap fails if one of the mounts below it, such as a checkout, is unmounted.
     options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--tmpfs", "/", *_programs()]
-    # Root may be allowed what others are not, and becomes another user before it starts bwrap.
+    # Root becomes another user before it starts bwrap, who may have fewer rights.
     nobody = (65534, 65534) if os.geteuid() == 0 else None
     argv = [*become(nobody), *_GUARD, bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
     done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
@@ -243,17 +242,17 @@ def find_obstacle() -> str | None:
     return explain(done.stderr)
 
 
-def explain(told: str) -> str:
-    """What the errors of a box that could not be made mean."""
-    text = told.strip().removeprefix("bwrap: ") or "it ended at once"
+def explain(stderr: str) -> str:
+    """Explain why a sandbox could not be made."""
+    text = stderr.strip().removeprefix("bwrap: ") or "it ended at once"
     if "unshare failed" in text:
-        return f"this host lets its users make no user namespaces ({text})"
+        return f"this host does not let users make user namespaces ({text})"
     return text
 
 
 @cache
 def _can_disable_userns() -> bool:
-    """Whether bwrap is of version 0.8 or later."""
+    """Return whether bwrap is version 0.8 or later."""
     version = subprocess.run(
         [find_bwrap(), "--version"], capture_output=True, text=True, check=True
     )
@@ -262,12 +261,12 @@ def _can_disable_userns() -> bool:
 
 
 _PREFIX = "mirrord-sandbox-"
-_NEW_S = 60.0  # a younger one may not have its lock yet
+_NEW_S = 60.0  # younger directories may not be locked yet
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ScratchDirectory:
-    """A directory that others may pass but not list."""
+    """A temporary directory that other users may enter but not list, locked while in use."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
@@ -276,16 +275,16 @@ class ScratchDirectory:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Must be called once."""
+        """Remove the directory. Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def sweep_scratch(*, dry_run: bool = False) -> list[str]:
-    """Remove those that no process holds, of this user, or of all for root; answers which."""
+    """Remove this user's unlocked scratch directories, for root those of all; return which."""
     found = []
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), _unheld(path):
+        with suppress(OSError), _locked(path):
             found.append(str(path))
             if not dry_run:
                 shutil.rmtree(path, ignore_errors=True)
@@ -293,8 +292,8 @@ def sweep_scratch(*, dry_run: bool = False) -> list[str]:
 
 
 @contextmanager
-def _unheld(path: Path) -> Iterator[None]:
-    """Holds it meanwhile; raises OSError where it is another user's, new, or held."""
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a directory. Raises OSError if it is another user's, new, or locked."""
     fd = os.open(path, _OPEN)
     try:
         found = os.fstat(fd)

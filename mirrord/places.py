@@ -1,4 +1,4 @@
-"""Places: of configuration, state and socket by default, in the state directory, in a sandbox."""
+"""Paths: defaults of configuration, state and socket; the state directory; inside a sandbox."""
 
 import os
 import tomllib
@@ -11,9 +11,9 @@ from .model import shown
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
 DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
-"""Where docker looks for a driver of this name."""
+"""Where docker looks for the volume driver `mirrord`."""
 
-# In a sandbox or container: where the scripts and images of SWE-bench have the same.
+# In a sandbox or container, as in the images of SWE-bench.
 TESTBED = "/testbed"  # the tree
 ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
@@ -21,28 +21,28 @@ PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
 
 STATE_VERSION = 1
-"""Of the files of a state directory: one more where an older mirrord would misread them. The
-catalog has revisions of its own."""
+"""The format of a state directory: incremented when an older mirrord would misread it. The catalog
+has its own revisions."""
 
 
 def xdg_directory(name: str, otherwise: Path) -> Path:
-    """A base directory of the XDG specification, which says to ignore a relative one."""
+    """Return an XDG base directory; the specification says to ignore a relative path."""
     given = Path(os.environ.get(name, ""))
     return given if given.is_absolute() else otherwise
 
 
-def find_path() -> Path | None:
-    """The default configuration file: MIRRORD_CONFIG, else the system's or user's, if it exists."""
+def find_config_path() -> Path | None:
+    """Find the default configuration: MIRRORD_CONFIG, else the system's or the user's file."""
     if named := os.environ.get("MIRRORD_CONFIG"):
         return Path(named)
     home = xdg_directory("XDG_CONFIG_HOME", Path.home() / ".config")
     path = Path("/etc/mirrord/config.toml") if os.geteuid() == 0 else home / "mirrord/config.toml"
-    # the root of a user namespace may not look into root's directories
+    # os.path.exists: the root of a user namespace may not enter root's directories
     return path if os.path.exists(path) else None
 
 
 def default_state_dir() -> Path:
-    """systemd's StateDirectory=, else root's /var/lib/mirrord, else below XDG_STATE_HOME."""
+    """Return systemd's StateDirectory=, for root /var/lib/mirrord, else below XDG_STATE_HOME."""
     if given := os.environ.get("STATE_DIRECTORY"):
         return Path(given.partition(":")[0])
     if os.geteuid() == 0:
@@ -51,7 +51,7 @@ def default_state_dir() -> Path:
 
 
 def default_socket() -> Path:
-    """Root's /run/mirrord/mirrord.sock, else below XDG_RUNTIME_DIR."""
+    """Return /run/mirrord/mirrord.sock for root, else below XDG_RUNTIME_DIR."""
     if os.geteuid() == 0:
         return _SYSTEM_SOCKET
     runtime = xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{os.geteuid()}"))
@@ -59,16 +59,16 @@ def default_socket() -> Path:
 
 
 def socket_path(named: Path | str | None, config_path: Path | str | None) -> Path:
-    """The socket that a client means: the named one, else MIRRORD_SOCKET, else the configured one.
+    """Choose a client's socket: the named one, MIRRORD_SOCKET, or the configured one.
 
-    Reads one key of the configuration; the daemon checks the rest. A user without a configuration
-    and without a daemon of their own means the machine's daemon.
+    Reads one key of the configuration; the daemon validates the others. For a user without a
+    configuration and without a daemon, it is the system's daemon.
     """
     if named is not None:
         return Path(named).absolute()
     if config_path is None and (from_environment := os.environ.get("MIRRORD_SOCKET")):
         return Path(from_environment).absolute()
-    path = Path(config_path) if config_path is not None else find_path()
+    path = Path(config_path) if config_path is not None else find_config_path()
     default = default_socket()
     if path is None:
         is_system = not default.exists() and _SYSTEM_SOCKET.exists()
@@ -88,9 +88,9 @@ def socket_path(named: Path | str | None, config_path: Path | str | None) -> Pat
 
 
 class Layout:
-    """The directories of a state directory, with their modes; never removes anything.
+    """The directories of a state directory, with their modes. Removes nothing.
 
-    Other users may pass `checkouts` alone.
+    Other users may enter only `checkouts` and `environments`.
     """
 
     def __init__(self, root: Path) -> None:
@@ -106,15 +106,15 @@ class Layout:
         self._make(self.root, 0o711)
 
     def check_version(self) -> None:
-        """Note the version in a new state directory. Raises StateTooNewError for a later one's."""
+        """Write the version into a new state directory. Raises StateTooNewError for a newer one."""
         written = self.version.read_text() if self.version.exists() else ""
         if not written:
             staged = self.version.with_suffix(".new")
-            with suppress(OSError):  # a full or read-only disk serves what is there
+            with suppress(OSError):  # a full or read-only disk can still be served from
                 with staged.open("w") as file:
                     file.write(f"{STATE_VERSION}\n")
                     file.flush()
-                    os.fsync(file.fileno())  # ext4 may keep a name whose bytes a power cut took
+                    os.fsync(file.fileno())  # else a power cut may leave an empty file
                 staged.rename(self.version)
             return
         if written.strip() not in {str(number) for number in range(1, STATE_VERSION + 1)}:
@@ -126,14 +126,14 @@ class Layout:
             )
 
     def make(self) -> None:
-        """Make what is missing, and put the modes right."""
+        """Make missing directories, and correct modes."""
         for directory, mode in self.modes().items():
             self._make(directory, mode)
         if not self.catalog.exists():
-            self.catalog.touch(mode=0o600)  # SQLite gives its journals the mode of the database
+            self.catalog.touch(mode=0o600)  # SQLite creates its journals with the database's mode
 
     def modes(self) -> dict[Path, int]:
-        """Every directory with its mode."""
+        """Return every directory with its mode."""
         private = self.mirrors, self.datasets, self.bundles, self.templates, self.leases
         return {
             **dict.fromkeys((self.root, self.checkouts, self.environments), 0o711),

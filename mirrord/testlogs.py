@@ -1,8 +1,8 @@
-"""Logs of tests: which test had which outcome, and whether that is what a dataset expects.
+"""Test logs: the outcome of each test, compared with what a dataset expects.
 
-The rules are those of SWE-bench's own grading, quirks included, because the test ids in datasets
-were read from logs by them: an id ends at its first blank, say, and a parameter that is a path
-loses its directories. Imports the standard library only; no I/O.
+The rules are those of SWE-bench's grading, with their quirks, because they read the test ids in
+datasets from logs. For example, an id ends at its first space, and a parameter that is a path loses
+its directories. Standard library only; no I/O.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Outcome(StrEnum):
-    """What a log says of one test; an expected failure is a pass."""
+    """The outcome of a test in a log; an expected failure has passed."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -32,7 +32,7 @@ _STATUSES = tuple(_WORDS)
 
 
 def _summary(log: str) -> Iterator[tuple[Outcome, str]]:
-    """The lines of pytest's -rA summary: an outcome, and an id that ends at its first blank."""
+    """Iterate pytest's -rA summary: an outcome, and an id that ends at its first space."""
     for line in log.split("\n"):
         if line.startswith(_STATUSES):
             if line.startswith("FAILED"):
@@ -43,7 +43,7 @@ def _summary(log: str) -> Iterator[tuple[Outcome, str]]:
 
 
 def _is_count(status: str, name: str) -> bool:
-    """`SKIPPED [1] path:3: reason` names no test."""
+    """Return whether a line is `SKIPPED [1] path:3: reason`, which names no test."""
     return status == "SKIPPED" and _COUNT.fullmatch(name) is not None
 
 
@@ -52,7 +52,7 @@ def _pytest(log: str) -> Outcomes:
 
 
 def _pytest_paths(log: str) -> Outcomes:
-    """A parameter that is an absolute path keeps its last component alone."""
+    """Read a summary; a parameter that is an absolute path keeps only its last component."""
     return {_short(name): outcome for outcome, name in _summary(log)}
 
 
@@ -65,8 +65,8 @@ def _short(name: str) -> str:
     return name
 
 
-def _pytest_whole(log: str) -> Outcomes:
-    """Ids with their blanks, without colours; older releases write the outcome last."""
+def _pytest_full_ids(log: str) -> Outcomes:
+    """Read ids with spaces, without colours; older releases write the outcome last."""
     found: Outcomes = {}
     for raw in log.split("\n"):
         line = re.sub(r"[\x01-\x1f]", "", re.sub(r"\[(\d+)m", "", raw))
@@ -105,7 +105,7 @@ _UNITTEST_ENDS = {
     " ... FAIL": Outcome.FAILED,
     " ... ERROR": Outcome.ERROR,
 }
-_INTERRUPTED = re.compile(  # output of the test itself between `...` and `ok`
+_INTERRUPTED = re.compile(  # the test's own output between `...` and `ok`
     r"^(.*?)\s\.\.\.\s(?:Testing against Django installed in (?s:.*?) silenced\)\."
     r"|Internal Server Error: \/(?:.*)\/|System check identified no issues \(0 silenced\))\nok$",
     re.MULTILINE,
@@ -113,7 +113,7 @@ _INTERRUPTED = re.compile(  # output of the test itself between `...` and `ok`
 
 
 def _unittest(log: str) -> Outcomes:
-    """Python's own runner with -v, and Django's."""
+    """Read the output of unittest -v and of Django's runner."""
     found: Outcomes = {}
     before = None
     for raw in log.split("\n"):
@@ -155,7 +155,7 @@ def _sympy(log: str) -> Outcomes:
 _PARSERS: dict[str, Parser] = {
     "pytest": _pytest,
     "pytest_options": _pytest_paths,
-    "pytest_v2": _pytest_whole,
+    "pytest_v2": _pytest_full_ids,
     "unittest": _unittest,
     "django": _unittest,
     "matplotlib": _matplotlib,
@@ -164,34 +164,34 @@ _PARSERS: dict[str, Parser] = {
     **dict.fromkeys(("astroid", "flask", "marshmallow", "pvlib", "pyvista"), _pytest),
     **dict.fromkeys(("sqlfluff", "xarray"), _pytest),
     **dict.fromkeys(("pydicom", "pylint", "requests"), _pytest_paths),
-    **dict.fromkeys(("astropy", "scikit", "sphinx"), _pytest_whole),
+    **dict.fromkeys(("astropy", "scikit", "sphinx"), _pytest_full_ids),
 }
 _REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
 
 
 def find_parser(name: str) -> Parser | None:
-    """The parser of a name, with or without SWE-bench's `parse_log_`."""
+    """Find a parser by name, with or without SWE-bench's prefix `parse_log_`."""
     return _PARSERS.get(name.removeprefix("parse_log_"))
 
 
 def parser_of_repo(repo: str) -> str:
-    """The name of the parser by which SWE-bench reads a repository's logs."""
+    """Return the name of the parser that SWE-bench uses for a repository."""
     name = repo.lower().rpartition("/")[2]
     name = _REPOSITORIES.get(name, name)
     return name if name in _PARSERS else "pytest"
 
 
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
-"""What the report on one test begins with, in pytest, sympy and unittest."""
+"""The first line of a report on one test in pytest, sympy and unittest."""
 _END = re.compile(r"={4,}|-{4,} Captured ")
 
 # -- what a dataset expects ------------------------------------------------------------------------
 
 
 class Want(StrEnum):
-    """How a test should come out.
+    """The expectation for a test.
 
-    One that the log does not have counts as failed; a skipped one has not passed, but is kept.
+    A test that is not in the log counts as failed. A skipped test satisfies KEEP but not PASS.
     """
 
     FAIL = "fail"
@@ -200,7 +200,7 @@ class Want(StrEnum):
 
 
 class Miss(NamedTuple):
-    """A test that is not as it should be, and how it came out; None: not in the log."""
+    """A test that misses its expectation, with its outcome; None if it is not in the log."""
 
     test: str
     outcome: Outcome | None
@@ -219,7 +219,7 @@ _NO_TESTS = (
 
 
 def arguments_of(test_patch: str, repo: str) -> list[str]:
-    """What SWE-bench gives to the test command: the files of a test patch, for Django modules."""
+    """Return SWE-bench's arguments of the test command: files of a patch, modules for Django."""
     paths = re.findall(r"diff --git a/.* b/(.*)", test_patch)
     paths = [path for path in paths if not path.endswith(_NO_TESTS)]
     if repo.lower() != "django/django":
@@ -228,10 +228,10 @@ def arguments_of(test_patch: str, repo: str) -> list[str]:
 
 
 def outcome_of(test: str, found: Mapping[str, Outcome]) -> Outcome | None:
-    """What a log says of a test of a dataset.
+    """Return the outcome of a dataset's test.
 
-    Ids in datasets can end in the middle of a parameter. Such a one means all that begin with it,
-    where those agree.
+    An id may be cut off inside a parameter. Then it means all ids that it is a prefix of, if their
+    outcomes agree.
     """
     if test in found or test.count("[") <= test.count("]"):
         return found.get(test)
@@ -240,8 +240,8 @@ def outcome_of(test: str, found: Mapping[str, Outcome]) -> Outcome | None:
     return matches[0] if agree else None
 
 
-def broken(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> Iterator[Miss]:
-    """The tests that are not as they should be."""
+def iter_misses(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> Iterator[Miss]:
+    """Iterate the tests that miss their expectation."""
     for test in tests:
         outcome = outcome_of(test, found)
         if outcome not in _WANTED[want]:
@@ -249,7 +249,7 @@ def broken(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> It
 
 
 def lines_about(log: str, test: str, most: int = 8) -> list[str]:
-    """The last lines that a log says of a test that failed; of no such, its own last lines."""
+    """Return the last lines about a failed test, or of the log if it does not mention the test."""
     name = test.rpartition("::")[2].partition(" ")[0]
     lines = [line.rstrip() for line in log.splitlines()]
     heads = [at for at, line in enumerate(lines) if _RULE.match(line) and name in line]
@@ -257,6 +257,6 @@ def lines_about(log: str, test: str, most: int = 8) -> list[str]:
         lines = lines[heads[-1] + 1 :]
         ends = (at for at, line in enumerate(lines) if _RULE.match(line) or _END.match(line))
         lines = lines[: next(ends, None)]
-    elif said := [line for line in lines if name in line and line.startswith(_STATUSES)]:
-        lines = said
+    elif summary := [line for line in lines if name in line and line.startswith(_STATUSES)]:
+        lines = summary
     return [line[:300] for line in lines if line.strip(" _=-")][-most:]

@@ -1,6 +1,6 @@
-"""Durations and sizes as people write them, such as `1h30m` and `50GiB`, and pauses that double.
+"""Durations and sizes in human form, such as `1h30m` and `50GiB`; exponential back-off.
 
-Pure. The parsers raise ValueError with half a sentence.
+Pure. The parsers raise ValueError with a reason.
 """
 
 import random
@@ -24,7 +24,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 
 
 def parse_duration(value: object) -> timedelta:
-    """Read `90s`, `10m`, `1h30m`, `7d`; `0` is none at all."""
+    """Parse `90s`, `10m`, `1h30m`, `7d`, `0`."""
     if isinstance(value, timedelta):
         return value
     if value == "0" or (type(value) is int and value == 0):
@@ -41,7 +41,7 @@ def parse_duration(value: object) -> timedelta:
 
 
 def format_duration(value: timedelta) -> str:
-    """The shortest single-unit spelling that `parse_duration` reads back."""
+    """Format a duration in the largest unit that divides it, so that it parses back."""
     milliseconds = round(value.total_seconds() * 1000)
     for unit in ("w", "d", "h", "m", "s", "ms"):
         size = round(_SECONDS[unit] * 1000)
@@ -51,7 +51,7 @@ def format_duration(value: timedelta) -> str:
 
 
 def parse_size(value: object) -> int:
-    """Read `512MiB` or `50GB` as bytes; a whole number is bytes."""
+    """Parse `512MiB` or `50GB`; an integer is bytes."""
     if type(value) is int and 0 <= value < _LARGEST:
         return value
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -67,15 +67,15 @@ def parse_size(value: object) -> int:
 
 
 def format_size(value: int) -> str:
-    """The largest binary unit that divides it, or plain bytes."""
+    """Format bytes in the largest binary unit that divides them, so that they parse back."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value and value % _BYTES[unit] == 0:
             return f"{value // _BYTES[unit]}{unit}"
     return f"{value}B"
 
 
-def three_digits(size: float) -> str:
-    """Bytes for people to read, in a binary unit."""
+def readable_size(size: float) -> str:
+    """Format bytes in a binary unit with two or three digits."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -83,14 +83,14 @@ def three_digits(size: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 mirror`, `2 mirrors`."""
+    """Format a count: `1 mirror`, `2 mirrors`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 class Backoff:
-    """The pauses between tries: from `first` each doubles, up to `longest`.
+    """Exponential back-off: pauses double from `first` up to `longest`.
 
-    With `spread`, each is longer or shorter by up to that share, so that clients come apart.
+    `spread` is the share by which each varies at random, so that clients do not retry together.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class Backoff:
         self._pause = first
 
     def next(self) -> timedelta:
-        """Count a failure; answers how long to wait before the next try."""
+        """Count a failure; return the pause before the next try."""
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         return pause * (1 + self._spread * (2 * self._chance() - 1))
 
     def reset(self) -> None:
-        """Begin with the first pause again, after a success."""
+        """Start again with the first pause, after a success."""
         self._pause = self._first

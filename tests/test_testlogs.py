@@ -8,8 +8,8 @@ from mirrord.testlogs import (
     Outcome,
     Want,
     arguments_of,
-    broken,
     find_parser,
+    iter_misses,
     outcome_of,
     parser_of_repo,
 )
@@ -115,13 +115,13 @@ def test_an_id_that_was_cut_means_all_that_begin_so() -> None:
 def test_a_test_that_is_absent_failed_and_one_that_is_skipped_is_kept() -> None:
     found = {"a": PASSED, "b": SKIPPED, "c": FAILED}
     tests = ["a", "b", "c", "d"]
-    assert [(miss.test, miss.outcome) for miss in broken(tests, found, Want.PASS)] == [
+    assert [(miss.test, miss.outcome) for miss in iter_misses(tests, found, Want.PASS)] == [
         ("b", SKIPPED),
         ("c", FAILED),
         ("d", None),
     ]
-    assert [miss.test for miss in broken(tests, found, Want.FAIL)] == ["a"]
-    assert [miss.test for miss in broken(tests, found, Want.KEEP)] == ["c", "d"]
+    assert [miss.test for miss in iter_misses(tests, found, Want.FAIL)] == ["a"]
+    assert [miss.test for miss in iter_misses(tests, found, Want.KEEP)] == ["c", "d"]
 
 
 def test_the_files_of_a_test_patch_are_given_to_the_command() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CheckoutNotFoundError
-from ..host.files import admit, full_disk_named, opened, write_all
+from ..host.files import full_disk_named, grant_search, opened, write_all
 from ..host.peers import Process
 from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX
@@ -294,7 +294,7 @@ class Leases:
             _write(f"{lease.private}/{lease.state}.new", lease)
             os.mkdir(lease.directory, 0o700)
             if lease.owner_uid not in (0, os.geteuid()):
-                admit(str(lease.directory), lease.owner_uid)
+                grant_search(str(lease.directory), lease.owner_uid)
 
     def find(self, checkout: CheckoutId) -> Lease | None:
         return self._live.get(checkout)

@@ -63,7 +63,7 @@ def config_show(session: Session) -> None:
 
 def find_config(session: Session) -> Path | None:
     """Return the configuration file of --config, else the default one if it exists."""
-    return Path(session.config) if session.config else places.find_path()
+    return Path(session.config) if session.config else places.find_config_path()
 
 
 def _without_secrets(settings: Settings) -> dict[str, Any]:

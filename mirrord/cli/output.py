@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ..model import printable
 from ..protocol import Mirror
-from ..units import counted, three_digits
+from ..units import counted, readable_size
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def when(time: datetime) -> str:
 
 
 def size(count: int | None) -> str:
-    return "-" if count is None else three_digits(count)
+    return "-" if count is None else readable_size(count)
 
 
 count = counted

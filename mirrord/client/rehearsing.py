@@ -158,7 +158,7 @@ def judge_tests(
         ("PASS_TO_PASS", row.pass_to_pass or [], Want.KEEP),
     ):
         verb: Literal["fail", "pass"] = "fail" if want is Want.FAIL else "pass"
-        misses = list(testlogs.broken(tests, found, want))
+        misses = list(testlogs.iter_misses(tests, found, want))
         for test, outcome in misses[: _SHOWN - len(unexpected)]:
             is_explained = verb == "pass" and len(unexpected) < _EXPLAINED
             unexpected.append(

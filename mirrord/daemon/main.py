@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         return settings
 
     try:
-        path = chosen.config.absolute() if chosen.config else places.find_path()
+        path = chosen.config.absolute() if chosen.config else places.find_config_path()
         settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
         engine = Engine(settings, config_path=path, load=load)

@@ -19,7 +19,7 @@ from ..bubblewrap import find_obstacle
 from ..config import Settings
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
-from ..host.files import admit, opened
+from ..host.files import grant_search, opened
 from ..host.mounting import choose_mounter
 from ..host.mounts import HARMLESS, find_left_behind
 from ..host.processes import search_path
@@ -68,7 +68,7 @@ def access_lists(settings: Settings) -> Result:
     above = existing(settings.state_dir)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
         try:
-            admit(scratch, 65534)
+            grant_search(scratch, 65534)
         except BackendUnavailableError as error:
             fact = "none: only root and the daemon's own user can have checkouts"
             return "fail", fact, error.hint or ""

@@ -1,7 +1,7 @@
-"""Files through directory descriptors, for trees whose owner may be hostile and act meanwhile.
+"""Files through directory descriptors, for trees whose owner may be hostile and change them.
 
-Opens and replaces without following a symbolic link, entering a mount or leaving a directory: a
-name is looked up only in an open directory. Never opens a device or a pipe. Names are bytes.
+Names are looked up only in an open directory, without following a symbolic link, entering a mount
+or leaving that directory. No device or pipe is ever opened. Names are bytes.
 """
 
 import ctypes
@@ -44,8 +44,8 @@ class _OpenHow(ctypes.Structure):
 _HOW_BYTES = ctypes.c_size_t(ctypes.sizeof(_OpenHow))
 
 
-class opened:  # noqa: N801  (a function to those who call it, and 1 µs less than one each time)
-    """Close `fd` at the end."""
+class opened:  # noqa: N801  (used as a function; a generator would cost 1 µs more each time)
+    """Close `fd` at the end of the block."""
 
     __slots__ = ("_fd",)
 
@@ -73,7 +73,7 @@ def full_disk_named(subject: str) -> Iterator[None]:
 
 
 def host_error(error: BaseException, doing: str) -> errors.ResourceError | None:
-    """An unexpected error as ours, where the disk or the limit on open files caused it."""
+    """Return our error for one that the disk or the limit on open files caused, else None."""
     if not isinstance(error, OSError):
         return None
     fact = f"cannot {doing}: {error.strerror}"
@@ -85,17 +85,17 @@ def host_error(error: BaseException, doing: str) -> errors.ResourceError | None:
     if error.errno in _FULL:
         return errors.DiskFullError(fact, hint="free some space")
     if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN):
-        return errors.DiskFailedError(fact, hint="see the kernel's log, then audit; a heal repairs")
+        return errors.DiskFailedError(fact, hint="see the kernel's log, then audit and heal")
     return None
 
 
 def is_read_only(path: Path) -> bool:
-    """Whether the file system is read-only: ext4 remounts itself when a disk fails."""
+    """Return whether the file system is read-only: ext4 remounts itself so when a disk fails."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def open_directory(path: Path) -> int:
-    """Open a directory by a path of ours: only its last component may not be a symbolic link."""
+    """Open a directory by a trusted path. Its last component may not be a symbolic link."""
     return os.open(path, _DIRECTORY)
 
 
@@ -104,15 +104,15 @@ def open_beneath(
 ) -> int:
     """Open a path below an open directory, by openat2(2) (Linux 5.6).
 
-    No component may be a symbolic link (ELOOP) or lead out of the directory (EXDEV); one that is
-    mounted on is refused too (EXDEV), unless `into_mounts`.
+    A component that is a symbolic link is ELOOP; one that leads out of the directory, or that is a
+    mount point (unless `into_mounts`), is EXDEV.
     """
     how = _how_to_open(flags, into_mounts)
     while True:
         fd = int(_libc.syscall(_SYS_OPENAT2, directory, path, how, _HOW_BYTES))
         if fd >= 0:
             return fd
-        # EAGAIN: a rename or mount elsewhere kept the kernel from proving that nothing escaped
+        # EAGAIN: a concurrent rename or mount anywhere; the kernel cannot prove that `..` is safe
         if (number := ctypes.get_errno()) not in (errno.EINTR, errno.EAGAIN):
             raise OSError(number, os.strerror(number), path)
 
@@ -124,29 +124,23 @@ def _how_to_open(flags: int, into_mounts: bool) -> object:
 
 
 def open_child(directory: int, name: bytes) -> int:
-    """Open the directory `name` in `directory`; ELOOP or ENOTDIR where it is anything else."""
+    """Open the directory `name` in `directory`; ELOOP or ENOTDIR if it is anything else."""
     return open_own(directory, name, _DIRECTORY)
 
 
 def open_regular(directory: int, name: bytes, flags: int = FOR_READING) -> int:
-    """Open a regular file for reading, never waiting on a pipe; FileNotFoundError for others."""
-    return open_seen(directory, name, flags)[0]
-
-
-def open_seen(directory: int, name: bytes, flags: int) -> tuple[int, os.stat_result]:
-    """As `open_regular`, with the file's stat."""
+    """Open a regular file without waiting on a pipe; FileNotFoundError for other kinds."""
     fd = open_own(directory, name, flags)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
-    return fd, found
+    return fd
 
 
 def open_own(directory: int, name: bytes, flags: int) -> int:
-    """Open `name` whatever its mode, where it is ours; PermissionError where it is not.
+    """Open `name` whatever its mode if this user owns it, else PermissionError.
 
-    A directory of mode 000 stays open to us; a file gets its mode back.
+    A directory gets mode u+rwx for good; the mode of a file is restored.
     """
     try:
         return open_beneath(directory, name, flags)
@@ -164,7 +158,7 @@ def open_own(directory: int, name: bytes, flags: int) -> int:
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """lstat; None where there is nothing."""
+    """Return lstat of a name, or None if it does not exist."""
     try:
         return os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
@@ -176,9 +170,9 @@ def names_in(directory: int) -> list[bytes]:
 
 
 def entries_in(directory: int) -> list[tuple[bytes, int]]:
-    """The names, each with its kind: S_IFREG, S_IFDIR, S_IFLNK, or 0 for anything else.
+    """List names, each with its kind: S_IFREG, S_IFDIR, S_IFLNK, or 0 for any other.
 
-    The kinds are in the directory itself; few file systems need a stat for each.
+    Kinds come with the names (d_type); few file systems need a stat for each.
     """
     with os.scandir(directory) as listed:
         return [(os.fsencode(entry.name), _kind_of(entry)) for entry in listed]
@@ -193,18 +187,18 @@ def _kind_of(entry: os.DirEntry[str]) -> int:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Give each of two paths the other's name, in one step. Mounts inside go along."""
+    """Exchange two paths atomically. Mounts inside move along."""
     paths = _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other)
     if _libc.renameat2(*paths, _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def admit(directory: str, uid: int) -> None:
-    """Let one user pass through a directory of mode 0700, not list it: an ACL entry `user:UID:--x`.
+def grant_search(directory: str, uid: int) -> None:
+    """Let one user enter, but not list, a directory of mode 0700: an ACL entry `user:UID:--x`.
 
-    A later chmod would set the ACL's mask, and lock that user out. Raises BackendUnavailableError
-    where the file system has none.
+    A later chmod would change the ACL's mask and lock that user out. Raises
+    BackendUnavailableError on a file system without ACLs.
     """
     nobody = 0xFFFFFFFF
     # linux/posix_acl_xattr.h: version 2; the owner, this user, the owner's group, the mask, others
@@ -221,19 +215,19 @@ def admit(directory: str, uid: int) -> None:
         ) from error
 
 
-def set_owner(
+def set_link_owner(
     directory: int, name: bytes, owner: tuple[int, int], mtime_ns: int, *, maker: int
 ) -> os.stat_result:
-    """Give a symbolic link that `maker` (a uid) just made its owner and time.
+    """Set owner and time of a symbolic link that `maker` (a uid) just made.
 
-    Through a descriptor: had its directory's owner put a hard link to someone else's file in its
-    place, that file would not be the maker's, and is left alone.
+    The directory's owner may have replaced it, for example by a hard link to another user's file.
+    So it is opened first, and anything else than a link of the maker's is left alone.
     """
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
-            fact = f"cannot make link {shown_path(name)}: someone replaced it meanwhile"
-            raise errors.CheckoutBusyError(fact, hint="stop what runs in it")
+            fact = f"cannot make link {shown_path(name)}: another process replaced it"
+            raise errors.CheckoutBusyError(fact, hint="stop the processes in the checkout")
         itself = f"/proc/self/fd/{fd}"
         if owner != (found.st_uid, found.st_gid):
             os.chown(itself, *owner)
@@ -242,12 +236,12 @@ def set_owner(
 
 
 def make_whiteout(directory: int | None, name: bytes) -> None:
-    """Hide a name of the layers below: a device 0/0, which any user may make since Linux 5.8."""
+    """Hide a name of lower layers by a device 0/0, which any user may make since Linux 5.8."""
     os.mknod(name, stat.S_IFCHR | 0o000, os.makedev(0, 0), dir_fd=directory)
 
 
 def mounted_on(path: bytes) -> errors.CheckoutBusyError:
-    """The error for a mount point: the files below it are another file system's."""
+    """Return the error for a mount point, whose files belong to another file system."""
     return errors.CheckoutBusyError(
         f"cannot change {shown_path(path)}: a file system is mounted on it",
         hint="unmount it, then try again",
@@ -256,7 +250,7 @@ def mounted_on(path: bytes) -> errors.CheckoutBusyError:
 
 
 def unlock(directory: int, name: bytes) -> None:
-    """Clear the flags and modes that keep `name` from being removed or renamed."""
+    """Clear the flags and modes that prevent `name` from being removed or renamed."""
     clear_flags(directory)
     found = find_stat(directory, name)
     if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
@@ -272,7 +266,7 @@ def unlock(directory: int, name: bytes) -> None:
 
 
 def clear_flags(fd: int) -> None:
-    """Clear the flags of an open file or directory; make an open directory ours to change."""
+    """Clear the flags of an open file or directory, and make a directory of ours writable."""
     flags = read_flags(fd)
     if flags & _LOCKING_FLAGS:
         try:
@@ -281,13 +275,13 @@ def clear_flags(fd: int) -> None:
             fact = f"cannot clear the immutable flag of a file: {error.strerror}"
             raise errors.ResourceError(fact, hint="the daemon needs CAP_LINUX_IMMUTABLE") from error
     found = os.fstat(fd)
-    is_barred = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700
-    if is_barred and found.st_uid == os.geteuid():
+    is_closed = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700
+    if is_closed and found.st_uid == os.geteuid():
         os.fchmod(fd, stat.S_IMODE(found.st_mode) | 0o700)
 
 
 def read_flags(fd: int) -> int:
-    """The inode flags; 0 where the file system has none."""
+    """Return the inode flags; 0 on a file system without them."""
     try:
         answer = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(struct.calcsize("L")))
     except OSError:
@@ -296,12 +290,12 @@ def read_flags(fd: int) -> int:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether the immutable or the append-only flag is set."""
+    """Return whether the immutable or the append-only flag is set."""
     return bool(read_flags(fd) & _LOCKING_FLAGS)
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of `data`: one call may write less, and never more than 2 GiB."""
+    """Write all of `data`. One write(2) may write less, and at most 2 GiB."""
     written = os.write(fd, data)
     while written < len(data):
         written += os.write(fd, memoryview(data)[written:])
@@ -313,12 +307,12 @@ _NO_COPY = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPE
 def copy_bytes(source: int, sink: int, size: int) -> None:
     """Copy the first `size` bytes of an open file into an empty one.
 
-    As shared blocks where the file system has them, else in the kernel. Between some file systems
-    neither works, and each Linux refuses others.
+    By reflink, else by copy_file_range(2), else by read and write: which pairs of file systems
+    support the first two differs between versions of Linux.
     """
     with suppress(OSError):
         fcntl.ioctl(sink, _FICLONE, source)
-        os.ftruncate(sink, min(size, os.fstat(sink).st_size))  # a client's file may have grown
+        os.ftruncate(sink, min(size, os.fstat(sink).st_size))  # it may have grown meanwhile
         return
     at = 0
     try:
@@ -333,30 +327,30 @@ def copy_bytes(source: int, sink: int, size: int) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power failure."""
+    """Flush the names in a directory, to survive a power failure."""
     with opened(open_directory(path)) as fd:
         os.fsync(fd)
 
 
 def sync_file(path: Path) -> None:
-    """Make the content of a file, and its name, survive a power failure."""
+    """Flush a file's content and its name, to survive a power failure."""
     with opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
     sync_directory(path.parent)
 
 
 def sync_tree(path: Path) -> None:
-    """Make a tree of a few files survive a power failure: a flush for each file and directory."""
+    """Flush each file and directory of a small tree, to survive a power failure."""
     for directory, _, names in os.walk(path):
         for file in (os.path.join(directory, name) for name in names):
-            if os.path.isfile(file) and not os.path.islink(file):  # a link is in its directory
+            if os.path.isfile(file) and not os.path.islink(file):  # links are part of the directory
                 with opened(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
                     os.fsync(fd)
         sync_directory(Path(directory))
 
 
 def free_bytes(path: Path) -> int:
-    """The room that an unprivileged process has below `path`."""
+    """Return the free bytes below `path` for an unprivileged process."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 

@@ -1,13 +1,13 @@
 """The mount service: `python -m mirrord.host.mounter --state-dir DIR --user USER [--socket PATH]`.
 
-A process with CAP_SYS_ADMIN and no mount namespace of its own, that mounts checkouts for a daemon
-that has neither. It is a privilege boundary: it answers one uid and root (SO_PEERCRED), takes
-five typed requests, makes every path itself out of checked names, and opens each below the state
-directory following no link; the kernel gets those descriptors, so what a name comes to mean later
-does not matter. Only the daemon's files are shown as those of other users, who must be ordinary,
-with a group of theirs, and hold the lease of that checkout; set-id bits have no effect wherever a
-client's bytes can be. It reads no file of a checkout, runs nothing, and keeps nothing that another
-cannot make: it may be killed at any moment.
+A process with CAP_SYS_ADMIN in the host's mount namespace, which mounts checkouts for a daemon
+without either. It is a privilege boundary. It answers one uid and root (SO_PEERCRED) and accepts
+five typed requests. It makes every path itself out of checked names, opens each below the state
+directory without following a link, and gives the kernel only descriptors, so a later change of a
+name has no effect. Only the daemon's files are shown as those of other users, who must be ordinary,
+with a group of their own, and hold the lease of the checkout. Set-id bits have no effect wherever
+clients write. It reads no file of a checkout, executes nothing, and has no state that a restart
+loses: it may be killed at any moment.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from .processes import Owner
 from .systemd import Notifier, take_sockets
 
 _CHECKOUT = re.compile(r"[a-z2-7]{16}")
-# released ones and kept trees are renamed, and removed by every backend
+# an umount may also name a released checkout or a kept tree, which were renamed
 _DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _UPPER = re.compile(r"layer|next|environment|environment-next")
 _TARGET, _CLONED = re.compile("|".join(TARGETS)), re.compile("|".join(Target))
@@ -82,49 +82,49 @@ class GuardedMounter:
         self._pending: dict[tuple[str, str], int] = {}
 
     def make(self, order: OverlayOrder) -> int:
-        """Make an overlay and keep it for `show`; answers its root, which stays ours."""
+        """Make an overlay and keep it for `show`; return its root, which stays open here."""
         private = f"leases/{order.checkout}"
         with ExitStack() as stack:
             upper = self._open(stack, f"{private}/{order.upper}/upper")
             work = self._open(stack, f"{private}/{order.upper}/work")
             templates = self._open(stack, "templates")
             if order.owner is not None:
-                self._must_be_leased(stack, order.checkout, order.owner)
-                self._must_be_ordinary(order.owner)
-                self._must_be_ours(templates)
+                self._check_lease(stack, order.checkout, order.owner)
+                self._check_ordinary(order.owner)
+                self._check_templates(templates)
                 templates = stack.enter_context(self._mapped.view(templates, order.owner))
             lower = [
                 stack.enter_context(opened(mounts.open_beneath(templates, layer)))
                 for layer in order.layers
             ]
             mount = mounts.make_overlay(lower, upper, work)
-            # for the daemon to remove
+            # so that the daemon can remove them
             for path in ("work/incompat/volatile", "work/incompat", "work"):
                 with suppress(FileNotFoundError), opened(mounts.open_beneath(work, path)) as made:
                     os.chown(mounts.descriptor_path(made), self._daemon[0], -1)
         place = order.checkout, order.target
-        self._forget(place)
+        self._drop(place)
         self._pending[place] = mount
         if len(self._pending) > _PENDING_MAX:
-            self._forget(next(iter(self._pending)))
+            self._drop(next(iter(self._pending)))
         return mount
 
     def show(self, checkout: str, target: str, show: Callable[[int, str], None]) -> None:
-        """Mount the overlay made last for a target: a mount of a peer's could be of anything."""
+        """Mount the overlay made last for a target. A peer's own mount could be of anything."""
         place = checkout, target
         if place not in self._pending:
             raise FileNotFoundError(f"cannot mount checkout {checkout}: nothing was made for it")
         with ExitStack() as stack:
-            stack.callback(self._forget, place)
+            stack.callback(self._drop, place)
             above = self._open(stack, f"checkouts/{checkout}")
-            # should it become a link after this, the kernel does not follow it
+            # if it becomes a link after this, the kernel does not follow it
             os.close(mounts.open_beneath(above, target))
             show(self._pending[place], f"{mounts.descriptor_path(above)}/{target}")
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
-        """A mount of the checkout's `target`, for the daemon to give to its owner."""
+        """Clone the checkout's `target`, for the daemon to give to its owner."""
         with ExitStack() as stack:
-            self._must_be_leased(stack, checkout, owner)
+            self._check_lease(stack, checkout, owner)
             path, name = split_target(checkout, target)
             return mounts.clone_follower(self._open(stack, path), name)
 
@@ -134,27 +134,27 @@ class GuardedMounter:
             for target in TARGETS:
                 mounts.umount(f"{mounts.descriptor_path(above)}/{target}")
 
-    def close_given(self, descriptors: Sequence[int]) -> None:
-        """Close what was given away, but for what `show` needs."""
+    def close_sent(self, descriptors: Sequence[int]) -> None:
+        """Close descriptors that were sent, except those that `show` needs."""
         for each in descriptors:
             if each not in self._pending.values():
                 os.close(each)
 
-    def forget_all(self) -> None:
+    def drop_pending(self) -> None:
         """Close the overlays that were made and not attached."""
         for place in list(self._pending):
-            self._forget(place)
+            self._drop(place)
 
     def close(self) -> None:
-        self.forget_all()
+        self.drop_pending()
         self._mapped.close()
 
-    def _forget(self, place: tuple[str, str]) -> None:
+    def _drop(self, place: tuple[str, str]) -> None:
         if (mount := self._pending.pop(place, None)) is not None:
             os.close(mount)
 
-    def _must_be_leased(self, stack: ExitStack, checkout: str, owner: Owner) -> None:
-        """The lease of that checkout, or the one being written, must name the same owner."""
+    def _check_lease(self, stack: ExitStack, checkout: str, owner: Owner) -> None:
+        """Refuse unless the checkout's lease, or the one being written, names this owner."""
         private = self._open(stack, f"leases/{checkout}")
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
@@ -163,18 +163,18 @@ class GuardedMounter:
                     return
         raise errors.AccessError(f"cannot mount checkout {checkout}: it is not leased to that user")
 
-    def _must_be_ordinary(self, owner: Owner) -> None:
-        """Files written in a checkout are its owner's: never root's, the daemon's, or a group's."""
+    def _check_ordinary(self, owner: Owner) -> None:
+        """Refuse root, the daemon and system groups, who would own files written in a checkout."""
         uid, gid = owner
         if uid == self._daemon[0] or not _is_ordinary(uid, gid):
             raise errors.BackendUnavailableError(
                 f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a"
-                " group of theirs",
-                hint="the pool backend serves the others",
+                " group of their own",
+                hint="use the pool backend for other users",
             )
 
-    def _must_be_ours(self, templates: int) -> None:
-        """A directory given away would let its new owner's files seem another's."""
+    def _check_templates(self, templates: int) -> None:
+        """Refuse templates of another owner, whose files would be shown as a third user's."""
         found = os.fstat(templates)
         if (found.st_uid, found.st_gid) != self._daemon:
             raise errors.AccessError(
@@ -188,12 +188,12 @@ class GuardedMounter:
 
 
 def _is_ordinary(uid: int, gid: int) -> bool:
-    """Whether a uid is of a person, an agent or a container, and the gid its own group's."""
+    """Return whether a uid is a person's, an agent's or a container's, and the gid its group's."""
     if uid < _smallest("UID_MIN"):
         return False
     try:
         user = pwd.getpwuid(uid)
-    except KeyError:  # a number that a container or a harness uses: no group may have its gid
+    except KeyError:  # a number that a container or a harness uses; its gid must not be a group's
         try:
             grp.getgrgid(gid)
         except KeyError:
@@ -212,7 +212,7 @@ def _smallest(name: str) -> int:
 
 
 def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
-    """Do one request; `{}` and the descriptors that go with it, or the problem."""
+    """Perform a request; return `{}` with its descriptors, or the problem."""
     try:
         return {}, _perform(mounter, json.loads(message))
     except errors.MirrordError as error:
@@ -265,21 +265,21 @@ def _matching(pattern: re.Pattern[str], value: object) -> str:
 
 
 def _owner(value: Any) -> Owner:
-    uid, gid = value  # TypeError and ValueError refuse what is no pair
+    uid, gid = value  # TypeError or ValueError unless it is a pair
     if not all(type(each) is int and 0 <= each <= _ID_MAX for each in (uid, gid)):
         raise ValueError(value)
     return uid, gid
 
 
 def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:
-    """Answer the connections of one user and root, one request at a time, for ever."""
+    """Answer connections of one user and root forever, one request at a time."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             connection = cast("socket.socket", key.fileobj)
             if connection is listener:
-                with suppress(OSError):  # it left before we came
+                with suppress(OSError):  # the peer is gone already
                     _accept(listener, user, selector)
                 continue
             try:
@@ -289,7 +289,7 @@ def serve(listener: socket.socket, mounter: GuardedMounter, user: int) -> None:
             if not message or not _answer(connection, mounter, message):
                 selector.unregister(connection)
                 connection.close()
-                mounter.forget_all()
+                mounter.drop_pending()
 
 
 def _answer(connection: socket.socket, mounter: GuardedMounter, message: bytes) -> bool:
@@ -297,7 +297,7 @@ def _answer(connection: socket.socket, mounter: GuardedMounter, message: bytes) 
     try:
         return _send(connection, reply, descriptors)
     finally:
-        mounter.close_given(descriptors)
+        mounter.close_sent(descriptors)
 
 
 def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector) -> None:
@@ -317,7 +317,7 @@ def _accept(listener: socket.socket, user: int, selector: selectors.BaseSelector
 
 
 def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list[int]) -> bool:
-    """False where the peer has gone, or does not read."""
+    """Return False if the peer is gone or does not read."""
     try:
         socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
     except OSError:
@@ -326,7 +326,7 @@ def _send(connection: socket.socket, reply: Mapping[str, Any], descriptors: list
 
 
 def listen(path: Path, uid: int) -> socket.socket:
-    """A socket at `path` that only `uid` and root can connect to."""
+    """Listen at `path`, where only `uid` and root can connect."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path.unlink(missing_ok=True)
     before = os.umask(0o177)
@@ -340,7 +340,7 @@ def listen(path: Path, uid: int) -> socket.socket:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM; 2 when started wrongly."""
+    """Serve until SIGTERM. Exits with 2 on wrong arguments."""
     about = "mounts checkouts for another process"
     parser = argparse.ArgumentParser(prog="python -m mirrord.host.mounter", description=about)
     parser.add_argument("--state-dir", type=Path, required=True)

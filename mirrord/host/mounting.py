@@ -1,9 +1,9 @@
 """Mounting for checkouts: in this process, or by the mount service.
 
 Owns the mounts of a state directory: `checkouts/<name>/tree` and `…/environment`, each an overlay
-over `leases/<name>/<layer>`, and `checkouts` and `leases` themselves, bound over themselves.
-`LocalMounter` calls the kernel. `RemoteMounter` asks `mirrord.host.mounter`, because clients cannot
-see the mounts of a service with a private mount namespace. Calls are short and block.
+with its upper layer in `leases/<name>/`, and `checkouts` and `leases`, bound over themselves.
+`LocalMounter` calls the kernel. `RemoteMounter` asks `mirrord.host.mounter`, for a daemon with a
+private mount namespace, whose mounts clients would not see. Calls are short and block.
 """
 
 import ctypes
@@ -29,25 +29,24 @@ from .trash import find_trash, remove_tree
 
 PROBE_LAYER = ".probe"
 BOUND = ("checkouts", "leases")
-"""Clients write below these: set-id bits and devices have no effect, by whatever path."""
+"""Clients write below these, so they are mounted `nosuid,nodev`."""
 IDMAPS = "idmaps"
-"""Has the templates as other owners see them, before Linux 6.15. Empty on newer ones."""
+"""The directory for idmapped templates, used before Linux 6.15."""
 MESSAGE_MAX_BYTES = 64 * 1024
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h
 _UNREACHABLE = (FileNotFoundError, ConnectionRefusedError, PermissionError, TimeoutError)
 
 
 TREE, ENVIRONMENT = TARGETS = (Target.TREE, Target.ENVIRONMENT)
-"""What is mounted in a checkout's directory."""
+"""The mount points in a checkout's directory."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class OverlayOrder(NamedTuple):
-    """`checkout` names its directories, `layers` are directories below `templates`, top first.
+    """An overlay to be made. `layers` are directories below `templates`, top first.
 
-    `upper` is the directory in the checkout's private one with `upper` and `work`, which must be
-    fresh; its name says what it is for. `owner` is whom the templates are shown as; None leaves
-    them as they are.
+    `upper` is the name of the directory below `leases/<checkout>` with `upper` and `work`, which
+    must be fresh; it also tells the target. Templates appear as files of `owner`, if given.
     """
 
     checkout: str
@@ -61,22 +60,23 @@ class OverlayOrder(NamedTuple):
 
 
 def split_target(checkout: str, target: str) -> tuple[str, str]:
-    """The directory that a target of a checkout is in, below the state directory, and its name."""
+    """Return a target's parent directory, relative to the state directory, and its name."""
     if target == Target.DIRECTORY:
         return "checkouts", checkout
     return f"checkouts/{checkout}", target
 
 
 def make_userns(stored: Owner, seen: Owner) -> int:
-    """A descriptor of a user namespace in which files of `stored` are seen as those of `seen`.
+    """Make a user namespace in which files of `stored` appear as those of `seen`.
 
-    A child enters it, because only a process of one thread may, and is killed as soon as the
-    descriptor holds the namespace.
+    Returns a descriptor. A forked child makes the namespace, because unshare(CLONE_NEWUSER) fails
+    with EINVAL in a process of several threads. It is killed once the descriptor holds the
+    namespace.
     """
     parent = os.getpid()
     reader, writer = os.pipe2(os.O_CLOEXEC)
     child = os.fork()
-    if child == 0:  # never returns into its parent's code
+    if child == 0:  # must never return into the parent's code
         try:
             die_with_parent(parent)
             failed = _libc.unshare(_CLONE_NEWUSER)
@@ -98,8 +98,8 @@ def make_userns(stored: Owner, seen: Owner) -> int:
     except OSError as error:
         raise BackendUnavailableError(
             f"cannot make a user namespace: {error.strerror}",
-            hint="see user.max_user_namespaces; without one, only the daemon's own user gets"
-            " overlay checkouts",
+            hint="see user.max_user_namespaces; without user namespaces only the daemon's own user"
+            " gets overlay checkouts",
             errno=error.errno or errno.EIO,
         ) from error
     finally:
@@ -110,17 +110,17 @@ def make_userns(stored: Owner, seen: Owner) -> int:
 @dataclass(slots=True)
 class _Mapped:
     clone: int
-    source: int  # the inode it is a clone of, which is not used again while the clone is there
+    source: int  # the inode that was cloned; not reused while the clone exists
     attached: str | None
     users: int = 0
 
 
 class MappedTemplates:
-    """The templates as they seem to other owners: read-only clones that no other process can reach.
+    """Idmapped templates: for each owner a read-only clone that no other process can reach.
 
-    They are attached nowhere, so nothing can unmount them. Before Linux 6.15, overlayfs takes only
-    layers that are attached: then each is below `place`, in a private directory in memory, under a
-    random name. An overlay keeps what it needs of its clone; a clone in use stays.
+    Clones are detached, so nothing can unmount them. Before Linux 6.15 overlayfs accepts only
+    attached layers; then each clone is attached in a private tmpfs at `place`, under a random name.
+    An overlay holds its own reference. At most MAX clones are kept, and one in use is never closed.
     """
 
     MAX = 256
@@ -128,7 +128,7 @@ class MappedTemplates:
     def __init__(self, place: str, stored: Owner | None = None) -> None:
         self._place = place
         self._stored = stored
-        self._known: dict[Owner, _Mapped] = {}  # the one used last at the end
+        self._known: dict[Owner, _Mapped] = {}  # the last used at the end
         self._lock = threading.Lock()
         self._room: int | None = None
 
@@ -137,7 +137,7 @@ class MappedTemplates:
 
     @contextmanager
     def view(self, templates: int, owner: Owner) -> Iterator[int]:
-        """The owner's clone of the directory that `templates` is open on."""
+        """Borrow the owner's clone of the open directory `templates`."""
         mapped = self._take(templates, owner)
         try:
             yield mapped.clone
@@ -164,7 +164,7 @@ class MappedTemplates:
                 self._known[owner] = self._known.pop(owner)
                 known.users += 1
                 return known
-        # forks, and so not with the lock
+        # not under the lock, because it forks
         userns = make_userns(self._stored or (found.st_uid, found.st_gid), owner)
         try:
             clone = mounts.clone_idmapped(templates, userns)
@@ -185,7 +185,7 @@ class MappedTemplates:
 
     def _attach(self, clone: int) -> str:
         if self._room is None:
-            mounts.umount(self._place)  # with all that an earlier process left there
+            mounts.umount(self._place)  # an earlier process may have left one
             with suppress(FileExistsError):
                 os.mkdir(self._place, 0o700)
             self._room = mounts.mount_private(self._place)
@@ -207,7 +207,7 @@ class MappedTemplates:
 class LocalMounter:
     """Mounts in this process; trusts its caller and the state directory.
 
-    A path that is gone raises FileNotFoundError, everything else a ResourceError.
+    A missing path raises FileNotFoundError, any other failure a ResourceError.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -215,24 +215,24 @@ class LocalMounter:
         self._mapped = MappedTemplates(f"{self._state}/{IDMAPS}")
 
     def open(self) -> None:
-        """Bind `checkouts` and `leases` over themselves, unless they are."""
+        """Bind `checkouts` and `leases` over themselves, unless that was done."""
         for name in BOUND:
             mounts.bind_once(f"{self._state}/{name}")
 
     def is_mapped(self, owner: Owner) -> bool:
-        """Whether overlays for an owner take no fork."""
+        """Return whether an overlay for the owner can be made without a fork."""
         return owner in self._mapped
 
     def map_owner(self, owner: Owner) -> None:
-        """Get ready to make overlays for an owner."""
+        """Prepare overlays for an owner; forks."""
         with (
             opened(os.open(f"{self._state}/templates", mounts.DIRECTORY)) as templates,
             self._mapped.view(templates, owner),
         ):
-            pass  # it is known now
+            pass
 
     def make(self, order: OverlayOrder) -> int:
-        """Make an overlay that is mounted nowhere; a descriptor of its root."""
+        """Make a detached overlay; return a descriptor of its root."""
         private = f"{self._state}/leases/{order.checkout}/{order.upper}"
         with ExitStack() as stack:
 
@@ -246,26 +246,26 @@ class LocalMounter:
             return mounts.make_overlay(lower, at(f"{private}/upper"), at(f"{private}/work"))
 
     def attach(self, checkout: str, mount: int, target: str = TREE) -> None:
-        """Mount it in the checkout's directory."""
+        """Mount a detached overlay in the checkout's directory."""
         mounts.attach(mount, f"{self._state}/checkouts/{checkout}/{target}")
 
     def replace(self, checkout: str, mount: int, target: str = TREE) -> None:
-        """Mount it instead of another overlay, in one step for all who mounted `checkouts/<id>`."""
+        """Replace the checkout's overlay, in one step for all who mounted `checkouts/<id>`."""
         mounts.replace(mount, f"{self._state}/checkouts/{checkout}/{target}")
 
     def clone(self, checkout: str, target: str, owner: Owner) -> int:
-        """A mount of the checkout's `target` for another namespace, where it follows resets."""
+        """Clone the checkout's `target` for another mount namespace, where it follows resets."""
         path, name = split_target(checkout, target)
         with opened(os.open(f"{self._state}/{path}", mounts.DIRECTORY)) as above:
             return mounts.clone_follower(above, name)
 
     def umount(self, checkout: str) -> None:
-        """Unmount all that it has, even in use. Takes 15 ms where 5,000 files were looked at."""
+        """Unmount all its targets, even in use. 15 ms if 5,000 files were looked at."""
         for target in TARGETS:
             mounts.umount(f"{self._state}/checkouts/{checkout}/{target}")
 
     def close(self, *, unbind: bool) -> None:
-        """`unbind` undoes `open`, unless something is mounted or in use there."""
+        """Close the clones. `unbind` undoes `open`, unless the directories are in use."""
         self._mapped.close()
         if unbind:
             for name in BOUND:
@@ -273,7 +273,7 @@ class LocalMounter:
 
 
 class RemoteMounter:
-    """Asks the mount service at a socket. Any thread may call; a late answer is an error."""
+    """Asks the mount service at a socket. Thread-safe; a late answer is an error."""
 
     def __init__(self, path: Path, *, timeout: timedelta = timedelta(seconds=5)) -> None:
         self._path, self._timeout = path, timeout
@@ -281,20 +281,20 @@ class RemoteMounter:
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
-        """The service did, when it started."""
+        """Nothing to do: the service bound them when it started."""
 
     def is_mapped(self, owner: Owner) -> bool:
-        """It is not this process that forks."""
+        """Always: the service forks, not this process."""
         return True
 
     def map_owner(self, owner: Owner) -> None:
-        """The service does when it makes the first overlay."""
+        """Nothing to do: the service maps the owner with the first overlay."""
 
     def make(self, order: OverlayOrder) -> int:
         return _only(self._ask("make", **order._asdict()))
 
     def attach(self, checkout: str, mount: int, target: str = TREE) -> None:
-        """The mount that it made last for this target: the service takes none from others."""
+        """Mount the overlay made last for this target: the service accepts no descriptor."""
         self._ask("attach", checkout=checkout, target=target)
 
     def replace(self, checkout: str, mount: int, target: str = TREE) -> None:
@@ -332,13 +332,16 @@ class RemoteMounter:
     def _exchange(self, message: bytes) -> tuple[bytes, Sequence[int]]:
         try:
             (connection := self._connected()).send(message)
-        except (BrokenPipeError, ConnectionResetError):  # it was restarted, and has not read this
+        except (
+            BrokenPipeError,
+            ConnectionResetError,
+        ):  # it restarted, and did not read the message
             self._disconnect()
             (connection := self._connected()).send(message)
         flags = socket.MSG_CMSG_CLOEXEC
         answer, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_MAX_BYTES, 1, flags)
         if not answer:
-            raise ConnectionResetError("it ended before it answered")
+            raise ConnectionResetError("it closed the connection without an answer")
         return answer, descriptors
 
     def _connected(self) -> socket.socket:
@@ -370,12 +373,12 @@ Mounter = LocalMounter | RemoteMounter
 
 
 def choose_mounter(state_dir: Path, service: Path) -> Mounter:
-    """This process where all see its mounts, else the service at the socket `service`.
+    """Mount in this process if clients see its mounts, else by the service at a socket.
 
-    Raises BackendUnavailableError where neither can mount.
+    Raises BackendUnavailableError if neither can mount.
     """
     may_mount = mounts.may_mount()
-    # where this process may not look at pid 1, its clients are in the same sandbox
+    # if pid 1 is not readable, clients are in the same sandbox as this process
     if may_mount and mounts.shares_mounts(1):
         return LocalMounter(state_dir)
     if service.exists():

@@ -1,7 +1,7 @@
-"""Mounts: the raw system calls, with types and our errors.
+"""Mounts: the system calls, with types and our errors; the tables of mounts.
 
-What is attached outlives the process that made it. A path that is gone stays FileNotFoundError, so
-that the caller can make it again; every other refusal is a ResourceError.
+An attached mount outlives the process that made it. A missing path is a FileNotFoundError, so that
+the caller can make it again; every other failure is a ResourceError.
 """
 
 import ctypes
@@ -36,13 +36,12 @@ _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428,
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
-"""Tells some abilities of overlayfs: older kernels refuse late, as they refuse mistakes."""
+"""Decides which features of overlayfs are used: older kernels reject them late, with EINVAL."""
 
 _STACKED_MAX = 8
-_STRING_MAX = 255  # of a value for fsconfig(2)
-# redirect_dir: rename(2) of a directory below must not give EXDEV, which git mv does not survive.
-# volatile: an unmount would else flush the whole file system.
-# The rest would make files mean something only together with one mount.
+_STRING_MAX = 255  # bytes in a value for fsconfig(2)
+# redirect_dir: without it rename(2) of a lower directory is EXDEV, at which `git mv` fails.
+# metacopy, index and xino would make files meaningful only together with this mount.
 _OVERLAY_OPTIONS = {"redirect_dir": "on", "metacopy": "off", "index": "off", "xino": "off"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +51,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class _FileHandle(ctypes.Structure):
-    """MAX_HANDLE_SZ, `size` bytes of which are used."""
+    """struct file_handle, with room for MAX_HANDLE_SZ bytes."""
 
     _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
 
@@ -64,10 +63,10 @@ class _MountAttr(ctypes.Structure):
 
 
 def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
-    """Make an overlay of open directories, `lower` top first; answers its root, for `attach`.
+    """Make an overlay of open directories, `lower` top first; return its root, for `attach`.
 
-    `work` must never have been used before. The kernel shows the directories to everybody in
-    /proc/self/mountinfo, by the names that it was given: those of descriptors say nothing.
+    `work` must never have been used before. The directories are given by the paths of descriptors,
+    because every user sees these options in /proc/self/mountinfo.
     """
     with opened(_open_kind(b"overlay")) as context:
         _configure(context, _FSCONFIG_SET_STRING, "source", "mirrord")
@@ -75,6 +74,7 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
         _configure(context, _FSCONFIG_SET_STRING, "workdir", descriptor_path(work))
         for key, value in _OVERLAY_OPTIONS.items():
             _configure(context, _FSCONFIG_SET_STRING, key, value)
+        # without it, an unmount flushes the whole file system (Linux 5.10)
         _configure(context, _FSCONFIG_SET_FLAG, "volatile")
         _create_over(context, lower)
         flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
@@ -82,12 +82,12 @@ def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
 
 
 def _create_over(context: int, lower: Sequence[int]) -> None:
-    """Name the lower directories, and have the kernel look at all that was named.
+    """Add the lower directories, and create the file system.
 
-    Linux 6.7 takes them one by one. Before, one value names them all, of at most 255 bytes: by
-    their numbers alone, from a thread whose working directory, its own, is that of the descriptors
-    (room for 64 of three digits). Linux 6.5 and 6.6 look at the names at once, older ones at the
-    end.
+    Linux 6.7 takes them one by one. Older kernels take one value of at most 255 bytes for all. The
+    numbers of 64 descriptors fit, without a directory: so a thread of its own has /proc/self/fd as
+    its working directory. Linux 6.5 and 6.6 resolve the names when they are set, older ones when
+    the file system is created.
     """
     if KERNEL >= (6, 7):
         for each in lower:
@@ -97,9 +97,9 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
     joined = ":".join(map(str, lower))
     if len(joined) > _STRING_MAX:
         raise BackendUnavailableError(
-            f"cannot mount {len(lower)} layers: this kernel takes no more than {_STRING_MAX} bytes"
-            " of their names",
-            hint="Linux 6.7 and newer take them one by one; the pool backend serves without",
+            f"cannot mount {len(lower)} layers: their names have more than the {_STRING_MAX} bytes"
+            " that this kernel accepts",
+            hint="upgrade to Linux 6.7, which takes them one by one, or use the pool backend",
         )
     failed: list[BaseException] = []
 
@@ -127,15 +127,14 @@ def attach(mount: int, target: str, how: int = 0) -> None:
 
 
 def replace(mount: int, target: str) -> None:
-    """Make a detached mount visible at `target`, in the place of the one that is there.
+    """Replace the mount at `target` by a detached one, here and wherever `target` propagates to.
 
-    In one step, here and wherever `target` propagates to: the new mount goes beneath the old one,
-    which then goes. Before Linux 6.5, which cannot do that, `target` is for a moment the directory
-    below.
+    In one step: the new mount is attached beneath the old one, which is then unmounted. Before
+    Linux 6.5, which has no MOVE_MOUNT_BENEATH, the bare directory is visible for a moment.
     """
     try:
         attach(mount, target, _MOVE_MOUNT_BENEATH)
-    except BackendUnavailableError as error:  # EINVAL: an older kernel, or nothing is mounted there
+    except BackendUnavailableError as error:  # EINVAL: an older kernel, or no mount at `target`
         if error.facts.get("errno") != errno.EINVAL:
             raise
         umount(target)
@@ -145,7 +144,7 @@ def replace(mount: int, target: str) -> None:
 
 
 def umount(target: str) -> None:
-    """Unmount everything at `target`, even in use; fine where nothing is mounted."""
+    """Unmount everything at `target`, even in use; fine if nothing is mounted."""
     for _ in range(_STACKED_MAX):
         if not _unmount(target):
             return
@@ -156,25 +155,25 @@ def umount(target: str) -> None:
 
 
 def umount_unused(target: str) -> None:
+    """Unmount `target` unless it is in use."""
     _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW)
 
 
 def clone_idmapped(source: int, userns: int) -> int:
-    """A read-only, detached clone of `source`, its owners seen through a user namespace.
+    """Make a read-only, detached clone of `source` with owners mapped by a user namespace.
 
-    All are descriptors; the clone goes with its last one. Needs Linux 5.12.
+    All three are descriptors; the clone ends with its last one. Needs Linux 5.12.
     """
     flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
     return _clone_with(source, _MountAttr(attr_set=flags, userns_fd=userns))
 
 
 def clone_follower(above: int, name: str) -> int:
-    """A detached clone of `name`, a directory in `above`, with what is mounted on it.
+    """Make a detached clone of `name`, a directory in `above`, with the mounts on it.
 
-    Once it is attached, in whatever namespace, it follows: what is mounted on `name` later, or
-    unmounted, is mounted and unmounted on it (Linux 6.18 does neither while it is detached). So it
-    is cloned from the directory below that mount. No path leads there; its file handle does, which
-    needs CAP_DAC_READ_SEARCH.
+    Once attached, in any namespace, it follows later mounts and unmounts on `name` (but not while
+    it is detached; seen on Linux 6.18). So it is cloned from the directory beneath those mounts. No
+    path leads there, but its file handle does, which needs CAP_DAC_READ_SEARCH.
     """
     with (
         opened(_clone(above)) as uncovered,
@@ -188,7 +187,7 @@ def clone_follower(above: int, name: str) -> int:
 
 
 def _open_again(directory: int, place: int) -> int:
-    """Open a directory as it is in the mount of `place`, even where something is mounted on it."""
+    """Open `directory` in the mount of `place`, beneath what is mounted on it there."""
     handle, mount = _FileHandle(128), ctypes.c_int()
     at, itself = ctypes.byref(handle), ctypes.byref(mount)
     if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
@@ -197,8 +196,8 @@ def _open_again(directory: int, place: int) -> int:
     if found < 0 and ctypes.get_errno() == errno.EPERM:
         raise BackendUnavailableError(
             "cannot open a directory by its handle: not permitted",
-            hint="to attach checkouts the daemon, or the mount service, needs CAP_DAC_READ_SEARCH,"
-            " and open_by_handle_at(2), which containers may refuse",
+            hint="to attach checkouts, the daemon or the mount service needs CAP_DAC_READ_SEARCH"
+            " and open_by_handle_at(2), which containers may block",
         )
     if found < 0:
         raise _refused("open", "a directory", ctypes.get_errno())
@@ -206,9 +205,9 @@ def _open_again(directory: int, place: int) -> int:
 
 
 def mount_private(target: str) -> int:
-    """Mount an empty directory in memory, for root and this user alone; answers its root.
+    """Mount a private tmpfs of mode 0700; return its root.
 
-    What is attached in it is visible in no other namespace, and goes with it.
+    Mounts in it are not visible in other namespaces, and end with it.
     """
     with opened(_open_kind(b"tmpfs")) as context:
         _configure(context, _FSCONFIG_SET_STRING, "source", "mirrord")
@@ -218,7 +217,7 @@ def mount_private(target: str) -> int:
         root = _syscall("mount", "a tmpfs", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
     try:
         attach(root, target)
-        # it became shared if the mount around it is
+        # attached in a shared mount, it became shared too
         _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))
     except BaseException:
         os.close(root)
@@ -227,9 +226,9 @@ def mount_private(target: str) -> int:
 
 
 def bind_once(path: str) -> None:
-    """Bind a directory over itself, unless an earlier process did: without set-id bits and devices.
+    """Bind a directory over itself, `nosuid,nodev` and shared, unless an earlier process did.
 
-    Shared even where no systemd made / so: or containers could not follow with `rslave`.
+    Without systemd `/` may be private, and containers could not follow mounts with `rslave`.
     """
     with (
         opened(os.open(os.path.dirname(path), DIRECTORY)) as above,
@@ -245,13 +244,13 @@ def bind_once(path: str) -> None:
 
 
 def mount_id(fd: int) -> int:
-    """Which mount a descriptor is in."""
+    """Return the id of the mount that a descriptor is in."""
     with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("mnt_id:"))
 
 
 def open_beneath(directory: int, path: str) -> int:
-    """Open a directory (O_PATH) below another, following no link on the way."""
+    """Open a directory (O_PATH) below another, without following links."""
     try:
         flags = os.O_PATH | os.O_DIRECTORY
         return files.open_beneath(directory, os.fsencode(path), flags, into_mounts=True)
@@ -260,25 +259,25 @@ def open_beneath(directory: int, path: str) -> int:
 
 
 def descriptor_path(fd: int) -> str:
-    """A path of the open file itself, whatever its present name."""
+    """Return a path of an open file that does not depend on its name."""
     return f"/proc/self/fd/{fd}"
 
 
 def read_overlays() -> set[str]:
-    """Where overlays are mounted now. Costs 10 ms with 3,000 of them: not for the hot path."""
+    """Return the mount points of overlays. 10 ms with 3,000 mounts: not for the hot path."""
     return {each.at for each in read_mounts() if each.kind == "overlay"}
 
 
 def mounts_below(directory: str) -> list[str]:
-    """What is mounted on a directory and below it, as this process sees it."""
+    """Return the mount points at and below a directory, in this process's namespace."""
     top = os.path.realpath(directory)
     with open("/proc/self/mountinfo", "rb") as file:
         points = [_unescape(line.split(b" ", 5)[4]) for line in file]
-    return [point for point in points if point == top or point.startswith(f"{top}/")]
+    return [point for point in points if _is_within(point, top)]
 
 
 def may_mount() -> bool:
-    """Whether this process has CAP_SYS_ADMIN."""
+    """Return whether this process has CAP_SYS_ADMIN."""
     return has_capabilities(Capability.SYS_ADMIN)
 
 
@@ -313,7 +312,7 @@ def _set_attributes(mount: int, attributes: _MountAttr, how: int = 0) -> None:
 
 
 def _unmount(target: str) -> bool:
-    """Take the topmost mount away; False where there is none."""
+    """Unmount the topmost mount; False if there is none."""
     if _libc.umount2(os.fsencode(target), _MNT_DETACH | _UMOUNT_NOFOLLOW) == 0:
         return True
     if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOENT):
@@ -332,38 +331,38 @@ _NEEDS_ROOT = "mounting needs CAP_SYS_ADMIN: run the daemon as root, or with mir
 _HINTS = {
     **dict.fromkeys((errno.EPERM, errno.EACCES), _NEEDS_ROOT),
     errno.ENODEV: "load the overlay module with `modprobe overlay`",
-    errno.ENOSYS: "this needs a newer kernel; the pool backend serves without it",
+    errno.ENOSYS: "upgrade the kernel, or use the pool backend",
     errno.EOPNOTSUPP: "this file system lacks a feature: put state_dir on ext4, xfs or btrfs",
-    errno.EINVAL: "the kernel's log says why; the pool backend serves without mounts",
+    errno.EINVAL: "see the kernel's log, or use the pool backend",
     errno.EREMOTE: "overlays cannot be on this file system: put state_dir on ext4, xfs or btrfs",
 }
 
 
 def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
-    """What an errno of a mount call means."""
+    """Return the error for an errno of a mount call."""
     fact = f"cannot {verb} {noun}: {os.strerror(number)}"
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):
         return FileNotFoundError(number, fact, noun)
     if number in (errno.ENOSPC, errno.EDQUOT):
-        # the kernel says ENOSPC to one mount too many
+        # ENOSPC is also the kernel's answer above fs.mount-max
         return DiskFullError(fact, hint="free some space, or raise fs.mount-max", errno=number)
     if number in _HINTS:
         return BackendUnavailableError(fact, hint=_HINTS[number], errno=number)
-    return ResourceError(fact, hint="the kernel's log may say more", errno=number)
+    return ResourceError(fact, hint="see the kernel's log", errno=number)
 
 
 def _unescape(field: bytes) -> str:
-    """Read a path of mountinfo: space, tab, newline and backslash are octal."""
+    """Decode a path of mountinfo: space, tab, newline and backslash are octal."""
     if b"\\" in field:
         field = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
     return os.fsdecode(field)
 
 
-# -- what other processes see ----------------------------------------------------------------------
+# -- tables of mounts, of this process and others --------------------------------------------------
 
 
 class Visible(IntEnum):
-    """What a process sees of a directory, each with those before it: MOUNTS are later ones too."""
+    """What a process sees of a directory: its files; and also what is mounted below it later."""
 
     NOTHING = 0
     FILES = 1
@@ -371,7 +370,7 @@ class Visible(IntEnum):
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo. `root` is the directory of the file system which is seen at `at`."""
+    """A line of mountinfo: `root`, a directory of the file system, is visible at `at`."""
 
     kind: str
     source: str
@@ -379,11 +378,11 @@ class Mount(NamedTuple):
     root: str
     at: str
     options: frozenset[str]  # of the mount and of its file system
-    groups: frozenset[bytes]
+    groups: frozenset[bytes]  # peer groups that it shares with, or is a slave of
 
 
 def shares_mounts(pid: int) -> bool:
-    """Whether a process is in our mount namespace, or has ended, or may not be asked about."""
+    """Return whether a process is in our mount namespace; True if it ended or is not readable."""
     try:
         return os.stat(f"/proc/{pid}/ns/mnt").st_ino == os.stat("/proc/self/ns/mnt").st_ino
     except OSError:
@@ -391,37 +390,39 @@ def shares_mounts(pid: int) -> bool:
 
 
 def visible_to(pid: int, directory: Path) -> Visible:
-    """What a process sees of a directory from its own mount namespace, at this moment.
+    """Return what a process sees of a directory in its mount namespace, at this moment.
 
-    Reads two tables of mounts: 10 ms each with 3,000 of them. Everything, where the daemon may not
-    ask about other users' processes.
+    Reads two tables of mounts: 10 ms each with 3,000 mounts. Returns MOUNTS if the daemon may not
+    read the process's table.
     """
     try:
-        theirs = read_mounts(pid)
+        of_process = read_mounts(pid)
     except OSError:
         return Visible.MOUNTS
-    ours = find_mount(directory)
-    place = os.path.normpath(f"{ours.root}/{os.path.relpath(directory, ours.at)}")
-    seen = [each for each in theirs if each.device == ours.device and _is_within(place, each.root)]
-    if any(each.groups & ours.groups for each in seen):
+    mount = find_mount(directory)
+    place = os.path.normpath(f"{mount.root}/{os.path.relpath(directory, mount.at)}")
+    seen = [
+        each for each in of_process if each.device == mount.device and _is_within(place, each.root)
+    ]
+    if any(each.groups & mount.groups for each in seen):
         return Visible.MOUNTS
     return Visible.FILES if seen else Visible.NOTHING
 
 
 def find_left_behind(checkouts: Path) -> dict[int, str]:
-    """Where a tree is mounted that its checkout has no more, or that no reset would take away.
+    """Find mounted trees that no reset or release will unmount, one for each mount namespace.
 
-    By process, one for each mount namespace that this one may look at. Such a mount is the slave of
-    none: it was made private, or its master was unmounted without it.
+    Returns mount points by a process of the namespace. Such a mount is private, or its master was
+    unmounted without it, so it is in no peer group. Namespaces of unreadable processes are skipped.
     """
     found: dict[int, str] = {}
-    looked_at: set[int] = set()
+    visited: set[int] = set()
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with suppress(OSError):
             namespace = os.stat(f"/proc/{pid}/ns/mnt").st_ino
-            if namespace in looked_at:
+            if namespace in visited:
                 continue
-            looked_at.add(namespace)
+            visited.add(namespace)
             for each in read_mounts(pid):
                 is_ours = (each.kind, each.source) == ("overlay", "mirrord")
                 if is_ours and not each.groups and not _is_within(each.at, str(checkouts)):
@@ -430,10 +431,10 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
 
 
 def find_mount(path: Path) -> Mount:
-    """The mount of a path, by its name: btrfs has other device numbers than its files."""
+    """Return the mount of a path, by name: on btrfs a file's device number is not its mount's."""
     place = str(path.resolve())
-    holds = [each for each in read_mounts() if _is_within(place, each.at)]
-    return max(reversed(holds), key=lambda each: len(each.at))  # of several at one place the last
+    above = [each for each in read_mounts() if _is_within(place, each.at)]
+    return max(reversed(above), key=lambda each: len(each.at))  # the last of several at one place
 
 
 def read_mounts(pid: int | str = "self") -> list[Mount]:

@@ -1,7 +1,7 @@
-"""Who is at the other end of a Unix socket, what that user may do, and for which uids it may ask.
+"""Peers of the Unix socket: their identity, their role, the uids that they may ask for.
 
-The kernel says who: SO_PEERCRED holds what the peer was when it connected, and cannot be forged.
-The endpoint table says which request needs which role.
+SO_PEERCRED gives the peer's credentials at the time of its connect(2), and cannot be forged. The
+table of endpoints says which role a request needs.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Peer:
-    """A process at the other end, as it was when it connected, in seconds since the boot."""
+    """A peer with its credentials at `connected_at`, in seconds since the boot."""
 
     uid: int
     gid: int
@@ -49,9 +49,9 @@ class Peer:
 
 
 class Role(IntEnum):
-    """What a peer may do; each role includes those below it.
+    """A peer's rights; each role includes those below it.
 
-    An OWNER is no member, but a checkout was made for its uid: it may use that one.
+    An OWNER is not a member, but may use the checkout that was made for its uid.
     """
 
     STRANGER = 0
@@ -67,17 +67,17 @@ def peer_of(connection: socket.socket) -> Peer:
     now = time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
-    except OSError:  # ERANGE for more than fit: such a peer is judged by its first group alone
+    except OSError:  # ERANGE above 256 groups: then only the primary group counts
         raw = b""
     groups = struct.unpack(f"{len(raw) // 4}I", raw)
     return Peer(uid=uid, gid=gid, pid=pid, groups=groups, connected_at=now)
 
 
 class Access:
-    """The role of a peer.
+    """Decides the role of a peer.
 
     Administrators are root, the daemon's own user and `access.admins`; members are in
-    `access.group`. Names are looked up at most once a minute and after a reload: a group may be
+    `access.group`. Names are looked up once a minute and after a reload, because a group may be
     created while the daemon runs.
     """
 
@@ -94,7 +94,7 @@ class Access:
         self.refresh()
 
     def role(self, peer: Peer) -> Role:
-        """ADMIN, MEMBER or STRANGER: checkouts and their owners are not known here."""
+        """Return ADMIN, MEMBER or STRANGER. Who owns a checkout is not known here."""
         if self.is_admin(peer.uid):
             return Role.ADMIN
         is_member = self._group is not None and self._group in (peer.gid, *peer.groups)
@@ -108,14 +108,14 @@ class Access:
         return uid in self._admins
 
     def user_of(self, uid: int) -> int:
-        """The user of a subordinate uid, so that a user with 65,536 of them counts once."""
+        """Return the user of a subordinate uid, so that a user with 65,536 of them counts once."""
         at = bisect_right(self._subuids, (uid, 1 << 32, 0)) - 1
         first, count, user = self._subuids[at] if at >= 0 else (0, 0, 0)
         return user if first <= uid < first + count else uid
 
     @property
     def warnings(self) -> list[str]:
-        """Names in the settings that this host does not know."""
+        """The names in the settings that do not exist on this host."""
         access = self._settings().access
         group = f"the group {access.group} does not exist: only administrators are admitted"
         unknown = [name for name in access.admins if _find_uid(name) is None]
@@ -123,12 +123,12 @@ class Access:
         return admins if self._group is not None else [group, *admins]
 
     def refresh(self) -> None:
-        """Look the names up again, and log those once that this host does not know."""
+        """Look names up again. A name that does not exist is logged once."""
         access = self._settings().access
         found = (_find_uid(name) for name in access.admins)
         self._admins = frozenset(uid for uid in found if uid is not None)
         self._group = _find_gid(access.group)
-        # a range of root's is a user of its own
+        # a range of root's counts as a user of its own
         ranges = iter_subids(self._subuid)
         self._subuids = sorted((first, count, user or first) for first, count, user in ranges)
         self._looked_up_at = time.monotonic()
@@ -139,11 +139,11 @@ class Access:
 
 
 class Owners:
-    """For which uids a peer may ask for a checkout, and with which gid. Belongs to one event loop.
+    """Decides for which uids a peer may ask for a checkout, and with which gid.
 
-    For itself; an administrator for any uid; with `access.owners = "subuid"` a member for the uids
-    that /etc/subuid gives to it, by name or by uid. Look-ups run in a thread, because names may
-    come from a network, and are remembered for a minute.
+    For its own; an administrator for any; with `access.owners = "subuid"` a member for the uids
+    that /etc/subuid assigns to it. Look-ups run in a thread, because names may come from a network,
+    and are cached for a minute. Belongs to one event loop.
     """
 
     def __init__(
@@ -159,13 +159,13 @@ class Owners:
         self._known_since = time.monotonic()
 
     async def find(self, owner: int | None, peer: Peer) -> Owner:
-        """The uid and gid of the checkout that `peer` asks for. Raises AccessError."""
+        """Return uid and gid for the checkout that `peer` asks for. Raises AccessError."""
         if owner is None or owner == peer.uid:
             return peer.uid, peer.gid
         key: tuple[int, int | None] | None = None
         look_up: Callable[[], Owner | None] = partial(self._of_member, owner, peer)
         if self._access.role(peer) is Role.ADMIN:
-            key, look_up = (owner, None), partial(_of_anybody, owner)
+            key, look_up = (owner, None), partial(_of_admin, owner)
         elif self._settings().access.owners == "subuid" and not self._access.is_admin(owner):
             key = owner, peer.uid
         if time.monotonic() - self._known_since > _REMEMBERED_S or len(self._known) > 10_000:
@@ -183,27 +183,27 @@ class Owners:
         return found
 
     def _of_member(self, owner: int, peer: Peer) -> Owner | None:
-        """With the gid at the same place of /etc/subgid, as user namespaces map it, or its own."""
+        """Pair with the gid at the same offset in /etc/subgid, or the member's own gid."""
         users, groups = (
             [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
             for file in self._files
         )
-        place = 0
+        offset = 0
         for first, count in users:
             if not first <= owner < first + count:
-                place += count
+                offset += count
                 continue
-            place += owner - first
+            offset += owner - first
             for first_gid, gids in groups:
-                if place < gids:
-                    return owner, first_gid + place
-                place -= gids
+                if offset < gids:
+                    return owner, first_gid + offset
+                offset -= gids
             return owner, peer.gid
         return None
 
 
-def _of_anybody(owner: int) -> Owner:
-    """With the group of its passwd entry; without one, with the gid of the same number."""
+def _of_admin(owner: int) -> Owner:
+    """Pair with the group of its passwd entry; without one, with the gid of the same number."""
     try:
         return owner, pwd.getpwuid(owner).pw_gid
     except KeyError:
@@ -211,9 +211,9 @@ def _of_anybody(owner: int) -> Owner:
 
 
 def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
-    """First id, count and user of each range in a file of subuid(5), in its order.
+    """Iterate first id, count and user of the ranges in a file of subuid(5), in order.
 
-    Incomplete lines, and users that this host does not know, are skipped.
+    Skips incomplete lines and unknown users.
     """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -221,8 +221,8 @@ def iter_subids(file: Path) -> Iterator[tuple[int, int, int]]:
         return
     for line in lines:
         name, *numbers = line.split(":")
-        is_whole = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
-        if is_whole and (user := _find_uid(name)) is not None:
+        is_complete = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
+        if is_complete and (user := _find_uid(name)) is not None:
             yield int(numbers[0]), int(numbers[1]), user
 
 
@@ -240,24 +240,27 @@ def _find_gid(name: str) -> int | None:
         return int(name) if name.isdigit() else None
 
 
-# -- processes that leases are bound to: which one a peer is, and when it ends ---------------------
+# -- processes that leases are bound to ------------------------------------------------------------
 #
-# The inode of a pidfd is its process's own since Linux 6.9; with the start time, where /proc shows
-# it (ProtectProc=invisible does not), it tells the process from all others with the same number,
-# now or later. Both outlive the daemon: after a restart the same process is found, or has ended.
+# Since Linux 6.9 the inode of a pidfd is unique to its process. With the start time, if /proc shows
+# it (ProtectProc=invisible does not), it tells a process from all others with the same pid, now or
+# later. Both still hold after a restart of the daemon.
 
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module
 
 
 class Process(NamedTuple):
-    """`mark` tells it from others with the same pid, in this boot or another."""
+    """A process. `mark` tells it from others with the same pid, in this boot or another."""
 
     pid: int
     mark: str
 
 
 def process_of(connection: socket.socket, peer: Peer) -> Process:
-    """The process that made a connection, which may have handed it on. Raises ProcessGoneError."""
+    """Return the process that connected; it may have passed the connection on.
+
+    Raises ProcessGoneError.
+    """
     try:
         try:
             raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
@@ -269,7 +272,7 @@ def process_of(connection: socket.socket, peer: Peer) -> Process:
         with opened(pidfd):
             return Process(peer.pid, _mark(pidfd, peer.pid))
     except OSError as error:
-        # EINVAL, ENODATA: pid 0, of another pid namespace
+        # EINVAL, ENODATA: pid 0, which is a process of another pid namespace
         if error.errno not in {errno.ESRCH, errno.EINVAL, errno.ENODATA}:
             raise
         raise process_gone(peer.pid) from error
@@ -289,7 +292,7 @@ def process_gone(pid: int) -> ProcessGoneError:
 
 
 def open_by_number(peer: Peer) -> int:
-    """A pidfd of the peer before Linux 6.5: by number, unless a younger process has that now."""
+    """Open a pidfd of the peer by its pid (before Linux 6.5), unless a younger process has it."""
     pidfd = os.pidfd_open(peer.pid)
     if _started_s(peer.pid) > peer.connected_at:
         os.close(pidfd)
@@ -302,7 +305,7 @@ def _mark(pidfd: int, pid: int) -> str:
 
 
 def _started_s(pid: int) -> float:
-    """When a process started, in seconds since the boot; 0 where /proc does not show it."""
+    """Return when a process started, in seconds since the boot; 0 if /proc does not show it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -311,9 +314,9 @@ def _started_s(pid: int) -> float:
 
 
 class ProcessWatch:
-    """Calls `on_end` when a held process ends. Belongs to one event loop.
+    """Calls `on_end` when a watched process ends. Belongs to one event loop.
 
-    One descriptor for each process, however many leases are bound to it.
+    Holds one descriptor for each process, however many leases are bound to it.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -321,18 +324,18 @@ class ProcessWatch:
         self._held: dict[Process, int] = {}
 
     def __contains__(self, process: Process) -> bool:
-        """Whether it is held and has not ended."""
+        """Return whether a process is watched and has not ended."""
         return process in self._held
 
     def hold(self, process: Process) -> bool:
-        """Watch a process from now on; False where it has ended."""
+        """Watch a process from now on; False if it has ended."""
         if process in self._held:
             return True
         try:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return False
-        ended = select.poll()  # an ended process keeps its number until its parent waits for it
+        ended = select.poll()  # an ended process keeps its pid until its parent waits for it
         ended.register(pidfd, select.POLLIN)
         if _mark(pidfd, process.pid) != process.mark or ended.poll(0):
             os.close(pidfd)
@@ -342,7 +345,7 @@ class ProcessWatch:
         return True
 
     def keep_only(self, wanted: Collection[Process]) -> None:
-        """Release the other processes."""
+        """Stop watching all other processes."""
         for process in self._held.keys() - wanted:
             self._release(process)
 

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself: capabilities, limits, another user's rights."""
+"""A process's own attributes: capabilities, limits, and acting with another user's rights."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ResourceError
-from .files import FOR_READING, open_child, open_regular, open_seen
+from .files import FOR_READING, open_child, open_regular
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
@@ -35,19 +35,19 @@ class Capability(IntEnum):
 
 
 def has_capabilities(*wanted: Capability) -> bool:
-    """Whether this process, root or not, has all of them in effect."""
+    """Return whether this process, root or not, has all of them effective."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     effective = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
     return all(effective >> capability & 1 for capability in wanted)
 
 
 def may_give_files_away() -> bool:
-    """Whether this process can make files for other users, and remove them whatever their modes."""
+    """Return whether this process can make files for other users, and remove any of them."""
     return has_capabilities(Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.FOWNER)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask for SIGKILL when the thread that started this process ends, in process `parent_pid`."""
+    """Request SIGKILL for when the thread of `parent_pid` that started this process ends."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise ResourceError(f"cannot tie a worker to its parent: {os.strerror(ctypes.get_errno())}")
     if os.getppid() != parent_pid:  # it ended before the call above
@@ -55,39 +55,39 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def dies_with_parent() -> bool:
-    """Whether `die_with_parent` holds for this thread: a change of its credentials undoes it."""
+    """Return whether `die_with_parent` is in effect: a change of credentials clears it."""
     number = ctypes.c_int()
     _libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
     return number.value == signal.SIGKILL
 
 
 def lower_priority() -> None:
-    """Have this thread, and the processes it starts, yield to all others.
+    """Give this thread, and the processes it starts, low CPU and disk priority.
 
-    Linux keeps a nice value for each thread. Where the kernel schedules a disk by priority, 15 is
-    also the last of its best-effort class (ionice(1)). Only root can undo it: call it in a thread
-    that ends.
+    Linux keeps a nice value for each thread. Schedulers of disks derive the priority from it: 15 is
+    the lowest of the best-effort class (ionice(1)). Only root can undo it: call it in a thread that
+    ends.
     """
     os.setpriority(os.PRIO_PROCESS, 0, 15)
 
 
 def search_path() -> str:
-    """PATH without the working directory: an empty entry means it, as `.` does."""
+    """Return PATH without the working directory, which `.` and an empty entry mean."""
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join(filter(os.path.isabs, entries)) or os.defpath
 
 
 def memory_limit_bytes() -> int:
-    """How much a process may allocate for foreign data: half of the machine, 1 to 4 GiB."""
+    """Return how much a process may allocate for untrusted data: half of RAM, 1 to 4 GiB."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1024**3, min(machine // 2, 4 * 1024**3))
 
 
 def limit_memory() -> None:
-    """Hold this process, and each that it starts, to `memory_limit_bytes`: more is a MemoryError.
+    """Limit this process, and each that it starts, to `memory_limit_bytes`; then MemoryError.
 
-    RLIMIT_DATA: since Linux 4.7 it counts private writable mappings, and so not the packs that
-    libgit2 and git map to read.
+    RLIMIT_DATA counts private writable mappings since Linux 4.7, not the packs that libgit2 and git
+    map.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = memory_limit_bytes()
@@ -96,7 +96,7 @@ def limit_memory() -> None:
 
 
 def hide_argument(text: str) -> None:
-    """Overwrite a text in the arguments of this process, which every user can read in /proc."""
+    """Overwrite a text in this process's arguments, which every user can read in /proc."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = map(int, fields[45:47])  # arg_start and arg_end (Linux 3.5)
     with suppress(OSError), open("/proc/self/mem", "r+b", buffering=0) as memory:
@@ -112,7 +112,7 @@ def resident_bytes() -> int:
 
 
 def trim_memory() -> None:
-    """Give freed memory back to the kernel: glibc keeps it after libgit2 has walked large trees."""
+    """Return freed memory to the kernel: glibc keeps it after libgit2 has walked large trees."""
     if trim := getattr(_libc, "malloc_trim", None):
         trim(0)
 
@@ -124,13 +124,14 @@ def boot_id() -> str:
 
 # -- acting as the owner of a tree -----------------------------------------------------------------
 #
-# One thread takes that user's uid and gid, without capabilities. Linux keeps credentials for each
-# thread, so no other notices; `setgroups` is the raw call, because glibc's changes all threads.
-# What was opened before stays open: so a thread that acts as a client reads a file of the daemon's.
+# One thread takes on that user's fsuid, fsgid and group and drops its capabilities. Linux keeps
+# credentials for each thread. glibc's setgroups(3) would change them in all, hence the raw system
+# call. Open descriptors keep working, so a thread that acts as a client can read a file that the
+# daemon opened.
 
 _SYS_SETGROUPS = 116 if platform.machine() == "x86_64" else 159  # asm-generic/unistd.h
-# linux/capability.h: version 3, this thread; for capabilities below 32, then for the others, those
-# effective, permitted and inheritable
+# linux/capability.h: version 3, this thread; effective, permitted and inheritable for capabilities
+# below 32, then for those above
 _CAP_HEADER = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
 _CAP_SETS = struct.Struct("=6I")
 for _call in (_libc.setfsuid, _libc.setfsgid):
@@ -139,12 +140,12 @@ for _call in (_libc.setfsuid, _libc.setfsgid):
 
 
 class ActingAs:
-    """`with ActingAs(owner) as owner:` this thread opens, makes and changes files as that user.
+    """`with ActingAs(owner) as owner:` makes this thread open, make and change files as that user.
 
-    None is the daemon itself, and changes nothing. May be entered again inside; `aside` is the way
-    back for a while. `maker` owns the files that are made inside: the owner, unless the daemon
-    lacks CAP_SETUID and CAP_SETGID. Then it keeps its capabilities, and judges by mode what the
-    owner may read. Belongs to one thread.
+    None is the daemon itself, and changes nothing. The block may be entered again inside; `aside`
+    suspends it. `maker` owns files made inside: the owner, unless the daemon lacks CAP_SETUID and
+    CAP_SETGID. Then the daemon keeps its capabilities, and checks modes for what the owner may
+    read. Belongs to one thread.
     """
 
     def __init__(self, owner: Owner | None) -> None:
@@ -176,7 +177,7 @@ class ActingAs:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Act as the daemon again, inside."""
+        """Act as the daemon inside the block."""
         depth, self._depth = self._depth, 0
         if depth:
             self._become_self()
@@ -188,33 +189,28 @@ class ActingAs:
             self._depth = depth
 
     def open_directory(self, directory: int, name: bytes) -> int:
-        """Open a directory in an open one; PermissionError where the owner may not read it."""
-        return self._admitted(open_child(directory, name), name, 0o5)
+        """Open a directory in an open one. PermissionError if the owner may not read it."""
+        return self._check_access(open_child(directory, name), name, 0o5)
 
     def open_regular(self, directory: int, name: bytes, *, keep_atime: bool = False) -> int:
-        """Open a regular file for reading; PermissionError where the owner may not.
+        """Open a regular file for reading. PermissionError if the owner may not read it.
 
-        `keep_atime` leaves no trace on a file that is the owner's.
+        `keep_atime` leaves the access time of a file that the owner owns.
         """
         if keep_atime:
-            with suppress(PermissionError):  # not the owner's
+            with suppress(PermissionError):  # O_NOATIME is for the file's owner only
                 fd = open_regular(directory, name, FOR_READING | os.O_NOATIME)
-                return self._admitted(fd, name, 0o4)
-        return self.open_seen(directory, name)[0]
+                return self._check_access(fd, name, 0o4)
+        return self._check_access(open_regular(directory, name), name, 0o4)
 
-    def open_seen(self, directory: int, name: bytes) -> tuple[int, os.stat_result]:
-        """As `open_regular`, with the file's stat."""
-        fd, found = open_seen(directory, name, FOR_READING)
-        return self._admitted(fd, name, 0o4), found
-
-    def _admitted(self, fd: int, name: bytes, bits: int) -> int:
-        """The descriptor, where the kernel said that the owner may, or else where its mode does."""
+    def _check_access(self, fd: int, name: bytes, bits: int) -> int:
+        """Return `fd` if the kernel checked the owner's access, or if the file's mode allows it."""
         if self.maker == self.owner:
             return fd
         found = os.fstat(fd)
         if found.st_uid == self.owner[0]:
             return fd
-        # the mask of an access list, which a mode shows as its group's bits, says too little
+        # with an ACL, the group bits of a mode are its mask and not the group's rights
         group = 3 if found.st_gid == self.owner[1] else 0
         has_list = "system.posix_acl_access" in os.listxattr(fd)
         if not has_list and found.st_mode >> group & bits == bits:
@@ -233,7 +229,7 @@ class ActingAs:
             if self._drops:
                 _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*self._none)))
             if self._parent is not None:
-                # a change of fsuid or fsgid takes away a worker's signal that its parent died
+                # a change of fsuid or fsgid clears PR_SET_PDEATHSIG
                 die_with_parent(self._parent)
         except BaseException:
             self._become_self()
@@ -258,10 +254,11 @@ def _set_groups(groups: list[int]) -> None:
 
 
 def _fs_ids() -> Owner:
-    return int(_libc.setfsuid(-1)), int(_libc.setfsgid(-1))  # which change nothing, and so ask
+    # -1 is invalid: both return the present id and change nothing
+    return int(_libc.setfsuid(-1)), int(_libc.setfsgid(-1))
 
 
 def _must(result: int) -> None:
     if result != 0:
         reason = os.strerror(number := ctypes.get_errno())
-        raise ResourceError(f"cannot change what a thread acts as: {reason}", errno=number)
+        raise ResourceError(f"cannot change a thread's credentials: {reason}", errno=number)

@@ -1,7 +1,7 @@
-"""Room on the disk: new work leaves a reserve, so that work under way and checkouts go on.
+"""The reserve on the disk: new work leaves it free, so that running work and checkouts can finish.
 
-Whoever is about to write much asks first, and is refused while the reserve is short. Resets,
-releases, diffs and warm checkouts never ask. Before anybody is refused, caches are evicted.
+Work that will write much asks first, and is refused while less than the reserve is free, after
+caches were evicted. Resets, releases, diffs and warm checkouts never ask.
 """
 
 import os
@@ -19,13 +19,13 @@ from ..telemetry import log
 from ..units import Backoff
 
 _INODES = 10_000
-_SHARE = 10  # of a small file system at most this part is reserved
-# Between two evictions, longer each time that one did not free enough.
+_SHARE = 10  # reserve at most a tenth of a small file system
+# Between two evictions; doubles each time that one did not free enough.
 _PAUSE, _LONGEST_PAUSE = timedelta(seconds=5), timedelta(minutes=1)
 
 
 class Space(NamedTuple):
-    """What is free for an unprivileged process, what of it is reserved, and how much there is."""
+    """The free space for an unprivileged process, the reserve, and the size of the file system."""
 
     free_bytes: int
     reserve_bytes: int
@@ -35,12 +35,12 @@ class Space(NamedTuple):
 
     @property
     def is_low(self) -> bool:
-        """Whether caches go: before new work is refused."""
+        """True if caches should be evicted, which is before new work is refused."""
         return self.free_bytes < self.reserve_bytes * 3 // 2 or self.shortage is not None
 
     @property
     def shortage(self) -> str | None:
-        """Why new work is refused, or None."""
+        """The reason to refuse new work, or None."""
         if self.free_bytes < self.reserve_bytes:
             return f"{self.free_bytes >> 20} MiB are free, {self.reserve_bytes >> 20} are reserved"
         if self.free_inodes < self.reserve_inodes:
@@ -49,11 +49,12 @@ class Space(NamedTuple):
 
 
 def measure(place: Path, reserve_bytes: int) -> Space:
-    """Look at the file system of `place`; without a reserve of bytes there is none of inodes."""
+    """Measure the file system of `place`. Without a reserve of bytes, no inodes are reserved."""
     disk = os.statvfs(place)
     size = disk.f_blocks * disk.f_frsize
     reserve = min(reserve_bytes, size // _SHARE)
-    inodes = min(_INODES, disk.f_files // _SHARE) if reserve_bytes else 0  # f_files 0: no limit
+    # btrfs has no limit of inodes, and 0 in f_files
+    inodes = min(_INODES, disk.f_files // _SHARE) if reserve_bytes else 0
     return Space(disk.f_bavail * disk.f_frsize, reserve, disk.f_favail, inodes, size)
 
 
@@ -62,7 +63,7 @@ async def _evict_nothing(_bytes: int) -> None:
 
 
 class Room:
-    """The reserve of one file system. `evict` frees about so many bytes of caches, if it can."""
+    """The reserve of one file system. `evict` frees about a number of bytes from caches."""
 
     def __init__(self, place: Path, reserve_bytes: Callable[[], int]) -> None:
         self._place = place
@@ -81,23 +82,23 @@ class Room:
             raise DiskFullError(
                 f"cannot {doing}: the disk is nearly full, {shortage}",
                 hint="free space on the disk of the state directory, release checkouts, or lower"
-                " checkouts.disk_reserve; checkouts that are warm, resets and diffs go on",
+                " checkouts.disk_reserve; warm checkouts, resets and diffs still work",
             )
 
     async def ensure(self, doing: str) -> None:
-        """Evict caches where the reserve is short; raises DiskFullError where it stays so."""
+        """Evict caches if the reserve is short. Raises DiskFullError if it stays short."""
         if (await self.look()).shortage:
             self.must_suffice(doing)
 
     async def look(self) -> Space:
-        """Evict caches where little more than the reserve is free; answers what is free then."""
-        async with self._lock:  # whoever waited finds what was freed meanwhile
+        """Evict caches if little more than the reserve is free; return the space afterwards."""
+        async with self._lock:  # waiting callers measure after the eviction
             space = await anyio.to_thread.run_sync(self.measure)
             if space.is_low and time.monotonic() >= self._not_before:
                 missing = max(2 * space.reserve_bytes - space.free_bytes, space.reserve_bytes // 2)
                 try:
                     await self.evict(missing)
-                except (MirrordError, OSError) as error:  # half an eviction is one too
+                except (MirrordError, OSError) as error:  # it may have freed something
                     log.warning("eviction.failed", detail=str(error))
                 space = await anyio.to_thread.run_sync(self.measure)
                 if not space.is_low:
@@ -107,4 +108,4 @@ class Room:
 
 
 UNBOUNDED = Room(Path("/"), lambda: 0)
-"""Reserves nothing."""
+"""Has no reserve."""

@@ -1,7 +1,7 @@
-"""The two protocols of the service manager: sockets handed over at the start, notifications to it.
+"""systemd's protocols: socket activation and sd_notify(3).
 
-Reads the environment once and clears it, so that no child takes the sockets or the watchdog for its
-own. Without a service manager a notification does nothing; none raises.
+The variables are read once and removed, so that no child process acts on them. Without a service
+manager a notification does nothing. None raises.
 """
 
 import os
@@ -14,9 +14,9 @@ from typing import Self
 
 
 def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
-    """The Unix stream sockets that systemd passed to this process, by name.
+    """Take the listening Unix sockets that systemd passed to this process, by name.
 
-    Removes the variables. LISTEN_PID must be this process: a child inherits them from its parent.
+    LISTEN_PID must be this process: a child may have inherited the variables.
     """
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
@@ -48,7 +48,7 @@ def _find_listener(fd: int) -> socket.socket | None:
 
 
 class Notifier:
-    """Tells the service manager how the daemon is: sd_notify(3) without libsystemd."""
+    """Sends the daemon's state to the service manager: sd_notify(3) without libsystemd."""
 
     def __init__(self, address: str | None = None, watchdog: timedelta | None = None) -> None:
         self._address = "\0" + address[1:] if address and address.startswith("@") else address
@@ -64,14 +64,14 @@ class Notifier:
 
     @property
     def watchdog_interval(self) -> timedelta | None:
-        """How often to send `alive`: half of the service manager's timeout; None without one."""
+        """The interval for `alive`: half of WatchdogSec=; None without one."""
         return self._watchdog / 2 if self._watchdog and self._address else None
 
     def ready(self, status: str) -> None:
         self._send("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
-        """Followed by `ready`. Type=notify-reload (systemd 253) wants MONOTONIC_USEC."""
+        """`ready` follows. Type=notify-reload (systemd 253) requires MONOTONIC_USEC."""
         now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
         self._send("RELOADING=1", f"MONOTONIC_USEC={now_us}")
 
@@ -92,5 +92,5 @@ class Notifier:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
                 sender.sendto(lines.encode(), self._address)
-        except OSError:  # nobody listens, or its queue is full: the next one may get through
+        except OSError:  # no listener, or its queue is full; a later one may get through
             pass

@@ -1,16 +1,16 @@
-"""Removing files and trees: at once, in the background, and again where something resists.
+"""Removing files and trees: now, in the background, and again after a failure.
 
-Whatever must free its name is first renamed to `.trash-<id>` beside it: atomic, and after a crash a
-start knows it by its prefix. A tree that a client wrote to may have any modes, flags, links and
-depth, may be mounted in, and may be written to meanwhile: it is removed by descriptors, and no
-device or pipe is opened.
+To free its name at once, a tree is first renamed to `.trash-<id>` beside it: atomic, and after a
+crash the next start finds it by the prefix. A tree that a client wrote to may have any modes,
+flags, links and depth, may have mounts in it, and may be written to meanwhile: it is removed by
+descriptors, and no device or pipe is opened.
 """
 
 import asyncio
 import errno
 import os
 import secrets
-import shutil
+import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +23,12 @@ import anyio.to_thread
 
 from ..errors import MirrordError
 from ..telemetry import log
-from .files import mounted_on, open_child, open_directory, opened, unlock
+from .files import entries_in, mounted_on, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
 _BACKLOG = 128
-_LEVELS = 32
+_BATCH = 64
+_DEPTH = 32
 
 T = TypeVar("T")
 TakeDown = Callable[[], Awaitable[bool]]
@@ -35,12 +36,12 @@ RemoveTrees = Callable[[list[Path]], Awaitable[dict[Path, str]]]
 
 
 def new_trash(directory: Path) -> Path:
-    """A free name in `directory` for something to be removed."""
+    """Choose a free name in `directory` for something to be removed."""
     return directory / f"{TRASH_PREFIX}{secrets.token_hex(8)}"
 
 
 def find_trash(directory: Path) -> list[Path]:
-    """What a killed daemon left to be removed in `directory`."""
+    """Find what a killed daemon left to be removed in `directory`."""
     return list(directory.glob(f"{TRASH_PREFIX}*"))
 
 
@@ -49,13 +50,13 @@ async def _remove_in_thread(paths: list[Path]) -> dict[Path, str]:
 
 
 class Trash:
-    """What is to be removed, in one queue; belongs to one event loop.
+    """The queue of all removals. Belongs to one event loop.
 
-    `remove_in_worker` removes trees that clients wrote to, and answers what resisted: on a thread
-    every request would wait for the interpreter. What is taken down in a dozen system calls goes on
-    threads all the same: on ext4 with `discard` and no journal each `rmdir` waits for the disk.
-    What resists is kept until `retry`, and holds nobody up. `whose` names the users for whom the
-    present task works: each has a backlog of its own.
+    `remove_in_worker` removes trees and returns those that failed, with reasons: in a thread it
+    would hold the interpreter lock against requests. A take-down of a few system calls runs in a
+    thread, because on ext4 with `discard` and no journal each `rmdir` waits for the disk. A failed
+    removal waits for `retry` and blocks no other. `whose` returns the user of the present task;
+    each has a backlog.
     """
 
     def __init__(
@@ -71,14 +72,13 @@ class Trash:
         self._waiting: dict[tuple[Path, ...], asyncio.Future[bool]] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._has_room = asyncio.Event()
-        self._resisted: dict[tuple[Path, ...], TakeDown | None] = {}
-        self._stuck: set[Path] = set()
+        self._failed: dict[tuple[Path, ...], TakeDown | None] = {}
 
     def add(self, *paths: Path, take_down: TakeDown | None = None) -> None:
         """Remove trees in the background; a missing one is fine.
 
-        `take_down` comes first, such as an unmount, each time that it is tried; where it answers
-        True, nothing is left to remove.
+        `take_down`, such as an unmount, runs before each try. It returns True if nothing is left to
+        remove.
         """
         task = asyncio.get_running_loop().create_task(self._remove(paths, take_down))
         self._tasks.add(task)
@@ -87,48 +87,46 @@ class Trash:
         task.add_done_callback(partial(self._end, user))
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """For what takes down: a few system calls that wait for the kernel or the disk."""
+        """Run a few system calls that wait for the kernel or the disk, as a `take_down` does."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def keep_up(self) -> None:
-        """Wait while the user's backlog is long: nobody fills the disk faster than it is freed."""
+        """Wait while the user's backlog is long: no user fills the disk faster than it is freed."""
         user = self._whose()
         while self._backlogs[user] > _BACKLOG:
             self._has_room.clear()
             await self._has_room.wait()
 
     async def settle(self) -> bool:
-        """Wait for what was added before; answers whether nothing is left, after one more try."""
+        """Wait for the removals added so far and retry failed ones; True if nothing is left."""
         if self._tasks:
             await asyncio.wait(self._tasks.copy())
         return await self.retry()
 
     @property
     def count(self) -> int:
-        """How many removals are under way or resisted."""
-        return len(self._tasks) + len(self._resisted) + len(self._stuck)
+        """Count the removals that are running or failed."""
+        return len(self._tasks) + len(self._failed)
 
     def remove(self, path: Path) -> None:
-        """Remove a file or tree of ours now, or by `retry` where the disk refuses. Any thread."""
-        if not try_to_remove(path) and path not in self._stuck:
+        """Remove a file or tree of ours now, or by `retry` if that fails. Any thread."""
+        if not try_to_remove(path):
             log.warning("removal.failed", path=str(path))
-            self._stuck.add(path)
+            self._failed[(path,)] = None
 
     def discard(self, path: Path) -> None:
-        """Take something of ours out of use at once, and remove it. Any thread; may be gone."""
+        """Free the name of a file or tree of ours, then remove it; fine if missing. Any thread."""
         with suppress(FileNotFoundError):
             self.remove(path.rename(new_trash(path.parent)))
 
     async def retry(self) -> bool:
-        """Try what resisted once more; answers whether nothing is left."""
-        gone = await self.in_thread(lambda: set(filter(try_to_remove, [*self._stuck])))
-        self._stuck -= gone
-        resisted, self._resisted = self._resisted, {}
-        await asyncio.gather(*(self._try(*each) for each in resisted.items()))
-        return not self._stuck and not self._resisted
+        """Retry the failed removals; True if nothing is left."""
+        failed, self._failed = self._failed, {}
+        await asyncio.gather(*(self._try(*each) for each in failed.items()))
+        return not self._failed
 
     async def close(self) -> None:
-        """Finish what can be finished soon; the next start finds the rest."""
+        """Finish what ends within seconds; the next start finds what is left."""
         running = [*self._tasks, *([self._sweeper] if self._sweeper else [])]
         if running:
             await asyncio.wait(running, timeout=5)
@@ -140,13 +138,13 @@ class Trash:
     def _end(self, user: Hashable, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._backlogs[user] -= 1
-        if self._backlogs[user] == _BACKLOG:  # under load, woken earlier they would wait again
+        if self._backlogs[user] == _BACKLOG:  # `keep_up` would wait again with more
             self._has_room.set()
         elif not self._backlogs[user]:
             del self._backlogs[user]
 
     async def _remove(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
-        await asyncio.sleep(0.05)  # the answer goes first: a thread would take the interpreter
+        await asyncio.sleep(0.05)  # after the response: a thread would take the interpreter lock
         await self._try(paths, take_down)
 
     async def _try(self, paths: tuple[Path, ...], take_down: TakeDown | None) -> None:
@@ -161,10 +159,10 @@ class Trash:
                 return
         except (MirrordError, OSError) as error:
             log.warning("removal.failed", path=str(paths[0]), problem=str(error))
-        self._resisted[paths] = take_down
+        self._failed[paths] = take_down
 
     async def _sweep(self) -> None:
-        while batch := [*self._waiting][:64]:
+        while batch := [*self._waiting][:_BATCH]:
             paths = [path for each in batch for path in each]
             try:
                 problems = await self._remove_in_worker(paths)
@@ -179,11 +177,11 @@ class Trash:
 
 
 class TrashDirectory:
-    """Takes names out of directories that a client may write to; its maker removes and closes it.
+    """A private directory that names are moved to out of a client's directories.
 
-    Owns one private directory, made when it is needed first. A rename costs the same for a file
-    and for a directory with thousands, and removing waits for the disk. Without room nothing is
-    kept: what is discarded is removed at once.
+    A rename costs the same for a file and for a directory of thousands, while a removal waits for
+    the disk. The directory is made when first needed; the owner of this object closes it and
+    removes the directory. With `has_room=False`, on a full disk, everything is removed at once.
     """
 
     def __init__(self, path: Path, *, has_room: bool = True) -> None:
@@ -193,20 +191,20 @@ class TrashDirectory:
         self._count = 0
 
     def discard(self, directory: int, name: bytes) -> None:
-        """Take away whatever `name` is; a missing one is fine."""
+        """Move a file or directory away; a missing one is fine."""
         if not self._has_room:
             remove(directory, name)
             return
         try:
             if self._fd is None:
-                with suppress(FileExistsError):  # an attempt before this one
+                with suppress(FileExistsError):  # made by an earlier attempt
                     os.mkdir(self._path, 0o700)
                 self._fd = open_directory(self._path)
                 self._count = len(os.listdir(self._fd))
             os.rename(name, b"%d" % self._count, src_dir_fd=directory, dst_dir_fd=self._fd)
         except FileNotFoundError:
             return
-        except OSError:  # a flag or mode that keeps it, something mounted, a full disk
+        except OSError:  # a flag or mode, a mount, a full disk
             remove(directory, name)
         self._count += 1
 
@@ -217,17 +215,12 @@ class TrashDirectory:
 
 
 def try_to_remove(path: Path) -> bool:
-    """Remove a file or a tree of ours as far as the disk allows; answers whether it is gone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-    return not os.path.lexists(path)
+    """Remove a file or tree; return whether it is gone."""
+    return not remove_trees([path])
 
 
 def remove_trees(paths: Iterable[Path]) -> dict[Path, str]:
-    """`remove_tree` each; answers what resisted, and why. Runs in workers."""
+    """Remove each tree; return the reason for each that failed. Runs in workers."""
     problems: dict[Path, str] = {}
     for path in paths:
         try:
@@ -238,17 +231,17 @@ def remove_trees(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a tree whatever its modes and flags; a missing one is fine."""
+    """Remove a file or tree of any modes and flags; a missing one is fine."""
     with suppress(FileNotFoundError), opened(open_directory(path.parent)) as above:
         remove(above, os.fsencode(path.name))
 
 
 def remove(directory: int, name: bytes) -> None:
-    """Remove whatever `name` is, a whole directory included; a missing one is fine.
+    """Remove `name`, a file or a directory with its content; a missing one is fine.
 
     A directory 32 levels down is moved up beside `name` before it is emptied, so that no depth
-    exhausts descriptors; a crash leaves such a `.trash-…` in `directory`. Where something resists,
-    they are put back: the next try knows only `name`.
+    exhausts descriptors; a crash leaves such a `.trash-…` in `directory`. After an error they are
+    moved back, because the next try knows only `name`.
     """
     moved = [name]
     try:
@@ -266,9 +259,9 @@ def remove(directory: int, name: bytes) -> None:
 
 
 def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> bool:
-    """Remove a file or an empty directory; False for a directory that is not empty.
+    """Remove a file or an empty directory; False if a directory is not empty.
 
-    `is_directory` says what it probably is.
+    `is_directory` is a guess, which saves a system call.
     """
     for attempt in (1, 2):
         try:
@@ -292,7 +285,7 @@ def _remove_one(directory: int, name: bytes, *, is_directory: bool = False) -> b
 
 
 def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int = 1) -> None:
-    """Empty the directory `name`; what is too deep moves up to `top`, its new names to `moved`."""
+    """Empty a directory. Ones too deep are moved up to `top`, their new names added to `moved`."""
     try:
         fd = open_child(directory, name)
     except (FileNotFoundError, NotADirectoryError):
@@ -302,14 +295,11 @@ def _empty(directory: int, name: bytes, top: int, moved: list[bytes], level: int
             raise mounted_on(name) from error
         raise
     with opened(fd):
-        with os.scandir(fd) as found:
-            children = [
-                (os.fsencode(each.name), each.is_dir(follow_symlinks=False)) for each in found
-            ]
-        for child, is_directory in children:
+        for child, kind in entries_in(fd):
+            is_directory = kind == stat.S_IFDIR
             is_gone = not is_directory and _remove_one(fd, child)
             while not is_gone:
-                if level == _LEVELS:
+                if level == _DEPTH:
                     aside = os.fsencode(new_trash(Path()))
                     unlock(fd, child)
                     os.rename(child, aside, src_dir_fd=fd, dst_dir_fd=top)

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from urllib.parse import urlsplit
 
-from ..units import three_digits
+from ..units import readable_size
 
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
 
@@ -42,7 +42,7 @@ def owner(uid: int) -> str:
 
 
 def size(count: float | None) -> str:
-    return "–" if count is None else three_digits(count)
+    return "–" if count is None else readable_size(count)
 
 
 def duration(seconds: float) -> str:

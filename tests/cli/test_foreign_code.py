@@ -46,7 +46,7 @@ PROGRAMS = (
 LAST = ("release", "dataset remove", "mirror remove")
 IN_ORDER = sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1)
 SHA = "c" * 40
-FIND = "from mirrord.places import find_path; print(find_path())"
+FIND = "from mirrord.places import find_config_path; print(find_config_path())"
 
 
 class Trap:

@@ -85,7 +85,7 @@ class TreeWriter:
                 os.symlink(target, name, dir_fd=directory)
             maker, _ = self.owner.maker
             when = self._mtime[0] if mtime_ns is None else mtime_ns
-            return files.set_owner(directory, name, self.owner.owner, when, maker=maker)
+            return files.set_link_owner(directory, name, self.owner.owner, when, maker=maker)
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
         """Make or replace a hard link to a file of ours; the stat of that file. For layers only."""

@@ -201,8 +201,9 @@ class Worktree:
                     text = os.readlink(name, dir_fd=directory)
                     self._count(len(text))
                     return RawFile(SYMLINK, text)
-                fd, found = self.owner.open_seen(directory, name)
+                fd = self.owner.open_regular(directory, name)
                 try:
+                    found = os.fstat(fd)
                     self.modes[path] = found.st_mode
                     mode = EXECUTABLE if found.st_mode & 0o100 else REGULAR
                     return RawFile(mode, self._read_all(fd, found.st_size))
