@@ -1,1 +1,1 @@
-"""The judge of a seal: what a repository holds or leads to beyond a commit and its history."""
+"""Verification of seals: finds what is reachable beyond a commit and its history."""

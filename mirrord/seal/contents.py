@@ -1,8 +1,8 @@
-"""What a directory or an archive holds: every file once, with git's hash of its content.
+"""The content of a directory or an archive: every file once, with its git blob id.
 
-Follows no link, opens no device or pipe, enters no other file system. Archives in archives are read
-too: tar (plain, gzip, bzip2, xz, Zstandard) and zip, which is what wheels and sdists are. Bounds
-hold for what a few bytes unpack to; what could not be read is told.
+Follows no link, opens no device or pipe, enters no other file system. Nested archives are read too:
+tar (plain, gzip, bzip2, xz, Zstandard) and zip, the formats of wheels and sdists. The size of
+unpacked data is bounded. What cannot be read is reported.
 """
 
 import bz2
@@ -31,8 +31,8 @@ from .repository import PACKS, TRIVIAL_BYTES, walk
 
 BLOCK_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
-_FREE_BYTES, _RATIO = 1 << 30, 100  # what an archive may unpack to: so much, and so many times it
-_HEADER_LIMIT_BYTES = 16 << 20  # of one member of a tar: tarfile reads names into memory
+_FREE_BYTES, _RATIO = 1 << 30, 100  # an archive may unpack to 1 GiB and 100 times its size
+_HEADER_LIMIT_BYTES = 16 << 20  # of a tar's member: tarfile reads long names into memory
 _ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
 _DEPTH_LIMIT = 4
 _FILES_LIMIT = 5_000_000
@@ -40,7 +40,7 @@ _NOTES_LIMIT = 200
 _TEXT_BYTES = 1 << 20
 _DOCUMENT = re.compile(r"manifest\.json|index\.json|blobs/\w+/[0-9a-f]{32,}")
 _TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*editable[^/]*\.py)")
-_OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a wheel behind a header of its own
+_OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a header, then a wheel
 DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, zlib.error, struct.error,
     lzma.LZMAError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
@@ -56,7 +56,7 @@ class Readable(Protocol):
 
 
 class Inside(NamedTuple):
-    """A member of an archive that is a file of the tree."""
+    """A file in an archive, which is a file of the tree."""
 
     archive: str
     member: str
@@ -65,10 +65,10 @@ class Inside(NamedTuple):
 
 @dataclass(slots=True)
 class ScannedTree:
-    """A directory, an archive or one layer of an image, by paths from its top.
+    """A directory, an archive or one layer of an image, by relative paths.
 
-    `files` are all but directories, with the id of their content where it may matter; `links` other
-    names of a file in the same archive; `texts` what installers and git wrote to lead elsewhere.
+    `files` are everything but directories, with a blob id unless the content is irrelevant; `links`
+    are hard links; `texts` are files of installers and git that may lead elsewhere.
     """
 
     files: dict[str, bytes | None] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class ScannedTree:
 
 @dataclass(slots=True)
 class Contents:
-    """`trees` are by the member that each is of an archive; the whole is "".
+    """The trees of an archive by its members, and "" for the archive or directory itself.
 
-    `documents` are the archive's own JSON files, of which some describe an image.
+    `documents` are an archive's own JSON files, which may describe an image.
     """
 
     trees: dict[str, ScannedTree] = field(default_factory=lambda: {"": ScannedTree()})
@@ -102,7 +102,7 @@ class Contents:
 
 
 class Stream:
-    """A source that is read once, forwards; `take` gets each block as it comes."""
+    """A source that is read once, forwards. Calls `take` with each block."""
 
     mode, closed = "rb", False
 
@@ -111,7 +111,7 @@ class Stream:
         self._ahead, self._at, self._ended = b"", 0, False
 
     def peek(self, size: int = _HEAD_BYTES) -> bytes:
-        """The beginning of what comes next: all of a small file, in one read."""
+        """Return the next bytes without consuming them: all of a small file, in one read."""
         self._ahead = self._read(max(size, len(self._ahead)))
         return self._ahead
 
@@ -128,7 +128,7 @@ class Stream:
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= _HEADER_LIMIT_BYTES:
-            raise TooMuchError(f"it wants {size} bytes at once")
+            raise TooMuchError(f"it requires {size} bytes at once")
         data = self._read(max(size, len(self._ahead)))
         data, self._ahead = data[:size], data[size:]
         self._at += len(data)
@@ -139,20 +139,20 @@ class Stream:
 
     def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
         if whence != os.SEEK_SET or to < self._at:
-            raise OSError("it leads back")
+            raise OSError("it seeks backwards")
         while self._at < to and self.read(min(BLOCK_BYTES, to - self._at)):
             pass
         return self._at
 
     def close(self) -> None:
-        """Whoever opened the source closes it; pyarrow asks for this."""
+        """Do nothing: pyarrow calls this, and the source belongs to another."""
 
     def drain(self) -> bool:
-        """Read the rest; whether it holds anything but zeros."""
-        some = False
+        """Read to the end; return whether any byte was not zero."""
+        has_data = False
         while block := self.read(BLOCK_BYTES):
-            some = some or bool(block.strip(b"\0"))
-        return some
+            has_data = has_data or bool(block.strip(b"\0"))
+        return has_data
 
 
 def _budget(size: int) -> Callable[[bytes], None]:
@@ -168,7 +168,7 @@ def _budget(size: int) -> Callable[[bytes], None]:
 
 
 def open_tar(source: Readable, size: int) -> Stream | None:
-    """A tar of `size` bytes, as it was before compression; None where it is no tar."""
+    """Return the uncompressed stream of a tar of `size` bytes; None if it is not a tar."""
     stream, take = source if isinstance(source, Stream) else Stream(source, len), _budget(size)
     head, file = stream.peek(), cast("IO[bytes]", stream)
     if head.startswith(b"\x1f\x8b"):
@@ -183,13 +183,13 @@ def open_tar(source: Readable, size: int) -> Stream | None:
 
 
 def normal(name: str) -> str | None:
-    """A path from the top of an archive; None where it leads out of that."""
+    """Normalise a path of an archive; None if it leads out of it."""
     parts = [part for part in name.split("/") if part not in {"", "."}]
     return None if ".." in parts else "/".join(parts)
 
 
 class Member(NamedTuple):
-    """`path` is normal: relative, without `.` and `..`; `source` ends with the next member."""
+    """A member with its normal path. `source` is readable until the next member."""
 
     path: str
     info: tarfile.TarInfo
@@ -197,14 +197,14 @@ class Member(NamedTuple):
 
 
 def iter_tar(stream: Stream) -> Iterator[Member | str]:
-    """The members, in order; a sentence for what cannot be read."""
+    """Iterate the members in order; a string says what cannot be read."""
     with tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r:") as archive:
         while info := archive.next():
-            archive.members.clear()  # type: ignore[attr-defined]  # else all are kept
+            archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all
             path = normal(info.name)
             if path is None:
                 yield f"{shown(info.name)} leads out of it"
-            elif info.issparse():  # tarfile (3.11) loops for ever in some maps
+            elif info.issparse():  # tarfile (3.11) loops forever on some maps
                 yield f"{shown(info.name)} is sparse"
             else:
                 yield Member(path, info, archive.extractfile(info) if info.isreg() else None)
@@ -216,7 +216,7 @@ def iter_tar(stream: Stream) -> Iterator[Member | str]:
 
 
 def read_directory(top: Path) -> Contents:
-    """Everything below a directory. Links are listed and not followed."""
+    """Read everything below a directory. Links are listed and not followed."""
     reader = _Reader(is_archive=False)
     contents, tree = reader.contents, reader.top
     with reader.bounded(""):
@@ -235,9 +235,9 @@ def read_directory(top: Path) -> Contents:
 
 
 def read_archive(path: Path) -> Contents:
-    """Everything in a tar archive. Each tar that it holds is a tree of its own: a layer, maybe.
+    """Read a tar archive. A tar inside becomes a tree of its own, because it may be a layer.
 
-    Raises UsageError where it is no archive.
+    Raises UsageError for other files.
     """
     reader = _Reader(is_archive=True)
     with path.open("rb", buffering=0) as file, reader.bounded(""):
@@ -259,12 +259,12 @@ class _Reader:
 
     @contextmanager
     def bounded(self, path: str, *, may_be_damaged: bool = False) -> Iterator[None]:
-        """Tell what keeps the rest from being read. An archive among the files may be damaged."""
+        """Report an error that ends the reading; as a note where damage is acceptable."""
         try:
             yield
         except DAMAGED as error:
-            tell = self.contents.note if may_be_damaged else self.contents.unreadable
-            tell(path, f"not read to its end: {error}")
+            report = self.contents.note if may_be_damaged else self.contents.unreadable
+            report(path, f"not read to its end: {error}")
 
     def read_file(self, path: Path, where: str) -> None:
         try:
@@ -282,7 +282,7 @@ class _Reader:
         archive: str = "",
         depth: int = 0,
     ) -> None:
-        """One file of a tree; or a member of `archive`, of which the content alone counts."""
+        """Read a file of a tree, or a member of `archive`, of which only the content counts."""
         contents = self.contents
         contents.file_count += 1
         contents.byte_count += size
@@ -303,20 +303,20 @@ class _Reader:
             self._look_inside(tree, path, size, stream, archive, depth)
         stream.drain()
         if stream.tell() != size:
-            contents.unreadable(path, "it has another size than it says")
+            contents.unreadable(path, "its size differs from the declared one")
         elif archive:
             tree.inside.append(Inside(archive, path, digest.digest()))
         else:
             tree.files[path] = digest.digest()
 
     def _kept(self, tree: ScannedTree, path: str, archive: str) -> dict[str, bytes] | None:
-        """Where the content of a small file is kept, if it is."""
+        """Return where the content of a small file is kept, or None."""
         if self._is_own(tree, archive) and _DOCUMENT.fullmatch(path):
             return self.contents.documents
         return tree.texts if not archive and _TEXT.fullmatch(path) else None
 
     def _is_own(self, tree: ScannedTree, archive: str) -> bool:
-        """Whether a file is a member of the archive that is read: a layer, a description."""
+        """Return whether a file is a member of the outer archive: a layer or a document."""
         return self._is_archive and tree is self.top and not archive
 
     def _look_inside(
@@ -344,8 +344,8 @@ class _Reader:
     ) -> None:
         for member in iter_tar(stream):
             if isinstance(member, str):
-                tell = self.contents.note if archive else self.contents.unreadable
-                tell(archive, member)
+                report = self.contents.note if archive else self.contents.unreadable
+                report(archive, member)
                 continue
             path, info, source = member
             if source is not None:
@@ -360,7 +360,7 @@ class _Reader:
                     self.read_link(tree, path, info.linkname)
 
     def read_link(self, tree: ScannedTree, path: str, to: str) -> None:
-        """Note a `.git` that is a link, and a layer that docker saved as a link to another one."""
+        """Record a `.git` that is a link, and a layer that docker saved as a link to another."""
         above, _, name = path.rpartition("/")
         if name == ".git":
             tree.texts[path] = b"gitdir: " + os.fsencode(to)
@@ -383,7 +383,7 @@ class _Reader:
 
 
 def _must_be_small(file: IO[bytes]) -> None:
-    """Refuse a zip whose list of members zipfile would read into much memory."""
+    """Refuse a zip whose list of members would take zipfile too much memory."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _ZIP_END_BYTES))
     end = file.read()

@@ -1,8 +1,8 @@
-"""Images of containers: which layers lie on each other, what they show, repositories taken out.
+"""Container images: their layers, what is visible through them, extraction of repositories.
 
-Reads what `docker save` and `podman save` write (manifest.json), the OCI image layout (index.json),
-and any other tar as one root file system. A whiteout is `.wh.NAME`, or `.wh..wh..opq` for all that
-is below a directory.
+Reads the formats of `docker save` and `podman save` (manifest.json), the OCI image layout
+(index.json), and any other tar as one root file system. A whiteout is `.wh.NAME`, or `.wh..wh..opq`
+for everything below a directory.
 """
 
 import json
@@ -31,19 +31,19 @@ _COPY_LIMIT_BYTES = 16 << 30
 
 
 class RootFilesystem(NamedTuple):
-    """One root file system: its layers, each over those before it."""
+    """One root file system: named layers, the lowest first."""
 
     layers: list[tuple[str, ScannedTree]]
 
     def shows(self, number: int, path: str) -> bool:
-        """Whether a path of a layer is seen through those above."""
+        """Return whether a path of a layer is visible through those above."""
         name = path.rpartition("/")[2]
         if name.startswith(".wh.") and len(self.layers) > 1:
             return False
         return not any(_covers(tree, path) for _, tree in self.layers[number + 1 :])
 
     def has(self, path: str) -> bool:
-        """Whether there is such a file, or one below such a directory."""
+        """Return whether a file or directory exists in any layer."""
         below = f"{path}/"
         trees = [tree for _, tree in self.layers]
         if path == "" or any(path in tree.files or path in tree.directories for tree in trees):
@@ -51,7 +51,7 @@ class RootFilesystem(NamedTuple):
         return any(name.startswith(below) for tree in trees for name in tree.files)
 
     def git_directories(self) -> dict[str, bool]:
-        """Every directory with a HEAD and objects, and whether that HEAD is seen."""
+        """Return every directory with HEAD and objects, and whether its HEAD is visible."""
         stores = {at for _, tree in self.layers for path in tree.files for at in _stores_of(path)}
         found = dict[str, bool]()
         for number, (_, tree) in enumerate(self.layers):
@@ -70,7 +70,7 @@ def _covers(above: ScannedTree, path: str) -> bool:
         start = f"{directory}/" if directory else ""
         if f"{start}.wh.{name}" in above.files or f"{start}{_OPAQUE}" in above.files:
             return True
-        if directory in above.files:  # a file, or a link, in the place of the directory
+        if directory in above.files:  # a file or link replaces the directory
             return True
         path = directory
     return False
@@ -84,11 +84,11 @@ def _stores_of(path: str) -> Iterator[str]:
         at = path.find("objects/", at + 1)
 
 
-# -- which layers ----------------------------------------------------------------------------------
+# -- finding the layers ----------------------------------------------------------------------------
 
 
 def views_of(contents: Contents) -> list[RootFilesystem]:
-    """One for each image that an archive describes; else one of everything in it."""
+    """Return a view for each image that an archive describes; else one of everything in it."""
     views = list[RootFilesystem]()
     for image in _saved(contents) or _laid_out(contents):
         layers = list[tuple[str, ScannedTree]]()
@@ -97,15 +97,17 @@ def views_of(contents: Contents) -> list[RootFilesystem]:
             if member in contents.trees:
                 layers.append((member, contents.trees[member]))
             else:
-                contents.unreadable(named, "the image names this layer, and it is no tar archive")
+                contents.unreadable(
+                    named, "the image names this layer, but it is not a tar archive"
+                )
         views.append(RootFilesystem(layers))
     if not views:
-        views = [RootFilesystem([("", _whole(contents))])]
+        views = [RootFilesystem([("", _merged(contents))])]
     return views
 
 
-def _whole(contents: Contents) -> ScannedTree:
-    """The archives of an archive, as members of its only tree."""
+def _merged(contents: Contents) -> ScannedTree:
+    """Merge the trees of nested archives into the outer one."""
     top = contents.trees[""]
     for name in [name for name in contents.trees if name]:
         tree = contents.trees.pop(name)
@@ -145,15 +147,15 @@ def _blob(described: Mapping[str, Any]) -> str:
     return "blobs/" + str(described["digest"]).replace(":", "/", 1)
 
 
-# -- repositories, taken out -----------------------------------------------------------------------
+# -- extracting repositories -----------------------------------------------------------------------
 
 
 def take_out(
     archive: Path, view: RootFilesystem, directories: Iterable[str], into: Path
 ) -> Iterator[RootLeak]:
-    """Copy what a container sees below these; a leak for each file that cannot be copied.
+    """Extract what a container sees below `directories`; yields a leak for each failure.
 
-    No link is ever made, so no name leads out of `into`.
+    No link is made, so no name leads out of `into`.
     """
     wanted = dict[tuple[str, str], list[str]]()
     starts = tuple(f"{at}/" if at else "" for at in directories)
@@ -162,7 +164,7 @@ def take_out(
             if path.startswith(starts) and view.shows(number, path):
                 wanted.setdefault((key, tree.links.get(path, path)), []).append(path)
     left = _COPY_LIMIT_BYTES
-    with suppress(*DAMAGED):  # told already
+    with suppress(*DAMAGED):  # reported when the archive was read
         for key, member in _members_of(archive, {key for key, _ in wanted}):
             paths = wanted.get((key, member.path), [])
             left -= member.info.size * len(paths)
@@ -178,7 +180,7 @@ def take_out(
 
 
 def _members_of(archive: Path, keys: set[str]) -> Iterator[tuple[str, Member]]:
-    """The members of these trees, each of which can be read until the next."""
+    """Iterate the members of some trees; each is readable until the next."""
     with archive.open("rb", buffering=0) as file:
         outer = open_tar(file, archive.stat().st_size)
         for member in iter_tar(outer) if outer else ():
@@ -192,9 +194,9 @@ def _members_of(archive: Path, keys: set[str]) -> Iterator[tuple[str, Member]]:
 
 
 def _copy(member: Member, target: Path, first: Path) -> None:
-    """Write a member as a plain file; what is copied already comes from `first`."""
+    """Write a member as a regular file. It is read for `first`, and copied from there."""
     if not member.source:
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     target.parent.mkdir(parents=True, exist_ok=True)
     if target != first:
         shutil.copyfile(first, target)

@@ -1,8 +1,8 @@
-"""Files that may exist in a git directory beside its objects, each with its exact form.
+"""The files that a git directory may have beside its objects, each with its exact form.
 
-A list of what is allowed, because one of what is forbidden is never whole. Each form answers with
-the objects that the file names, whose place inside the seal is judged elsewhere, and with what is
-wrong with it. Configuration is read by git as a plain file: nothing it includes is followed.
+What is allowed is listed, because a list of what is forbidden is never complete. Each form yields
+the objects that the file names, which `verify.py` judges, and the faults of the file. git reads
+configuration as a plain file, without following includes.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _ZERO = "0" * 40
 _TEMPLATES = Path("/usr/share/git-core/templates")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
-# each with its value: what git itself writes into a new repository, mirrord's, and who commits
+# with values: what `git init` writes, what mirrord writes, and the identity of the committer
 _SETTING = re.compile(
     r"core\.repositoryformatversion\n0"
     r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
@@ -50,7 +50,7 @@ _SETTING_KINDS = {
     "extensions.refstorage": "unreadable",
     "extensions.objectformat": "unreadable",
 }
-_KINDS = {  # of files that are never allowed
+_KINDS = {  # of leak, by files that are never allowed
     "shallow": "shallow",
     "info/grafts": "graft",
     "reftable": "unreadable",
@@ -62,7 +62,7 @@ _KINDS = {  # of files that are never allowed
 
 
 class Named(NamedTuple):
-    """One place that names an object. `kind` is the leak it would be."""
+    """A place that names an object; `kind` is that of the leak if the object is outside."""
 
     kind: str
     where: str
@@ -77,7 +77,7 @@ def leak(kind: str, detail: str) -> SealLeak:
 
 
 def resolve_head(repository: ForeignRepository) -> str | None:
-    """The commit that HEAD names, itself or through a branch."""
+    """Return the commit that HEAD means, directly or through a branch."""
     text = read_text(repository.git_dir / "HEAD") or ""
     for _ in range(_SYMREF_DEPTH):
         if not text.startswith("ref:"):
@@ -95,7 +95,7 @@ def resolve_head(repository: ForeignRepository) -> str | None:
 
 
 def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
-    """Every object that a file names, and every file that must not exist.
+    """Yield every object that a file names, and a leak for every file that must not exist.
 
     `private` is a git directory of ours.
     """
@@ -116,7 +116,7 @@ def _judge(found: ForeignFile, private: Path) -> Judgement:
     if found.kind == "unreadable":
         yield leak("unreadable", f"{where} cannot be read")
     elif found.kind != "file":
-        yield leak("stray-file", f"{where} is a symbolic link, or no regular file")
+        yield leak("stray-file", f"{where} is a symbolic link, or not a regular file")
     elif form := next((form for pattern, form in _FORMS if pattern.fullmatch(where)), None):
         content = read_bytes(found.path)
         if content is None:
@@ -126,15 +126,15 @@ def _judge(found: ForeignFile, private: Path) -> Judgement:
     elif kind := next(
         (kind for at, kind in _KINDS.items() if f"{where}/".startswith(f"{at}/")), None
     ):
-        yield leak(kind, f"{where} is there")
-    # the archive that it is, or the objects that it names, say more than its name
+        yield leak(kind, f"{where} exists")
+    # an archive, or named objects, tell more than the file's name
     elif _starts_with(found, *PACKS, *_COMPRESSED):
         yield leak("stray-file", f"{where} is a pack, a bundle or an archive")
     elif named := sorted(set(_OID.findall(read_text(found.path) or "")) - {_ZERO}):
-        fact = f"is no part of a sealed repository, and names {', '.join(named[:5])}"
+        fact = f"is not part of a sealed repository, and names {', '.join(named[:5])}"
         yield leak("pseudo-ref", f"{where} {fact}")
     else:
-        yield leak("stray-file", f"{where} is no part of a sealed repository")
+        yield leak("stray-file", f"{where} is not part of a sealed repository")
 
 
 def _starts_with(found: ForeignFile, *marks: bytes) -> bool:
@@ -149,10 +149,10 @@ def _text(content: bytes) -> str:
 
 
 def _ref(where: str, content: bytes, _: Path) -> Judgement:
-    """HEAD, ORIG_HEAD and loose refs: one id, or the name of another ref."""
+    """HEAD, ORIG_HEAD or a loose ref: one id, or the name of another ref."""
     text, kind = _text(content), _ref_kind(where)
     if _ONE_ID.fullmatch(text):
-        if where != "HEAD":  # judged as the commit of the checkout
+        if where != "HEAD":  # HEAD is judged by `resolve_head`
             yield Named(kind, where, text[:40])
     elif not _SYMREF.fullmatch(text):
         kind = "head" if where == "HEAD" else kind
@@ -182,14 +182,14 @@ def _reflog(where: str, content: bytes, _: Path) -> Judgement:
         oids = found.group(1, 2) if found else _OID.findall(line)
         yield from (Named("reflog", where, oid) for oid in oids if oid != _ZERO)
         if not found:
-            yield leak("reflog", f"{where} has a line that git did not write")
+            yield leak("reflog", f"{where} has a line that git does not write")
 
 
 def _index(where: str, content: bytes, _: Path) -> Judgement:
     try:
         index = _read_index(content)
     except ValueError as error:
-        yield leak("index", f"{where} is not exactly an index: {error}")
+        yield leak("index", f"{where} is not a valid index: {error}")
         return
     yield from (Named("index", where, oid.hex()) for oid in sorted(index.objects))
     for path, oid in index.gitlinks.items():
@@ -197,9 +197,9 @@ def _index(where: str, content: bytes, _: Path) -> Judgement:
 
 
 def _template(where: str, content: bytes, _: Path) -> Judgement:
-    """A file that `git init` copies: the same bytes, as this host's git has them, or none."""
+    """A file that `git init` copies: empty, or the same as in this host's git."""
     if content.strip() and content != read_bytes(_TEMPLATES / where):
-        yield leak("stray-file", f"{where} is not the one that git brings")
+        yield leak("stray-file", f"{where} is not the one that git installs")
 
 
 def _config(where: str, content: bytes, private: Path) -> Judgement:
@@ -218,7 +218,7 @@ def _config(where: str, content: bytes, private: Path) -> Judgement:
         kinds = (kind for prefix, kind in _SETTING_KINDS.items() if key.startswith(prefix))
         yield leak(next(kinds, "configuration"), f"configured: {shown(key)}")
     if not unknown and re.search(rb"[#;]", content):
-        yield leak("configuration", f"{where} has comments, which may hold anything")
+        yield leak("configuration", f"{where} has comments, which may contain anything")
 
 
 _FORMS: tuple[tuple[re.Pattern[str], Callable[[str, bytes, Path], Judgement]], ...] = (
@@ -235,9 +235,9 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[str, bytes, Path], Judgement]], .
 
 
 def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
-    """Other repositories, bundles and packs beside the checkout's own files.
+    """Find other repositories, bundles and packs among untracked files.
 
-    What else an untracked file holds is not judged.
+    Other content of untracked files is not judged.
     """
     if repository.work_tree is None:
         return
@@ -253,25 +253,25 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
         if found.kind == "unreadable":
             yield leak("unreadable", f"{where} cannot be read")
         elif name == ".git" or (name == "HEAD" and (found.path.parent / "objects").is_dir()):
-            yield leak("nested-repository", f"{where} is of another repository")
+            yield leak("nested-repository", f"{where} belongs to another repository")
         elif found.kind == "file" and _starts_with(found, *PACKS):
             yield leak("stray-file", f"{where} is a pack or a bundle")
 
 
 # -- the index, versions 2 to 4 (gitformat-index) --------------------------------------------------
 #
-# Nothing in the file is left unread: an extension that can hold what no object of the closure
-# holds, or a byte that the format has no use for, is a fault.
+# Every byte is checked: an extension that can contain other data is a fault, and so is a byte
+# without a meaning in the format.
 
 _ID_BYTES = 20
 _ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
 _MODE = 6
 _EXTENDED = 0x4000
-_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # offsets into the index itself
+_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # name: size; they have only offsets into the index
 
 
 class Index(NamedTuple):
-    """`objects` are the raw ids of entries and cached trees, `gitlinks` of submodules by path."""
+    """The paths of an index, raw ids of entries and cached trees, submodule commits by path."""
 
     paths: set[bytes]
     objects: set[bytes]
@@ -279,7 +279,7 @@ class Index(NamedTuple):
 
 
 def _read_index(data: bytes) -> Index:
-    """Raises ValueError, with the fact, where the file is not exactly an index."""
+    """Parse an index. Raises ValueError with a reason."""
     if len(data) < 12 + _ID_BYTES or data[:4] != b"DIRC":
         raise ValueError("it is not an index")
     version, count = struct.unpack_from(">2I", data, 4)
@@ -307,10 +307,10 @@ def _read_index(data: bytes) -> Index:
 def _read_entry(
     data: bytes, at: int, version: int, before: bytes, index: Index
 ) -> tuple[int, bytes]:
-    """Where the next entry begins, and this one's path."""
+    """Read one entry; return the offset of the next, and this one's path."""
     *facts, oid, flags = _ENTRY.unpack_from(data, at)
     start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
-    if version == 4:  # each path is what it shares with the one before, and a rest
+    if version == 4:  # prefix compression: bytes to cut from the previous path, then a suffix
         cut = data[start] & 0x7F
         while data[start] & 0x80:
             start += 1
@@ -336,9 +336,9 @@ def _read_extension(name: bytes, data: bytes, index: Index) -> None:
         return
     if name != b"TREE":
         named = name.decode("ascii", "backslashreplace")
-        raise ValueError(f"it has an extension {named}, which may hold anything")
+        raise ValueError(f"it has an extension {named}, which may contain anything")
     at = 0
-    while at < len(data):  # name, NUL, entries, blank, subtrees, newline, id unless it is invalid
+    while at < len(data):  # name, NUL, entries, space, subtrees, newline; id unless entries is -1
         after_name = data.index(b"\0", at) + 1
         line = data.index(b"\n", after_name - 1)
         entries, _, _ = data[after_name:line].partition(b" ")

@@ -1,9 +1,8 @@
-"""Find and read a repository that somebody else made: its files, and the objects of its stores.
+"""Untrusted repositories: find one, list its files, read the objects of its stores.
 
-Never runs git on it, and follows no symbolic link below it. Every read is bounded and of regular
-files only, so that no FIFO, device or file of a terabyte holds us up. What a store holds is
-believed only after it was checked to the last byte: a name is no proof, and bytes after the end of
-an object are hidden there.
+Never runs git in it, and follows no symbolic link below it. Reads are bounded and of regular files
+only: a FIFO, a device or a file of a terabyte cannot block. Object stores are verified to the last
+byte: names prove nothing, and bytes can be hidden after the end of an object.
 """
 
 import os
@@ -25,19 +24,20 @@ from ..protocol import SealLeak
 
 TIMEOUT = timedelta(hours=1)
 TRIVIAL_BYTES = 64
-"""Shorter files say nothing: a coding line, one import, a line feed."""
+"""Shorter files are ignored: a coding line, one import, a line feed."""
 PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
-"""What packs and bundles begin with."""
+"""The first bytes of packs and bundles."""
 READ_LIMIT_BYTES = 256 * 1024**2
 _ALTERNATES_LIMIT = 64
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 
 
 class ForeignRepository(NamedTuple):
-    """`git_dir` holds HEAD; `common_dir`, another one in a linked worktree, refs and configuration.
+    """A repository of unknown origin.
 
-    `stores` are its object directories: its own, then every alternate, those of alternates
-    included. `work_tree` is None where only a `.git`, or a bare repository, was named.
+    `git_dir` has HEAD; `common_dir`, different in a linked worktree, refs and configuration.
+    `stores` are its object directory and all alternates, recursively. `work_tree` is None if a
+    `.git` or a bare repository was named.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class ForeignRepository(NamedTuple):
 
 
 class ForeignFile(NamedTuple):
-    """One name below a directory, with its path from there."""
+    """A name below a directory; `where` is relative to it."""
 
     where: str
     path: Path
@@ -69,7 +69,7 @@ def locate(path: Path) -> ForeignRepository:
     git_dir = _git_dir(path)
     if git_dir is None:
         raise PathNotFoundError(
-            f"cannot judge {shown(str(path))}: there is no git repository",
+            f"cannot judge {shown(str(path))}: it is not a git repository",
             hint="give a working tree, its .git, or a bare repository",
         )
     repository = repository_at(git_dir)
@@ -78,10 +78,10 @@ def locate(path: Path) -> ForeignRepository:
 
 
 def repository_at(git_dir: Path, root: Path | None = None) -> ForeignRepository:
-    """The repository of a git directory, without a working tree.
+    """Return the repository of a git directory, without a working tree.
 
-    With `root`, a directory that stands for `/`, no directory outside of it is read, whatever the
-    repository's files and links say.
+    `root` is a directory that stands for `/`: no directory outside of it is read, whatever the
+    repository's files and links name.
     """
     pointer = (read_text(git_dir / "commondir") or "").strip()
     common_dir = _target(git_dir, pointer, root) if pointer else git_dir
@@ -101,7 +101,7 @@ def _git_dir(path: Path) -> Path | None:
 
 
 def _target(directory: Path, pointer: str, root: Path | None) -> Path:
-    """The path that a file in `directory` names; that directory where it leads out of `root`."""
+    """Resolve a path in a file of `directory`; `directory` itself if it leads out of `root`."""
     if root is None:
         return directory / pointer
     target = root / pointer.lstrip("/") if pointer.startswith("/") else directory / pointer
@@ -109,7 +109,7 @@ def _target(directory: Path, pointer: str, root: Path | None) -> Path:
 
 
 def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """All object directories, and the alternates as they are written."""
+    """Return all object directories, and the alternates as written."""
     stores, written, pending, seen = [own], list[str](), [own], {os.path.realpath(own)}
     while pending and len(written) < _ALTERNATES_LIMIT:
         store = pending.pop()
@@ -128,9 +128,9 @@ def _stores(own: Path, root: Path | None) -> tuple[tuple[Path, ...], tuple[str, 
 
 
 def borrow(scratch: Path, repository: ForeignRepository) -> Path:
-    """Make the empty directory `scratch` a git directory of ours that borrows their stores.
+    """Make the empty directory `scratch` a git directory that borrows the repository's stores.
 
-    Through links, whose names need no quoting.
+    Its alternates are links, because git unquotes the names of alternates.
     """
     (scratch / "objects/info").mkdir(parents=True)
     (scratch / "refs").mkdir()
@@ -143,10 +143,10 @@ def borrow(scratch: Path, repository: ForeignRepository) -> Path:
 
 
 def read_bytes(path: Path, *, start: int = 0) -> bytes | None:
-    """A regular file that is not too large, or the `start` of one of any size; None for others."""
+    """Read a regular file, or its first `start` bytes; None if too large or of another kind."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except (OSError, ValueError):  # a NUL in its name
+    except (OSError, ValueError):  # ValueError: a NUL in the name
         return None
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or (not start and facts.st_size > READ_LIMIT_BYTES):
@@ -164,10 +164,10 @@ def read_text(path: Path) -> str | None:
 def walk(
     top: Path, *, skip: frozenset[str] = frozenset(), one_device: bool = False
 ) -> Iterator[ForeignFile]:
-    """Every name below `top` but directories, which are entered, except those at `skip`.
+    """Iterate everything but directories below `top`, outside of the directories in `skip`.
 
-    With `one_device` another file system is a name of the kind `mount`. `os.walk` recurses before
-    Python 3.12, and ends at a depth of 1,000.
+    With `one_device` a directory of another file system has the kind `mount`. Not by `os.walk`,
+    which recurses before Python 3.12 and fails at a depth of 1,000.
     """
     pending = [("", top)]
     device = os.lstat(top).st_dev if one_device else None
@@ -199,18 +199,18 @@ def walk(
 _LOOSE = re.compile(r"([0-9a-f]{2})/([0-9a-f]{38})")
 _PACKED = re.compile(r"pack/pack-[0-9a-f]{40}\.(pack|idx|rev|keep)")
 _GRAPH = re.compile(r"info/commit-graph|info/commit-graphs/graph-[0-9a-f]{40}\.graph")
-_LISTS = {  # with their form, and the leak where it differs
+_LISTS = {  # path: form, kind of leak, content
     "info/commit-graphs/commit-graph-chain": (
         re.compile(rb"([0-9a-f]{40}\n)+"), "commit-graph", "commit-graphs",
     ),
     "info/packs": (re.compile(rb"(P pack-[0-9a-f]{40}\.pack\n)*\n?"), "stray-file", "packs"),
 }  # fmt: skip
-_ALTERNATES = {"info/alternates", "info/http-alternates"}  # judged by where they lead
+_ALTERNATES = {"info/alternates", "info/http-alternates"}  # a leak in `judge_control`
 
 
 @dataclass(slots=True)
 class StoreContents:
-    """`ids` are raw, `packs` indexes; `graphed` are the commits that each commit-graph names."""
+    """The raw ids and pack indexes of all stores, and the commits in each commit-graph."""
 
     ids: set[bytes] = field(default_factory=set)
     leaks: list[SealLeak] = field(default_factory=list)
@@ -222,7 +222,7 @@ class StoreContents:
 
 
 def read_contents(repository: ForeignRepository, private: Path) -> StoreContents:
-    """Every object in every store; `storeN` in `private`, a git directory of ours, lead there."""
+    """Read every object of every store. `private` was made by `borrow`."""
     contents = StoreContents()
     for number, store in enumerate(repository.stores):
         files = {found.where: found for found in walk(store)}
@@ -233,12 +233,12 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
         directory = private / f"store{number}"
         command = ("commit-graph", "verify", f"--object-dir={directory}")
         doing = "verify the commit-graph"
-        try:  # git holds the graph's parents, trees and dates against the commits
+        try:  # git compares the graph's parents, trees and dates with the commits
             run_git_sync(*command, git_dir=private, timeout=TIMEOUT, doing=doing)
         except (CorruptObjectError, GitFailedError) as error:
-            fact = f"a commit-graph does not say what its commits say: {error.message}"
+            fact = f"a commit-graph differs from its commits: {error.message}"
             contents.leak("commit-graph", fact)
-    # git hashes every object of a pack, so its index says what is in it; one alone where all fail
+    # verify-pack hashes every object of a pack. If it fails for all, each is verified alone.
     pending = [contents.packs] if contents.packs else []
     while pending:
         indexes = pending.pop()
@@ -249,7 +249,7 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
             if len(indexes) > 1:
                 pending = [[index] for index in reversed(indexes)]
                 continue
-            fact = f"{indexes[0].name} does not say what is in its pack: {error.message}"
+            fact = f"{indexes[0].name} does not match its pack: {error.message}"
             contents.leak("damaged", fact)
     return contents
 
@@ -262,23 +262,23 @@ def _read_file(found: ForeignFile, names: Collection[str], contents: StoreConten
         oid = loose[1] + loose[2]
         contents.ids.add(bytes.fromhex(oid))
         if loose_digest(path) != oid:
-            contents.leak("damaged", f"the bytes of loose object {oid} are not what its name says")
+            contents.leak("damaged", f"loose object {oid} does not match its id")
     elif packed := _PACKED.fullmatch(found.where):
         _read_packed(packed[1], found, names, contents)
     elif _GRAPH.fullmatch(found.where):
         contents.graphed[where] = []
-        try:  # a graph ends in its checksum as a pack does
+        try:  # a commit-graph ends with a checksum as a pack does
             if not pack_is_whole(path):
                 raise CorruptObjectError(f"cannot read {where}: checksum mismatch")
             contents.graphed[where] = graph_commits(path)
         except (CorruptObjectError, OSError):
-            contents.leak("commit-graph", f"{where} is not exactly a commit-graph")
+            contents.leak("commit-graph", f"{where} is not a valid commit-graph")
     elif found.where in _LISTS:
         form, kind, listed = _LISTS[found.where]
         if not form.fullmatch(read_bytes(path) or b"-"):
             contents.leak(kind, f"{where} is not a list of {listed}")
     elif found.where not in _ALTERNATES:
-        contents.leak("stray-file", f"{where} is no part of a sealed object store")
+        contents.leak("stray-file", f"{where} is not part of a sealed object store")
 
 
 def _read_packed(
@@ -287,7 +287,7 @@ def _read_packed(
     where, path = f"objects/{found.where}", found.path
     if part == "pack":
         if found.where.removesuffix("pack") + "idx" not in names:
-            fact = "has no index: git does not see its objects, but anybody can index it"
+            fact = "has no index: git does not see its objects, but can index them"
             contents.leak("stray-file", f"{where} {fact}")
     elif found.where.removesuffix(part) + "pack" not in names:
         contents.leak("stray-file", f"{where} has no pack")
@@ -308,13 +308,16 @@ def _read_packed(
 
 
 def read_closure(git_dir: Path, tip: str, scratch: Path) -> tuple[set[bytes], bool]:
-    """Every object that `tip` leads to, and whether none is missing. `scratch` is a directory."""
+    """Return the raw ids of the closure of `tip`, and whether it is complete.
+
+    `scratch` is a directory for a temporary file.
+    """
     listing, complete = scratch / "closure", False
-    walk = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
+    command = (*UNTRUSTING, "rev-list", "--objects", "--no-object-names")
     for options in ((), ("--missing=allow-any",)):
         try:
             run_git_sync(
-                *walk, *options, tip,
+                *command, *options, tip,
                 git_dir=git_dir, stdout_path=listing, timeout=TIMEOUT, doing=f"walk {tip}",
             )  # fmt: skip
         except (CorruptObjectError, GitFailedError):

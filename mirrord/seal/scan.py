@@ -1,8 +1,8 @@
-"""Does a directory or an image hold, or lead to, anything that its base commit does not?
+"""Scan a directory or an image for content, repositories and links beyond a base commit.
 
-Judges content: each file, members of archives included, against every blob that the mirror has and
-the base commit does not lead to; each repository as `verify` judges one; and what points elsewhere.
-Not found: content that differs by a byte, be it compiled, minified or with other line ends.
+Every file, also in archives, is compared with every blob that the mirror has outside the closure of
+the base commit. Repositories are judged by `verify.py`; files that lead elsewhere are reported.
+Content that differs by a byte is not found: compiled, minified, or with other line ends.
 """
 
 import json
@@ -27,16 +27,16 @@ from .images import RootFilesystem, take_out, views_of
 from .repository import TIMEOUT, TRIVIAL_BYTES, borrow, locate, read_closure, repository_at
 from .verify import judge
 
-# -- what a mirror has and a base commit does not lead to ------------------------------------------
+# -- what a mirror has outside of a base commit's closure ------------------------------------------
 #
-# Kept refs and objects that no ref reaches count. The mirror is trusted; git looks into its store
-# through a directory of ours, so that a partial clone fetches nothing.
+# Kept refs and unreachable objects count. The mirror is trusted; git reads its store through a
+# directory of ours, so that a partial clone fetches nothing.
 
 _WALK = ("rev-list", "--objects", "--missing=allow-any")
 
 
 class Place(NamedTuple):
-    """The first commit with an object, and its path there; None where no ref leads to it."""
+    """The first commit with an object, and its path there; None if no ref leads to it."""
 
     commit: str | None = None
     name: str | None = None
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 class Future:
     """The objects of the bare repository `mirror` outside the closure of `base`.
 
-    `scratch` is an empty directory. Raises CommitNotFoundError where the mirror lacks the base.
+    `scratch` is an empty directory. Raises CommitNotFoundError if the mirror lacks the base.
     """
 
     def __init__(self, mirror: Path, base: CommitId, scratch: Path) -> None:
@@ -60,12 +60,12 @@ class Future:
 
     @cached_property
     def closure(self) -> set[bytes]:
-        """The raw ids of everything that the base commit leads to."""
+        """The raw ids of the base commit's closure."""
         return read_closure(self.mirror, self.base, self._scratch)[0]
 
     @cached_property
     def past(self) -> set[bytes]:
-        """The commits among them."""
+        """The commits of the closure."""
         listed = run_git_sync("rev-list", self.base, git_dir=self.mirror, doing="list the past")
         return {bytes.fromhex(line) for line in listed.lines}
 
@@ -81,7 +81,7 @@ class Future:
         return {path for each in listings for path in os.fsdecode(each.stdout).split("\0")}
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
-        """The type of each of `ids` that is one of the objects. Trivial blobs never are."""
+        """Return the type of each of `ids` that is outside the closure. Ignores trivial blobs."""
         found = {
             oid: kind
             for oid, (kind, size) in self._look_up(oid.hex() for oid in ids).items()
@@ -98,11 +98,11 @@ class Future:
         return {bytes.fromhex(row[0]): (row[1], int(row[2])) for row in rows if len(row) == 3}
 
     def places(self, ids: Collection[bytes]) -> dict[bytes, Place]:
-        """Where each of `ids` comes up first, from the oldest commit on."""
+        """Find where each of `ids` appears first, from the oldest commit on."""
         wanted, commit = {oid.hex().encode() for oid in ids}, None
         found = dict[bytes, Place]()
         listing = self._scratch / "listing"
-        # --in-commit-order: an object follows the first commit that has it; commits have no name
+        # --in-commit-order lists an object after the first commit that has it; commits have no name
         order = ("--in-commit-order", "--reverse", "--all", "--not", self.base)
         run_git_sync(
             *_WALK, *order,
@@ -119,9 +119,9 @@ class Future:
         return found
 
 
-# -- what installers leave in a root: files that lead elsewhere ------------------------------------
+# -- files of installers that lead elsewhere -------------------------------------------------------
 #
-# They are read as text; nothing of them runs.
+# They are read as text, and never executed.
 
 _LITERAL = re.compile(r"""["'](/[^"'\n]+)["']""")
 _PATH_LINE = re.compile(r"(?!import[ \t]|#)\s*\S.*")
@@ -130,7 +130,7 @@ _EDITABLE = "packages are imported from"
 
 
 class Lead(NamedTuple):
-    """A file points to a path, or says what was installed: `commit` of `project`, or of another."""
+    """A path that a file leads to, or the commit that was installed; `is_own`: of this project."""
 
     kind: str
     fact: str
@@ -140,7 +140,7 @@ class Lead(NamedTuple):
 
 
 def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
-    """Where a file of a known name leads. `project` is the name of the mirrored repository."""
+    """Iterate where a file of a known name leads. `project` is the mirrored repository's name."""
     name, content = path.rpartition("/")[2], text.decode("utf-8", "surrogateescape")
     if name == ".git":
         target = content.removeprefix("gitdir:").strip()
@@ -149,14 +149,14 @@ def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
         yield from _direct_url(content, project)
     elif name.endswith(".py"):
         yield from (Lead("editable", _EDITABLE, target) for target in _LITERAL.findall(content))
-    else:  # .pth, and .egg-link, whose second line leads from the first to setup.py
+    else:  # .pth, or .egg-link, whose second line is the path from the first to setup.py
         lines = content.splitlines()[: 1 if name.endswith(".egg-link") else None]
         paths = (line.strip() for line in lines if _PATH_LINE.match(line))
         yield from (Lead("editable", _EDITABLE, target) for target in paths)
 
 
 def _direct_url(content: str, project: str) -> Iterator[Lead]:
-    """PEP 610: what pip and uv write of an installation that did not come from an index."""
+    """PEP 610: pip and uv record an installation that is not from an index."""
     try:
         found = json.loads(content)
         url, facts = urlsplit(str(found["url"])), {**found.get("vcs_info", {})}
@@ -176,9 +176,9 @@ def _direct_url(content: str, project: str) -> Iterator[Lead]:
 
 
 def resolve(path: str, target: str, seen_at: str) -> str | None:
-    """Where the file at `path` leads, from the top of the root; None where that is outside.
+    """Resolve a target in the file at `path`, relative to the root; None if it is outside.
 
-    The root is seen at `seen_at`, too.
+    `seen_at` is the path of the root itself.
     """
     if target.startswith("/"):
         inside = f"{target}/".startswith(f"{seen_at.rstrip('/')}/")
@@ -188,10 +188,10 @@ def resolve(path: str, target: str, seen_at: str) -> str | None:
     return None if found.startswith("..") else found.removeprefix(".")
 
 
-# -- whose file it is ------------------------------------------------------------------------------
+# -- files of other projects -----------------------------------------------------------------------
 #
-# Branches hold copies of other projects: vendored packages, built documentation, environments that
-# somebody committed. 467 of 10,400 files of a plain one are in some pull request of psf/requests.
+# Branches contain copies of other projects: vendored packages, built documentation, committed
+# environments. 467 of the 10,400 files of a plain environment are in pull requests of psf/requests.
 
 _INSTALLED = re.compile(r"(?:^|.*/)(?:site-packages|dist-packages|node_modules)/")
 _COPIED = re.compile(rf"{_INSTALLED.pattern}|(?:^|.*/)(?:bin|Scripts)/[Aa]ctivate")
@@ -200,9 +200,9 @@ _MODULE = re.compile(r"(?:(?:src|lib|python)/)?([^/]+)\.py")
 
 
 def own_names(project: str, paths: Collection[str]) -> set[str]:
-    """What code of the project is imported by, or what its directories are called.
+    """Return the names by which a project is imported or its directories are called.
 
-    That is the project's name, packages that are in no package, modules at the top.
+    They are the project's name, its top-level packages and modules.
     """
     packages = {
         path.removesuffix("/__init__.py") for path in paths if path.endswith("/__init__.py")
@@ -214,10 +214,10 @@ def own_names(project: str, paths: Collection[str]) -> set[str]:
 
 
 def is_foreign(path: str, place: str, own: Collection[str]) -> bool:
-    """Whether a file is another project's, of which the mirror has a copy at `place`.
+    """Return whether a file is another project's, of which the mirror has a copy at `place`.
 
-    That is, no name on its way is the project's; and the mirror's is in an environment too, or is
-    called the same as this one, which was installed or is in a wheel or an sdist.
+    No component of its path may be a name of the project. The mirror's copy must be in an
+    environment too, or have the same file name while this file is installed or in an archive.
     """
     *_, installed = _INSTALLED.split(path.rpartition("!")[2])
     if any(part.removesuffix(".py") in own for part in installed.split("/")):
@@ -229,16 +229,16 @@ def is_foreign(path: str, place: str, own: Collection[str]) -> bool:
 # -- the scan --------------------------------------------------------------------------------------
 
 _LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
-_TELLING = {"damaged", "unreadable"}
+_DAMAGE = {"damaged", "unreadable"}
 _LOOSE = re.compile(r"(?:.*/)?([0-9a-f]{2})/([0-9a-f]{38})")
 _PACK = re.compile(r"pack-[0-9a-f]{40}\.pack")
 
 
 def scan_environment(directory: Path, mirror_git_dir: Path, commit: str) -> list[RootLeak]:
-    """What must not be in an environment for checkouts of `commit`; empty where all is well.
+    """Return what must not be in an environment for checkouts of `commit`.
 
-    `directory` is its prefix, as it is seen at its fixed path; nobody writes to it meanwhile.
-    Starts git: for a worker. Raises CommitNotFoundError, InvalidCommitError.
+    `directory` is its prefix, which must not change meanwhile. Starts git; runs in a worker. Raises
+    CommitNotFoundError, InvalidCommitError.
     """
     return scan_root(directory, mirror_git_dir, commit, seen_at=ENVIRONMENT).leaks
 
@@ -246,7 +246,7 @@ def scan_environment(directory: Path, mirror_git_dir: Path, commit: str) -> list
 def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None) -> RootReport:
     """Judge everything in a directory or an image archive against `base`.
 
-    Absolute paths in it that begin with `seen_at` (default: its own) are its own. Raises
+    Absolute paths below `seen_at` (by default the root's own path) mean files of the root. Raises
     CommitNotFoundError, InvalidCommitError, UsageError.
     """
     commit = parse_commit(base)
@@ -270,7 +270,7 @@ def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None
 
 
 class _Sighting(NamedTuple):
-    """An object in a layer of a view: the content of a file, or what a loose object is named."""
+    """An object in a layer of a view: the content of a file, or the name of a loose object."""
 
     kind: str
     view: RootFilesystem
@@ -289,7 +289,7 @@ class _Scan:
         self.stores = [view.git_directories() for view in self._views]
 
     def files(self) -> Iterator[RootLeak]:
-        """Content of the future, and loose objects of it that are in no repository."""
+        """Find files with later content, and later loose objects outside of repositories."""
         seen = dict[bytes, list[_Sighting]]()
         for oid, sighting in self._sightings():
             seen.setdefault(oid, []).append(sighting)
@@ -332,7 +332,7 @@ class _Scan:
                     yield oid, _Sighting("future-file", view, number, path, label)
 
     def leads(self) -> Iterator[RootLeak]:
-        """Installations and `.git` files that lead to what was not judged."""
+        """Find installations and `.git` files that lead to something that was not judged."""
         project = project_of(self._future.mirror)
         for view, stores in zip(self._views, self.stores, strict=True):
             for number, (_, tree) in enumerate(view.layers):
@@ -346,7 +346,7 @@ class _Scan:
     def _is_known(
         self, lead: Lead, path: str, view: RootFilesystem, stores: Collection[str]
     ) -> bool:
-        """Whether what a file leads to is the checkout, in the root, or of another project."""
+        """Return whether a lead goes to the checkout, into the root, or to another project."""
         if lead.target is not None:
             if f"{lead.target}/".startswith(f"{TESTBED}/") and lead.kind == "editable":
                 return True
@@ -358,6 +358,7 @@ class _Scan:
         return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))
 
     def packs(self) -> Iterator[RootLeak]:
+        """Find packs and bundles outside of repositories."""
         for view, stores in zip(self._views, self.stores, strict=True):
             own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
             for number, (_, tree) in enumerate(view.layers):
@@ -370,7 +371,7 @@ class _Scan:
                     yield RootLeak(kind="pack", path=path, detail=fact, hidden=hidden)
 
     def repositories(self) -> Iterator[RootLeak]:
-        """What leaks of each repository, but of those of other projects."""
+        """Judge each repository; of other projects' report only damage."""
         for number, (view, stores) in enumerate(zip(self._views, self.stores, strict=True)):
             visible = [at for at, is_seen in stores.items() if is_seen]
             for at in stores.keys() - visible:
@@ -394,11 +395,11 @@ class _Scan:
         leaks = judged.report.leaks
         if not self._is_related(judged.objects):
             self._contents.note(path, "a repository of another project")
-            leaks = [leak for leak in leaks if leak.kind in _TELLING]
+            leaks = [leak for leak in leaks if leak.kind in _DAMAGE]
         yield from (RootLeak(kind=leak.kind, path=path, detail=leak.detail) for leak in leaks)
 
     def _is_related(self, objects: set[bytes]) -> bool:
-        """Whether a repository has a commit of the base's past, or anything of the future."""
+        """Return whether a repository has a commit of the base's past, or later objects."""
         if objects & self._future.past:
             return True
         outside = self._future.outside(objects)
@@ -410,15 +411,15 @@ class _Scan:
 
 
 def _is_licence(path: str, place: Place) -> bool:
-    """Whether both names are of texts that thousands of projects share."""
+    """Return whether both names are of licences and the like, which many projects share."""
     return bool(_LICENCE.fullmatch(path) and place.name and _LICENCE.fullmatch(place.name))
 
 
 def project_of(mirror: Path) -> str:
-    """The repository's name without its owner, by a mirror's name or the URL of its remote."""
+    """Return the repository's name without its owner, from the mirror's name or remote URL."""
     if "__" in mirror.name:
         return mirror.name.partition("__")[2]
     words = ("config", "--get", "remote.origin.url")
-    told = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
-    url = told.decode("utf-8", "surrogateescape").strip() or mirror.name
+    found = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
+    url = found.decode("utf-8", "surrogateescape").strip() or mirror.name
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")

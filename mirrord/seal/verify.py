@@ -1,9 +1,9 @@
-"""Does a repository hold, or lead to, anything outside the closure of a base commit?
+"""Verify that a repository neither has nor leads to anything outside a base commit's closure.
 
-Works on repositories that others made, and runs nothing of theirs: files are read here, git runs
-only in a private directory that borrows their objects. A list names what may exist and in which
-form (`names.py`, `repository.py`); all else is a leak. It judges the seal as of now: commits that
-an agent made are outside the closure too.
+Works on untrusted repositories and executes nothing from them: files are read here, and git runs
+only in a private directory that borrows their objects. Allowed files and their exact forms are
+listed (`names.py`, `repository.py`); everything else is a leak. Commits that an agent made are
+outside the closure too.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ _SQUASHED = re.compile(
 
 
 class JudgedRepository(NamedTuple):
-    """`objects` are the raw ids that the repository's stores hold."""
+    """A report, with the raw ids of all objects in the repository's stores."""
 
     report: SealReport
     objects: set[bytes]
 
 
 class _Closure(NamedTuple):
-    """Not `complete` where an object is missing; `squashed` is one commit of the base's tree."""
+    """A closure; `squashed` if it is of a single commit that has the base's tree."""
 
     ids: set[bytes]
     complete: bool
@@ -54,9 +54,9 @@ class _Closure(NamedTuple):
 
 
 def verify_seal(path: Path, base: str, mirror: Path | None = None) -> SealReport:
-    """Judge the repository at `path` against `base`; the closure is read from `mirror` if given.
+    """Judge the repository at `path` against `base`. The closure is read from `mirror`, if given.
 
-    Raises PathNotFoundError when there is no repository, InvalidCommitError.
+    Raises PathNotFoundError without a repository, and InvalidCommitError.
     """
     commit = parse_commit(base)
     return judge(locate(path), commit, mirror).report
@@ -68,7 +68,7 @@ def judge(
     mirror: Path | None = None,
     known: set[bytes] | None = None,
 ) -> JudgedRepository:
-    """Judge a repository. `known` is the closure of `commit`, where the caller has read it."""
+    """Judge a repository. `known` is the closure of `commit`, if the caller has read it."""
     with tempfile.TemporaryDirectory(prefix="mirrord-seal-") as scratch:
         private = borrow(Path(scratch), repository)
         contents = read_contents(repository, private)
@@ -111,7 +111,7 @@ def judge(
 def _closure(
     private: Path, mirror: Path | None, base: CommitId, head: str | None, known: set[bytes] | None
 ) -> _Closure:
-    """Every object that `base`, or the squashed commit, leads to; the reachable ones if not all."""
+    """Read the closure of `base`, or of the squashed commit; of a damaged one what is readable."""
     git_dir = mirror or private
     if head is not None and head != base and _is_squashed(private, git_dir, head, base):
         return _Closure(*read_closure(private, head, private), squashed=True)
@@ -121,7 +121,7 @@ def _closure(
 
 
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:
-    """Whether `head` has the tree of `base`, no parents, no header or message to hide more in."""
+    """Return whether `head` has the tree of `base`, no parents, and nothing hidden in its text."""
     try:
         (commit,) = read_objects_sync(private, [head], doing=f"read {head}")
         tree_name = f"{base}^{{tree}}"
@@ -133,7 +133,7 @@ def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> boo
 
 
 def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> set[bytes]:
-    """Tag objects that refs lead through on their way into the closure."""
+    """Return the tag objects on the way from refs into the closure."""
     pending = {named.oid for named in names if named.kind == "ref"}
     pending = {oid for oid in pending if bytes.fromhex(oid) not in closure.ids}
     targets: dict[str, tuple[str, bytes]] = {}
@@ -166,29 +166,29 @@ def _closure_leaks(
     if head != base and not closure.squashed:
         hint = ""
         if not closure.ids and bytes.fromhex(base) not in present:
-            hint = "; it is not known here: for a squashed checkout name its mirror (--mirror)"
+            hint = "; the base is not in it: for a squashed checkout name its mirror (--mirror)"
         yield leak("head", f"HEAD is {head or 'unreadable or unborn'}, not {base}{hint}")
     missing = closure.ids - present
     if missing or not closure.complete:
         count = f"{len(missing)} objects" if missing else "an object"
-        yield leak("incomplete", f"{count} of the closure of {base} cannot be read here")
+        yield leak("incomplete", f"{count} of the closure of {base} cannot be read")
 
 
 def _object_leaks(private: Path, outside: set[bytes]) -> Iterator[SealLeak]:
     oids = [oid.hex() for oid in sorted(outside)]
     try:
-        found = list(read_objects_sync(private, (), info=oids, doing="look at objects"))
+        found = list(read_objects_sync(private, (), info=oids, doing="read objects"))
         kinds = [each.kind if each.kind in _TYPES else "object" for each in found]
     except (CorruptObjectError, GitFailedError):
         kinds = ["object"] * len(oids)
     for kind in sorted(set(kinds)):
-        some = [oid for oid, its in zip(oids, kinds, strict=True) if its == kind]
-        examples = ", ".join(some[:_EXAMPLES])
-        yield leak("object", f"{len(some)} of type {kind} outside the closure, such as {examples}")
+        ids = [oid for oid, each in zip(oids, kinds, strict=True) if each == kind]
+        examples = ", ".join(ids[:_EXAMPLES])
+        yield leak("object", f"{len(ids)} of type {kind} outside the closure, such as {examples}")
 
 
 def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> Iterator[SealLeak]:
-    """Names of objects outside, one leak per place; replace refs and stashes always."""
+    """Names of objects outside, one leak for each place; replace refs and stashes always leak."""
     leaks: dict[tuple[str, str], list[str]] = {}
     for named in names:
         if named.kind == "gitlink":
@@ -200,7 +200,7 @@ def _name_leaks(names: Collection[Named], allowed: set[bytes]) -> Iterator[SealL
 
 
 def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) -> Iterator[SealLeak]:
-    """Commits of submodules that the index names and the commit does not."""
+    """Submodule commits in the index that are not in the commit."""
     found = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
     if not found or head is None:
         return
@@ -223,7 +223,7 @@ def _digest(file: Path) -> str:
 
 
 def _control_digest(repository: ForeignRepository) -> str:
-    """One hash over names and bytes of every file outside the object store and the index."""
+    """Hash names and content of every file outside the object store and the index."""
     digest = hashlib.sha256()
     found = walk(repository.git_dir, skip=frozenset({"objects"}))
     for file in sorted(found, key=lambda file: file.where):
