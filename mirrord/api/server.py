@@ -1,13 +1,13 @@
 """Listening sockets and connections: uvicorn's HTTP protocol with peer credentials and our limits.
 
 Only uvicorn's protocol class is used: `uvicorn.Server` wakes up ten times a second and binds
-sockets itself. Bounded are the number of connections, the size of a request's head, and the time
-for a head, for the next request, and for reading an answer.
+sockets itself. There are limits on the number of connections, on the size of a request's head, and
+on the time for a head, for the next request, and for reading an answer.
 
-Each user has a share of the connections, strangers a small one, administrators room of their own.
-At a bound, a user with fewer connections than another takes the place of an idle one of theirs, so
-that idle connections keep nobody out. Each connection is an open file: a low RLIMIT_NOFILE lowers
-the bounds, so that requests can still open files.
+Each user may open a share of the connections, strangers a small one, and some are reserved for
+administrators. At the limit, a new connection of a user replaces an idle one of the user with most,
+so idle connections exclude nobody. Each connection is an open file: a low RLIMIT_NOFILE lowers the
+limit, so that requests can still open files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from .request import problem_body, problem_headers
 
 MAX_CONNECTIONS = 4096
 RESERVED_CONNECTIONS = 64
-"""Of all, for root, the daemon's user and administrators."""
+"""For root, the daemon's user and administrators."""
 CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
-"""Of one user, with all subordinate uids."""
+"""Of one user, including its subordinate uids."""
 ALL_STRANGERS_CONNECTIONS = 128
 
-_FILES_LEFT = 128  # at least: of an idle daemon, its workers, and a few requests
+_MIN_OTHER_FILES = 128  # open files of an idle daemon, its workers, and a few requests
 
 
 class Connections:
-    """All connections of a daemon. Belongs to one event loop."""
+    """The connections of all users, counted. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -57,73 +57,83 @@ class Connections:
         traffic.connections = self.by_user
         self._user_of = user_of
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        allowed = files - max(_FILES_LEFT, files // 4)
-        self._most = max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, allowed))
-        self._of: dict[int, dict[HttpConnection, None]] = {}  # the oldest first
+        allowed = files - max(_MIN_OTHER_FILES, files // 4)
+        self._max_connections = max(RESERVED_CONNECTIONS + 1, min(MAX_CONNECTIONS, allowed))
+        self._by_user: dict[int, dict[HttpConnection, None]] = {}  # oldest first
         self._strangers: set[int] = set()
-        self._users: dict[HttpConnection, int] = {}
+        self._user_by_connection: dict[HttpConnection, int] = {}
         self._refusals = Seldom()
 
     @property
     def warnings(self) -> list[str]:
-        if self._most == MAX_CONNECTIONS:
+        if self._max_connections == MAX_CONNECTIONS:
             return []
-        fact = f"the limit on open files is low: at most {self._most} connections are taken"
+        fact = f"low limit on open files: at most {self._max_connections} connections are accepted"
         return [f"{fact}; raise LimitNOFILE= of the unit, or ulimit -n"]
 
     def by_user(self) -> dict[int, int]:
-        """How many are open."""
-        return {uid: len(connections) for uid, connections in self._of.items()}
+        return {uid: len(connections) for uid, connections in self._by_user.items()}
 
     def add(self, connection: HttpConnection) -> None:
         """Count a connection. Raises TooManyConnectionsError; logs a line per user and minute."""
         uid, role = self._user_of(connection.peer.uid), self._role(connection.peer)
-        if not self._has_room(uid, role):
+        if not self._make_room(uid, role):
             self._traffic.refusals[errors.TooManyConnectionsError.code] += 1
             if count := self._refusals.count(uid):
                 log.warning(
-                    "connection.refused", uid=uid, count=count, connections=len(self._users)
+                    "connection.refused",
+                    uid=uid,
+                    count=count,
+                    connections=len(self._user_by_connection),
                 )
             raise errors.TooManyConnectionsError(
-                f"cannot take another connection of uid {uid}: too many are open",
-                hint="use connections again, and close those that are idle",
+                f"cannot accept another connection of uid {uid}: too many are open",
+                hint="reuse connections, and close idle ones",
                 retry_after=1,
             )
-        self._of.setdefault(uid, {})[connection] = None
-        self._users[connection] = uid
+        self._by_user.setdefault(uid, {})[connection] = None
+        self._user_by_connection[connection] = uid
         (self._strangers.add if role is Role.STRANGER else self._strangers.discard)(uid)
 
     def remove(self, connection: HttpConnection) -> None:
-        """Stop counting a connection; again is fine."""
-        uid = self._users.pop(connection, None)
+        """Stop counting a connection. Does nothing if it is not counted."""
+        uid = self._user_by_connection.pop(connection, None)
         if uid is not None:
-            del self._of[uid][connection]
-            if not self._of[uid]:
-                del self._of[uid]
+            del self._by_user[uid][connection]
+            if not self._by_user[uid]:
+                del self._by_user[uid]
                 self._strangers.discard(uid)
 
-    def _has_room(self, uid: int, role: Role) -> bool:
-        own = len(self._of.get(uid, ()))
+    def _make_room(self, uid: int, role: Role) -> bool:
+        """Return whether a user may open a connection, after closing an idle one if necessary."""
+        own = len(self._by_user.get(uid, ()))
         if role is Role.ADMIN:
-            return len(self._users) < self._most or self._shed(self._of, 0)
+            return len(self._user_by_connection) < self._max_connections or self._evict_idle(
+                self._by_user, 0
+            )
         if own >= CONNECTIONS_OF[role]:
             return False
         if role is Role.STRANGER:
-            strangers = sum(len(self._of.get(each, ())) for each in self._strangers)
-            limit = min(ALL_STRANGERS_CONNECTIONS, self._most // 8)
-            if strangers >= limit and not self._shed(self._strangers, own + 1):
+            strangers = sum(len(self._by_user.get(each, ())) for each in self._strangers)
+            limit = min(ALL_STRANGERS_CONNECTIONS, self._max_connections // 8)
+            if strangers >= limit and not self._evict_idle(self._strangers, own + 1):
                 return False
-        return len(self._users) < self._most - RESERVED_CONNECTIONS or self._shed(self._of, own + 1)
+        return len(
+            self._user_by_connection
+        ) < self._max_connections - RESERVED_CONNECTIONS or self._evict_idle(self._by_user, own + 1)
 
-    def _shed(self, uids: Iterable[int], more_than: int) -> bool:
-        """Close the oldest idle connection of the user with most connections, over `more_than`."""
-        for uid in sorted(uids, key=lambda uid: len(self._of.get(uid, ())), reverse=True):
-            connections = self._of.get(uid, {})
+    def _evict_idle(self, uids: Iterable[int], more_than: int) -> bool:
+        """Close the oldest idle connection of the user with most, if these are over `more_than`.
+
+        Returns whether one was closed.
+        """
+        for uid in sorted(uids, key=lambda uid: len(self._by_user.get(uid, ())), reverse=True):
+            connections = self._by_user.get(uid, {})
             if len(connections) <= more_than:
                 return False
             if idle := next((each for each in connections if each.is_idle), None):
                 self.remove(idle)
-                idle.shed()
+                idle.evict()
                 return True
         return False
 
@@ -136,14 +146,14 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
 _BACKLOG = 2048
-_ACCEPTED_AT_ONCE = 16  # in one turn of the loop: a crowd delays no answer
+_ACCEPTED_AT_ONCE = 16  # in one turn of the loop, so that many clients do not delay answers
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-# A loop reads up to 256 KiB at once, the end of the last body included.
+# asyncio reads up to 256 KiB at once, including the end of the previous body
 _UNFINISHED_LIMIT_BYTES = HEAD_LIMIT_BYTES + 256 * 1024
 
 
-class Counted(Protocol):
-    """Who counts the connections of a server, and refuses one too many."""
+class ConnectionCounter(Protocol):
+    """Counts the connections of a server. `add` raises TooManyConnectionsError."""
 
     def add(self, connection: HttpConnection) -> None: ...
     def remove(self, connection: HttpConnection) -> None: ...
@@ -155,7 +165,7 @@ class Server:
     def __init__(
         self,
         application: ASGIApp,
-        connections: Counted,
+        connections: ConnectionCounter,
         *,
         kind: type[HttpConnection] | None = None,
         keep_alive_s: int = KEEP_ALIVE_S,
@@ -180,7 +190,7 @@ class Server:
         self.lingering = 0
 
     async def listen(self, listener: socket.socket) -> None:
-        """Accept connections from a bound Unix socket."""
+        """Accept connections on a bound Unix socket."""
         loop = asyncio.get_running_loop()
         # asyncio accepts up to `backlog` connections in one turn of the loop
         self._listeners.append(
@@ -189,7 +199,7 @@ class Server:
         listener.listen(_BACKLOG)
 
     async def listen_at(self, host: str, port: int) -> None:
-        """Accept connections at all addresses of a host. Raises OSError."""
+        """Accept connections on all addresses of a host. Raises OSError."""
         loop = asyncio.get_running_loop()
         self._listeners.append(
             await loop.create_server(self._connect, host, port, backlog=_BACKLOG)
@@ -203,7 +213,7 @@ class Server:
             listener.close()
 
     async def close(self, drain: timedelta) -> None:
-        """Let running requests end within `drain`, then cut them off."""
+        """Let running requests end within `drain`, then cancel them."""
         self.stop_accepting()
         for connection in list(self._state.connections):
             connection.shutdown()
@@ -211,7 +221,7 @@ class Server:
         deadline = loop.time() + drain.total_seconds()
         while self._state.tasks and loop.time() < deadline:
             await asyncio.wait(list(self._state.tasks), timeout=max(0.0, deadline - loop.time()))
-        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # they tell nobody
+        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # uvicorn has no event for it
             await asyncio.sleep(0.01)
         if tasks := list(self._state.tasks):
             log.warning("requests.cancelled", count=len(tasks))
@@ -223,7 +233,7 @@ class Server:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client's connection; requests find it as `request.state.connection`."""
+    """A client's connection, available to requests as `request.state.connection`."""
 
     peer: Peer
 
@@ -246,7 +256,7 @@ class HttpConnection(HttpToolsProtocol):
         try:
             self.identify()
             self._server.connections.add(self)
-        except OSError as error:  # the client hung up before its credentials were read
+        except OSError as error:  # the client closed it before its credentials were read
             log.debug("connection.lost", reason=str(error))
             transport.abort()
             return
@@ -254,10 +264,10 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(error)
             return
         self.app_state = {**self.app_state, "connection": self}
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_on_head)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
 
     def identify(self) -> None:
-        """Learn who is at the other end. Raises OSError where nobody is any more."""
+        """Set `peer`. Raises OSError if the client has closed the connection."""
         self.peer = peer_of(self.transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -272,28 +282,28 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request on it is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the client hung up meanwhile."""
+        """True if the client closed the connection."""
         return self.transport.is_closing()
 
-    def shed(self) -> None:
-        """Close it, to give its place to another user."""
-        log.debug("connection.shed", uid=self.peer.uid)
+    def evict(self) -> None:
+        """Close an idle connection to make room for another."""
+        log.debug("connection.evicted", uid=self.peer.uid)
         self.transport.abort()
 
     @contextmanager
     def ending_with_client(self) -> Iterator[None]:
-        """Cancel the work inside when the client hangs up, as our CancelledError."""
+        """Cancel the enclosed work when the client hangs up. Raises our CancelledError then."""
         task = self._working = asyncio.current_task()
         assert task is not None
         try:
             yield
         except asyncio.CancelledError as error:
-            if not self.is_lost or task.uncancel():  # the server is stopping
+            if not self.is_lost or task.uncancel():  # cancelled because the server stops
                 raise
             log.info("request.abandoned", uid=self.peer.uid)
             raise errors.CancelledError("cannot answer the request: the client hung up") from error
@@ -301,18 +311,18 @@ class HttpConnection(HttpToolsProtocol):
             self._working = None
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Send a descriptor with an interim response, ahead of the answer to this request.
+        """Send a descriptor with an interim response, before the answer to this request.
 
-        It goes past the transport, which knows no ancillary data, and so only while nothing waits
-        in the transport's buffer. A descriptor that is never read goes with the connection.
+        It bypasses the transport, which does not support ancillary data, so the transport's buffer
+        must be empty. The kernel closes a descriptor that is never received with the connection.
         """
         plain = self.transport.get_extra_info("socket")
         try:
             if self.transport.get_write_buffer_size():
-                raise BlockingIOError(errno.EAGAIN, "it reads no answers")
+                raise BlockingIOError(errno.EAGAIN, "it does not read its answers")
             with socket.socket(fileno=os.dup(plain.fileno())) as same:
                 socket.send_fds(same, [_INTERIM], [descriptor])
-        except OSError as error:  # ETOOMANYREFS: more are on their way than files may be open
+        except OSError as error:  # ETOOMANYREFS: more in flight than RLIMIT_NOFILE
             raise errors.LimitReachedError(
                 f"cannot send a descriptor to the client: {error.strerror}",
                 hint="read the answers to earlier requests",
@@ -331,7 +341,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         super().data_received(data)
         if self._in_head and self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up_on_head)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._on_head_timeout)
         if self._in_head:
             self._unfinished_bytes += len(data)
             if self._unfinished_bytes > _UNFINISHED_LIMIT_BYTES:
@@ -358,13 +368,13 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _count_head(self, size: int) -> None:
-        """Raise to stop the parser: httptools makes an HttpParserError of it."""
+        """Raise to stop the parser; httptools turns that into an HttpParserError."""
         self._head_bytes += size
         if self._head_bytes > HEAD_LIMIT_BYTES:
             raise OverflowError
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a parser error as a problem, and hang up."""
+        """Answer a parser error with a problem, and close the connection."""
         fact = (
             f"its head is larger than {HEAD_LIMIT_BYTES} bytes"
             if self._head_bytes > HEAD_LIMIT_BYTES
@@ -376,7 +386,7 @@ class HttpConnection(HttpToolsProtocol):
             )
         )
 
-    def _give_up_on_head(self) -> None:
+    def _on_head_timeout(self) -> None:
         self._head_timer = None
         if self._in_head:
             self._refuse(
@@ -388,7 +398,10 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: errors.MirrordError) -> None:
-        """Answer outside a request, and hang up a little later: a client may still be writing."""
+        """Answer outside a request, and close a little later: the client may still be writing.
+
+        Closing a socket with unread data resets the connection, and the client may lose the answer.
+        """
         body = problem_body(error)
         lines = {**problem_headers(error), "content-length": str(len(body)), "connection": "close"}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -405,13 +418,13 @@ class HttpConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reader_timer = self.loop.call_later(STALLED_READER_S, self._drop_stalled_reader)
+        self._reader_timer = self.loop.call_later(STALLED_READER_S, self._on_stalled_reader)
 
     def resume_writing(self) -> None:
         self._cancel_reader_timer()
         super().resume_writing()
 
-    def _drop_stalled_reader(self) -> None:
+    def _on_stalled_reader(self) -> None:
         log.info("connection.stalled", uid=self.peer.uid)
         self.transport.abort()
 

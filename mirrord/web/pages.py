@@ -1,4 +1,4 @@
-"""The pages: which path shows which template with which facts. Runs in a thread but for reading."""
+"""The routes of the web page, and rendering: paths to templates and the facts they show."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..engine import Engine
 from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
 from ..model import utc_now
 from ..units import counted
-from . import shown, views
-from .shown import duration
+from . import figures, views
+from .figures import duration
 
 Facts = dict[str, Any]
 _RENEWALS_S = {"5", "10", "60"}
 
 
 class Route(NamedTuple):
-    """`title` is of the navigation, for those that are there."""
+    """One kind of page. Routes with a `title` are in the navigation."""
 
     pattern: re.Pattern[str]
     template: str
@@ -59,14 +59,14 @@ ROUTES = (
 
 
 class Pages:
-    """`files` are what is served as it is, by path: the media type and the bytes."""
+    """Renders pages. `files` are static: media type and bytes by path."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        place = files(__package__)
+        package = files(__package__)
         self.files = {
-            "/style.css": ("text/css; charset=utf-8", (place / "style.css").read_bytes()),
-            "/icon.svg": ("image/svg+xml", (place / "icon.svg").read_bytes()),
+            "/style.css": ("text/css; charset=utf-8", (package / "style.css").read_bytes()),
+            "/icon.svg": ("image/svg+xml", (package / "icon.svg").read_bytes()),
         }
         self._environment = Environment(
             loader=PackageLoader(__package__),
@@ -78,15 +78,15 @@ class Pages:
             auto_reload=False,
         )
         self._environment.filters.update(
-            size=shown.size, duration=duration, seconds=shown.seconds, counted=counted,
-            owner=shown.owner,
+            size=figures.size, duration=duration, seconds=figures.seconds, counted=counted,
+            owner=figures.owner,
             path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
         )  # fmt: skip
         for name in self._environment.list_templates():
             self._environment.get_template(name)
 
-    async def make(self, path: str, values: dict[str, str]) -> tuple[int, str]:
-        """The status and the text of a page; what does not exist is a page, too."""
+    async def render(self, path: str, values: dict[str, str]) -> tuple[int, str]:
+        """Return the status and the HTML of a page, or of a page that says "not found"."""
         for route in ROUTES:
             if found := route.pattern.fullmatch(path):
                 break
@@ -104,7 +104,7 @@ class Pages:
         given = defaultdict(str, values)
 
         def link(**more: object) -> str:
-            """This page with other parameters; None leaves one out."""
+            """Return the URL of this page with other parameters; None removes one."""
             query = {**values, **more}
             return f"{path}?{urlencode({k: v for k, v in query.items() if v not in (None, '')})}"
 
@@ -126,7 +126,7 @@ class Pages:
 
 
 def _finalize(value: Any) -> Any:
-    """Escapes in the place of what turns text around or hides it; templates escape the rest."""
+    """Escape characters that hide or reorder text; templates escape HTML."""
     if type(value) is str and not value.isprintable():
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     return value

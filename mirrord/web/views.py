@@ -1,11 +1,18 @@
-"""What each page shows, read from the engine and reduced to what a stranger may know."""
+"""The facts of each page, read from the engine and reduced to what strangers may know.
+
+Everybody who reaches the port is a stranger. Pages show public ids of instances and base commits,
+the host and path of upstreams, and the mirrors and datasets that work is about. They show no text
+of errors, upstreams, builds and rows, because that quotes commits, commands and paths.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from ..catalog import MirrorRow, Servable
 from ..engine import Engine
@@ -13,16 +20,15 @@ from ..errors import MirrordError, NotFoundError
 from ..model import CommitState, MirrorName, ReportKind, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation
 from ..units import counted
-from . import shown
-from .charts import Chart, Point, chart
-from .shown import seconds, size
+from .figures import Chart, Point, chart, seconds, size
 
 Facts = dict[str, Any]
 Values = Mapping[str, str]
 
 PAGE_ROWS = 100
-_AUDITS = 5  # the newest audit that judged a mirror is looked for in as many
+_AUDITS = 5  # recent audits that are searched for the latest findings of each mirror
 _LISTED = 200
+_COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
 _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 _WHY = {
     Servable.READY: "can be checked out and graded",
@@ -41,6 +47,23 @@ _TONES = {
 }
 
 
+def public_upstream(url: str) -> str:
+    """Return the host and path of an upstream, without user and query; hide paths on this host."""
+    scheme, separator, _ = url.partition("://")
+    if separator and scheme.lower() != "file":
+        parts = urlsplit(url)
+        return f"{parts.hostname or ''}{parts.path}"
+    host, colon, path = url.rpartition("@")[2].partition(":")
+    if separator or not colon or url.startswith("/"):
+        return "a path on this host"
+    return f"{host}/{path.lstrip('/')}"
+
+
+def public_environment(key: str) -> str:
+    """Return an environment's name without commits: some datasets name images after the answer."""
+    return _COMMIT.sub("…", key)
+
+
 class Slice(NamedTuple):
     """One page of a list; `number` counts from 1."""
 
@@ -57,15 +80,15 @@ class Slice(NamedTuple):
 
 
 def _page(values: Values, count: int) -> tuple[int, int]:
-    """The number that is asked for, within what there is, and the last one."""
+    """Return the requested page number, limited to existing pages, and the last number."""
     last = max(1, -(-count // PAGE_ROWS))
     text = values.get("page", "1")
-    asked = int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
-    return min(max(asked, 1), last), last
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
+    return min(max(number, 1), last), last
 
 
-class LastAudit(NamedTuple):
-    """What the newest audit of a mirror found."""
+class MirrorAudit(NamedTuple):
+    """The newest audit of a mirror, with its findings there."""
 
     audit: Audit
     findings: list[Finding]
@@ -76,14 +99,14 @@ class LastAudit(NamedTuple):
 
 
 class MirrorLine(NamedTuple):
-    """A mirror of the list; `rank` orders problems first."""
+    """A row of the list of mirrors. `rank` sorts problems first."""
 
     rank: int
     row: MirrorRow
     health: str
     tone: str
     pins: int
-    judged: LastAudit | None
+    audit: MirrorAudit | None
 
     @property
     def name(self) -> str:
@@ -95,43 +118,42 @@ class MirrorLine(NamedTuple):
 
 async def _mirror_lines(engine: Engine) -> list[MirrorLine]:
     rows, pins = await engine.catalog.list_mirrors(), await engine.catalog.count_pins()
-    judged = await _judged(engine)
-    lines = [_mirror_line(row, pins.get(row.name.key, 0), judged) for row in rows]
+    audits = await _latest_audits(engine)
+    lines = [_mirror_line(row, pins.get(row.name.key, 0), audits) for row in rows]
     return sorted(lines, key=lambda line: (line.rank, line.row.name.key))
 
 
-def _mirror_line(row: MirrorRow, pins: int, judged: Mapping[str, LastAudit]) -> MirrorLine:
-    known = judged.get(row.name.key)
+def _mirror_line(row: MirrorRow, pins: int, audits: Mapping[str, MirrorAudit]) -> MirrorLine:
+    audit = audits.get(row.name.key)
     if row.error:
         rank, tone, health = 0, "bad", str(row.error.get("code", "failed"))
-    elif known and known.open_count:
-        rank, tone, health = 1, "bad", counted(known.open_count, "finding")
+    elif audit and audit.open_count:
+        rank, tone, health = 1, "bad", counted(audit.open_count, "finding")
     elif row.ref_faults:
         rank, tone, health = 2, "warn", f"{counted(len(row.ref_faults), 'ref')} not taken"
     elif row.synced_at is None:
         rank, tone, health = 3, "other", "never synced"
     else:
         rank, tone, health = 4, "good", "ok"
-    return MirrorLine(rank, row, health, tone, pins, known)
+    return MirrorLine(rank, row, health, tone, pins, audit)
 
 
-async def _judged(engine: Engine) -> dict[str, LastAudit]:
-    """By mirror key, from the newest audits."""
-    found: dict[str, LastAudit] = {}
+async def _latest_audits(engine: Engine) -> dict[str, MirrorAudit]:
+    """Return the newest audit of each mirror, by mirror key."""
+    found: dict[str, MirrorAudit] = {}
     for audit in await engine.audits.list(_AUDITS):
         of_mirror: dict[str, list[Finding]] = {}
         for finding in audit.findings:
             of_mirror.setdefault(finding.mirror.lower(), []).append(finding)
         for name in audit.mirrors:
-            found.setdefault(name.lower(), LastAudit(audit, of_mirror.get(name.lower(), [])))
+            found.setdefault(name.lower(), MirrorAudit(audit, of_mirror.get(name.lower(), [])))
     return found
 
 
-def _lost(judged: Mapping[str, LastAudit]) -> set[str]:
-    """The commits that cannot be served."""
+def _unservable_commits(audits: Mapping[str, MirrorAudit]) -> set[str]:
     return {
         finding.commit
-        for each in judged.values()
+        for each in audits.values()
         for finding in each.findings
         if finding.commit and not finding.accepted and finding.state not in _SERVABLE
     }
@@ -149,15 +171,15 @@ async def show_mirrors(engine: Engine, values: Values) -> Facts:
 
 async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
     row = await engine.mirrors.get(name)
-    judged = await _judged(engine)
+    audits = await _latest_audits(engine)
     pins = (await engine.catalog.count_pins()).get(row.name.key, 0)
-    counts = await engine.catalog.count_servable(_lost(judged))
-    line = _mirror_line(row, pins, judged)
+    counts = await engine.catalog.count_servable(_unservable_commits(audits))
+    line = _mirror_line(row, pins, audits)
     return {
         "line": line,
-        "upstream": shown.upstream(row.url),
+        "upstream": public_upstream(row.url),
         "datasets": _readiness(each for each in counts if each[1].lower() == row.name.key),
-        "findings_": _grouped(line.judged.findings) if line.judged else [],
+        "findings_": _group_findings(line.audit.findings) if line.audit else [],
         "checkouts": sum(each.mirror.key == row.name.key for each in engine.checkouts.leases),
     }
 
@@ -165,8 +187,8 @@ async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
 # -- datasets --------------------------------------------------------------------------------------
 
 
-class Ready(NamedTuple):
-    """How many instances of a dataset are in which state."""
+class Readiness(NamedTuple):
+    """The number of a dataset's instances in each state."""
 
     name: str
     states: Counter[Servable]
@@ -180,34 +202,39 @@ class Ready(NamedTuple):
         return self.states[Servable.READY] + self.states[Servable.BUT]
 
 
-def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Ready]:
+def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Readiness]:
     found: dict[str, Counter[Servable]] = {}
     for name, _, state, count in counts:
         found.setdefault(name, Counter())[state] += count
-    return [Ready(name, states) for name, states in found.items()]
+    return [Readiness(name, states) for name, states in found.items()]
 
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
-    lost = _lost(await _judged(engine))
-    ready = {each.name: each for each in _readiness(await engine.catalog.count_servable(lost))}
+    unservable = _unservable_commits(await _latest_audits(engine))
+    ready = {
+        each.name: each for each in _readiness(await engine.catalog.count_servable(unservable))
+    }
     rows = [
-        (each, ready.get(each.name, Ready(each.name, Counter())))
+        (each, ready.get(each.name, Readiness(each.name, Counter())))
         for each in await engine.catalog.summarise_datasets()
     ]
     return {"slice": Slice.of(rows, values), "why": _WHY}
 
 
 async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
-    dataset, lost = parse_dataset_name(name), _lost(await _judged(engine))
+    dataset, unservable = (
+        parse_dataset_name(name),
+        _unservable_commits(await _latest_audits(engine)),
+    )
     known = {each.name: each for each in await engine.catalog.summarise_datasets()}
     if dataset not in known:
         raise NotFoundError(f"cannot show dataset {dataset}: no dataset has that name")
-    counts = await engine.catalog.count_servable(lost, dataset)
-    ready = next(iter(_readiness(counts)), Ready(dataset, Counter()))
+    counts = await engine.catalog.count_servable(unservable, dataset)
+    ready = next(iter(_readiness(counts)), Readiness(dataset, Counter()))
     asked = values.get("state", "")
     state = Servable(asked) if asked in set(Servable) else None
     find = partial(
-        engine.catalog.list_servable, dataset, lost, state=state, limit=PAGE_ROWS,
+        engine.catalog.list_servable, dataset, unservable, state=state, limit=PAGE_ROWS,
         mirror=values.get("mirror") or None, containing=values.get("find", "")[:200],
     )  # fmt: skip
     count, rows = await find()
@@ -229,7 +256,7 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
 
 
 class FindingGroup(NamedTuple):
-    """Findings of one kind in one mirror, and how many instances they are about."""
+    """Findings of one kind in one mirror, with the number of affected instances."""
 
     mirror: str
     kind: str
@@ -238,7 +265,7 @@ class FindingGroup(NamedTuple):
     instances: int
 
 
-def _grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
+def _group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
     groups: dict[tuple[str, str, bool], list[Finding]] = {}
     for each in findings:
         groups.setdefault((each.mirror, str(each.kind), each.accepted), []).append(each)
@@ -260,8 +287,8 @@ async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
     return {
         "audit": audit,
         "judged": sum(audit.counts.values()),
-        "groups": Slice.of(_grouped(audit.findings), values),
-        # those that no dataset has any more may tell a commit
+        "groups": Slice.of(_group_findings(audit.findings), values),
+        # an id that no dataset has any more could reveal a commit
         "affected": sorted(ids.values())[:_LISTED],
     }
 
@@ -280,17 +307,19 @@ async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
     report = await engine.catalog.find_report(identity)
     if report is None:
         raise NotFoundError("cannot find the report")
-    # an agent does not learn what became of its own prediction
+    # an agent must not learn the result of its prediction
     faults = report.faults if report.kind is ReportKind.REHEARSAL else {}
     ids = await engine.catalog.list_public_ids(faults)
-    known = ((_subject(engine, name, set()), counts) for name, counts in report.mirrors.items())
+    known = (
+        (_public_subject(engine, name, set()), counts) for name, counts in report.mirrors.items()
+    )
     names = {each.name for each in await engine.catalog.summarise_datasets()}
     return {
         "report": report,
         "dataset": report.dataset if report.dataset in names else "",
         "mirrors": sorted((name, counts) for name, counts in known if name),
         "steps": Counter(faults.values()).most_common(),
-        # those that no dataset has any more may tell a commit
+        # an id that no dataset has any more could reveal a commit
         "faults": Slice.of(
             sorted((ids[each], step) for each, step in faults.items() if each in ids), values
         ),
@@ -315,14 +344,14 @@ async def show_receipt(engine: Engine, values: Values, identity: str) -> Facts:
         "row": row,
         "receipt": receipt,
         "node": engine.catalog.node,
-        "upstream": shown.upstream(receipt.upstream) if receipt.upstream else "",
-        # of other commits nothing is told, nor what would let one be recognised
+        "upstream": public_upstream(receipt.upstream) if receipt.upstream else "",
+        # other commits are hidden, and everything that would identify one
         "is_base": await engine.catalog.find_base_commit(key, receipt.commit) is not None,
-        "environment": shown.environment(receipt.environment or ""),
+        "environment": public_environment(receipt.environment or ""),
     }
 
 
-# -- what there is now -----------------------------------------------------------------------------
+# -- checkouts, environments, fleet --------------------------------------------------------------
 
 
 async def show_checkouts(engine: Engine, values: Values) -> Facts:
@@ -343,14 +372,14 @@ async def show_checkouts(engine: Engine, values: Values) -> Facts:
 async def show_environments(engine: Engine, values: Values) -> Facts:
     found = engine.environments.list()
     found.sort(key=lambda each: (each.state == "ready", each.key))
-    rows = [(shown.environment(each.name), each) for each in found]
+    rows = [(public_environment(each.name), each) for each in found]
     states = Counter(each.state for each in found)
     total = sum(each.size_bytes - each.shared_bytes for each in found)
     return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": _TONES}
 
 
 async def show_fleet(engine: Engine, values: Values) -> Facts:
-    """Raises NotFoundError where mirrors are shared with nobody."""
+    """Raises NotFoundError if there is no store."""
     if engine.fleet is None:
         raise NotFoundError("cannot show a fleet: this daemon has no store")
     fleet = await engine.fleet.status()
@@ -365,8 +394,10 @@ async def show_fleet(engine: Engine, values: Values) -> Facts:
 async def show_overview(engine: Engine, values: Values) -> Facts:
     activity = engine.activity(history=True)
     lines = await _mirror_lines(engine)
-    lost = _lost({line.row.name.key: line.judged for line in lines if line.judged})
-    audits = await engine.audits.list(1)
+    unservable = _unservable_commits(
+        {line.row.name.key: line.audit for line in lines if line.audit}
+    )
+    newest = await engine.audits.list(1)
     synced = [line.row.synced_at for line in lines if line.row.synced_at]
     return {
         "activity": activity,
@@ -375,9 +406,9 @@ async def show_overview(engine: Engine, values: Values) -> Facts:
         "mirror_bytes": sum(line.row.size_bytes or 0 for line in lines),
         "problems": [line for line in lines if line.rank < 3][:5],
         "oldest_sync": min(synced, default=None),
-        "datasets": _readiness(await engine.catalog.count_servable(lost)),
+        "datasets": _readiness(await engine.catalog.count_servable(unservable)),
         "environments": Counter(each.state for each in engine.environments.list()),
-        "audit": audits[0] if audits else None,
+        "audit": newest[0] if newest else None,
         "charts": _charts(activity),
         "work": await _work(engine, activity.operations),
     }
@@ -406,12 +437,12 @@ def _plain(value: float) -> str:
 
 
 async def _work(engine: Engine, operations: Sequence[Operation]) -> list[tuple[Operation, str]]:
-    """Running work with what it is about, where that is a mirror or a dataset."""
+    """Return running work with its subject; that is empty unless it is a mirror or a dataset."""
     datasets = {each.name for each in await engine.catalog.summarise_datasets()}
-    return [(each, _subject(engine, each.subject, datasets)) for each in operations]
+    return [(each, _public_subject(engine, each.subject, datasets)) for each in operations]
 
 
-def _subject(engine: Engine, subject: str, datasets: set[str]) -> str:
+def _public_subject(engine: Engine, subject: str, datasets: set[str]) -> str:
     if subject in datasets or subject == "everything recorded":
         return subject
     known = []

@@ -31,9 +31,9 @@ from weblab import (
 )
 
 from mirrord.catalog import Catalog
-from mirrord.web import shown as wording
-from mirrord.web.charts import Point, chart
+from mirrord.web.figures import Point, chart
 from mirrord.web.server import MAX_CONNECTIONS
+from mirrord.web.views import public_upstream
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def _put_mirrors(path: Path) -> None:
     ],
 )
 def test_an_upstream_is_shown_without_user_query_and_path(url: str, shown: str) -> None:
-    assert wording.upstream(url) == shown
+    assert public_upstream(url) == shown
 
 
 def test_a_plot_breaks_where_nothing_was_measured() -> None:
