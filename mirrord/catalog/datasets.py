@@ -411,7 +411,7 @@ def list_public_ids(connection: Connection, ids: Collection[str]) -> dict[str, s
     known: dict[str, str] = {}
     for batch in in_batches(ids):
         query = select(instances.c.id, public).where(instances.c.id.in_(batch))
-        known |= dict(connection.execute(query.group_by(instances.c.id)).tuples())
+        known |= dict(connection.execute(query.group_by(instances.c.id)).tuples().all())
     return known
 
 
