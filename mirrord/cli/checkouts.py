@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import os
 import re
 import sys
 from functools import partial
@@ -316,7 +317,7 @@ def find_id(session: Session, text: str) -> str:
     """
     if _CHECKOUT_ID.fullmatch(text):
         return text
-    path = Path(text).resolve()
+    path = Path(os.path.realpath(text))  # Path.resolve raises for a loop of links
     for part in filter(_CHECKOUT_ID.fullmatch, path.parts):
         try:
             if path.is_relative_to(Path(session.client.get_checkout(part).path).resolve()):
@@ -324,7 +325,7 @@ def find_id(session: Session, text: str) -> str:
         except CheckoutNotFoundError:
             continue
     message = f"cannot find the checkout of {shown(str(path))}: no held checkout has this path"
-    if not path.exists() and "/" not in text:
+    if not os.path.lexists(path) and "/" not in text:
         message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")
 

@@ -4,6 +4,7 @@ The table of verbs becomes a tree of click commands. Every verb takes the shared
 after its name. Every failure ends in `run`.
 """
 
+import errno
 import importlib
 import inspect
 import os
@@ -24,6 +25,7 @@ from ..errors import InternalError, MirrordError, UsageError
 from .session import Argument, Session
 from .table import EXIT_STATUSES, GROUPS, VERBS, Verb, exit_lines
 
+_PATH_ERRORS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR}
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -69,7 +71,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001
         hint = None if session.debug else "report it with the output of --debug"
         bug = InternalError(f"a bug: {type(error).__name__}: {error}", hint=hint)
-        failure = error if isinstance(error, MirrordError) else bug
+        failure = error if isinstance(error, MirrordError) else _fault_of_path(error) or bug
         session.fail(failure)
         if session.debug:
             sys.excepthook(*sys.exc_info())
@@ -77,6 +79,18 @@ def run(args: Sequence[str] | None = None) -> int:
     finally:
         session.close()
     return 0
+
+
+def _fault_of_path(error: Exception) -> MirrordError | None:
+    """Return our error for a path that the user may not use, or a full disk; None for others."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in _PATH_ERRORS and error.filename is not None:
+        fact = f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
+        return UsageError(fact, hint="name a path that this user may use")
+    from ..host.files import host_error  # noqa: PLC0415  only here: it takes 4 ms to load
+
+    return host_error(error, "write")
 
 
 def _usage_error(error: click.ClickException) -> UsageError:

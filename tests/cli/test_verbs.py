@@ -315,6 +315,64 @@ def test_a_bug_is_told_in_short_and_with_debug_in_full(
     assert json.loads(capsys.readouterr().err)["code"] == "internal"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["verify-seal", "PATH", "--base", "a" * 40],
+        ["verify-seal", ".", "--base", "a" * 40, "--mirror", "PATH"],
+        ["dataset", "import", "PATH"],
+        ["dataset", "derive", "PATH"],
+        ["bundle", "import", "PATH"],
+        ["bundle", "create", "psf/requests", "PATH/file"],
+        ["heal", "psf/requests", "--bundle", "PATH"],
+        ["grade", "--predictions", "PATH"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_cannot_be_used_is_no_bug(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may use every directory; a name of 300 bytes is refused to root as well."""
+    assert run([word.replace("PATH", "n" * 300) for word in args]) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["loop", "n" * 300, "loop/checkouts"])
+def test_a_checkout_at_no_usable_path_is_not_found(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No daemon is asked: no part of the path is an id."""
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    assert run(["diff", path]) == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_checkout_of_another_user_is_not_found_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "mirrord", "diff", str(tmp_path / "private" / "tree")],
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTHONDONTWRITEBYTECODE": "1"},
+        user=65534,
+        group=65534,
+        extra_groups=(),
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "no held checkout" in done.stderr) == (4, True), done.stderr
+
+
+def test_an_answer_that_finds_no_room_is_no_bug() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mirrord", "config", "show", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert (done.returncode, json.loads(done.stderr)["code"]) == (7, "disk-full")
+
+
 def test_a_reader_that_hangs_up_is_no_traceback() -> None:
     """`mirrord … | head`."""
     done = subprocess.run(
