@@ -46,17 +46,20 @@ def config_show(session: Session) -> None:
     The output is TOML, with --json an object. Secrets in URLs are masked.
     """
     named = Path(session.config) if session.config else None
+    found, reason = None, "the daemon has another file"
     try:
         found = session.client.configuration()
-    except (errors.NoDaemonError, errors.AccessError, errors.InvalidConfigError):
-        found = None  # config.load reports an invalid file
+    except (errors.NoDaemonError, errors.InvalidConfigError):  # config.load reports an invalid file
+        reason = "no daemon answers"
+    except errors.AccessError:
+        reason = "only administrators see the daemon's settings"
     if found and (named is None or found.path == str(named.absolute())):
         values = found.settings
         source = f"in effect; read from {found.path or 'no file: the defaults'}"
     else:
         path = find_config(session)
         values = _without_secrets(config.load(path))
-        source = f"no daemon answers; read from {path or 'no file: the defaults'}"
+        source = f"{reason}; read from {path or 'no file: the defaults'}"
     session.answer(values, _toml(values))
     session.note(source)
 

@@ -149,7 +149,9 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
         assert json.loads(shown.stdout)["state_dir"] == str(running.state_dir)
         other = tmp_path / "other.toml"
         other.write_text("[checkouts]\nmax = 9\n")
-        assert "max = 9\n" in _mirrord(running, "config", "show", "--config", str(other)).stdout
+        shown = _mirrord(running, "config", "show", "--config", str(other))
+        assert "max = 9\n" in shown.stdout
+        assert shown.stderr == f"the daemon has another file; read from {other}\n"
         running.stop()
         shown = _mirrord(running, "config", "show", "--config", str(running.config))
         assert 'state_dir = "/elsewhere"' in shown.stdout
