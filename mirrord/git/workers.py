@@ -36,7 +36,6 @@ Ts = TypeVarTuple("Ts")
 
 _USERS = 5  # users that can have their full share of calls at a time
 _SHORT = timedelta(minutes=1)
-_GRACE_S = 2.0
 
 
 class ForkServer:
@@ -180,7 +179,6 @@ class Workers:
         self._busy: dict[_Worker, WorkerCall] = {}
         self._calls = 0
         self._retire_timer: asyncio.TimerHandle | None = None
-        self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def run(self, function: Callable[[*Ts], T], /, *args: *Ts, timeout: timedelta) -> T:
@@ -226,11 +224,11 @@ class Workers:
         self._closed = True
         if self._retire_timer is not None:
             self._retire_timer.cancel()
-        for worker in self._busy:
+        workers = [*self._busy, *self._free]
+        for worker in workers:
             worker.kill()
-        await asyncio.gather(*(worker.gone.wait() for worker in self._busy))
+        await asyncio.gather(*(worker.gone.wait() for worker in workers))
         self._retire()
-        await asyncio.gather(*self._retiring)
 
     async def _run(
         self, function: Callable[..., T], args: tuple[Any, ...], timeout: timedelta, uid: int | None
@@ -308,21 +306,8 @@ class Workers:
     def _retire(self) -> None:
         self._retire_timer = None
         for worker in self._free:
-            task = asyncio.get_running_loop().create_task(_end(worker))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            worker.connection.close()  # at which a worker ends
         self._free.clear()
-
-
-async def _end(worker: _Worker) -> None:
-    """Close the connection, on which a worker ends; kill it if it does not."""
-    worker.connection.close()
-    try:
-        async with asyncio.timeout(_GRACE_S):
-            await worker.gone.wait()
-    except TimeoutError:
-        worker.kill()
-        await worker.gone.wait()
 
 
 def _abandon(forked: asyncio.Future[tuple[socket.socket, int]]) -> None:

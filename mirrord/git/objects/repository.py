@@ -3,7 +3,6 @@
 import os
 import re
 import tempfile
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,14 +81,8 @@ def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
     )
 
 
-class _OpenRepositories(threading.local):
-    """Each thread has its own: a libgit2 repository may be used by one thread at a time."""
-
-    def __init__(self) -> None:
-        self.by_key: OrderedDict[tuple[Path, int, int], Objects] = OrderedDict()
-
-
-_open = _OpenRepositories()
+_cached: OrderedDict[tuple[Path, int, int], Objects] = OrderedDict()
+"""Open repositories that no thread uses: libgit2 allows one thread at a time."""
 
 
 @contextmanager
@@ -102,13 +95,13 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
     except OSError as error:
         raise _damaged(git_dir, str(error.strerror)) from error
     key = (git_dir, found.st_dev, found.st_ino)
-    objects = _open.by_key.pop(key, None) or Objects(git_dir)
+    objects = _cached.pop(key, None) or Objects(git_dir)
     try:
         yield objects
     finally:
-        _open.by_key[key] = objects
-        while len(_open.by_key) > _OPEN_MAX:
-            _open.by_key.popitem(last=False)[1].close()
+        _cached[key] = objects
+        while len(_cached) > _OPEN_MAX:
+            _cached.popitem(last=False)[1].close()
 
 
 # -- commits: resolving what a person typed --------------------------------------------------------
