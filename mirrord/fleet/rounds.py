@@ -395,7 +395,7 @@ class Rounds:
         failures = await self.catalog.count_failures(hold.claim.key)
         asked = error.facts.get("retry_after_s") if isinstance(error, errors.MirrordError) else None
         pause: timedelta = min(_RETRY * 2.0 ** min(failures, 16), interval)
-        return max(pause, min(timedelta(seconds=asked or 0), timedelta(days=1)))
+        return max(pause, timedelta(seconds=asked or 0))
 
     async def _collect(self, progress: ProgressSink) -> dict[str, int]:
         """Drop what no generation needs any more from the store, of the mirrors there are."""

@@ -90,6 +90,7 @@ _OID = re.compile(r"\b[0-9a-f]{40}\b")
 # The named objects are intact: some unnamed tree has one of them under a wrong mode.
 _MISNAMED = re.compile(r"is a (?:blob|tree|commit|tag), not a |mode, but is not a ")
 _OBJECTS_MAX = 20
+_WAIT_MAX_S = 86400.0
 
 _PROGRESS = re.compile(
     r"(?:remote: )?([A-Z][A-Za-z -]+):\s+(?:\d+% \((\d+)/(\d+)\)|(\d+))(?:,.*)?\s*"
@@ -242,16 +243,16 @@ def foreign_redirect(url: str, stderr: str) -> str | None:
 
 
 def retry_after_seconds(value: str | None, *, now: datetime) -> float | None:
-    """Parse a Retry-After header: seconds, or an HTTP date."""
+    """Parse a Retry-After header, seconds or an HTTP date; at most a day."""
     if value is None:
         return None
     if re.fullmatch(r"\d{1,9}", value.strip(), re.ASCII):
-        return float(value)
+        return min(float(value), _WAIT_MAX_S)
     try:
         at = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: an offset of 20 digits
         return None
-    return max(0.0, (at - now).total_seconds()) if at.tzinfo else None
+    return min(max(0.0, (at - now).total_seconds()), _WAIT_MAX_S) if at.tzinfo else None
 
 
 def _fact(stderr: str) -> str:

@@ -176,7 +176,7 @@ class Hosts:
             except UpstreamThrottledError as error:
                 pause = host.backoff.next().total_seconds()
                 if (asked := error.facts.get("retry_after_s")) is not None:
-                    pause = min(float(asked), 86400.0) * (1 + _SPREAD * self._chance())
+                    pause = float(asked) * (1 + _SPREAD * self._chance())
                 host.blocked_until = max(host.blocked_until, self._clock() + pause)
                 raise
             host.backoff.reset()

@@ -1,4 +1,4 @@
-"""git children: isolation, deadlines, bounds, errors, secrets."""
+"""git children: isolation, deadlines, limits, errors, secrets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Answering(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def forge() -> Iterator[type[_Answering]]:
-    """A web server that answers what the test sets; its `url` is the address."""
+    """A web server that answers as the test says; `url` is its address."""
     handler = type("Handler", (_Answering,), {"seen": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     url = f"http://127.0.0.1:{server.server_port}/owner/name.git"
@@ -77,10 +77,8 @@ def forge() -> Iterator[type[_Answering]]:
     thread.join()
 
 
-def test_a_command_answers_with_its_output(
-    run_git: Any, make_upstream: Callable[..., Upstream]
-) -> None:
-    """stdout is bytes; stdin may be bytes; the repository is named, not searched for."""
+def test_a_command_returns_its_output(run_git: Any, make_upstream: Callable[..., Upstream]) -> None:
+    """stdout is bytes, stdin may be; the repository is named, not discovered."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
 
@@ -96,8 +94,8 @@ def test_a_command_answers_with_its_output(
     run_git(body)
 
 
-def test_background_work_gives_way(run_git: Any, tmp_path: Path) -> None:
-    """git's niceness beside ours; the mark ends with its block and goes with tasks started in it."""
+def test_background_work_has_low_priority(run_git: Any, tmp_path: Path) -> None:
+    """In its block and in tasks started there, and no longer."""
     show = ("-c", "alias.niceness=!ps -o ni= -p $$", "niceness")
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     lower = min(ours + 10, 19)
@@ -137,7 +135,7 @@ def test_output_and_input_may_be_files(
     assert (tmp_path / "out").read_text(encoding="ascii") == f"{commit}\n"
 
 
-def test_nothing_of_the_callers_environment_or_the_repository_runs(
+def test_neither_the_environment_nor_the_repository_runs_a_program(
     run_git: Any,
     make_upstream: Callable[..., Upstream],
     tmp_path: Path,
@@ -202,7 +200,7 @@ def test_a_deadline_kills_the_whole_group(
 def test_cancelling_kills_the_whole_group(
     run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
 ) -> None:
-    """A caller that goes away leaves no git behind."""
+    """No git is left after its caller."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
     alias = f"!echo $$ > {tmp_path}/pid; exec sleep 60"
@@ -229,7 +227,7 @@ async def _gone(pid_file: Path) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """An orphan that ended stays until the machine's first process reaps it, which may be late."""
+    """False for an orphan that has ended; init may reap it late."""
     try:
         return (
             Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
@@ -249,10 +247,10 @@ def test_output_over_the_limit_is_an_error(run_git: Any) -> None:
     run_git(body)
 
 
-def test_an_expected_status_is_an_answer(
+def test_an_expected_status_is_no_error(
     run_git: Any, make_upstream: Callable[..., Upstream]
 ) -> None:
-    """`ok` lists the statuses that mean something."""
+    """`ok` lists the statuses that have a meaning."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
 
@@ -271,7 +269,7 @@ def test_an_expected_status_is_an_answer(
 
 
 def test_a_damaged_object_is_an_integrity_error(make_upstream: Callable[..., Upstream]) -> None:
-    """What git says about a broken object becomes our class, in workers too."""
+    """In workers too."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
     loose = upstream.path / ".git/objects" / commit[:2] / commit[2:]
@@ -284,7 +282,7 @@ def test_a_damaged_object_is_an_integrity_error(make_upstream: Callable[..., Ups
 def test_quarantined_objects_stay_out_of_the_repository(
     run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
 ) -> None:
-    """New objects land elsewhere; refs cannot move meanwhile."""
+    """And refs cannot be moved meanwhile."""
     upstream = make_upstream()
     commit = upstream.commit({"a": "1"})
     git_dir = upstream.path / ".git"
@@ -334,14 +332,14 @@ def test_an_absent_directory_is_not_found(run_git: Any, tmp_path: Path) -> None:
         run_git(ask(f"file://{tmp_path}/absent"))
 
 
-def test_a_wanted_password_is_an_error_and_nobody_is_asked(run_git: Any, forge: Any) -> None:
+def test_a_required_password_is_an_error_without_a_prompt(run_git: Any, forge: Any) -> None:
     forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
     with pytest.raises(UpstreamAuthError):
         run_git(ask(forge.url, timeout=timedelta(seconds=20)))
 
 
 def test_credentials_reach_their_host_and_no_message(run_git: Any, forge: Any) -> None:
-    """They go through a helper; a wrong password is an error without the password."""
+    """A helper passes them on. A wrong password is an error without the password."""
     forge.answer = (401, {"WWW-Authenticate": 'Basic realm="x"'}, b"")
     with pytest.raises(UpstreamAuthError) as caught:
         run_git(ask(forge.url, username="me", password="s3cretpassword"))
@@ -349,8 +347,8 @@ def test_credentials_reach_their_host_and_no_message(run_git: Any, forge: Any) -
     assert forge.seen[-1] == "Basic bWU6czNjcmV0cGFzc3dvcmQ="
 
 
-def test_throttling_tells_how_long_to_wait(run_git: Any, forge: Any) -> None:
-    """Retry-After is read from the answer's headers."""
+def test_throttling_says_how_long_to_wait(run_git: Any, forge: Any) -> None:
+    """Retry-After is read from the response's headers."""
     forge.answer = (429, {"Retry-After": "17"}, b"slow down")
     with pytest.raises(UpstreamThrottledError) as caught:
         run_git(ask(forge.url))
@@ -365,7 +363,7 @@ def test_garbage_is_an_upstream_error(run_git: Any, forge: Any) -> None:
 
 
 def test_a_silent_upstream_times_out(run_git: Any) -> None:
-    """A host that accepts and says nothing costs the quiet time only."""
+    """After the quiet time, if a host accepts and sends nothing."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -377,7 +375,7 @@ def test_a_silent_upstream_times_out(run_git: Any) -> None:
 def test_a_url_in_the_process_list_has_no_secret(
     run_git: Any, make_upstream: Callable[..., Upstream], tmp_path: Path
 ) -> None:
-    """The command lines of git and its helpers are public; their environment is not."""
+    """Command lines of git and its helpers are public; their environment is not."""
     upstream = make_upstream()
     upstream.commit({"a": "1"})
 
@@ -434,10 +432,12 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after_seconds("30", now=now) == 30
     assert retry_after_seconds("Thu, 01 Jan 2026 00:01:00 GMT", now=now) == 60
     assert retry_after_seconds("soon", now=now) is None
+    for value in ("999999999", "Fri, 31 Dec 9999 23:59:59 -2300"):
+        assert retry_after_seconds(value, now=now) == 86400, "it would overflow a date"
 
 
-def test_progress_and_messages_are_told_apart() -> None:
-    """Chunks may end anywhere; traces are neither."""
+def test_progress_and_messages_are_distinguished() -> None:
+    """Chunks may end anywhere; traces are dropped."""
     seen: list[Progress] = []
     reader = StderrReader(seen.append)
     data = (
@@ -451,15 +451,15 @@ def test_progress_and_messages_are_told_apart() -> None:
     assert reader.text() == "fatal: no"
 
 
-def test_home_of_git_children_is_ours(tmp_path: Path) -> None:
-    """The private directory is made, and made again, without complaint."""
+def test_home_of_git_children_is_private(tmp_path: Path) -> None:
+    """Making it again is fine."""
     Git(home=tmp_path / "home")
     Git(home=tmp_path / "home")
     assert os.listdir(tmp_path / "home") == [".gitconfig"]
 
 
-def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
-    """Whoever ran out of memory is not corrupt, and no ref of upstream is to blame for it."""
+def test_a_killed_git_is_no_corruption() -> None:
+    """Nor is a ref of upstream to blame."""
     error = failure(
         doing="fetch", status=-9, stderr="error: bad object", upstream=True, http=HttpAnswer()
     )
@@ -467,8 +467,8 @@ def test_a_git_that_was_killed_says_nothing_about_objects() -> None:
     assert not blames_objects(error)
 
 
-def test_a_git_that_crashed_met_something_damaged() -> None:
-    """`index-pack --verify` aborts at some packs: they are reported, and the audit continues."""
+def test_a_crashed_git_means_a_damaged_object() -> None:
+    """`index-pack --verify` aborts on some packs: they are reported, and the audit continues."""
     error = failure(
         doing="verify pack-1.idx", status=-6, stderr="", upstream=False, http=HttpAnswer()
     )

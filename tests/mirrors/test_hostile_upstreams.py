@@ -315,5 +315,6 @@ def test_what_an_upstream_says_is_read_in_linear_time() -> None:
     line = "fatal: " + "repository '" * 300
     error = failure("ask", 128, "\n".join([line] * 800), upstream=True)
     assert error.code == "upstream-failed"
-    for value in ("²", "9" * 400, "Mon, 99 Foo", "\x00"):
+    offset = "Mon, 01 Jan 2024 00:00:00 +" + "9" * 20
+    for value in ("²", "9" * 400, "Mon, 99 Foo", "\x00", offset):
         assert retry_after_seconds(value, now=utc_now()) is None
