@@ -1,4 +1,4 @@
-"""What is in a box and what is not: real bwrap, as root's other uid, as a user, as a subordinate uid."""
+"""The inside of a sandbox: real bwrap, started by root for another uid, by a user, for a subordinate uid."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def subids() -> Iterator[None]:
 def start(
     uid: int, tree: Path, owner: tuple[int, int] | None, *command: str, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """A box that a process of `uid` starts; the first line that it prints is its pid."""
+    """Start a sandbox as `uid`; its first line of output is its pid."""
     arguments = json.dumps([str(tree), owner, command, options])
     return subprocess.Popen(
         [*python(), "-c", START, arguments], user=uid, group=uid, extra_groups=[], cwd="/",
@@ -119,10 +119,10 @@ CASES = [(0, (AGENT, AGENT)), (MEMBER, None), (MEMBER, (SUBUID, SUBGID)), (0, No
 
 
 @pytest.mark.parametrize(("uid", "owner"), CASES)
-def test_nothing_leads_out_of_a_box(
+def test_nothing_leads_out_of_a_sandbox(
     uid: int, owner: tuple[int, int] | None, tree: Path, subids: None
 ) -> None:
-    """Root's uid too may neither read the host nor change its kernel, though it owns /proc/sys."""
+    """Uid 0 too can neither read the host nor change its kernel, though it owns /proc/sys."""
     secret = tree.with_name(f"{tree.name}.secret")
     secret.write_text("gold")
     server = socket.socket(socket.AF_UNIX)
@@ -150,10 +150,10 @@ def test_nothing_leads_out_of_a_box(
 
 
 @pytest.mark.parametrize(("uid", "owner"), CASES[:3])
-def test_a_box_ends_with_the_process_that_started_it(
+def test_a_sandbox_ends_with_the_process_that_started_it(
     uid: int, owner: tuple[int, int] | None, tree: Path, subids: None
 ) -> None:
-    """Also what put itself into another session; killed so that it can do nothing about it."""
+    """With processes in other sessions, and after a SIGKILL."""
     marker = f"5{os.getpid()}"
     script = f"setsid sleep {marker} & sleep {marker}"
     with start(uid, tree, owner, "bash", "-c", script) as started:
@@ -204,8 +204,8 @@ def test_an_environment_is_active_at_its_fixed_path(tree: Path) -> None:
     assert b"Read-only file system" in err
 
 
-def test_where_the_kernel_allows_no_user_namespace_the_obstacle_is_named() -> None:
-    """As a user finds it: root may be allowed what others are not, and tries it as another."""
+def test_a_host_without_user_namespaces_is_explained() -> None:
+    """Root tries it as another user, who may have fewer rights."""
     script = "import os; os.geteuid = lambda: 1; from mirrord.bubblewrap import *"
     command = f"{sys.executable} -c '{script}; print(find_obstacle())'"
     forbid = f"echo 0 > /proc/sys/user/max_user_namespaces && exec {command}"

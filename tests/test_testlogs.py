@@ -1,4 +1,4 @@
-"""Logs of tests: SWE-bench's rules, and what a dataset expects."""
+"""Test logs: SWE-bench's rules, and the expectations of a dataset."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parsed(name: str, log: str) -> dict[str, Outcome]:
     return parser(log)
 
 
-def test_a_summary_of_pytest_is_read_with_ids_that_end_at_a_blank() -> None:
+def test_ids_in_a_pytest_summary_end_at_a_space() -> None:
     start = "tests/test_a.py::"
     assert parsed("parse_log_flask", PYTEST) == {
         f"{start}test_one": PASSED,
@@ -51,7 +51,7 @@ def test_a_summary_of_pytest_is_read_with_ids_that_end_at_a_blank() -> None:
     }
 
 
-def test_two_projects_have_ids_of_their_own() -> None:
+def test_two_projects_have_special_ids() -> None:
     assert "tests/test_a.py::test_path[/y.py]" in parsed("pytest_options", PYTEST)
     whole = parsed("pytest_v2", PYTEST + "\x1b[32mPASSED\x1b[0m tests/c.py::test\nold.py::t PASSED")
     assert whole["tests/test_a.py::test_params[a b]"] is PASSED
@@ -105,14 +105,14 @@ def test_a_repository_has_its_parser(repo: str, name: str) -> None:
     assert parser_of_repo(repo) == name
 
 
-def test_an_id_that_was_cut_means_all_that_begin_so() -> None:
+def test_a_truncated_id_means_all_with_that_prefix() -> None:
     found = {"t[log(a b)]": PASSED, "t[log(a c)]": PASSED, "t[x y]": PASSED, "t[x z]": FAILED}
     assert outcome_of("t[log(a", found) is PASSED
     assert outcome_of("t[x", found) is None
     assert outcome_of("t", found) is None
 
 
-def test_a_test_that_is_absent_failed_and_one_that_is_skipped_is_kept() -> None:
+def test_an_absent_test_failed_and_a_skipped_one_is_kept() -> None:
     found = {"a": PASSED, "b": SKIPPED, "c": FAILED}
     tests = ["a", "b", "c", "d"]
     assert [(miss.test, miss.outcome) for miss in iter_misses(tests, found, Want.PASS)] == [
@@ -124,7 +124,7 @@ def test_a_test_that_is_absent_failed_and_one_that_is_skipped_is_kept() -> None:
     assert [miss.test for miss in iter_misses(tests, found, Want.KEEP)] == ["c", "d"]
 
 
-def test_the_files_of_a_test_patch_are_given_to_the_command() -> None:
+def test_the_files_of_a_test_patch_are_arguments() -> None:
     patch = "".join(
         f"diff --git a/{path} b/{path}\n" for path in ("tests/a/test_b.py", "tests/c.json")
     )

@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line, with the request id, without secrets, and never an exception."""
+"""Logs: one JSON object a line, with the request id, without secrets, never an exception."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mirrord import telemetry
 
 @pytest.fixture
 def out() -> Iterator[io.StringIO]:
-    """A stream that everything is logged to, for the time of one test."""
+    """A stream that receives all logs during one test."""
     handlers, level = logging.getLogger().handlers, logging.getLogger().level
     stream = io.StringIO()
     telemetry.configure("info", "json", stream)
@@ -31,7 +31,6 @@ def lines(out: io.StringIO) -> list[dict[str, object]]:
 
 
 def test_a_line_is_json_with_event_level_and_utc_time(out: io.StringIO) -> None:
-    """What the journal's readers rely on."""
     structlog.get_logger().info("mirror.synced", mirror="a__b", duration_s=1.5)
     (line,) = lines(out)
     assert line.pop("timestamp").endswith("Z")  # type: ignore[attr-defined]
@@ -39,7 +38,7 @@ def test_a_line_is_json_with_event_level_and_utc_time(out: io.StringIO) -> None:
 
 
 def test_a_bound_request_id_is_on_every_line_of_its_context(out: io.StringIO) -> None:
-    """And on none outside of it."""
+    """And on no other."""
     log = structlog.get_logger()
 
     def request() -> None:
@@ -62,7 +61,7 @@ def test_a_bound_request_id_is_on_every_line_of_its_context(out: io.StringIO) ->
         "password = s3cret",
     ],
 )
-def test_secrets_are_masked_wherever_they_stand(out: io.StringIO, text: str) -> None:
+def test_secrets_are_masked_everywhere(out: io.StringIO, text: str) -> None:
     """In the message, in fields, in nested fields, in exceptions."""
     try:
         raise ValueError(text)
@@ -89,16 +88,14 @@ def test_secrets_of_urls_are_masked(text: str, expected: str) -> None:
     assert telemetry.masked(text) == expected
 
 
-def test_a_url_without_a_secret_stays_as_it_is() -> None:
-    """Masking must not eat what is needed to understand a line."""
+def test_a_url_without_a_secret_is_not_changed() -> None:
     assert (
         telemetry.masked("https://github.com/psf/requests.git and a@b.c")
         == "https://github.com/psf/requests.git and a@b.c"
     )
 
 
-def test_libraries_log_through_us(out: io.StringIO) -> None:
-    """The standard library's logging ends in the same stream, in the same form."""
+def test_libraries_log_in_the_same_form(out: io.StringIO) -> None:
     logging.getLogger("some.library").warning("it is %s", "odd")
     (line,) = lines(out)
     assert (line["event"], line["logger"], line["text"], line["level"]) == (
@@ -109,7 +106,7 @@ def test_libraries_log_through_us(out: io.StringIO) -> None:
     )
 
 
-def test_a_line_that_cannot_be_written_is_lost_quietly() -> None:
+def test_a_line_that_cannot_be_written_is_lost_silently() -> None:
     """A full disk under the log must not stop a checkout."""
     with open("/dev/full", "w") as full:
         telemetry.configure("info", "json", full)
@@ -119,8 +116,7 @@ def test_a_line_that_cannot_be_written_is_lost_quietly() -> None:
         logging.captureWarnings(False)
 
 
-def test_the_level_of_existing_loggers_changes_with_a_new_configuration(out: io.StringIO) -> None:
-    """A reload applies log.level."""
+def test_a_reload_changes_the_level_of_existing_loggers(out: io.StringIO) -> None:
     log = structlog.get_logger()
     log.debug("a.b")
     telemetry.configure("debug", "json", out)
@@ -132,6 +128,6 @@ def test_the_level_of_existing_loggers_changes_with_a_new_configuration(out: io.
     ("text", "usable"),
     [("abc-1.2_X", True), ("", False), ("a b", False), ("x" * 65, False), ("a\n", False)],
 )
-def test_only_harmless_request_ids_are_taken_from_clients(text: str, usable: bool) -> None:
+def test_only_harmless_request_ids_are_accepted(text: str, usable: bool) -> None:
     """An id ends up in headers and log lines."""
     assert telemetry.usable_request_id(text) is usable

@@ -1,4 +1,4 @@
-"""Many objects asked of one `git cat-file`: each is there, missing, ambiguous or damaged."""
+"""Many objects from one `git cat-file`: existing, missing, ambiguous or damaged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def info(home: Path, git_dir: Path, names: list[str]) -> list[BatchObject]
     return await object_info(Git(home=home / "home"), git_dir, names, doing=DOING, bisect=True)
 
 
-def test_a_damaged_object_costs_none_of_the_others(upstream: Upstream, tmp_path: Path) -> None:
+def test_a_damaged_object_does_not_affect_the_others(upstream: Upstream, tmp_path: Path) -> None:
     head = upstream.commit({"a": "content\n", "b": "other\n"})
     git_dir = upstream.path / ".git"
     a, b = (upstream.git("rev-parse", f"HEAD:{name}").strip() for name in "ab")
@@ -61,7 +61,7 @@ def test_a_damaged_object_costs_none_of_the_others(upstream: Upstream, tmp_path:
     ]
 
 
-def test_an_ambiguous_name_is_said_to_be(upstream: Upstream, tmp_path: Path) -> None:
+def test_an_ambiguous_name_is_reported(upstream: Upstream, tmp_path: Path) -> None:
     upstream.commit({str(number): f"{number}\n" for number in range(600)})
     listing = ("cat-file", "--batch-all-objects", "--batch-check=%(objectname)")
     ids = sorted(upstream.git(*listing).split())

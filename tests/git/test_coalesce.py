@@ -1,4 +1,4 @@
-"""Work that several callers share."""
+"""Shared work."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def test_callers_share_progress_and_the_last_one_cancels() -> None:
 
 
 def test_callers_after_the_work_was_closed_share_the_next_run() -> None:
-    """Whatever was seen before one asked is nobody's answer; the end of all cancels those that wait
-    and those that fly.
-    """
+    """No caller gets facts that were read before it asked. Closing cancels waiting and running work."""
 
     async def main() -> None:
         coalescer: Coalescer[int] = Coalescer()
@@ -86,8 +84,8 @@ def test_callers_after_the_work_was_closed_share_the_next_run() -> None:
     anyio.run(main)
 
 
-def test_work_that_was_cancelled_is_joined_by_nobody() -> None:
-    """Also one that was given up before it began."""
+def test_cancelled_work_is_not_joined() -> None:
+    """Nor work that was cancelled before it began."""
 
     async def main() -> None:
         coalescer: Coalescer[int] = Coalescer()

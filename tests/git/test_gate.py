@@ -1,4 +1,4 @@
-"""The gate: the order in which requests begin, what holds a crowd back, what is refused."""
+"""The gate: in which order requests begin, how a crowd is held back, what is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALICE, BOB, ROOT = 1001, 1002, 0
 
 
 class World:
-    """A gate with a clock that stands still, and requests that are at work until `end` names them."""
+    """A gate with a stopped clock, and requests that run until `end` names them."""
 
     def __init__(self, **limits: int) -> None:
         self.now = 1000.0
@@ -54,8 +54,8 @@ async def turns_of_the_loop(count: int = 200) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_turn_of_the_loop_begins_one_request() -> None:
-    """However many arrived with one look at the sockets."""
+async def test_an_iteration_of_the_loop_begins_one_request() -> None:
+    """However many arrived at once."""
     world = World()
     world.ask(ALICE, *names("a", 10))
     began = []
@@ -66,8 +66,8 @@ async def test_a_turn_of_the_loop_begins_one_request() -> None:
     assert world.began == names("a", 10)
 
 
-async def test_a_single_request_is_next_but_one_of_fifty() -> None:
-    """It does not wait behind the queue of another."""
+async def test_a_single_request_is_second_of_fifty() -> None:
+    """It does not wait behind another user's queue."""
     world = World()
     world.ask(ALICE, *names("a", 50))
     await turns_of_the_loop(10)
@@ -80,7 +80,7 @@ async def test_a_single_request_is_next_but_one_of_fifty() -> None:
 
 
 async def test_users_with_queues_take_turns() -> None:
-    """One each, whoever came first."""
+    """One request each, whoever came first."""
     world = World()
     world.ask(ALICE, *names("a", 8))
     world.ask(BOB, *names("b", 4))
@@ -88,10 +88,10 @@ async def test_users_with_queues_take_turns() -> None:
     assert set(world.began[1:9]) == {*names("a", 5), *names("b", 4)} - {world.began[0]}
 
 
-async def test_so_many_of_a_user_are_at_work_and_the_others_wait(
+async def test_requests_of_a_user_above_the_limit_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The end of one begins the next; others are not concerned."""
+    """The end of one begins the next; other users are not affected."""
     monkeypatch.setattr(gates, "WORKING", 3)
     world = World()
     world.ask(ALICE, *names("a", 5))
@@ -104,10 +104,10 @@ async def test_so_many_of_a_user_are_at_work_and_the_others_wait(
     assert sorted(world.began) == ["a0", "a1", "a2", "a3", "b"]
 
 
-async def test_a_crowd_waits_while_another_asks_one_thing_at_a_time(
+async def test_a_crowd_waits_while_another_user_has_single_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once it has had its part of the machine; afterwards it goes on."""
+    """Once it used its share of the machine, and only for a while."""
     monkeypatch.setattr(gates, "CROWD_SHARE", 100)  # so that the loop looks again soon
     world = World()
     world.ask(ALICE, "a0", "a1")
@@ -125,7 +125,7 @@ async def test_a_crowd_waits_while_another_asks_one_thing_at_a_time(
 
 
 async def test_a_crowd_alone_has_the_whole_machine() -> None:
-    """Nothing is held back for nobody, nor for another crowd."""
+    """It is not held back for another crowd either."""
     world = World()
     world.ask(ALICE, "a0", "a1")
     await turns_of_the_loop()
@@ -135,7 +135,7 @@ async def test_a_crowd_alone_has_the_whole_machine() -> None:
     assert world.began == ["a0", "a1", "a2"]
 
 
-async def test_work_that_a_single_user_waits_for_is_not_held_against_a_crowd() -> None:
+async def test_work_that_a_single_user_waits_for_is_not_charged_to_a_crowd() -> None:
     """Bob waits for what Alice's crowd began."""
     world = World()
     world.ask(ALICE, "a0", "a1")
@@ -147,8 +147,8 @@ async def test_work_that_a_single_user_waits_for_is_not_held_against_a_crowd() -
     assert world.began[-1] == "a2"
 
 
-async def test_a_member_with_too_many_requests_is_told_to_come_again() -> None:
-    """Those unanswered count, an administrator's do not."""
+async def test_a_member_with_too_many_requests_is_refused() -> None:
+    """Unanswered requests count, but not an administrator's."""
     world = World(requests_per_user=2)
     world.ask(ALICE, *names("a", 2))
     world.ask(ROOT, *names("r", 4), is_admin=True)
@@ -164,8 +164,8 @@ async def test_a_member_with_too_many_requests_is_told_to_come_again() -> None:
     assert world.began[-1] == "a2"
 
 
-async def test_a_member_who_asks_too_fast_is_told_when_to_come_again() -> None:
-    """So many a second, and so many at once."""
+async def test_a_member_who_sends_too_fast_is_told_when_to_retry() -> None:
+    """The rate is also the burst."""
     world = World(rate_per_user=10)
 
     async def ask(name: str, uid: int = ALICE, *, is_admin: bool = False) -> None:
@@ -186,8 +186,7 @@ async def test_a_member_who_asks_too_fast_is_told_when_to_come_again() -> None:
         await ask("late again")
 
 
-async def test_a_full_queue_takes_no_member_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But administrators."""
+async def test_a_full_queue_accepts_only_administrators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "WORKING", 1)
     monkeypatch.setattr(gates, "WAITING", 2)
     world = World()
@@ -202,8 +201,8 @@ async def test_a_full_queue_takes_no_member_more(monkeypatch: pytest.MonkeyPatch
     assert world.began == ["a0", "r"]
 
 
-async def test_who_hangs_up_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting, just admitted, or at work: the place is free again."""
+async def test_a_cancelled_request_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting, just admitted, or running."""
     monkeypatch.setattr(gates, "WORKING", 1)
     for turns in range(6):
         world = World()
@@ -220,7 +219,7 @@ async def test_who_hangs_up_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_users_are_forgotten_when_there_are_many() -> None:
-    """Not while they wait for an answer."""
+    """But not those with requests."""
     world = World()
     world.ask(ALICE, "a")
     for uid in range(2000, 2600):
@@ -233,7 +232,7 @@ async def test_users_are_forgotten_when_there_are_many() -> None:
 # -- what work takes --------------------------------------------------------------------------------------------------
 
 
-async def test_metered_work_is_what_it_would_be() -> None:
+async def test_metering_does_not_change_the_work() -> None:
     """Its result, its error, its cancellation, and what it catches."""
     gate = Gate(AccessSettings)
 

@@ -1,4 +1,4 @@
-"""What a commit adds to a closure, against `git rev-list --objects`, on winding histories."""
+"""What a commit adds to a closure, compared with `git rev-list --objects`, on random histories."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mirrord.git.packs import PackIndex
 _NAMES = ("a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a")
 
 
-def _restless(path: Path, seed: int, count: int) -> list[str]:
-    """Files get new contents and former ones in turn, so that trees come back; some merges."""
+def _random_history(path: Path, seed: int, count: int) -> list[str]:
+    """Files get new and former contents in turn, so that trees recur; some merges."""
     chance = random.Random(seed)
     contents = {name: ["0"] for name in _NAMES}
     stream = []
@@ -52,12 +52,9 @@ def _reached(repository: Path, *tips: str) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_of_the_closure_is_left_out_where_changes_are_reverted(
-    tmp_path: Path, seed: int
-) -> None:
-    """A tree that was there before may be why another one was not looked at."""
+def test_a_closure_is_complete_where_changes_are_reverted(tmp_path: Path, seed: int) -> None:
     repository = tmp_path / "r.git"
-    commits = _restless(repository, seed, 60)
+    commits = _random_history(repository, seed, 60)
     for tip, base in [(59, 0), (50, 20), (40, 35), (30, 3)]:
         below = _reached(repository, commits[base])
         listing = "".join(f"{oid}\n" for oid in below).encode()

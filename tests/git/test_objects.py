@@ -25,7 +25,7 @@ def git_dir(upstream: Upstream) -> Path:
 
 
 def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
-    """Ids whole and short, branches, tags light and annotated, refs, HEAD, steps back."""
+    """Full and short ids, branches, light and annotated tags, refs, HEAD, parents."""
     upstream = make_upstream("up")
     first, second, third = upstream.history(3)
     upstream.git("tag", "light", second)
@@ -72,16 +72,16 @@ def test_every_way_to_name_a_commit_resolves(make_upstream: Make) -> None:
         "é",
     ],
 )
-def test_what_names_no_commit_is_not_found(make_upstream: Make, text: str) -> None:
-    """Also what git would search for, or read a file of: only names resolve."""
+def test_other_texts_are_not_found(make_upstream: Make, text: str) -> None:
+    """Nor what git would search for, or read from a file: only names resolve."""
     upstream = make_upstream("up")
     upstream.history(2)
     with pytest.raises(CommitNotFoundError):
         resolve(git_dir(upstream), text)
 
 
-def test_a_name_that_could_mean_two_commits_is_refused(make_upstream: Make) -> None:
-    """A branch and a tag of one name; a branch that is called like an abbreviated id."""
+def test_an_ambiguous_name_is_refused(make_upstream: Make) -> None:
+    """A branch and a tag of one name; a branch named like an abbreviated id."""
     upstream = make_upstream("up")
     first, second = upstream.history(2)
     upstream.git("tag", "both", first)
@@ -95,7 +95,6 @@ def test_a_name_that_could_mean_two_commits_is_refused(make_upstream: Make) -> N
 
 
 def test_a_tag_of_a_tree_is_no_commit(make_upstream: Make) -> None:
-    """Peeling ends at something else."""
     upstream = make_upstream("up")
     upstream.history(1)
     upstream.git("tag", "tree", "HEAD^{tree}")
@@ -103,8 +102,7 @@ def test_a_tag_of_a_tree_is_no_commit(make_upstream: Make) -> None:
         resolve(git_dir(upstream), "tree")
 
 
-def test_facts_of_commits(make_upstream: Make) -> None:
-    """As git has them."""
+def test_commits_are_as_in_git(make_upstream: Make) -> None:
     upstream = make_upstream("up")
     first, second, _ = upstream.history(3)
     with open_objects(git_dir(upstream)) as objects:
@@ -114,8 +112,8 @@ def test_facts_of_commits(make_upstream: Make) -> None:
     assert resolve(git_dir(upstream), second)[1:3] == (info.tree, info.time)
 
 
-def test_tree_entries_are_gits(make_upstream: Make) -> None:
-    """All kinds of entries, names as bytes, directories before what is in them."""
+def test_tree_entries_are_as_in_git(make_upstream: Make) -> None:
+    """All kinds of entries, names as bytes, a directory before its content."""
     upstream = make_upstream("up")
     commit = awkward(upstream)[0]
     lines = upstream.git("ls-tree", "-rt", "-z", commit).split("\0")[:-1]
@@ -127,8 +125,8 @@ def test_tree_entries_are_gits(make_upstream: Make) -> None:
     assert [(entry.path, f"{entry.mode:06o}", entry.oid) for entry in found] == expected
 
 
-def test_tree_changes_are_gits(make_upstream: Make) -> None:
-    """The files that differ, both ways; a directory that vanished covers what was in it."""
+def test_tree_changes_are_as_in_git(make_upstream: Make) -> None:
+    """In both directions; a removed directory covers its content."""
     upstream = make_upstream("up")
     a, b = awkward(upstream)
 
@@ -152,7 +150,7 @@ def test_tree_changes_are_gits(make_upstream: Make) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "altered", "wrong kind"])
 def test_damage_is_an_error_that_names_the_object(make_upstream: Make, how: str) -> None:
-    """A blob whose bytes were replaced is refused, though it unpacks."""
+    """A blob with replaced bytes is refused, although it inflates."""
     upstream = make_upstream("up")
     upstream.commit({"a": "content a\n", "b": "content b\n"})
     a, b = (upstream.git("rev-parse", f"HEAD:{name}") for name in "ab")
@@ -168,8 +166,8 @@ def test_damage_is_an_error_that_names_the_object(make_upstream: Make, how: str)
         objects.read_blob(a)
 
 
-def test_a_repository_that_was_replaced_is_opened_anew(make_upstream: Make, tmp_path: Path) -> None:
-    """A mirror that was removed and added again, at the same path."""
+def test_a_replaced_repository_is_opened_again(make_upstream: Make, tmp_path: Path) -> None:
+    """A mirror that was removed and added again at the same path."""
     upstream = make_upstream("up")
     mirror = tmp_path / "mirror"
     commits: list[str] = []
@@ -182,7 +180,7 @@ def test_a_repository_that_was_replaced_is_opened_anew(make_upstream: Make, tmp_
 
 
 def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path) -> None:
-    """A repository that is open finds what a fetch brings, and what a repack moves."""
+    """An open repository finds what a fetch adds and a repack moves."""
     upstream = make_upstream("up")
     upstream.history(2)
     git(tmp_path, "clone", "-q", "--mirror", str(upstream.path), "mirror")
@@ -195,15 +193,14 @@ def test_objects_that_arrive_later_are_seen(make_upstream: Make, tmp_path: Path)
     assert resolve(mirror, new).tree == git(mirror, "rev-parse", f"{new}^{{tree}}")
 
 
-def test_no_repository_is_said(tmp_path: Path) -> None:
-    """Neither a directory nor what is in it."""
+def test_a_path_without_a_repository_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(DamagedMirrorError):
             resolve(path, "HEAD")
 
 
-def test_a_machine_without_certificates_reads_objects_all_the_same() -> None:
-    """pygit2 asks for them when it is loaded; what git children get stays as it was."""
+def test_objects_are_read_without_certificates() -> None:
+    """pygit2 needs them on import; the environment of git children does not change."""
     script = (
         "import os; before = dict(os.environ); import mirrord.git.objects.repository;"
         " assert dict(os.environ) == before"

@@ -1,4 +1,4 @@
-"""Packs written without git: git takes them, and they hold what was put in."""
+"""Packs written without git: git reads them, and their content is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`.gitignore` and `.gitattributes` against `git check-ignore` and `git check-attr`."""
+"""`.gitignore` and `.gitattributes` compared with `git check-ignore` and `git check-attr`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = ("text", "eol", "diff", "m")
 
 
 class Rules:
-    """Random files of rules at the top, in `a` and in `a/b`."""
+    """Random rule files at the top, in `a` and in `a/b`."""
 
     def __init__(self, place: Path, seed: int) -> None:
         self.place, self.random = place, Random(seed)
@@ -78,7 +78,7 @@ class Rules:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_is_ignored_is_what_git_ignores(tmp_path: Path, seed: int) -> None:
+def test_paths_are_ignored_as_by_git(tmp_path: Path, seed: int) -> None:
     """Random patterns of every kind, malformed ones too, at three levels."""
     rules = Rules(tmp_path, seed)
     for files in rules.iter_files(".gitignore"):
@@ -96,8 +96,8 @@ def test_what_is_ignored_is_what_git_ignores(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_attributes_are_those_that_git_finds(tmp_path: Path, seed: int) -> None:
-    """Values, macros, quoted patterns, lines that git refuses."""
+def test_attributes_are_found_as_by_git(tmp_path: Path, seed: int) -> None:
+    """Values, macros, quoted patterns, lines that git rejects."""
     rules = Rules(tmp_path, seed)
     shown = {True: "set", False: "unset", None: "unspecified"}
     for files in rules.iter_files(".gitattributes"):

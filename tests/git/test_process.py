@@ -1,4 +1,4 @@
-"""Child processes on the event loop: what they write, how they end, and that nothing stays."""
+"""Child processes on the event loop: their output, their end, and that they leave nothing."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ async def read_all(child: Child) -> bytes:
 
 
 def open_files() -> set[str]:
-    """Without those of rubbish that earlier tests left."""
+    """Without those that other tests left to the garbage collector."""
     gc.collect()
     return set(os.listdir("/proc/self/fd"))
 
 
 def children() -> set[str]:
-    """Zombies too. Workers of other tests are among them."""
+    """Zombies too, and workers of other tests."""
     return {
         pid
         for path in Path("/proc/self/task").glob("*/children")
@@ -70,7 +70,7 @@ def children() -> set[str]:
 
 
 def runs(pid: int) -> bool:
-    """An orphan that ended stays until the machine's first process reaps it, which may be late."""
+    """False for an orphan that has ended; init may reap it late."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -78,8 +78,8 @@ def runs(pid: int) -> bool:
 
 
 @contextmanager
-def others_at_work(threads: int = 3) -> Iterator[None]:
-    """Threads that open and close files, and check that what they opened is still theirs."""
+def other_threads(threads: int = 3) -> Iterator[None]:
+    """Threads that open and close files, and check that their descriptors are still theirs."""
     stop, wrong = threading.Event(), list[str]()
 
     def work() -> None:
@@ -105,7 +105,7 @@ def others_at_work(threads: int = 3) -> Iterator[None]:
     assert wrong == []
 
 
-def test_what_goes_in_comes_out_and_the_status_is_told(run: Run) -> None:
+def test_input_output_and_status(run: Run) -> None:
     async def body() -> None:
         data = os.urandom(300_000)
         with in_memory(data) as stdin:
@@ -117,8 +117,8 @@ def test_what_goes_in_comes_out_and_the_status_is_told(run: Run) -> None:
     run(body)
 
 
-def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run: Run) -> None:
-    """Read to the end, left half-read, killed and cancelled, while other threads use files."""
+def test_hundreds_of_children_leave_no_descriptor_and_no_process(run: Run) -> None:
+    """Read to the end, half read, killed and cancelled, while other threads use files."""
 
     async def read() -> None:
         async with Child(shell("echo out; echo err >&2")) as child:
@@ -148,7 +148,7 @@ def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run: Ru
             read(), leave(), kill(), cancel()
         )  # what the loop opens once is open now
         before = open_files(), children()
-        with others_at_work():
+        with other_threads():
             for _ in range(20):
                 await asyncio.gather(
                     *(each() for each in (read, leave, kill, cancel) for _ in range(4))
@@ -158,7 +158,7 @@ def test_hundreds_leave_no_descriptor_no_process_and_everybody_their_own(run: Ru
     run(body)
 
 
-def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run: Run) -> None:
+def test_a_second_cancellation_leaves_nothing(run: Run) -> None:
     async def body() -> None:
         before = open_files(), children()
 
@@ -181,8 +181,8 @@ def test_one_that_is_cancelled_again_while_it_ends_leaves_nothing(run: Run) -> N
     run(body)
 
 
-def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(run: Run) -> None:
-    """The end of its output is no end: a child of its own may hold the pipe."""
+def test_an_ended_child_is_reaped_with_its_group(run: Run) -> None:
+    """Its output may stay open: a grandchild may hold the pipe."""
 
     async def body() -> None:
         before = children()
@@ -198,8 +198,8 @@ def test_one_that_ends_takes_its_group_along_and_is_reaped_though_nobody_waits(r
     run(body)
 
 
-def test_who_is_not_read_waits(run: Run, tmp_path: Path) -> None:
-    """Back-pressure: a pipe's worth is written, and no more."""
+def test_an_unread_child_blocks(run: Run, tmp_path: Path) -> None:
+    """At the capacity of a pipe."""
 
     async def body() -> None:
         async with Child(
@@ -215,7 +215,7 @@ def test_who_is_not_read_waits(run: Run, tmp_path: Path) -> None:
     run(body)
 
 
-def test_who_ends_when_asked_may_clean_up(run: Run, tmp_path: Path) -> None:
+def test_a_child_may_clean_up_after_sigterm(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         async with Child(
             shell(
@@ -230,7 +230,7 @@ def test_who_ends_when_asked_may_clean_up(run: Run, tmp_path: Path) -> None:
     run(body)
 
 
-def test_one_that_does_not_read_what_it_is_given_does_not_matter(run: Run) -> None:
+def test_a_child_need_not_read_its_input(run: Run) -> None:
     async def body() -> None:
         with in_memory(b"x" * 1_000_000) as stdin:
             async with Child(shell("exec <&-; echo done", stdin)) as child:
@@ -240,7 +240,7 @@ def test_one_that_does_not_read_what_it_is_given_does_not_matter(run: Run) -> No
     run(body)
 
 
-def test_what_cannot_be_started_is_an_error_and_leaves_nothing(run: Run) -> None:
+def test_a_failed_start_is_an_error_and_leaves_nothing(run: Run) -> None:
     async def body() -> None:
         before = open_files()
         with pytest.raises(ResourceError, match="no/such/program"):

@@ -1,4 +1,4 @@
-"""Turns: fair between users, background work last, shared work for whichever of them is next."""
+"""Turns: fair to users, background work last, shared work in the best place of its users."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Race:
         self._ends: dict[str, asyncio.Event] = {}
 
     async def join(self, name: str, *uids: int) -> None:
-        """Have one more wait, for these users."""
+        """Add a caller for these users."""
         self._ends[name] = asyncio.Event()
         self._tasks[name] = asyncio.create_task(self._run(name, Askers(*uids)))
         await anyio.wait_all_tasks_blocked()
@@ -57,8 +57,7 @@ class Race:
             await self._ends[name].wait()
 
 
-async def test_a_user_with_a_long_queue_does_not_keep_another_waiting() -> None:
-    """However many one asks for, the next turn is somebody else's."""
+async def test_a_user_does_not_wait_behind_anothers_queue() -> None:
     race = Race(Turns(2, each=2))
     for name in ("a1", "a2", "a3", "a4"):
         await race.join(name, ALICE)
@@ -71,8 +70,8 @@ async def test_a_user_with_a_long_queue_does_not_keep_another_waiting() -> None:
     assert race.began == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_a_user_holds_so_many_turns_and_no_more() -> None:
-    """Turns stay free for others."""
+async def test_a_user_holds_a_bounded_number_of_turns() -> None:
+    """Other turns stay free for others."""
     race = Race(Turns(5, each=2))
     for name in ("a1", "a2", "a3"):
         await race.join(name, ALICE)
@@ -83,7 +82,7 @@ async def test_a_user_holds_so_many_turns_and_no_more() -> None:
 
 
 async def test_background_work_waits_for_all_users() -> None:
-    """And never takes the last turn that it does not need."""
+    """And does not take every turn."""
     race = Race(Turns(3, each=2, background=1))
     await race.join("x1")
     await race.join("x2")
@@ -97,8 +96,7 @@ async def test_background_work_waits_for_all_users() -> None:
     assert race.began[4:] == ["x2"]
 
 
-async def test_who_hangs_up_loses_the_place_in_the_queue() -> None:
-    """Nothing is begun for them."""
+async def test_a_cancelled_task_leaves_the_queue() -> None:
     race = Race(Turns())
     await race.join("a1", ALICE)
     await race.join("b1", BOB)
@@ -108,7 +106,7 @@ async def test_who_hangs_up_loses_the_place_in_the_queue() -> None:
     assert race.began == ["a1", "c1"]
 
 
-async def test_work_that_two_wait_for_gets_the_turn_of_the_one_who_is_next() -> None:
+async def test_shared_work_takes_the_best_place_of_its_users() -> None:
     """Bob wants what Alice has at the end of her queue."""
     turns = Turns()
     race = Race(turns)
@@ -136,8 +134,8 @@ async def test_work_that_two_wait_for_gets_the_turn_of_the_one_who_is_next() -> 
     await race.end("a3")
 
 
-async def test_background_work_that_a_user_waits_for_overtakes_the_rest_of_it() -> None:
-    """What holds a lock that the user wants need not wait behind an audit of hours."""
+async def test_background_work_that_a_user_waits_for_is_preferred() -> None:
+    """A job with a lock that a user needs does not wait behind an audit of hours."""
     workers, lock = Turns(4, each=2, background=1), Turns()
     race = Race(workers)
     await race.join("audit")
@@ -163,8 +161,8 @@ async def test_background_work_that_a_user_waits_for_overtakes_the_rest_of_it() 
     await race.end("audit")
 
 
-async def test_who_holds_a_lock_that_another_user_wants_is_not_kept_by_a_queue_of_its_own() -> None:
-    """Alice's work hangs; her build has a mirror's lock and waits behind it. Bob wants the lock."""
+async def test_a_lock_holder_takes_the_place_of_those_who_wait_for_it() -> None:
+    """Alice's work hangs; her build holds a mirror's lock and waits behind it. Bob wants the lock."""
     workers, lock = Turns(4, each=2), Turns()
     race = Race(workers)
     await race.join("hanging 1", ALICE)
@@ -187,8 +185,7 @@ async def test_who_holds_a_lock_that_another_user_wants_is_not_kept_by_a_queue_o
     await race.end("hanging 2")
 
 
-async def test_shared_work_ends_when_nobody_waits_for_it_any_more() -> None:
-    """The first who hangs up leaves it to the other."""
+async def test_shared_work_ends_with_its_last_caller() -> None:
     flights: Coalescer[None] = Coalescer()
     ended: list[bool] = []
 
@@ -215,7 +212,7 @@ async def _asking(uid: int | None, work: Callable[[], Awaitable[object]]) -> obj
 
 
 async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_path: Path) -> None:
-    """Background work and one user hang in all calls they may have; a third user's call ends."""
+    """Background work and one user hang in all their calls; a third user's call ends."""
     workers = Workers(size=1)
     try:
         hanging = [
@@ -239,7 +236,7 @@ async def test_neither_background_work_nor_another_user_holds_all_workers(tmp_pa
 
 
 async def test_a_call_with_a_short_deadline_waits_for_no_long_one(tmp_path: Path) -> None:
-    """A user's diff, while templates are built for them."""
+    """A user's diff, while templates are built for that user."""
     workers = Workers(size=1)
     try:
         build = partial(workers.run, hang, str(tmp_path / "pid"), timeout=timedelta(minutes=10))
@@ -254,8 +251,8 @@ async def test_a_call_with_a_short_deadline_waits_for_no_long_one(tmp_path: Path
         await workers.close()
 
 
-async def test_who_cancels_a_call_goes_on_when_its_worker_is_gone(tmp_path: Path) -> None:
-    """What comes next may rely on it: nothing of the call writes any more."""
+async def test_a_cancelled_call_ends_with_its_worker(tmp_path: Path) -> None:
+    """The caller may rely on it: nothing of the call writes afterwards."""
     workers = Workers(size=1)
     try:
         call = asyncio.create_task(workers.run(hang, str(tmp_path / "pid"), timeout=LONG))
@@ -270,8 +267,8 @@ async def test_who_cancels_a_call_goes_on_when_its_worker_is_gone(tmp_path: Path
 # -- priority ---------------------------------------------------------------------------------------------------------
 
 
-async def test_what_nobody_waits_for_has_low_priority() -> None:
-    """In a worker of its own, which serves no user afterwards."""
+async def test_background_calls_have_low_priority() -> None:
+    """In workers that serve no user afterwards."""
     workers = Workers(size=1)
     base = os.nice(0)
     try:
@@ -287,7 +284,7 @@ async def test_what_nobody_waits_for_has_low_priority() -> None:
 
 
 async def test_git_has_low_priority_until_a_user_waits_for_it() -> None:
-    """Who joins background work is not slowed down by what nobody waited for."""
+    """A user who joins background work is not slowed down by its priority."""
     askers = Askers()
     askers.bind()
     with low_priority():

@@ -55,7 +55,7 @@ def run(
 
 
 def test_a_call_runs_in_another_process() -> None:
-    """The result comes back, and the process is kept for the next call."""
+    """The process is kept for the next call."""
 
     async def body(workers: Workers) -> None:
         assert await workers.run(add, 2, 3, timeout=LONG) == 5
@@ -73,7 +73,7 @@ def die_soon() -> int:
 
 
 def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
-    """Whatever others do meanwhile."""
+    """Whatever else happens meanwhile."""
 
     async def body(workers: Workers) -> None:
         async with anyio.create_task_group() as tasks:
@@ -104,8 +104,8 @@ def test_a_call_waits_while_all_workers_are_busy() -> None:
     anyio.run(main)
 
 
-def test_what_is_preloaded_is_loaded_once() -> None:
-    """Every worker is forked from one process that has it, and that outlives them."""
+def test_modules_are_preloaded_once() -> None:
+    """Every worker is forked from one process that imported them."""
 
     async def main() -> None:
         parents = []
@@ -125,8 +125,8 @@ def test_what_is_preloaded_is_loaded_once() -> None:
         server.stop()
 
 
-def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> None:
-    """Its workers end with it, hanging or not; the next call has a new one."""
+def test_the_end_of_the_fork_server_costs_only_running_calls(tmp_path: Path) -> None:
+    """Its workers end with it, hanging or not; the next call gets a new one."""
 
     async def body(workers: Workers) -> None:
         _, server = await workers.run(loaded_and_parent, "os", timeout=LONG)
@@ -144,8 +144,8 @@ def test_the_end_of_the_fork_server_costs_calls_and_no_more(tmp_path: Path) -> N
     run(body)
 
 
-def test_a_worker_whose_daemon_is_gone_ends_without_a_word() -> None:
-    """As after a SIGKILL: its traceback would be the last lines of the daemon's log."""
+def test_a_worker_ends_silently_after_its_daemon() -> None:
+    """As after a SIGKILL: a traceback would be at the end of the daemon's log."""
     script = """
     import pickle, select, time
     from mirrord.git.workers import ForkServer
@@ -167,8 +167,8 @@ async def _crashes(call: Awaitable[object]) -> None:
         await call
 
 
-def test_an_error_crosses_whole() -> None:
-    """Class, sentence, hint and facts are those of the worker."""
+def test_an_error_crosses_with_all_its_facts() -> None:
+    """Class, message, hint and facts."""
 
     async def body(workers: Workers) -> None:
         with pytest.raises(CommitNotFoundError, match="it is not there") as caught:
@@ -193,7 +193,7 @@ def test_a_missed_deadline_kills_the_worker_and_only_it(tmp_path: Path) -> None:
 
 
 def test_a_crash_costs_one_call() -> None:
-    """A worker killed from outside is an error of its call; the pool lives on."""
+    """A worker killed from outside is an error of its call only."""
 
     async def body(workers: Workers) -> None:
         with pytest.raises(WorkerCrashedError):
@@ -215,7 +215,7 @@ def run_git_that_devours() -> int:
 
 
 def test_memory_is_bounded_and_costs_one_call() -> None:
-    """Of a worker, and of what it starts; the next call has its own."""
+    """Of a worker and of its children; the next call has its own limit."""
 
     async def body(workers: Workers) -> None:
         with pytest.raises(OutOfMemoryError, match="MiB of memory"):
@@ -227,7 +227,7 @@ def test_memory_is_bounded_and_costs_one_call() -> None:
 
 
 def test_cancelling_kills_the_worker(tmp_path: Path) -> None:
-    """Nobody waits for the result any more, so nobody computes it."""
+    """A result without a caller is not computed."""
 
     async def body(workers: Workers) -> None:
         async with anyio.create_task_group() as group:
@@ -254,7 +254,7 @@ def test_idle_workers_are_retired_and_come_back() -> None:
 
 
 def test_closing_ends_running_calls(tmp_path: Path) -> None:
-    """A call in flight gets an error instead of waiting for ever; new calls are refused."""
+    """With an error; new calls are refused."""
 
     async def body(workers: Workers) -> None:
         refused: list[str] = []
@@ -276,7 +276,7 @@ def test_closing_ends_running_calls(tmp_path: Path) -> None:
 
 
 def test_the_logging_context_travels() -> None:
-    """What is bound to log lines here is bound there, for this call only."""
+    """Fields bound to log lines here are bound in the worker, for this call."""
 
     async def body(workers: Workers) -> None:
         with structlog.contextvars.bound_contextvars(request="r1"):
@@ -286,8 +286,8 @@ def test_the_logging_context_travels() -> None:
     run(body)
 
 
-def test_a_worker_that_is_kept_is_prepared_again() -> None:
-    """A reload changes the log of the workers that there are."""
+def test_a_kept_worker_is_prepared_again() -> None:
+    """A reload changes the logs of existing workers."""
 
     async def body(workers: Workers) -> None:
         pid = await workers.run(own_pid, timeout=LONG)
@@ -326,8 +326,8 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
     anyio.run(until, lambda: all(map(is_gone, pids)))
 
 
-def test_what_workers_share_has_neither_settings_nor_a_database() -> None:
-    """Each costs a worker 10 MB and 0.1 s; no call on a repository needs one."""
+def test_workers_import_neither_settings_nor_a_database() -> None:
+    """Each costs a worker 10 MB and 0.1 s; no call on a repository needs them."""
     of_git = ("forkserver", "command", "objects.repository", "objects.trees", "objects.text")
     of_checkouts = ("changes", "pool", "grading.prepare", "templates.layers")
     modules = [*(f"git.{name}" for name in of_git), *(f"checkouts.{name}" for name in of_checkouts)]

@@ -1,6 +1,4 @@
-"""The mount service as the privilege boundary it is: a real process, real mounts, and a daemon's
-user that may be hostile.
-"""
+"""The mount service as a privilege boundary: a real process, real mounts, a hostile daemon's user."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ class Service:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """One raw message, and what is said to it."""
+        """Send one raw message; return the answer."""
         with self.connect() as connection:
             connection.send(message)
             answer: dict[str, Any] = json.loads(connection.recv(65536))
@@ -130,9 +128,7 @@ def mounter(service: Service) -> Iterator[RemoteMounter]:
 
 
 def overlays(lab: Lab) -> list[str]:
-    """What is mounted besides the directories that the service bound over themselves, and its views
-    for owners.
-    """
+    """What is mounted except the bound directories and the idmapped templates."""
     paths = [Path(path) for path in mounted_below(lab.state)]
     return [
         str(path)
@@ -142,7 +138,7 @@ def overlays(lab: Lab) -> list[str]:
 
 
 def as_uid(uid: int, script: str, *args: str) -> str:
-    """Run Python as somebody with no capabilities."""
+    """Run Python as another user, without capabilities."""
     command = [*anyone.python(), "-c", script, *args]
     done = subprocess.run(
         command,
@@ -161,9 +157,7 @@ def as_uid(uid: int, script: str, *args: str) -> str:
 
 
 def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> None:
-    """A process without any capability reads its mount before anybody sees it, and can delete all
-    that it left.
-    """
+    """Without any capability it reads its mount before it is attached, and can delete all files."""
     order = lab.checkout()
     script = """
 import os, shutil, sys
@@ -197,10 +191,8 @@ shutil.rmtree(layer)
     assert not layer.exists()
 
 
-def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> None:
-    """The service shows the daemon's layers as another user's, and what that user writes is its
-    own.
-    """
+def test_a_client_owns_its_files(lab: Lab, mounter: RemoteMounter) -> None:
+    """The daemon's layers appear as that user's, and new files are that user's."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     tree = lab.tree(order)
@@ -215,10 +207,8 @@ def test_a_clients_files_are_the_clients(lab: Lab, mounter: RemoteMounter) -> No
     assert overlays(lab) == []
 
 
-def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
-    """It keeps nothing; a client connects again, and what was mounted is still there to be
-    unmounted.
-    """
+def test_a_restarted_service_continues(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
+    """It has no state; a client reconnects, and earlier mounts can be unmounted."""
     order = lab.checkout()
     lab.mount(mounter, order)
     service.stop()
@@ -227,12 +217,10 @@ def test_one_that_was_restarted_goes_on(lab: Lab, service: Service, mounter: Rem
     assert overlays(lab) == []
 
 
-def test_views_for_owners_go_with_the_service(
+def test_idmapped_templates_end_with_the_service(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """Those of one that was killed with its next, and of one that is stopped at once; what was
-    mounted keeps what it lies on.
-    """
+    """After a kill with the next start, after a stop at once; overlays keep their layers."""
     views = []
     orders = [lab.checkout(USER) for _ in range(3)]
     for order, end in zip(orders, (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM), strict=True):
@@ -249,10 +237,10 @@ def test_views_for_owners_go_with_the_service(
         assert (lab.tree(order) / "README").stat().st_uid == USER[0]
 
 
-def test_no_link_is_followed_to_where_views_are(
+def test_no_link_is_followed_to_the_idmapped_templates(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """A daemon may put one there, and what it leads to is not mounted over."""
+    """A daemon may put one there; nothing is mounted over its target."""
     victim = lab.state / "victim"
     victim.mkdir()
     (lab.state / "idmaps").symlink_to(victim)
@@ -262,10 +250,8 @@ def test_no_link_is_followed_to_where_views_are(
     assert str(victim) not in Path("/proc/self/mountinfo").read_text()
 
 
-def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:
-    """Unmounting nothing is fine; mounting what is gone is FileNotFoundError, as it is without the
-    service.
-    """
+def test_missing_paths(lab: Lab, mounter: RemoteMounter) -> None:
+    """Unmounting nothing is fine; mounting a missing path is FileNotFoundError, as without the service."""
     mounter.umount(NAME)
     with pytest.raises(FileNotFoundError):
         mounter.make(OverlayOrder(NAME, "layer", (TREE,), None))
@@ -274,8 +260,8 @@ def test_asking_for_what_is_not_there(lab: Lab, mounter: RemoteMounter) -> None:
         mounter.make(gone)
 
 
-def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) -> None:
-    """A service that hangs, or is not there, costs a bounded time."""
+def test_an_unreachable_service_is_an_unavailable_backend(lab: Lab, service: Service) -> None:
+    """A service that hangs or is absent costs a bounded time."""
     mounter = RemoteMounter(service.socket, timeout=timedelta(milliseconds=200))
     service.process.send_signal(signal.SIGSTOP)
     with pytest.raises(BackendUnavailableError):
@@ -287,8 +273,8 @@ def test_no_answer_is_a_backend_that_is_unavailable(lab: Lab, service: Service) 
         RemoteMounter(lab.state / "nothing").umount(NAME)
 
 
-def test_a_process_that_may_mount_does_it_itself(lab: Lab) -> None:
-    """The service is for those that may not, or whose mounts nobody would see."""
+def test_a_privileged_process_mounts_by_itself(lab: Lab) -> None:
+    """The service is for processes that may not mount, or whose mounts are not visible."""
     assert isinstance(choose_mounter(lab.state, lab.state / "mount.sock"), LocalMounter)
     script = "import sys; from pathlib import Path; "
     script += "from mirrord.host.mounting import choose_mounter as c; "
@@ -301,7 +287,7 @@ def test_a_process_that_may_mount_does_it_itself(lab: Lab) -> None:
 
 
 def test_only_the_daemons_user_may_connect(service: Service) -> None:
-    """The socket's mode keeps others out, and where it does not, the kernel says who is there."""
+    """The socket's mode refuses others, and then the peer's credentials do."""
     script = CONNECT + "print(json.loads(s.recv(4096))['problem']['status'])"
     assert "PermissionError" in as_uid(STRANGER, script, str(service.socket))
     service.socket.chmod(0o666)
@@ -320,7 +306,7 @@ def test_a_refusal_is_the_same_error_at_the_client(service: Service, lab: Lab) -
 
 
 def test_connections_are_bounded(service: Service) -> None:
-    """Who holds many gets refusals, and the others still get answers."""
+    """A user with many is refused, and others still get answers."""
     held = [service.connect() for _ in range(80)]
     try:
         held[0].send(b'{"request": "umount", "checkout": "%s"}' % NAME.encode())
@@ -333,7 +319,7 @@ def test_connections_are_bounded(service: Service) -> None:
 
 
 def _wait_for_answer(service: Service) -> None:
-    """Until the service has noticed that connections were closed."""
+    """Wait until the service has noticed closed connections."""
     until(lambda: _is_answered(service))
 
 
@@ -484,7 +470,7 @@ HOSTILE: list[object] = [
 def test_an_environment_is_mounted_beside_the_tree_and_replaced(
     lab: Lab, mounter: RemoteMounter
 ) -> None:
-    """As its owner's; one umount takes both away."""
+    """As its owner's; one umount unmounts both."""
     prefix = lab.layer(ENVIRONMENT, {"bin/python": "below\n"})
     order = lab.checkout(USER)
     lab.mount(mounter, order)
@@ -507,8 +493,8 @@ def test_an_environment_is_mounted_beside_the_tree_and_replaced(
     assert overlays(lab) == []
 
 
-def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
-    """Every malformed request is refused as such, and the service goes on."""
+def test_malformed_requests_are_refused(lab: Lab, service: Service) -> None:
+    """And the service continues."""
     with service.connect() as connection:
         for request in HOSTILE:
             connection.send(json.dumps(request).encode())
@@ -523,7 +509,7 @@ def test_nothing_else_may_be_asked(lab: Lab, service: Service) -> None:
     [b"\0", b"\xff\xfe", b"{", b"[" * 60000, b"9" * 60000, b'{"request":' + b" " * 100_000 + b"1}"],
 )
 def test_messages_that_are_no_requests(service: Service, message: bytes) -> None:
-    """Neither deep, nor long, nor broken JSON ends the service."""
+    """Neither deep nor long nor invalid JSON ends the service."""
     assert isinstance(from_problem(service.ask(message)["problem"]), InvalidRequestError)
     assert service.ask(b'{"request": "umount", "checkout": "%s"}' % NAME.encode()) == {}
 
@@ -543,10 +529,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("who", REFUSED)
-def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(
+def test_files_are_shown_only_as_ordinary_users_with_their_own_groups(
     lab: Lab, mounter: RemoteMounter, who: str
 ) -> None:
-    """Whatever a daemon that was broken into writes into its lease: it becomes nobody's peer."""
+    """Whatever a compromised daemon writes into a lease, it becomes no other user."""
     order = lab.checkout(REFUSED[who])
     with pytest.raises(BackendUnavailableError):
         mounter.make(order)
@@ -554,10 +540,10 @@ def test_files_are_shown_as_ordinary_users_with_groups_of_theirs_only(
 
 
 @pytest.mark.parametrize("owner", [USER, (PERSON.pw_uid, PERSON.pw_gid)])
-def test_files_are_shown_as_the_holders_of_the_checkout(
+def test_files_are_shown_only_as_the_lease_holders(
     lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]
 ) -> None:
-    """Of that very checkout: neither of another, nor of one that nobody has."""
+    """The holder of that checkout, and only while it exists."""
     mine, others = lab.checkout(owner), lab.checkout((54321, 54321))
     lab.mount(mounter, mine)
     with pytest.raises(AccessError, match="not leased"):
@@ -568,10 +554,10 @@ def test_files_are_shown_as_the_holders_of_the_checkout(
 
 
 @pytest.mark.parametrize("owner", [USER, (DAEMON, USER[1])])
-def test_only_the_daemons_files_are_shown_as_anybodys(
+def test_only_the_daemons_files_are_shown_as_another_users(
     lab: Lab, mounter: RemoteMounter, owner: tuple[int, int]
 ) -> None:
-    """Templates that were given away would make their new owner's files another's."""
+    """With templates given to another user, that user's files would appear as a third user's."""
     order = lab.checkout((54321, 54321))
     os.chown(lab.state / "templates", *owner)
     with pytest.raises(AccessError, match="belong to"):
@@ -584,12 +570,10 @@ RUN = (
 )
 
 
-def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(
+def test_set_id_bits_of_a_hostile_daemon_have_no_effect(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """A set-uid template seems the victim's, and opening it for writing copies it up as such:
-    neither copy has an effect.
-    """
+    """A set-uid template appears as the victim's, and opening it for writing copies it up: neither copy has an effect."""
     program = lab.template / "id"
     shutil.copy("/usr/bin/id", program)
     os.chown(program, DAEMON, DAEMON)
@@ -610,10 +594,10 @@ def test_no_set_id_bit_counts_that_a_daemon_smuggles_in(
             (lab.state / name / order.checkout).rename(lab.state / "moved")
 
 
-def test_mounts_of_others_are_not_shown(lab: Lab, service: Service, mounter: RemoteMounter) -> None:
-    """Only what the service made itself, for that checkout, and once; what is left over goes with
-    the connection.
-    """
+def test_foreign_mounts_are_not_attached(
+    lab: Lab, service: Service, mounter: RemoteMounter
+) -> None:
+    """Only the service's own, for that checkout, and once. Unused ones end with the connection."""
     order = lab.checkout()
     with opened(mounter.make(order)) as mount:
         with pytest.raises(FileNotFoundError):
@@ -642,9 +626,7 @@ PLACES += [f"leases/{{0}}{end}" for end in ("", "/layer", "/layer/upper", "/laye
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_link_is_followed(lab: Lab, mounter: RemoteMounter, place: str) -> None:
-    """The daemon's user can put a link anywhere in its state; the service does not go there, not
-    even within it.
-    """
+    """The daemon's user can put links into its state; the service follows none, not even within it."""
     order = lab.checkout(layers=(TREE,))
     path = lab.state / place.format(order.checkout)
     moved = path.with_name("moved")
@@ -656,7 +638,7 @@ def test_no_link_is_followed(lab: Lab, mounter: RemoteMounter, place: str) -> No
 
 
 def test_no_link_is_followed_to_an_unmount(lab: Lab, mounter: RemoteMounter) -> None:
-    """What is mounted elsewhere stays."""
+    """Mounts elsewhere are not affected."""
     order = lab.checkout()
     lab.mount(mounter, order)
     other = lab.state / "checkouts" / NAME
@@ -667,9 +649,7 @@ def test_no_link_is_followed_to_an_unmount(lab: Lab, mounter: RemoteMounter) -> 
 
 
 def test_a_race_with_links_leads_nowhere(lab: Lab, mounter: RemoteMounter) -> None:
-    """A tree that turns into a link and back, all the time, is mounted on or is not; what the link
-    names never is.
-    """
+    """While a tree becomes a link and back all the time, the link's target is never mounted on."""
     victim = lab.state / "victim"
     victim.mkdir()
     order = lab.checkout(layers=(TREE,))
@@ -713,10 +693,8 @@ def _fresh_work(lab: Lab, order: OverlayOrder) -> None:
     work.mkdir()
 
 
-def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: RemoteMounter) -> None:
-    """A link in the place of a work directory does not make the service give away what it points
-    at.
-    """
+def test_only_files_of_overlayfs_are_given_to_the_daemon(lab: Lab, mounter: RemoteMounter) -> None:
+    """A link in place of a work directory does not make the service give away its target."""
     order = lab.checkout(layers=(TREE,))
     target = lab.state / "roots"
     (target / "incompat/volatile").mkdir(parents=True)
@@ -728,8 +706,8 @@ def test_what_is_given_back_is_only_what_overlayfs_made(lab: Lab, mounter: Remot
     } == {0}
 
 
-def test_it_loads_little() -> None:
-    """The process with the privilege has the standard library and a few of our modules."""
+def test_the_service_imports_little() -> None:
+    """The privileged process has the standard library and a few of our modules."""
     script = "import sys, mirrord.host.mounter; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True, env={}
@@ -746,10 +724,10 @@ def test_it_loads_little() -> None:
     }
 
 
-def test_a_mount_is_given_only_of_a_leased_checkout_and_follows_it(
+def test_only_leased_checkouts_are_cloned_and_clones_follow(
     lab: Lab, service: Service, mounter: RemoteMounter
 ) -> None:
-    """The service keeps none of those that it gives."""
+    """The service keeps none of them."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     before, place = service.open_files(), lab.state / "place"

@@ -1,4 +1,4 @@
-"""The raw mounts, on the real kernel."""
+"""The mount system calls, on the real kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, params=KERNELS, ids=str)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
-    """Which one it is taken for."""
+    """The version that the code believes to run on."""
     monkeypatch.setattr(mounts, "KERNEL", request.param)
     version: tuple[int, ...] = request.param
     return version
@@ -70,8 +70,9 @@ def make(top: Path, *names: str) -> list[str]:
     return [str(path) for path in paths]
 
 
-def test_a_mount_shows_its_layers_and_keeps_writes_above(lab: Lab, mounter: LocalMounter) -> None:
-    """What is written lands in the upper directory, and the layers stay as they are."""
+def test_a_mount_shows_its_layers_and_writes_to_the_upper_one(
+    lab: Lab, mounter: LocalMounter
+) -> None:
     order = lab.checkout()
     lab.mount(mounter, order)
     tree = lab.tree(order)
@@ -87,7 +88,7 @@ def test_a_mount_shows_its_layers_and_keeps_writes_above(lab: Lab, mounter: Loca
 
 
 def test_many_layers_mount(lab: Lab, mounter: LocalMounter) -> None:
-    """More than one option may name, the first of which hides the rest."""
+    """More than one option has room for; upper ones hide lower ones."""
     names = [f"psf__requests/{'x' * 100}/{number}" for number in range(70)]
     for number, name in enumerate(names):
         lab.layer(name, {"top": f"{number}\n", f"own-{number}": ""})
@@ -99,7 +100,7 @@ def test_many_layers_mount(lab: Lab, mounter: LocalMounter) -> None:
 
 @contextmanager
 def overlay_of(lower: Path, layer: Path) -> Iterator[int]:
-    """An overlay that is mounted nowhere."""
+    """A detached overlay."""
     with ExitStack() as stack:
         paths = (lower, layer / "upper", layer / "work")
         below, upper, work = (
@@ -112,7 +113,7 @@ def overlay_of(lower: Path, layer: Path) -> Iterator[int]:
     "name", ["a,b", "a:b", "a\\b", "a b", "a\nb", "lowerdir=x,upperdir=y", "é", "\udcff"]
 )
 def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
-    """Options are split at commas and colons; descriptors have neither."""
+    """Options are split at commas and colons; paths of descriptors have neither."""
     lower, _, _, tree = make(lab.state / name, "lower", "upper", "work", "tree")
     (Path(lower) / "file").touch()
     with overlay_of(Path(lower), lab.state / name) as mount:
@@ -123,10 +124,8 @@ def test_a_path_may_have_any_character(lab: Lab, name: str) -> None:
     assert tree not in mounts.read_overlays()
 
 
-def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: LocalMounter) -> None:
-    """Anybody may read it: no commit, no owner, no path but that of a directory which nobody else
-    enters.
-    """
+def test_the_table_of_mounts_shows_only_the_checkout(lab: Lab, mounter: LocalMounter) -> None:
+    """Every user may read it: no commit, no owner, and no path but the checkout's."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     (line,) = [
@@ -150,7 +149,7 @@ def test_the_table_of_mounts_says_nothing_but_the_checkout(lab: Lab, mounter: Lo
 
 
 def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter) -> None:
-    """The client owns, changes and deletes what the layer's owner made; the layer stays."""
+    """The client owns, changes and deletes the layer's files; the layer does not change."""
     order = lab.checkout(USER)
     lab.mount(mounter, order)
     tree = lab.tree(order)
@@ -171,10 +170,8 @@ def test_an_idmapped_layer_belongs_to_the_client(lab: Lab, mounter: LocalMounter
     ) == (0, "below\n", True)
 
 
-def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(
-    lab: Lab, kernel: tuple[int, ...]
-) -> None:
-    """No path leads to it but root's, and nobody writes into templates by it, root included."""
+def test_an_idmapped_layer_is_private_and_read_only(lab: Lab, kernel: tuple[int, ...]) -> None:
+    """No path leads to it except root's, and not even root writes to templates through it."""
     mapped = MappedTemplates(str(lab.state / "idmaps"))
     with (
         opened(os.open(lab.state / "templates", os.O_PATH)) as templates,
@@ -205,8 +202,10 @@ def test_an_idmapped_layer_is_nowhere_to_be_found_and_for_reading(
     assert mounted_below(lab.state) == []
 
 
-def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple[int, ...]) -> None:
-    """A killed daemon detaches nothing; overlays that were made keep what they lie on."""
+def test_attached_clones_of_a_killed_daemon_are_unmounted_at_the_next_start(
+    lab: Lab, kernel: tuple[int, ...]
+) -> None:
+    """Existing overlays keep their layers."""
     killed, order, other = LocalMounter(lab.state), lab.checkout(USER), lab.checkout((20000, 20000))
     lab.mount(killed, order)
     left = set(mounted_below(lab.state / "idmaps"))
@@ -223,12 +222,8 @@ def test_what_was_left_attached_goes_with_the_next_start(lab: Lab, kernel: tuple
     assert (lab.tree(other) / "src/main.py").read_text() == "print(1)\n"
 
 
-def test_what_one_owner_uses_is_not_taken_from_under_it(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither where many others come, nor where the templates are replaced: each view lasts as long
-    as its descriptor.
-    """
+def test_a_clone_in_use_is_not_closed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when many other owners come, nor when the templates are replaced."""
     monkeypatch.setattr(MappedTemplates, "MAX", 16)
     mapped = MappedTemplates(str(lab.state / "idmaps"))
     with (
@@ -259,8 +254,8 @@ def test_what_one_owner_uses_is_not_taken_from_under_it(
     assert mounted_below(lab.state) == []
 
 
-def test_templates_that_were_replaced_are_seen_anew(lab: Lab, mounter: LocalMounter) -> None:
-    """The view of the old directory would show nothing."""
+def test_replaced_templates_are_cloned_again(lab: Lab, mounter: LocalMounter) -> None:
+    """The clone of the old directory would be empty."""
     lab.mount(mounter, lab.checkout(USER))
     (lab.state / "templates").rename(lab.state / "old")
     lab.layer(TREE, {"README": "other\n"})
@@ -270,9 +265,7 @@ def test_templates_that_were_replaced_are_seen_anew(lab: Lab, mounter: LocalMoun
 
 
 def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
-    """A shell in a mount namespace of its own, as a container has it: `directory` is bound there
-    with rslave.
-    """
+    """A shell in a mount namespace of its own, as a container's, with `directory` bound rslave."""
     at.mkdir()
     enter = f"mount --rbind {directory} {at} && echo ready && exec sh"
     command = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", enter]
@@ -285,9 +278,7 @@ def slave_of(directory: Path, at: Path) -> subprocess.Popen[str]:
 def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(
     lab: Lab, mounter: LocalMounter, tmp_path: Path
 ) -> None:
-    """A container that bound the directory follows, and what it writes lands in the new layer;
-    nothing is left stacked.
-    """
+    """A container that bound the directory follows and writes to the new layer; nothing is left stacked."""
     mounter.open()
     first = lab.checkout()
     lab.mount(mounter, first)
@@ -320,20 +311,16 @@ def test_an_overlay_is_replaced_in_one_step_for_all_who_see_it(
         shell.stdin.close()
 
 
-def test_what_nobody_mounted_is_replaced_too(lab: Lab, mounter: LocalMounter) -> None:
-    """As after a reboot; and on a kernel that mounts nothing beneath another mount."""
+def test_replacing_nothing_mounts(lab: Lab, mounter: LocalMounter) -> None:
+    """As after a reboot, and without MOVE_MOUNT_BENEATH."""
     order = lab.checkout()
     with opened(mounter.make(order)) as mount:
         mounter.replace(order.checkout, mount)
     assert (lab.tree(order) / "README").exists()
 
 
-def test_what_clients_write_is_bound_without_set_id_bits_and_devices(
-    lab: Lab, mounter: LocalMounter
-) -> None:
-    """Once, however often a daemon starts; it propagates; and it goes where nothing uses it any
-    more.
-    """
+def test_client_directories_are_bound_nosuid_and_nodev(lab: Lab, mounter: LocalMounter) -> None:
+    """Once, however often a daemon starts; the bind propagates, and is undone when unused."""
     for _ in range(2):
         LocalMounter(lab.state).open()
     bound = [str(lab.state / name) for name in ("leases", "checkouts")]
@@ -356,8 +343,8 @@ def test_what_clients_write_is_bound_without_set_id_bits_and_devices(
     assert mounted_below(lab.state) == []
 
 
-def test_a_mount_with_a_process_inside_goes_away(lab: Lab, mounter: LocalMounter) -> None:
-    """A process that sits in a tree keeps the old one for itself, and blocks nobody."""
+def test_a_mount_in_use_is_unmounted(lab: Lab, mounter: LocalMounter) -> None:
+    """A process inside keeps the old tree, and blocks nothing."""
     order = lab.checkout()
     lab.mount(mounter, order)
     tree = lab.tree(order)
@@ -369,7 +356,7 @@ def test_a_mount_with_a_process_inside_goes_away(lab: Lab, mounter: LocalMounter
 
 
 def test_everything_at_a_place_is_unmounted(lab: Lab, mounter: LocalMounter) -> None:
-    """Mounts that were stacked by mistake go together; nothing there is fine."""
+    """Stacked mounts too; no mount is fine."""
     first, second = lab.checkout(), lab.checkout()
     tree = str(lab.tree(first))
     lab.mount(mounter, first)
@@ -381,10 +368,8 @@ def test_everything_at_a_place_is_unmounted(lab: Lab, mounter: LocalMounter) -> 
     mounts.umount(f"{tree}/nothing")
 
 
-def test_what_is_gone_is_told_apart_from_what_is_refused(lab: Lab, mounter: LocalMounter) -> None:
-    """A layer that is missing can be made again; directories that no overlay can be made of are the
-    host's matter.
-    """
+def test_a_missing_path_differs_from_a_refusal(lab: Lab, mounter: LocalMounter) -> None:
+    """A missing layer can be made again; a refusal is a matter of the host."""
     order = lab.checkout()
     with pytest.raises(FileNotFoundError):
         mounter.make(OverlayOrder(order.checkout, "layer", (GIT, TREE.replace("1", "3")), None))
@@ -417,7 +402,7 @@ def test_a_descent_follows_no_link(lab: Lab) -> None:
         os.close(fd)
 
 
-def test_a_process_knows_what_it_may_do() -> None:
+def test_capabilities_are_detected() -> None:
     """The tests run with all capabilities, an ordinary process with none."""
     assert has_capabilities(Capability.SYS_ADMIN, Capability.CHOWN)
     script = "from mirrord.host.processes import may_give_files_away; "
@@ -435,8 +420,8 @@ def test_a_process_knows_what_it_may_do() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_what_resists_a_removal_is_found_again_under_the_name_it_had(tmp_path: Path) -> None:
-    """Deep directories are moved up on the way; whoever tries again knows nothing of that."""
+def test_a_failed_removal_restores_moved_directories(tmp_path: Path) -> None:
+    """Deep directories are moved up on the way; the next try knows only the first name."""
     (held,) = make(tmp_path, f"checkout/{'a/' * 70}mount")
     make(tmp_path, "checkout/a/c/d", "checkout/e/f")
     subprocess.run(["mount", "-t", "tmpfs", "none", held], check=True)

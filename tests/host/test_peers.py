@@ -1,4 +1,4 @@
-"""Who is at the other end of a socket, and what they may do."""
+"""Peers of a socket: identity and role."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ def settings(**access: object) -> Settings:
 
 
 @pytest.mark.root
-def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
-    """Uid, gid, pid and supplementary groups of a process of another user, as it was when it
-    connected.
-    """
+def test_the_kernel_identifies_a_peer(tmp_path: Path) -> None:
+    """Uid, gid, pid and supplementary groups at the time of connect(2)."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -53,14 +51,14 @@ def test_a_peer_is_known_by_the_kernel(tmp_path: Path) -> None:
 
 
 def test_root_and_the_daemons_user_are_administrators() -> None:
-    """They could read everything anyway."""
+    """They can read everything anyway."""
     access = Access(settings, own_uid=42)
     assert access.role(Peer(0, 0, 1)) is Role.ADMIN
     assert access.role(Peer(42, 42, 1)) is Role.ADMIN
 
 
-def test_a_name_that_this_host_does_not_know_is_logged_once() -> None:
-    """At a start, and when the configuration comes to name it; not at each look."""
+def test_an_unknown_name_is_logged_once() -> None:
+    """At a start, and after a reload that adds it; not at each look-up."""
     named: dict[str, object] = {"group": "no-such-group"}
     with capture_logs() as logged:
         access = Access(lambda: settings(**named), own_uid=42)
@@ -78,7 +76,6 @@ def test_a_name_that_this_host_does_not_know_is_logged_once() -> None:
 
 
 def test_administrators_are_named_by_name_or_uid() -> None:
-    """`admins` takes both."""
     access = Access(lambda: settings(admins=["nobody", 1234]), own_uid=42)
     assert access.role(Peer(NOBODY, NOBODY, 1)) is Role.ADMIN
     assert access.role(Peer(1234, 1234, 1)) is Role.ADMIN
@@ -89,7 +86,7 @@ def test_administrators_are_named_by_name_or_uid() -> None:
     ("gid", "groups", "role"),
     [(1, (), Role.MEMBER), (7, (1, 2), Role.MEMBER), (7, (2,), Role.STRANGER)],
 )
-def test_members_have_the_group_as_first_or_further_one(
+def test_members_have_the_group_as_primary_or_supplementary(
     gid: int, groups: tuple[int, ...], role: Role
 ) -> None:
     """Group 1 is daemon on every Debian."""
@@ -97,16 +94,14 @@ def test_members_have_the_group_as_first_or_further_one(
     assert access.role(Peer(1000, gid, 1, groups)) is role
 
 
-def test_a_group_that_does_not_exist_admits_nobody_and_is_warned_about() -> None:
-    """A missing group must never mean everybody."""
+def test_a_missing_group_admits_no_member_and_is_logged() -> None:
     access = Access(lambda: settings(group="no-such-group", admins=["no-such-user"]), own_uid=42)
     assert access.role(Peer(1000, 0, 1, (0,))) is Role.STRANGER
     assert any("no-such-group" in text for text in access.warnings)
     assert any("no-such-user" in text for text in access.warnings)
 
 
-def test_a_refresh_takes_new_settings() -> None:
-    """After a reload, roles are as the new configuration says."""
+def test_a_refresh_applies_new_settings() -> None:
     current = settings()
     access = Access(lambda: current, own_uid=os.geteuid())
     assert access.role(Peer(1234, 1234, 1)) is Role.STRANGER
@@ -116,9 +111,7 @@ def test_a_refresh_takes_new_settings() -> None:
 
 
 def test_subordinate_uids_count_as_their_user(tmp_path: Path) -> None:
-    """A user with 65,536 of them is one user; those of root and of names that are not known are
-    users of their own.
-    """
+    """A user with 65,536 of them is one user; a range of root or of an unknown name is a user of its own."""
     file = tmp_path / "subuid"
     file.write_text(
         "nobody:100000:65536\n1234:200000:10\nroot:300000:10\nno-such-user:400000:10\n:x:\n1234:5\n"

@@ -1,4 +1,4 @@
-"""The reserve on the disk: caches go first, and who is refused learns by how much."""
+"""The reserve on the disk: caches are evicted before work is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 class Disk:
-    """A disk with so many MiB free, of which an eviction frees some."""
+    """A disk with a number of MiB free, of which an eviction frees some."""
 
     def __init__(self, free_mib: int, evictable_mib: int = 0) -> None:
         self.free, self.evictable = free_mib << 20, evictable_mib << 20
@@ -50,7 +50,7 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Disk]]:
         (900, 10, [1148], True),
     ],
 )
-def test_caches_go_before_anybody_is_refused(
+def test_caches_are_evicted_before_work_is_refused(
     disks: list[Disk], free_mib: int, evictable_mib: int, asked: list[int], is_refused: bool
 ) -> None:
     disk = Disk(free_mib, evictable_mib)
@@ -63,8 +63,8 @@ def test_caches_go_before_anybody_is_refused(
     assert disk.asked == asked
 
 
-def test_an_eviction_that_did_not_help_is_not_repeated_at_once(disks: list[Disk]) -> None:
-    """It looks at every template; a crowd of refused requests must not."""
+def test_an_eviction_without_effect_is_not_repeated_at_once(disks: list[Disk]) -> None:
+    """It reads every template, which a crowd of refused requests must not cause."""
     disk = Disk(900)
     disks.append(disk)
     for _ in range(3):

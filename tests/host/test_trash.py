@@ -1,4 +1,4 @@
-"""The trash: one queue, removed in the background, and again where something resists."""
+"""The trash: one queue, emptied in the background, with retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def gone(*paths: Path) -> None:
             await anyio.sleep(0.01)
 
 
-async def test_trees_go_in_batches_to_whoever_removes_them(tmp_path: Path) -> None:
+async def test_trees_are_removed_in_batches(tmp_path: Path) -> None:
     batches: list[list[Path]] = []
 
     async def remover(paths: list[Path]) -> dict[Path, str]:
@@ -49,7 +49,7 @@ async def test_trees_go_in_batches_to_whoever_removes_them(tmp_path: Path) -> No
     await trash.close()
 
 
-async def test_what_was_taken_down_whole_is_not_removed_again(tmp_path: Path) -> None:
+async def test_a_complete_take_down_needs_no_removal(tmp_path: Path) -> None:
     async def remover(paths: list[Path]) -> dict[Path, str]:
         raise AssertionError(paths)
 
@@ -65,7 +65,7 @@ async def test_what_was_taken_down_whole_is_not_removed_again(tmp_path: Path) ->
     await trash.close()
 
 
-async def test_what_resists_is_taken_down_and_removed_again(tmp_path: Path) -> None:
+async def test_a_failed_removal_is_retried(tmp_path: Path) -> None:
     tries: list[int] = []
 
     async def take_down() -> bool:
@@ -100,8 +100,8 @@ async def test_a_discarded_tree_frees_its_name_at_once(tmp_path: Path) -> None:
     trash.discard(there)  # a missing one is fine
 
 
-async def test_a_user_with_a_long_backlog_keeps_no_other_waiting(tmp_path: Path) -> None:
-    """Alice has more to be removed than she may; Bob goes on."""
+async def test_a_user_does_not_wait_for_anothers_backlog(tmp_path: Path) -> None:
+    """Alice has reached her limit; Bob has not."""
     user, may_go = ["alice"], asyncio.Event()
 
     async def take_down() -> bool:

@@ -1,4 +1,4 @@
-"""Roots: directories, tars and images that hold something of the future, lead to it, or are hostile."""
+"""Roots: directories, tars and images with later content, links to it, or hostile content."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def as_zip(files: dict[str, str | bytes]) -> bytes:
 # -- directories -----------------------------------------------------------------------------------
 
 
-def test_content_of_the_future_is_found_wherever_it_lies(world: World, tmp_path: Path) -> None:
-    """Of a later commit, a kept ref, no ref at all; with the first commit that has it."""
+def test_later_content_is_found_everywhere(world: World, tmp_path: Path) -> None:
+    """Of a later commit, a kept ref, no ref; with the first commit that has it."""
     site = "lib/python3.11/site-packages"
     root = write(
         tmp_path / "root",
@@ -135,7 +135,7 @@ def test_content_of_the_future_is_found_wherever_it_lies(world: World, tmp_path:
 
 
 def test_licences_and_files_of_other_packages_are_no_leaks(world: World, tmp_path: Path) -> None:
-    """A mirror has copies of them: the environment that somebody committed to a branch."""
+    """A mirror has copies of them, as in an environment committed to a branch."""
     site = "lib/python3.11/site-packages"
     root = write(tmp_path / "root", {f"{site}/six.py": SIX, "doc/LICENSE.txt": LICENCE})
     report = scan(world, root)
@@ -169,7 +169,7 @@ def test_members_of_wheels_sdists_and_caches_are_files(world: World, tmp_path: P
 
 
 def test_installs_that_lead_elsewhere_are_leaks(world: World, tmp_path: Path) -> None:
-    """To the checkout, to what was scanned, or to a commit of the past they may lead."""
+    """Except to the checkout, into the scanned root, or to an earlier commit."""
     direct = "site-packages/w-1.dist-info/direct_url.json"
     url = "https://forge.example/other/Widget.git"
     root = write(
@@ -202,9 +202,7 @@ def test_installs_that_lead_elsewhere_are_leaks(world: World, tmp_path: Path) ->
     }
 
 
-def test_an_environment_is_judged_at_the_place_where_it_is_seen(
-    world: World, tmp_path: Path
-) -> None:
+def test_an_environment_is_judged_at_its_fixed_path(world: World, tmp_path: Path) -> None:
     line = f"{ENVIRONMENT}/src/other\n"
     root = write(tmp_path / "e", {"lib/a.pth": line, "src/other/x.py": "pass\n"})
     assert scan_environment(root, world.mirror, world.base) == []
@@ -216,7 +214,7 @@ def test_an_environment_is_judged_at_the_place_where_it_is_seen(
         scan_environment(root, world.mirror, "1" * 40)
 
 
-def test_repositories_are_judged_and_those_of_other_projects_told(
+def test_repositories_are_judged_except_those_of_other_projects(
     world: World, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
@@ -251,7 +249,7 @@ def test_a_sealed_repository_and_its_tree_are_sealed(world: World, tmp_path: Pat
 
 
 def test_nothing_outside_of_the_root_is_read(world: World, tmp_path: Path) -> None:
-    """Links, alternates and pointers lead out of it; devices and pipes hold nobody up."""
+    """Links, alternates and pointers lead out of it; devices and pipes do not block."""
     root = write(tmp_path / "root", {"a/keep": "x"})
     write(tmp_path / "outside", {"core.py": FIXED})
     (root / "a/out").symlink_to(tmp_path / "outside")
@@ -285,7 +283,7 @@ def test_loose_objects_without_a_repository_are_found_by_their_names(
     ids=["plain", "gzip", "bzip2", "xz", "zstd"],
 )  # fmt: skip
 def test_a_tar_of_a_root_file_system(world: World, tmp_path: Path, compress: object) -> None:
-    """With hard links, members of archives, and a repository that is taken out to be judged."""
+    """With hard links, nested archives, and a repository that is extracted and judged."""
     files: dict[str, str | bytes] = {
         "./usr/lib/python3/site-packages/widget/core.py": FIXED,
         "again.py": "==./usr/lib/python3/site-packages/widget/core.py",
@@ -311,7 +309,7 @@ def test_a_tar_of_a_root_file_system(world: World, tmp_path: Path, compress: obj
 
 
 def layers_of(world: World) -> list[bytes]:
-    """A clone and the fix in the first; the second takes most of that away; the third adds."""
+    """A clone and the fix in the first layer; the second removes most of that; the third adds."""
     repository: dict[str, str | bytes] = {
         f"testbed/.git/{path.relative_to(world.clone / '.git')}": path.read_bytes()
         for path in (world.clone / ".git").rglob("*")
@@ -362,7 +360,7 @@ def oci_archive(layers: list[bytes]) -> bytes:
 
 @pytest.mark.parametrize("save", [docker_archive, oci_archive])
 def test_layers_of_an_image_cover_each_other(world: World, tmp_path: Path, save: object) -> None:
-    """What a container does not see is told, and is no leak."""
+    """What a container does not see is reported as hidden, and is no leak."""
     image = tmp_path / "image.tar"
     image.write_bytes(save(layers_of(world)))  # type: ignore[operator]
     report = scan(world, image)
@@ -375,8 +373,8 @@ def test_layers_of_an_image_cover_each_other(world: World, tmp_path: Path, save:
     assert (report.sealed, len(report.leaks)) == (True, 1)
 
 
-def test_a_repository_is_put_together_from_its_layers(world: World, tmp_path: Path) -> None:
-    """HEAD of the second layer counts, and what the first has below it."""
+def test_a_repository_is_merged_from_its_layers(world: World, tmp_path: Path) -> None:
+    """HEAD of the second layer with the objects of the first."""
     files: dict[str, str | bytes] = {
         f"r/.git/{path.relative_to(world.clone / '.git')}": path.read_bytes()
         for path in (world.clone / ".git").rglob("*")
@@ -400,10 +398,10 @@ def test_an_image_without_one_of_its_layers_is_not_sealed(world: World, tmp_path
 # -- hostile ---------------------------------------------------------------------------------------
 
 
-def test_damaged_archives_among_the_files_are_told(
+def test_damaged_archives_are_reported(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So are bombs; what comes before the fault is judged."""
+    """Bombs too; what precedes the damage is judged."""
     monkeypatch.setattr(contents, "_FREE_BYTES", 1 << 20)
     inner = as_zip({"d.zip": as_zip({"e.zip": as_zip({"f": FIXED})})})
     root = write(
@@ -427,8 +425,8 @@ def test_damaged_archives_among_the_files_are_told(
     }  # fmt: skip
 
 
-def test_a_layer_that_cannot_be_read_is_a_leak(world: World, tmp_path: Path) -> None:
-    """Nobody can vouch for it: torn, garbage in the middle, names that lead out."""
+def test_an_unreadable_layer_is_a_leak(world: World, tmp_path: Path) -> None:
+    """Truncated, with garbage in the middle, or with names that lead out."""
     image = tmp_path / "image.tar"
     whole = as_tar({"a": "x" * 600, "b": "y" * 600})
     garbage = whole[:1536] + b"\xff" * 512 + whole[2048:]
@@ -440,7 +438,7 @@ def test_a_layer_that_cannot_be_read_is_a_leak(world: World, tmp_path: Path) -> 
         assert found(scan(world, image)) == {("unreadable", "")}
 
 
-def test_what_is_no_root_is_refused(world: World, tmp_path: Path) -> None:
+def test_other_files_are_refused(world: World, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(UsageError):
@@ -448,8 +446,8 @@ def test_what_is_no_root_is_refused(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_files_that_may_not_be_read_are_leaks(world: World, tmp_path: Path) -> None:
-    """And trees deeper than a path is long are left, and told."""
+def test_unreadable_files_are_leaks(world: World, tmp_path: Path) -> None:
+    """And so are trees deeper than PATH_MAX."""
     root = write(tmp_path / "root", {"x": "x"})
     deep = os.open(root, os.O_RDONLY)
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""verify_seal against every published way to leak the future, and against repositories that are hostile."""
+"""verify_seal against every published leak of later history, and against hostile repositories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    """What each test has a copy of, beside a sealed store made of it."""
+    """An upstream and a sealed store made of it, which each test copies."""
     upstream = Upstream(tmp_path_factory.mktemp("grown") / "upstream")
     for number, commit in enumerate(upstream.history(10)):
         if number in {2, 7}:
@@ -41,7 +41,7 @@ def base_of(upstream: Upstream) -> str:
 
 
 def sealed_by_hand(upstream: Upstream, path: Path) -> str:
-    """A store with the closure of the base commit, its tag, and nothing else."""
+    """A store with the closure of the base commit and its tag."""
     base = base_of(upstream)
     git(path.parent, "init", "-q", str(path))
     objects = upstream.git("rev-list", "--objects", base, "v2").encode()
@@ -68,7 +68,7 @@ def kinds(path: Path, base: str, mirror: Path | None = None) -> set[str]:
 
 
 def test_exact_store_is_sealed(sealed: tuple[Path, str], upstream: Upstream) -> None:
-    """The closure, a tag on an ancestor and a detached HEAD are no leak, with and without the mirror to compare with."""
+    """With the closure, a tag on an ancestor and a detached HEAD; with and without the mirror."""
     path, base = sealed
     report = verify_seal(path, base)
     assert (report.sealed, report.leaks, report.head) == (True, [], base)
@@ -114,7 +114,7 @@ def test_ordinary_clone_leaks_objects_refs_and_remote(upstream: Upstream, tmp_pa
 
 
 def test_stripped_refs_leave_unreachable_objects(upstream: Upstream, tmp_path: Path) -> None:
-    """Deleting the names of later commits does not delete the commits."""
+    """Removing the names of later commits does not remove the commits."""
     base = base_of(upstream)
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", "--no-local", upstream.url, str(clone))
@@ -140,7 +140,7 @@ def test_shallow_clone_is_incomplete(upstream: Upstream, tmp_path: Path) -> None
 
 
 def test_later_tag_is_a_leak(sealed: tuple[Path, str], upstream: Upstream) -> None:
-    """A tag of a later commit leaks its name even where the commit is absent."""
+    """Its name leaks even if the commit is absent."""
     path, base = sealed
     with (path / ".git/packed-refs").open("a") as file:
         file.write(f"{upstream.git('rev-parse', 'v7')} refs/tags/v7\n")
@@ -148,7 +148,7 @@ def test_later_tag_is_a_leak(sealed: tuple[Path, str], upstream: Upstream) -> No
 
 
 def test_own_commits_are_outside_the_closure(sealed: tuple[Path, str]) -> None:
-    """What an agent commits is judged too: the seal is as of now."""
+    """An agent's commits are judged too."""
     path, base = sealed
     (path / "new.txt").write_text("new\n")
     git(path, "add", "new.txt")
@@ -212,7 +212,7 @@ def test_configuration_that_leads_outside_is_found(
 def test_bundles_and_packs_outside_the_store_are_found(
     sealed: tuple[Path, str], upstream: Upstream
 ) -> None:
-    """Neither a bundle nor a pack without an index is seen by git, but both hold the answer."""
+    """git sees neither a bundle nor a pack without an index, but both have the solution."""
     path, base = sealed
     upstream.git("bundle", "create", "-q", str(path / ".git/info/x"), "HEAD")
     objects = upstream.git("rev-list", "--objects", "HEAD").encode()
@@ -300,7 +300,7 @@ def index_later_blob(git_dir: Path, upstream: Upstream) -> None:
 
 
 def index_extension(git_dir: Path, _: Upstream) -> None:
-    """An optional extension, which every git passes over."""
+    """An optional extension, which git ignores."""
     data = (git_dir / "index").read_bytes()[:-20]
     data += b"ZZZZ" + (4).to_bytes(4, "big") + b"gold"
     (git_dir / "index").write_bytes(data + hashlib.sha1(data).digest())
@@ -319,7 +319,7 @@ def trail_loose_object(git_dir: Path, _: Upstream) -> None:
 
 
 def reverse_index(git_dir: Path, _: Upstream) -> None:
-    """One with bytes of its own and a right checksum."""
+    """One with foreign bytes and a correct checksum."""
     git(git_dir, "-c", "pack.writeReverseIndex=true", "index-pack", str(pack_of(git_dir)))
     file = pack_of(git_dir).with_suffix(".rev")
     file.chmod(0o644)
@@ -401,7 +401,7 @@ def link_directory(place: str) -> Callable[[Path, Upstream], None]:
         pytest.param(link_directory("info"), "stray-file", id="info is a link"),
     ],
 )
-def test_only_what_is_listed_in_its_exact_form_may_be_there(
+def test_only_listed_files_in_their_exact_form_are_allowed(
     sealed: tuple[Path, str], upstream: Upstream, hide: Callable[[Path, Upstream], None], kind: str
 ) -> None:
     path, base = sealed
@@ -409,10 +409,8 @@ def test_only_what_is_listed_in_its_exact_form_may_be_there(
     assert kind in kinds(path, base)
 
 
-def test_what_git_does_in_a_sealed_repository_breaks_no_seal(
-    sealed: tuple[Path, str], upstream: Upstream
-) -> None:
-    """An own configuration, reflogs, an index of every version, packed refs and reverse indexes are in their exact form."""
+def test_the_work_of_git_breaks_no_seal(sealed: tuple[Path, str], upstream: Upstream) -> None:
+    """Its configuration, reflogs, indexes of every version, packed refs and reverse indexes have the exact form."""
     path, base = sealed
     git(path, "config", "user.name", "somebody")
     git(path, "checkout", "-q", "-b", "mine")
@@ -442,7 +440,7 @@ def test_submodule_of_the_commit_is_no_leak_and_another_is(
     assert kinds(path, base) == {"index"}
 
 
-def test_message_of_a_squashed_commit_holds_no_answer(upstream: Upstream, tmp_path: Path) -> None:
+def test_the_message_of_a_squashed_commit_is_checked(upstream: Upstream, tmp_path: Path) -> None:
     base = base_of(upstream)
     path = tmp_path / "squashed"
     git(tmp_path, "init", "-q", str(path))
@@ -460,8 +458,8 @@ def test_message_of_a_squashed_commit_holds_no_answer(upstream: Upstream, tmp_pa
     assert "head" in kinds(path, base, upstream.path / ".git")
 
 
-def test_depth_that_no_recursion_takes_is_walked(sealed: tuple[Path, str]) -> None:
-    """More directories than Python recurses, or a path is long, end in an answer."""
+def test_trees_deeper_than_recursion_are_walked(sealed: tuple[Path, str]) -> None:
+    """Deeper than Python recurses, and than PATH_MAX."""
     path, base = sealed
     here = os.open(path, os.O_RDONLY)
     for _ in range(1100):
@@ -483,7 +481,7 @@ def test_submodule_store_is_found(
 
 
 def test_object_under_a_false_name_is_found(sealed: tuple[Path, str], upstream: Upstream) -> None:
-    """A loose file with an allowed name and a later blob's bytes does not pass."""
+    """A loose file with an allowed name and a later blob's bytes."""
     path, base = sealed
     allowed = upstream.git("rev-parse", f"{base}:README")
     later = upstream.git("rev-parse", "HEAD:README")
@@ -493,7 +491,7 @@ def test_object_under_a_false_name_is_found(sealed: tuple[Path, str], upstream: 
     assert kinds(path, base) == {"damaged"}
 
 
-def test_index_that_lies_about_its_pack_is_found(sealed: tuple[Path, str]) -> None:
+def test_index_that_differs_from_its_pack_is_found(sealed: tuple[Path, str]) -> None:
     path, base = sealed
     index = next((path / ".git/objects/pack").glob("*.idx"))
     index.chmod(0o644)
@@ -525,7 +523,7 @@ def test_absent_base_is_incomplete(sealed: tuple[Path, str], upstream: Upstream)
 
 
 def test_squashed_store_is_sealed_with_the_mirror(upstream: Upstream, tmp_path: Path) -> None:
-    """One commit without parents on the base's tree is the squashed history of that base."""
+    """One commit without parents, with the base's tree, is the squashed history of that base."""
     base = base_of(upstream)
     path = tmp_path / "squashed"
     git(tmp_path, "init", "-q", str(path))
@@ -545,7 +543,7 @@ def test_squashed_store_is_sealed_with_the_mirror(upstream: Upstream, tmp_path: 
     assert "--mirror" in next(leak.detail for leak in report.leaks if leak.kind == "head")
 
 
-def test_hostile_repository_runs_nothing_and_holds_nobody(
+def test_hostile_repository_runs_nothing_and_does_not_block(
     sealed: tuple[Path, str], tmp_path: Path
 ) -> None:
     """Hooks, fsmonitor, filters, aliases, pagers, a FIFO for HEAD: nothing runs, nothing hangs."""
@@ -572,17 +570,17 @@ def test_git_file_is_followed(sealed: tuple[Path, str], tmp_path: Path) -> None:
     assert kinds(path, base) == set()
 
 
-def test_what_is_no_repository_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_repository_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PathNotFoundError):
         verify_seal(tmp_path, "1" * 40)
     with pytest.raises(InvalidCommitError):
         verify_seal(tmp_path, "main")
 
 
-def test_a_commit_graph_names_the_closure_only(
+def test_a_commit_graph_may_name_only_the_closure(
     sealed: tuple[Path, str], upstream: Upstream
 ) -> None:
-    """One of the closure is no leak, single or in a chain; one with later commits is, and so is one that cannot be read."""
+    """Single or in a chain; an unreadable one is a leak."""
     path, base = sealed
     git(path, "commit-graph", "write", "--stdin-commits", stdin=f"{base}\n".encode())
     assert kinds(path, base) == set()
