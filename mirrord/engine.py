@@ -270,11 +270,10 @@ class Engine:
             self.templates, self.environments, prewarm,
             on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
         )  # fmt: skip
-        self._watches: list[Watch] = []
         # the mirrors first: datasets remove pins that mirrors adopt
         cleanup = Cleanup([self.mirrors.clean_up, self.trash.retry, self.datasets.clean_up])
         jobs = Timetable(
-            self.started_at, self.checkouts, self.work, cleanup, self.storage, self._watches,
+            self.started_at, self.checkouts, self.work, cleanup, self.storage,
             self.monitor.sample,
         )  # fmt: skip
         self.schedule = Schedule(jobs.table)
@@ -288,7 +287,6 @@ class Engine:
             )  # fmt: skip
             await rounds.open()
             self._closing.push_async_callback(rounds.close)
-        self._closing.push_async_callback(self._close_watches)
         self._dataset_watch: Watch | None = None
         await self._watch_datasets()
         if file := self._config_path:
@@ -342,16 +340,11 @@ class Engine:
             await self._open_watch(self._dataset_watch)
         elif self._dataset_watch and not is_wanted:
             watch, self._dataset_watch = self._dataset_watch, None
-            self._watches.remove(watch)
             await watch.close()
 
     async def _open_watch(self, watch: Watch) -> None:
-        self._watches.append(watch)
+        self._closing.push_async_callback(watch.close)
         await watch.open()
-
-    async def _close_watches(self) -> None:
-        for watch in self._watches:
-            await watch.close()
 
     async def _import_watched(self, path: Path) -> None:
         """Import a file. A refused one is a health warning while it exists."""

@@ -22,7 +22,6 @@ from .activity import SNAPSHOT_S
 from .checkouts.service import Checkouts
 from .errors import MirrordError, UpstreamAuthError, UpstreamNotFoundError, from_problem
 from .host.processes import trim_memory
-from .jobs.watch import Watch
 from .model import AuditLevel, MirrorName, utc_now
 from .protocol import Audit, JobState, Operation, StartAudit
 from .storage import Storage
@@ -214,7 +213,6 @@ class Timetable:
     work: BackgroundWork
     cleanup: Cleanup
     storage: Storage
-    watches: list[Watch]
     sample: Callable[[], Awaitable[None]]
 
     async def table(self) -> list[Job]:
@@ -263,7 +261,6 @@ class Timetable:
             regular("activity.sample", timedelta(seconds=SNAPSHOT_S), self.sample),
             regular("disk.look", timedelta(seconds=2), self.storage.look),
             regular("templates.evict", timedelta(minutes=5), self._evict),
-            regular("watch.look", _MINUTE, self._wake_watches),
             regular("quotas.weigh", _MINUTE, self.checkouts.quotas.weigh),
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
@@ -304,10 +301,6 @@ class Timetable:
     async def _evict(self) -> None:
         await self.work.templates.evict()
         await self.work.prewarm.resume()
-
-    async def _wake_watches(self) -> None:
-        for watch in self.watches:
-            watch.wake()
 
     async def _finish(self, operation: Operation) -> Operation:
         """Wait for an operation. Raises its error."""

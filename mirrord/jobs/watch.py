@@ -2,7 +2,7 @@
 
 A file is handled once it has the same stat twice, a moment apart, and was not handled in that state
 before. A failure is not retried until the file changes. inotify only wakes the watch: its queue can
-overflow silently and its instances can run out, so `wake` is also called by a timer.
+overflow silently and its instances can run out, so the files are also checked every minute.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import anyio.to_thread
+import anyio
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
 from watchdog.observers import Observer
 
@@ -44,7 +44,8 @@ class Signature(NamedTuple):
 class Watch:
     """Calls `handle` with each changed file of `directory` whose name `matches`.
 
-    `known` are files that an earlier daemon handled. A file must not change for `quiet`.
+    `known` are files that an earlier daemon handled. A file must not change for `quiet`. `interval`
+    is for checks without inotify.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Watch:
         *,
         known: Mapping[Path, Signature] | None = None,
         quiet: timedelta = timedelta(seconds=1),
+        interval: timedelta = timedelta(minutes=1),
     ) -> None:
         self._directory, self._matches, self._handle = directory, matches, handle
         self._handled: dict[Path, Signature] = dict(known or {})
-        self._quiet_s = quiet.total_seconds()
+        self._quiet_s, self._interval_s = quiet.total_seconds(), interval.total_seconds()
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._observer = Observer()
@@ -77,10 +79,6 @@ class Watch:
             self._observer.stop()
             await anyio.to_thread.run_sync(self._observer.join)
 
-    def wake(self) -> None:
-        """Check the files again soon."""
-        self._woken.set()
-
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         handler = _ChangeHandler(lambda: loop.call_soon_threadsafe(self._woken.set))
         try:
@@ -91,7 +89,8 @@ class Watch:
 
     async def _follow(self) -> None:
         while True:
-            await self._woken.wait()
+            with anyio.move_on_after(self._interval_s):
+                await self._woken.wait()
             self._woken.clear()
             pending = await self._unhandled()
             while pending:

@@ -33,7 +33,10 @@ class Handled:
 
 
 def run(
-    directory: Path, story: Callable[[Watch, Handled], Awaitable[None]], known: tuple[str, ...] = ()
+    directory: Path,
+    story: Callable[[Watch, Handled], Awaitable[None]],
+    known: tuple[str, ...] = (),
+    interval: timedelta = timedelta(minutes=1),
 ) -> Handled:
     handled = Handled()
 
@@ -43,7 +46,9 @@ def run(
             for name in known
             if (signature := signature_of(directory / name))
         }
-        watch = Watch(directory, is_complete_name, handled, known=signatures, quiet=QUIET)
+        watch = Watch(
+            directory, is_complete_name, handled, known=signatures, quiet=QUIET, interval=interval
+        )
         await watch.open()
         try:
             await story(watch, handled)
@@ -106,15 +111,25 @@ def test_a_failure_is_not_retried_until_the_file_changes(tmp_path: Path) -> None
     file = tmp_path / "bad.jsonl"
     file.write_text("x")
 
-    async def story(watch: Watch, handled: Handled) -> None:
+    async def story(_: Watch, handled: Handled) -> None:
         await handled.until(1)
-        watch.wake()
         await anyio.sleep(0.15)
         assert len(handled.paths) == 1
         file.write_text("xy")
         await handled.until(2)
 
-    run(tmp_path, story)
+    run(tmp_path, story, interval=timedelta(seconds=0.02))
+
+
+def test_files_are_found_without_inotify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "_observe", lambda *_: None)
+
+    async def story(_: Watch, handled: Handled) -> None:
+        await anyio.sleep(0.1)
+        (tmp_path / "a.jsonl").write_text("{}")
+        await handled.until(1)
+
+    run(tmp_path, story, interval=timedelta(seconds=0.02))
 
 
 def test_directories_and_symlinks_are_not_files(tmp_path: Path) -> None:
