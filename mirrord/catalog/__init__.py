@@ -227,7 +227,6 @@ class Catalog:
     resolve_instances = _writes(spool.resolve_instances)
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)
-    instances_of = _reads(datasets.instances_of)
 
     put_audit = _writes(mirrors.put_audit)
     find_audit = _reads(mirrors.find_audit)

@@ -489,10 +489,3 @@ def find_history_limit(connection: Connection, key: str, commit: CommitId) -> Hi
     )
     limits = [History(each) for each in connection.execute(query.distinct()).scalars()]
     return next((each for each in limits if all(map(each.is_within, limits))), None)
-
-
-def instances_of(connection: Connection, key: str, commit: CommitId) -> list[str]:
-    """Return the ids of all instances that record a commit, in any role."""
-    query = select(recorded.c.instance_id).distinct()
-    query = query.where(recorded.c.mirror_key == key.lower(), recorded.c.commit_id == commit)
-    return sorted(connection.execute(query).scalars())

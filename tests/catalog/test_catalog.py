@@ -439,7 +439,6 @@ def test_recorded_commits_are_listed_by_mirror_and_by_dataset_in_the_registered_
         ]
         assert {str(row.mirror) for row in rows} == {"PSF__requests"}
         assert len(await catalog.list_recorded()) == 6
-        assert await catalog.instances_of("PSF__Requests", commit(99)) == ["a"]
         assert (await catalog.find_instance("a", "lite")).mirror == MirrorName("PSF", "requests")  # type: ignore[union-attr]
 
     using(work)
