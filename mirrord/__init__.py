@@ -1,9 +1,8 @@
-"""mirrord: git-native mirrors and sealed checkouts, served by one daemon per machine.
+"""mirrord: git mirrors and sealed checkouts, served by one daemon per machine.
 
-Exports everything that a client names: the clients, the messages they return, the choices they
-take, the errors they raise. Each is loaded when it is first named: `import mirrord` costs nothing,
-and the daemon, which imports this package too, stays free of the client. `Checkout` and `Grade`
-here are handles of held checkouts; their messages are those of `mirrord.protocol`.
+Exports the names that clients need: client classes, messages, enums and errors. Each is loaded on
+first use, so `import mirrord` costs nothing and the daemon never loads the client. `Checkout` and
+`Grade` are handles of held checkouts; the messages of these names are in `mirrord.protocol`.
 """
 
 import importlib
@@ -11,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Where the names are, the lightest module first; __init__.pyi lists them for type checkers.
+# Modules with exported names, the lightest first; __init__.pyi lists the names for type checkers.
 _MODULES = (
     *("errors", "model", "client._sync", "client._async", "protocol"),
     *("client._sync.sandbox", "client._async.sandbox"),
@@ -20,8 +19,8 @@ _MODULES = (
 
 def __getattr__(name: str) -> Any:
     if name[:1].isupper():  # a class; anything else may be a submodule
-        for place in _MODULES:
-            found = vars(importlib.import_module(f"{__name__}.{place}")).get(name)
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"{__name__}.{module}")).get(name)
             if isinstance(found, type) and found.__module__.startswith(__name__):
                 return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""HTTP over the Unix socket: the table of endpoints, their handlers, and the wire."""
+"""HTTP over the Unix socket: the table of endpoints, their handlers, and the connections."""

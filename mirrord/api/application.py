@@ -1,8 +1,7 @@
-"""The ASGI application: from a request to its handler, and from the handler's answer to bytes.
+"""The ASGI application: routing, access checks, decoding of requests, encoding of answers.
 
-One function serves every endpoint, with no framework in between: identify the peer, check its
-access, read query and body, call the handler, encode the answer once. Every error is answered as a
-problem; every answer has `X-Request-Id`.
+It serves every endpoint of the table without a web framework. Every error is answered with a
+problem, and every answer has `X-Request-Id`.
 """
 
 import re
@@ -42,10 +41,10 @@ _HINT = "GET /v1/openapi.json lists all paths"
 
 
 class Routes:
-    """Finds endpoints. A path without parameters, as the hot ones are, costs one look-up.
+    """Finds endpoints. A path without parameters, like the frequent ones, costs one look-up.
 
-    HEAD is answered as GET where the answer is JSON. Matches the path as it was sent and unquotes
-    each parameter by itself, so that a parameter may hold any character, even a slash.
+    HEAD is answered like GET if the answer is JSON. The path is matched as sent and each parameter
+    unquoted separately, so a parameter may contain any character, even a slash.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,10 @@ class Routes:
                 methods["HEAD"] = endpoint
 
     def find(self, method: str, raw_path: bytes) -> tuple[Endpoint, dict[str, str]]:
-        """The endpoint and the path's parameters. Raises NotFoundError, MethodNotAllowedError."""
+        """Return the endpoint and its path parameters.
+
+        Raises NotFoundError and MethodNotAllowedError.
+        """
         path = raw_path.decode("ascii", "replace")
         methods, quoted = self._plain.get(path), {}
         if methods is None:
@@ -76,17 +78,17 @@ class Routes:
         if method not in methods:
             allowed = ", ".join(sorted(methods))
             raise MethodNotAllowedError(
-                f"cannot answer the request: the path takes {allowed}, not {method}",
+                f"cannot answer the request: the path accepts {allowed}, not {method}",
                 hint=_HINT,
                 allow=allowed,
             )
         try:
-            words = {name: unquote_to_bytes(value).decode() for name, value in quoted.items()}
-        except UnicodeDecodeError as error:  # nothing has such a name, and SQLite takes none
+            parameters = {name: unquote_to_bytes(v).decode() for name, v in quoted.items()}
+        except UnicodeDecodeError as error:  # no object has such a name; SQLite refuses them
             raise errors.NotFoundError(
                 "cannot answer the request: no such path", hint=_HINT
             ) from error
-        return methods[method], words
+        return methods[method], parameters
 
 
 class Application:
@@ -96,21 +98,21 @@ class Application:
         self._engine = engine
         self.connections = Connections(self._role, engine.access.user_of, engine.traffic)
         engine.health.warn_by(lambda: self.connections.warnings)
-        self._held: Counter[int] = Counter()  # bytes of bodies by user
+        self._body_bytes: Counter[int] = Counter()  # of unanswered requests, by user
         self._routes = Routes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, engine = perf_counter(), self._engine
-        own = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        identity = own if usable_request_id(own) else new_request_id()
-        bind_request(identity)
+        given_id = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        request_id = given_id if usable_request_id(given_id) else new_request_id()
+        bind_request(request_id)
 
-        async def send_identified(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope["state"]["body"] = body = Body(receive, self._held)
+        scope["state"]["body"] = body = Body(receive, self._body_bytes)
         request = Request(scope, body.receive)
         name = "none"
         try:
@@ -119,7 +121,7 @@ class Application:
                     endpoint, parameters = self._routes.find(request.method, scope["raw_path"])
                     name = endpoint.name
                     response = await self._respond(endpoint, request, parameters, body)
-                except Exception as error:  # noqa: BLE001  # problem_response logs what is a bug
+                except Exception as error:  # noqa: BLE001  # problem_response logs bugs
                     if isinstance(error, errors.CorruptCatalogError):
                         engine.health.note("catalog", error.message)
                     response = problem_response(error)
@@ -128,7 +130,7 @@ class Application:
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
                 engine.traffic.observe(name, response.status_code, perf_counter() - started)
-                await response(scope, receive, send_identified)
+                await response(scope, receive, send_with_id)
         finally:
             body.release()
 
@@ -142,7 +144,7 @@ class Application:
         Askers(user).bind()
         body.user, body.is_admin = user, role is Role.ADMIN
         if role is Role.STRANGER and endpoint.access is Role.OWNER:
-            await self._engine.wait_until_open()  # only then are the owners of checkouts known
+            await self._engine.wait_until_open()  # owners of checkouts are known from then on
             role = self._role(peer)
         if role < endpoint.access:
             group = self._engine.settings().access.group
@@ -151,7 +153,7 @@ class Application:
                 hint="only root, the daemon's user and [access] admins of the configuration may"
                 if endpoint.access is Role.ADMIN
                 else f"only members of the group {group} may; "
-                "a new membership counts from the next login",
+                "a new membership takes effect at the next login",
             )
         if not endpoint.early:
             await self._engine.wait_until_open()
@@ -167,7 +169,7 @@ class Application:
             items = request.query_params.multi_items()
             if len(dict(items)) < len(items):
                 raise errors.InvalidRequestError(
-                    "cannot read the query of the request: a name is given twice"
+                    "cannot read the query of the request: a parameter is given twice"
                 )
             try:
                 query = endpoint.query.model_validate(dict(items))
@@ -176,7 +178,9 @@ class Application:
             if endpoint.query is not Query:
                 arguments["query"] = query
         if endpoint.json_body:
-            content = await read_body(request, JSON_LIMIT_BYTES) or b"{}"  # all may be optional
+            content = (
+                await read_body(request, JSON_LIMIT_BYTES) or b"{}"
+            )  # all members may be optional
             try:
                 arguments["body"] = _BODIES[endpoint.json_body].validate_json(content)
             except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Checkouts. Warm ones are the daemon's hot path: nothing here waits for anything else."""
+"""Handlers of checkouts, snapshots, prepared layers, grades and receipts."""
 
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -22,13 +22,15 @@ C = TypeVar("C", bound=protocol.Checkout)
 
 async def start_checkout(call: Call, body: protocol.StartCheckout) -> protocol.Checkout:
     process = _bound_process(call, body.bind)
-    return await _kept(call, call.engine.checkouts.checkout(body, call.peer, process))
+    return await _release_if_abandoned(
+        call, call.engine.checkouts.checkout(body, call.peer, process)
+    )
 
 
 async def fork_checkout(call: Call, body: protocol.ForkCheckout) -> protocol.Fork:
     process = _bound_process(call, body.bind)
     forking = call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
-    return await _kept(call, forking)
+    return await _release_if_abandoned(call, forking)
 
 
 def _bound_process(call: Call, bind: Bind) -> Process | None:
@@ -37,8 +39,8 @@ def _bound_process(call: Call, bind: Bind) -> Process | None:
     return process_of(call.connection.transport.get_extra_info("socket"), call.peer)
 
 
-async def _kept(call: Call, making: Awaitable[C]) -> C:
-    """What is made; released where its client has hung up meanwhile."""
+async def _release_if_abandoned(call: Call, making: Awaitable[C]) -> C:
+    """Return the new checkout; release it if its client has hung up meanwhile."""
     checkout = await making
     if call.connection.is_lost:
         try:
@@ -62,7 +64,7 @@ async def remove_snapshot(call: Call) -> None:
 
 
 async def save_layer(call: Call, body: protocol.SaveLayer) -> protocol.PreparedLayer:
-    """Keep what was changed, for other checkouts of its commit."""
+    """Save the changes of a checkout as a prepared layer for other checkouts of its commit."""
     return await call.engine.checkouts.save(call.path["id"], body, call.peer)
 
 
@@ -71,7 +73,7 @@ class LayersQuery(Query):
 
 
 async def list_layers(call: Call, query: LayersQuery) -> list[protocol.PreparedLayer]:
-    """The prepared layers that the caller may use; for an administrator all."""
+    """List the prepared layers that the caller may use; all of them for an administrator."""
     return await call.engine.checkouts.list_layers(query.mirror, call.peer)
 
 
@@ -104,9 +106,9 @@ async def renew_checkout(call: Call, body: protocol.RenewCheckout) -> protocol.C
 
 
 async def attach_checkout(call: Call, body: protocol.AttachCheckout) -> protocol.Attachment:
-    """A mount of the checkout, for `move_mount` in the peer's own mount namespace.
+    """Send a mount of the checkout, for `move_mount` in the peer's own mount namespace.
 
-    Its descriptor comes with an interim response before the answer, by SCM_RIGHTS.
+    Its file descriptor is sent by SCM_RIGHTS with an interim response before the answer.
     """
     answer, mount = await call.engine.checkouts.attach(call.path["id"], body, call.peer)
     with opened(mount):
@@ -119,8 +121,7 @@ class DiffQuery(Query):
 
 
 async def diff_checkout(call: Call, query: DiffQuery) -> Response:
-    """The changes since the base commit, as `git diff --binary` prints them, `--stat` or
-    `--name-status`.
+    """Return the changes since the base commit, as `git diff` prints them.
 
     A long patch is streamed from an unlinked file. The header x-mirrord-diff-by says `libgit2`, or
     `git` with the reason why libgit2 could not print it.
@@ -143,13 +144,13 @@ async def get_seal(call: Call) -> protocol.SealReport:
 
 
 async def get_receipt(call: Call) -> Response:
-    """What the checkout is and how that was proven, as canonical JSON (RFC 8785)."""
+    """Return what the checkout is and how it was verified, as canonical JSON (RFC 8785)."""
     receipt = await call.engine.checkouts.receipt(call.path["id"], call.peer)
     return text_response(receipt.canonical(), "application/json")
 
 
 async def verify_receipt(call: Call, body: protocol.Receipt) -> protocol.ReceiptReport:
-    """Compare a receipt with the mirror that it names. Its signature is not looked at."""
+    """Compare a receipt with the mirror that it names. The signature is not verified."""
     return await call.engine.checkouts.verify_receipt(body, call.peer)
 
 
@@ -183,9 +184,10 @@ async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
 
 
 async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grade:
-    """A grader's checkout of what the owner of a checkout changed, with the instance's tests."""
+    """Make a grader's checkout with the changes of a checkout and the instance's tests."""
     process, grading = _bound_process(call, body.bind), call.engine.checkouts.grading
-    return await _kept(call, grading.grade(call.path["id"], body, call.peer, process))
+    making = grading.grade(call.path["id"], body, call.peer, process)
+    return await _release_if_abandoned(call, making)
 
 
 class GradeQuery(Query):
@@ -204,7 +206,7 @@ class GradeQuery(Query):
 
 
 async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
-    """A grader's checkout with the patch in the body, at an instance's base commit, and its tests.
+    """Make a grader's checkout: an instance's base commit, the patch in the body, and the tests.
 
     `instance` may be NAME@COMMITISH, which has no tests.
     """
@@ -214,7 +216,7 @@ async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
         making = grading.grade_patch(start, source, query.policy, call.peer, process)
-        return await _kept(call, making)
+        return await _release_if_abandoned(call, making)
 
 
 async def restore_paths(call: Call, body: protocol.RestorePaths) -> protocol.RestoreAnswer:

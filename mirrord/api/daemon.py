@@ -1,6 +1,6 @@
-"""The daemon itself: health, status, configuration, metrics; reports, operations and events.
+"""Handlers of health, status, configuration, disk use, metrics, reports, operations and events.
 
-An administrator sees all operations and events, everybody else their own.
+Administrators see all operations and events, other users their own.
 """
 
 import secrets
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from .. import protocol
 from ..model import utc_now
 from . import metrics
-from .mirrors import shown_mirror
+from .mirrors import visible_mirror
 from .request import Call, OwnedStream, Query, text_response
 
 HEARTBEAT = timedelta(seconds=15)
@@ -23,23 +23,23 @@ _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 
 async def health(call: Call) -> Response:
-    """From prepared bytes: load balancers and waiting clients ask often."""
+    """Return a cached answer: load balancers and waiting clients ask often."""
     report = call.engine.health.report()
     return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
 
 
 async def get_status(call: Call) -> protocol.Status:
-    """Members see no commit ids: no error texts of mirrors and jobs."""
+    """Return the state of the daemon. Members see no error texts, which can contain commit ids."""
     status = await call.engine.status()
     if call.is_admin:
         return status
-    mirrors = [shown_mirror(call, mirror) for mirror in status.mirrors]
+    mirrors = [visible_mirror(call, mirror) for mirror in status.mirrors]
     jobs = [replace(job, last_error=None) for job in status.jobs]
     return replace(status, mirrors=mirrors, jobs=jobs)
 
 
 async def get_fleet(call: Call) -> protocol.FleetStatus:
-    """Empty without a store."""
+    """Return the nodes of the fleet and their work; empty without a store."""
     fleet = call.engine.fleet
     if fleet is None:
         return protocol.FleetStatus(
@@ -57,7 +57,7 @@ async def reload_configuration(call: Call) -> protocol.ReloadAnswer:
 
 
 class UsageQuery(Query):
-    verbose: bool = Field(False, description="with a row for each thing")
+    verbose: bool = Field(False, description="with a row for each item")
 
 
 async def get_usage(call: Call, query: UsageQuery) -> protocol.Usage:
@@ -82,12 +82,12 @@ async def get_metrics(call: Call) -> Response:
 
 
 async def list_reports(call: Call) -> list[protocol.Report]:
-    """The newest 200, that one first."""
+    """List the newest 200 reports, newest first."""
     return await call.engine.catalog.list_reports()
 
 
 async def add_report(call: Call, body: protocol.AddReport) -> protocol.Report:
-    """For the page; the client sends it at the end of its work."""
+    """Store the results of a rehearsal or grading for the web page."""
     report = protocol.Report(id=secrets.token_hex(8), at=utc_now(), **vars(body))
     await call.engine.catalog.put_report(report)
     return report
@@ -113,16 +113,16 @@ class EventsQuery(Query):
 
 
 async def stream_events(call: Call, query: EventsQuery) -> Response:
-    """Server-sent events after `Last-Event-ID` or `after`.
+    """Stream server-sent events after `Last-Event-ID` or `after`.
 
-    Without either: new ones, or all that are remembered with `follow=false`. An id of another boot
-    means the beginning.
+    Without either: new events, or with `follow=false` all remembered ones. An id from before the
+    daemon's last start means all remembered ones.
     """
     events, uid = call.engine.events, call.own_uid
     seen = call.request.headers.get("last-event-id") or query.after
     if not query.follow:
         remembered = events.remembered(events.position(seen) if seen else 0)
-        frames = (event.frame for event in remembered if _is_shown(event, uid))
+        frames = (event.frame for event in remembered if _is_visible(event, uid))
         return Response(b"".join(frames), headers=_STREAM)
     user = call.engine.access.user_of(call.peer.uid)
     after = events.position(seen)
@@ -131,16 +131,16 @@ async def stream_events(call: Call, query: EventsQuery) -> Response:
     owned.callback(events.remove_follower, user)
 
     async def follow() -> AsyncIterator[bytes]:
-        yield b": following\n\n"  # at once: the client knows that it is heard
+        yield b": following\n\n"  # immediately, so that the client knows that it is connected
         async for some in events.subscribe(after, silence=HEARTBEAT):
             if not some:
                 yield b": still here\n\n"
-            elif frames := b"".join(event.frame for event in some if _is_shown(event, uid)):
+            elif frames := b"".join(event.frame for event in some if _is_visible(event, uid)):
                 yield frames
 
     return OwnedStream(follow(), _STREAM, owned)
 
 
-def _is_shown(event: protocol.Event, uid: int | None) -> bool:
+def _is_visible(event: protocol.Event, uid: int | None) -> bool:
     users = (None, event.fields.get("owner_uid"), event.fields.get("taken_by"))
     return uid in users or event.name == "events.dropped"

@@ -1,7 +1,7 @@
-"""Datasets, instances and environments.
+"""Handlers of datasets, instances and environments.
 
-Members see no commit but the base commit, no patch and no finding. They may prepare what they may
-check out, and use environments; administrators build these, because a recipe runs code.
+Members see no patches, no findings and no commit except base commits. They may prepare datasets and
+use environments. Administrators build environments, because a recipe runs code.
 """
 
 from collections.abc import AsyncIterator
@@ -36,14 +36,14 @@ _Name = Annotated[str, Field(min_length=1, max_length=100)]
 
 class ImportQuery(Query):
     filename: str | None = Field(
-        None, min_length=1, max_length=255, description="named in reports of faults; default: name"
+        None, min_length=1, max_length=255, description="used in error messages; default: name"
     )
-    name: _Name | None = Field(None, description="default: filename without its endings")
+    name: _Name | None = Field(None, description="default: filename without its suffixes")
     format: _Name | None = None
     mapping: str | None = Field(
-        None, max_length=MAPPING_LIMIT_BYTES, description="TOML: which column is what"
+        None, max_length=MAPPING_LIMIT_BYTES, description="TOML that maps columns to fields"
     )
-    dry_run: bool = Field(False, description="only say what would change")
+    dry_run: bool = Field(False, description="only report what would change")
 
 
 class ComparisonQuery(Query):
@@ -60,24 +60,24 @@ class InstanceQuery(Query):
 
 
 async def list_datasets(call: Call) -> list[protocol.Dataset]:
-    return [_shown(call, dataset) for dataset in await call.engine.datasets.list()]
+    return [_visible(call, dataset) for dataset in await call.engine.datasets.list()]
 
 
 async def get_dataset(call: Call) -> protocol.Dataset:
-    return _shown(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
+    return _visible(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
 
 
-def _shown(call: Call, dataset: protocol.Dataset) -> protocol.Dataset:
+def _visible(call: Call, dataset: protocol.Dataset) -> protocol.Dataset:
     return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
 
 
 async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
-    """The file is received whole before the answer; the operation reads it and fetches commits."""
+    """Receive a dataset; the operation reads it, and fetches and pins its commits."""
     name = parse_dataset_name(query.name) if query.name else None
     if query.format and query.mapping is not None:
         raise InvalidRequestError(
             "cannot read the dataset: both a format and a mapping are given",
-            hint="a mapping starts from the columns of SWE-bench; name no format with it",
+            hint="a mapping extends the columns of SWE-bench; leave out the format",
         )
     columns = None if query.mapping is None else parse_mapping(query.mapping)
     filename = query.filename or query.name
@@ -93,7 +93,7 @@ async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
 
 
 async def prepare_dataset(call: Call, body: protocol.PrepareDataset) -> protocol.Operation:
-    """Builds what checkouts of the same instances would build, and evicts nothing for it."""
+    """Build the templates that checkouts of the instances need, without evicting others."""
     name = parse_dataset_name(call.path["name"])
     return await call.engine.work.prepare_dataset(name, body.instances, owner_uid=call.peer.uid)
 
@@ -104,7 +104,7 @@ async def diff_datasets(call: Call, query: ComparisonQuery) -> protocol.DatasetD
 
 
 async def export_dataset(call: Call) -> Response:
-    """The rows with all answers, as canonical JSON lines in the order of ids."""
+    """Stream the rows with all answers, as canonical JSON lines sorted by id."""
     async with call.engine.datasets.exported(parse_dataset_name(call.path["name"])) as file:
         return stream_file(file, {"content-type": "application/jsonl", "cache-control": "no-store"})
 
@@ -118,7 +118,7 @@ async def list_formats(call: Call) -> list[protocol.FormatInfo]:
 
 
 async def list_instances(call: Call, query: InstancesQuery) -> list[protocol.InstanceName]:
-    """For administrators: an id can reveal the answer (SWE-bench Pro's hold the gold commit)."""
+    """List ids. They can reveal the answer: SWE-bench Pro's contain the gold commit."""
     text = query.dataset
     dataset = parse_dataset_name(text) if text else None
     return [
@@ -141,27 +141,27 @@ async def get_instance(call: Call, query: InstanceQuery) -> protocol.Instance:
 # -- environments --------------------------------------------------------------------------------
 
 _LOG = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
-_PIECE, _POLL_S = 1 << 16, 0.2
+_CHUNK_BYTES, _POLL_S = 1 << 16, 0.2
 
 
 class RecipesQuery(Query):
-    filename: str = Field("the file", max_length=255, description="named in reports of faults")
+    filename: str = Field("the file", max_length=255, description="used in error messages")
 
 
 class LogQuery(Query):
-    follow: bool = Field(False, description="until the build has ended")
+    follow: bool = Field(False, description="stream until the build has ended")
 
 
 async def list_environments(call: Call) -> list[protocol.Environment]:
-    return [_shown_environment(call, each) for each in call.engine.environments.list()]
+    return [_visible_environment(call, each) for each in call.engine.environments.list()]
 
 
 async def get_environment(call: Call) -> protocol.Environment:
-    return _shown_environment(call, call.engine.environments.get(call.path["key"]))
+    return _visible_environment(call, call.engine.environments.get(call.path["key"]))
 
 
-def _shown_environment(call: Call, environment: protocol.Environment) -> protocol.Environment:
-    """Members see no commit but base commits, and no finding: one can name what a fix has."""
+def _visible_environment(call: Call, environment: protocol.Environment) -> protocol.Environment:
+    """Hide the setup commit and findings from members: a finding can name a file of the fix."""
     if call.is_admin:
         return environment
     prepared = [replace(each, findings=[]) for each in environment.prepared]
@@ -178,7 +178,7 @@ async def build_environments(call: Call, body: protocol.BuildEnvironments) -> pr
 
 
 async def import_recipes(call: Call, query: RecipesQuery) -> list[protocol.Recipe]:
-    """Keep the recipes of a TOML file, before those of rows with the same key."""
+    """Store the recipes of a TOML file. They take precedence over those of rows."""
     content = await read_body(call.request, JSON_LIMIT_BYTES)
     try:
         text = content.decode()
@@ -189,24 +189,24 @@ async def import_recipes(call: Call, query: RecipesQuery) -> list[protocol.Recip
 
 
 async def remove_environment(call: Call) -> None:
-    """Remove all that the name means; with a key alone, its imported recipe too."""
+    """Remove all environments that the name selects; for a key, also its imported recipe."""
     await call.engine.environments.remove(call.path["key"])
 
 
 async def get_log(call: Call, query: LogQuery) -> Response:
-    """What the build printed, and the preparations after it."""
+    """Stream the log of a build and of the preparations after it."""
     path, is_running = call.engine.environments.find_log(call.path["key"])
     owned = AsyncExitStack()
     try:
         file = owned.enter_context(await anyio.to_thread.run_sync(lambda: path.open("rb")))
     except FileNotFoundError as error:
-        fact = f"cannot find the log of environment {call.path['key']}: it is gone"
-        raise EnvironmentNotFoundError(fact, hint="ask again") from error
+        fact = f"cannot find the log of environment {call.path['key']}: it was removed"
+        raise EnvironmentNotFoundError(fact, hint="retry") from error
 
     async def pieces() -> AsyncIterator[bytes]:
         while True:
-            was_running = is_running()  # before the read, so that the end is not missed
-            if piece := await anyio.to_thread.run_sync(file.read, _PIECE):
+            was_running = is_running()  # asked before the read, or the end could be missed
+            if piece := await anyio.to_thread.run_sync(file.read, _CHUNK_BYTES):
                 yield piece
             elif was_running and query.follow:
                 await anyio.sleep(_POLL_S)

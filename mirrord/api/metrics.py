@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: one table of them, and their values, read from the engine when asked.
+"""Metrics for Prometheus: a table of metrics, and their values, read from the engine on request.
 
-Every label has a bound: mirrors are those with the oldest sync or audit, users those with most
-checkouts. Times since something are not given, but when it was: `time() - …` is its age.
+The number of label values is limited: only the mirrors with the oldest sync or audit and the users
+with most checkouts have their own. Metrics contain times, not ages: `time() - …` is an age.
 """
 
 import platform
@@ -33,7 +33,7 @@ _BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")
 _FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
-class _Described(NamedTuple):
+class Description(NamedTuple):
     kind: str
     text: str
     labels: tuple[str, ...] = ()
@@ -49,65 +49,69 @@ counter refusals; code; Requests and connections refused for now, by error code.
 gauge connections; ; Open connections.
 gauge checkouts; ; Checkouts held.
 gauge checkouts_max; ; The configured limit of checkouts.
-gauge owner_checkouts; uid; Checkouts of the users who hold most, and of all the other ones.
+gauge owner_checkouts; uid; Checkouts of the users who hold most, and of all others together.
 counter proofs_failed; ; Resets whose proof failed: the checkout was discarded.
 gauge workers; state; Worker processes, busy and idle.
-gauge queue_length; queue; What waits: operations, calls of workers, removals.
-gauge operations_running; ; Operations that run.
+gauge queue_length; queue; Length of a queue: operations, worker calls, removals.
+gauge operations_running; ; Running operations.
 counter operations; kind, outcome; Operations that ended, by kind: done, failed, cancelled.
 counter events; name; Events by name: syncs, checkouts, resets, imports, failures.
-counter cache_hits; cache; Requests that found what they need in a cache.
-counter cache_misses; cache; Requests that had to wait for it to be built.
-counter cache_evictions; cache; What was evicted from a cache.
-gauge cache_bytes; cache; Bytes of a cache, looked at every few minutes.
+counter cache_hits; cache; Requests answered from a cache.
+counter cache_misses; cache; Requests that waited for an entry to be built.
+counter cache_evictions; cache; Entries evicted from a cache.
+gauge cache_bytes; cache; Bytes of a cache, measured every few minutes.
 gauge cache_limit_bytes; cache; The configured limit of a cache.
-counter damaged; kind; Damaged parts of templates that a scrub found and discarded.
+counter damaged; kind; Damaged parts of templates that were found and discarded.
 gauge mirrors; ; Mirrors in the catalog.
 gauge mirrors_failed; ; Mirrors whose last sync failed.
 gauge mirrors_bytes; ; Bytes of all mirrors.
-gauge mirror_synced_timestamp_seconds; mirror; Last good sync, of the mirrors with the oldest; \
-when it was added where there is none.
+gauge mirror_synced_timestamp_seconds; mirror; Last successful sync, of the mirrors with \
+the oldest; if there is none, when the mirror was added.
 gauge mirror_audited_timestamp_seconds; mirror; Last audit, of the mirrors with the oldest; \
-where there is none, when it was added or the daemon started.
-gauge sync_interval_seconds; ; The configured interval of syncs; 0 is never.
-gauge audit_interval_seconds; ; The configured interval of audits; 0 is never.
-gauge commits_unservable; ; Recorded commits that cannot be served, by each mirror's last audit.
+if there is none, when the mirror was added or the daemon started.
+gauge sync_interval_seconds; ; The configured interval of syncs; 0 means never.
+gauge audit_interval_seconds; ; The configured interval of audits; 0 means never.
+gauge commits_unservable; ; Recorded commits that cannot be served, by the last audits.
 gauge audit_findings; ; Findings of the last audit that are neither healed nor accepted.
 gauge datasets; ; Datasets in the catalog.
 gauge instances; ; Instances of all datasets.
 gauge environments; ; Environments that are ready.
 gauge disk_free_bytes; ; Free bytes of the file system that holds the state directory.
-gauge disk_reserve_bytes; ; Bytes of it that new work leaves free; below, it is refused.
+gauge disk_reserve_bytes; ; Free bytes below which new work is refused.
 gauge disk_size_bytes; ; Size of the file system that holds the state directory.
 """
 
 
-def _described() -> dict[str, _Described]:
+def _described() -> dict[str, Description]:
     found = {}
     for line in _TABLE.strip().splitlines():
         head, labels, text = line.split("; ", 2)
         kind, name = head.split()
-        found[name] = _Described(kind, text, tuple(filter(None, labels.split(", "))))
+        found[name] = Description(kind, text, tuple(filter(None, labels.split(", "))))
     return found
 
 
 METRICS = _described()
-"""Without the prefix, the histogram of requests and the figures of the process."""
+"""By name without prefix. The histogram of requests and metrics of the process are not in it."""
 
 Values = Mapping[Any, float] | float
-"""By label, or by a tuple of them."""
+"""Values by label value or by a tuple of label values, or one value."""
 
 
 async def answer(engine: Engine, accept: str = "", *, uid: int | None = None) -> tuple[bytes, str]:
-    """All metrics and their media type: Prometheus' text, or OpenMetrics where it is accepted.
+    """Return all metrics and their media type: OpenMetrics if accepted, else Prometheus' text.
 
-    With `uid`, of the owners that one alone.
+    With `uid`, checkouts of that owner only.
     """
     mirrors, rows = await engine.catalog.list_mirrors(), await engine.catalog.count_rows()
     encode, media_type = choose_encoder(accept)
     registry = CollectorRegistry()
     ProcessCollector(namespace="mirrord", registry=registry)
-    values = _of_now(engine, uid) | _since_start(engine) | _of_catalog(engine, mirrors, rows)
+    values = (
+        _current_values(engine, uid)
+        | _values_since_start(engine)
+        | _catalog_values(engine, mirrors, rows)
+    )
     families = [_family(name, *METRICS[name], values[name]) for name in METRICS]
     registry.register(_Families([*families, _request_times(engine.traffic)]))
     return await anyio.to_thread.run_sync(encode, registry), media_type
@@ -130,7 +134,7 @@ def _family(name: str, kind: str, text: str, labels: tuple[str, ...], values: Va
     return metric
 
 
-def _of_now(engine: Engine, uid: int | None) -> dict[str, Values]:
+def _current_values(engine: Engine, uid: int | None) -> dict[str, Values]:
     activity, settings = engine.activity(uid), engine.settings()
     others = {"other" if each.uid is None else str(each.uid): each for each in activity.owners}
     caches = {each.name: each for each in activity.caches}
@@ -166,7 +170,7 @@ def _of_now(engine: Engine, uid: int | None) -> dict[str, Values]:
     }
 
 
-def _since_start(engine: Engine) -> dict[str, Values]:
+def _values_since_start(engine: Engine) -> dict[str, Values]:
     traffic, events = engine.traffic, engine.events.counts
     return {
         "requests": {(name, str(status)): n for (name, status), n in traffic.answers.items()},
@@ -178,7 +182,7 @@ def _since_start(engine: Engine) -> dict[str, Values]:
     }
 
 
-def _of_catalog(
+def _catalog_values(
     engine: Engine, mirrors: Sequence[MirrorRow], rows: tuple[int, int]
 ) -> dict[str, Values]:
     judged, last, started = engine.audits.judgements, engine.audits.last, engine.started_at

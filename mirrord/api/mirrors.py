@@ -1,7 +1,7 @@
-"""Mirrors, their refs, pins and bundles; audits and heals.
+"""Handlers of mirrors, their refs, pins and bundles, and of audits and heals.
 
-Members see of a mirror neither commit ids nor error texts. Pins are for administrators: a list of
-them can reveal which commit is the answer, and a pin fetches any commit from upstream.
+Members see neither commit ids nor error texts of a mirror. Pins are for administrators, because a
+list of them can reveal which commit is the answer, and a pin fetches any commit from upstream.
 """
 
 from contextlib import AsyncExitStack
@@ -50,7 +50,7 @@ class AuditsQuery(Query):
 
 
 async def list_mirrors(call: Call) -> list[protocol.Mirror]:
-    return [shown_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
+    return [visible_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
 
 
 async def add_mirror(call: Call, body: protocol.AddMirror) -> protocol.Operation:
@@ -58,37 +58,37 @@ async def add_mirror(call: Call, body: protocol.AddMirror) -> protocol.Operation
 
 
 async def get_mirror(call: Call) -> protocol.Mirror:
-    return shown_mirror(call, await call.engine.mirrors.describe(await _named(call)))
+    return visible_mirror(call, await call.engine.mirrors.describe(await _mirror_name(call)))
 
 
-def shown_mirror(call: Call, mirror: protocol.Mirror) -> protocol.Mirror:
+def visible_mirror(call: Call, mirror: protocol.Mirror) -> protocol.Mirror:
     return mirror if call.is_admin else replace(mirror, error=None, ref_faults=[])
 
 
-async def _named(call: Call) -> MirrorName:
+async def _mirror_name(call: Call) -> MirrorName:
     return (await call.engine.mirrors.get(call.path["name"])).name
 
 
 async def remove_mirror(call: Call) -> None:
-    await call.engine.work.remove_mirror(await _named(call))
+    await call.engine.work.remove_mirror(await _mirror_name(call))
 
 
 async def sync_mirror(call: Call, body: protocol.SyncMirror) -> protocol.Operation:
     return call.engine.work.sync(
-        await _named(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid
+        await _mirror_name(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid
     )
 
 
 async def log_refs(call: Call) -> list[protocol.RefRecord]:
-    return await call.engine.mirrors.refs_log(await _named(call))
+    return await call.engine.mirrors.refs_log(await _mirror_name(call))
 
 
 async def diff_refs(call: Call, query: RefsDiffQuery) -> protocol.RefDiff:
-    return await call.engine.mirrors.refs_diff(await _named(call), query.a, query.b)
+    return await call.engine.mirrors.refs_diff(await _mirror_name(call), query.a, query.b)
 
 
 async def restore_refs(call: Call, body: protocol.RestoreRefs) -> protocol.Operation:
-    name = await _named(call)
+    name = await _mirror_name(call)
     return call.engine.work.restore_refs(name, body.at, owner_uid=call.peer.uid)
 
 
@@ -96,7 +96,7 @@ async def restore_refs(call: Call, body: protocol.RestoreRefs) -> protocol.Opera
 
 
 async def create_bundle(call: Call, query: BundleQuery) -> Response:
-    """The mirror as one file, streamed as it is made. Cut off where the mirror is damaged."""
+    """Stream the mirror as one file. The stream ends early if the mirror is damaged."""
     bundle = await call.engine.bundles.create(call.path["name"], query.since)
     owned = AsyncExitStack()
     owned.push_async_callback(bundle.content.aclose)
@@ -110,14 +110,14 @@ async def create_bundle(call: Call, query: BundleQuery) -> Response:
 
 
 async def import_bundle(call: Call, query: MirrorQuery) -> protocol.Operation:
-    """The file is received whole before the answer; the operation checks and imports it."""
+    """Receive a bundle; the operation verifies and imports it."""
     await call.engine.room.ensure("import the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
     return await call.engine.work.import_bundle(path, mirror=query.mirror, owner_uid=call.peer.uid)
 
 
 async def start_restore(call: Call, body: protocol.StartRestore) -> protocol.Operation:
-    """Mirrors of the store with their pins and rows, into what is here; then an audit of them."""
+    """Restore mirrors of the store with their pins and rows, then audit them."""
     return await call.engine.work.restore(body.mirrors, owner_uid=call.peer.uid)
 
 
@@ -158,7 +158,7 @@ async def add_pin(call: Call, body: protocol.AddPin) -> protocol.Pin:
 async def remove_pin(call: Call, query: UnpinQuery) -> None:
     owner = query.owner or f"person/{call.peer.uid}"
     commit = parse_commit(call.path["commit"])
-    name = await _named(call)
+    name = await _mirror_name(call)
     await _get_pin(call, name, commit, owner)
     await call.engine.mirrors.unpin(name, [commit], owner=owner)
 
@@ -189,13 +189,13 @@ async def get_audit(call: Call) -> protocol.Audit:
 
 
 async def start_heal(call: Call, body: protocol.StartHeal) -> protocol.Operation:
-    """An audit of all content that repairs what it finds, and audits the repairs."""
+    """Audit all content, repair the findings, and audit the repairs."""
     request = protocol.StartAudit(mirrors=body.mirrors, level=AuditLevel.CONTENT, heal=True)
     return await call.engine.work.audit(request, kind="heal", owner_uid=call.peer.uid)
 
 
 async def heal_with_bundle(call: Call) -> protocol.Operation:
-    """Heal one mirror, with the bundle in the body as one more donor; the bundle is not kept."""
-    await call.engine.room.ensure("take the bundle")
+    """Heal one mirror, with the bundle in the body as an additional donor."""
+    await call.engine.room.ensure("receive the bundle")
     path = await spool_body(call.request, call.engine.mirrors.quarantine, BUNDLE_LIMIT_BYTES)
     return await call.engine.work.heal_with(path, call.path["name"], owner_uid=call.peer.uid)

@@ -1,9 +1,9 @@
-"""One request as a handler sees it: who asks, the query, the body, and errors on their way out.
+"""Requests as handlers see them: the caller, the query, the body; streams and problems as answers.
 
-Short bodies are read into memory, long ones into files in the quarantine. The bytes held for each
-user and for all are bounded until the request is answered; files of administrators are not counted.
-A body that is too large, too slow or cut off is an error and leaves nothing. The quarantine is
-emptied at the start, so a killed daemon leaves nothing either.
+Short bodies are read into memory, long ones into files in the quarantine. The bytes of unanswered
+requests are limited for each user and in total; datasets and bundles are not counted. A body that
+is too large, too slow or incomplete is an error and leaves no file. The quarantine is emptied at
+the start, so a killed daemon leaves none either.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _WRITE_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose access was checked. `path` has the parameters of the path."""
+    """A request whose access was checked. `path` contains the path parameters."""
 
     engine: Engine
     peer: Peer
@@ -68,7 +68,7 @@ class Call:
 
     @property
     def own_uid(self) -> int | None:
-        """The uid that answers are filtered by; None for an administrator, who sees all."""
+        """The uid by which answers are filtered, or None for an administrator, who sees all."""
         return None if self.is_admin else self.peer.uid
 
     @property
@@ -78,18 +78,18 @@ class Call:
 
 
 class Query(BaseModel):
-    """The parameters after the `?` of an endpoint. Unknown ones are refused."""
+    """The query parameters of an endpoint. Unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def text_response(content: bytes | str, media_type: str) -> Response:
-    """Text without a charset: Starlette would add UTF-8, and a patch need not be that."""
+    """Answer with text without a charset: Starlette would add UTF-8, which a patch need not be."""
     return Response(content, headers={"content-type": media_type})
 
 
 class OwnedStream(StreamingResponse):
-    """A stream that closes what it owns once it was sent or its client hung up."""
+    """A stream with resources that are closed when it was sent or its client hung up."""
 
     def __init__(
         self, content: AsyncIterator[bytes], headers: dict[str, str], owned: AsyncExitStack
@@ -103,7 +103,7 @@ class OwnedStream(StreamingResponse):
 
 
 def stream_file(path: Path, headers: dict[str, str]) -> OwnedStream:
-    """A file as the answer, with its length. It is opened now and may be removed afterwards."""
+    """Answer with a file. It is opened immediately and may be removed after this call."""
     owned = AsyncExitStack()
     file = owned.enter_context(path.open("rb", buffering=0))
 
@@ -119,7 +119,7 @@ def stream_file(path: Path, headers: dict[str, str]) -> OwnedStream:
 
 
 class Body:
-    """The body of one request. `held` counts by user, over all requests, the bytes kept here."""
+    """The body of a request. `held` counts the bytes of all unanswered requests by user."""
 
     def __init__(self, receive: Receive, held: Counter[int]) -> None:
         self.user = -1
@@ -135,12 +135,15 @@ class Body:
         return message
 
     def keep(self, size: int) -> None:
-        """Count bytes kept until the answer; raises LimitReachedError. The total admits admins."""
+        """Count bytes that are held until the answer. Raises LimitReachedError.
+
+        The limit of all users together does not apply to administrators.
+        """
         if self._held[self.user] + size > USER_BODIES_BYTES or (
             not self.is_admin and self._held.total() + size > ALL_BODIES_BYTES
         ):
             raise errors.LimitReachedError(
-                "cannot take the request's body: too many bytes of unanswered requests are held",
+                "cannot read the request's body: too many bytes of unanswered requests",
                 hint="send fewer large requests at a time",
                 retry_after=1,
             )
@@ -152,8 +155,10 @@ class Body:
             self._held -= Counter({self.user: self._kept})  # in place
 
     async def is_drained(self, headers: Headers) -> bool:
-        """Read the rest of a short body: a client that writes into a closed connection never
-        reads its answer."""
+        """Read the rest of a short body and return whether it ended.
+
+        A client that writes into a closed connection does not read its answer.
+        """
         length = headers.get("content-length", "0" if "transfer-encoding" not in headers else None)
         if self._has_ended or length == "0":
             return True
@@ -168,11 +173,11 @@ class Body:
 
 
 async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """The body. Raises BodyTooLargeError before a piece that exceeds the limit."""
+    """Yield the body in pieces. Raises BodyTooLargeError instead of exceeding the limit."""
     too_large = partial(
         errors.BodyTooLargeError,
         f"cannot read the request's body: it is larger than {limit_bytes} bytes",
-        hint="JSON may have 1 MiB, a patch 64 MiB, a dataset file 4 GiB, a bundle 256 GiB",
+        hint="limits: JSON 1 MiB, a patch 64 MiB, a dataset 4 GiB, a bundle 256 GiB",
         limit_bytes=limit_bytes,
     )
     announced = request.headers.get("content-length", "0")
@@ -185,11 +190,11 @@ async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[byte
                 message = await request.receive()
         except TimeoutError as error:
             raise errors.InvalidRequestError(
-                f"cannot read the request's body: nothing came for {SILENCE_LIMIT_S:g} s"
+                f"cannot read the request's body: no data for {SILENCE_LIMIT_S:g} s"
             ) from error
         if message["type"] == "http.disconnect":
             raise errors.InvalidRequestError(
-                "cannot read the request's body: the client hung up in the middle"
+                "cannot read the request's body: the client hung up before its end"
             )
         more = message.get("more_body", False)
         if piece := message.get("body", b""):
@@ -200,7 +205,7 @@ async def _iter_pieces(request: Request, limit_bytes: int) -> AsyncIterator[byte
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body, counted. Raises BodyTooLargeError."""
+    """Read the body into memory. Raises BodyTooLargeError and LimitReachedError."""
     body = bytearray()
     async for piece in _iter_pieces(request, limit_bytes):
         request.state.body.keep(len(piece))
@@ -215,9 +220,9 @@ async def spool_body(
     *,
     keep: Callable[[int], None] = lambda _: None,
 ) -> Path:
-    """The body as a private file in the quarantine, for the caller to remove.
+    """Write the body to a private file in the quarantine, which the caller removes.
 
-    `keep` is called with the size of each piece. Raises BodyTooLargeError and DiskFullError.
+    Calls `keep` with the size of each piece. Raises BodyTooLargeError and DiskFullError.
     """
     make = partial(tempfile.mkstemp, prefix="upload-", dir=quarantine.root)
     descriptor, name = await anyio.to_thread.run_sync(make)
@@ -242,7 +247,7 @@ async def spool_body(
 
 @asynccontextmanager
 async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[bytes | Path]:
-    """A patch, inside the block: a file in the quarantine where it is long or of unknown length."""
+    """Read a patch; inside the block, a long one or one of unknown length is a file."""
     length = int(request.headers.get("content-length", "0"))
     if length <= JSON_LIMIT_BYTES and "transfer-encoding" not in request.headers:
         yield await read_body(request, JSON_LIMIT_BYTES)
@@ -255,7 +260,7 @@ async def read_patch(request: Request, quarantine: Quarantine) -> AsyncIterator[
             await quarantine.remove(path)
 
 
-# -- errors on their way out: RFC 9457 problems --------------------------------------------------
+# -- problems (RFC 9457) ---------------------------------------------------
 
 _seldom = Seldom()
 
@@ -266,7 +271,7 @@ class MethodNotAllowedError(errors.InvalidRequestError, title="Method not allowe
 
 
 def problem_body(error: errors.MirrordError) -> bytes:
-    """Secrets in URLs are masked, whichever code wrote the message."""
+    """Encode a problem, with secrets in URLs masked."""
     return masked(json.dumps(error.problem(), default=str)).encode()
 
 
@@ -280,7 +285,7 @@ def problem_headers(error: errors.MirrordError) -> dict[str, str]:
 
 
 def problem_response(error: Exception) -> Response:
-    """The answer to any exception. An unexpected one is logged, here only, and not shown."""
+    """Return the answer to an exception. Unexpected ones are logged, but not shown."""
     found = (
         error if isinstance(error, errors.MirrordError) else host_error(error, "answer the request")
     )
@@ -299,7 +304,7 @@ def problem_response(error: Exception) -> Response:
 
 
 def invalid_request(part: str, error: ValidationError) -> errors.InvalidRequestError:
-    """All faults that pydantic found in the query or the body."""
+    """Return an error with all faults that pydantic found in the query or the body."""
     faults: list[dict[str, Any]] = [
         {
             "key": ".".join(map(str, fault["loc"])),
@@ -313,6 +318,6 @@ def invalid_request(part: str, error: ValidationError) -> errors.InvalidRequestE
     )
     return errors.InvalidRequestError(
         f"cannot read the {part} of the request: {listing}",
-        hint="see GET /v1/openapi.json for what it takes",
+        hint="see GET /v1/openapi.json for its members",
         faults=faults,
     )

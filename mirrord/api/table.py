@@ -1,6 +1,6 @@
-"""The endpoints: one table for routes, access checks, the OpenAPI document and the tests.
+"""The table of endpoints, for routes, access checks, the OpenAPI document and tests.
 
-A path without parameters wins over one with them that would match it too.
+A path without parameters takes precedence over a pattern that matches it too.
 """
 
 import inspect
@@ -27,13 +27,13 @@ OPEN, OWNER, MEMBER, ADMIN = Role
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One row of the table.
+    """One endpoint.
 
-    The handler's annotations say the rest: `query` and `body` are read into their classes, a
-    message or a list of one is encoded as JSON, None is no content. `answer` documents
-    a handler that makes its response itself, `upload` is the media type of a body that it streams.
-    `early` endpoints answer before the engine is open, the others wait for it. `interruptible` ones
-    are cancelled when their client hangs up, as every GET is; the rest are finished all the same.
+    The handler's annotations define the request and the answer: `query` and `body` are parsed into
+    their classes, a message or a list of messages is encoded as JSON, and None means no content.
+    `answer` documents a handler that builds its response itself; `upload` is the media type of a
+    body that it streams. `early` endpoints answer before the engine is open; others wait for it.
+    `interruptible` ones, and every GET, are cancelled when their client hangs up; others finish.
     """
 
     method: str
@@ -56,18 +56,18 @@ class Endpoint:
 
     @cached_property
     def query(self) -> type[Query]:
-        """`Query` itself where there are no parameters."""
+        """The class of the query; `Query` itself if there are no parameters."""
         declared: type[Query] = self._annotations.get("query", Query)
         return declared
 
     @cached_property
     def returned(self) -> Any:
-        """A message, a list of one, a media type, or None."""
+        """A message, a list of messages, a media type, or None."""
         return self.answer or self._annotations["return"]
 
     @cached_property
     def model(self) -> type[Message] | None:
-        """The message of the answer, or of one item of it."""
+        """The class of the answer's message, or of its items."""
         item = getattr(self.returned, "__args__", [self.returned])[0]
         return item if isinstance(item, type) and issubclass(item, Message) else None
 
@@ -90,7 +90,7 @@ class Endpoint:
 
     @property
     def errors(self) -> list[type[errors.MirrordError]]:
-        """The errors it may answer with: whole families, without codes about other nouns."""
+        """The errors that it may return: families, without codes about other nouns."""
         families: list[type[errors.MirrordError]] = [
             *(errors.UsageError, errors.ResourceError),
             *(errors.IntegrityError, errors.InternalError),
@@ -134,12 +134,12 @@ _SUBJECTS_OF: dict[str, set[str]] = {
     "receipts": {"mirror", "name", "commit"},
     "operations": {"operation"},
 }
-"""Words in error codes, by the noun whose endpoints answer with them."""
+"""Words in error codes, by the noun of the endpoints that return them."""
 _SUBJECTS = {"already", "new", "method"}.union(*_SUBJECTS_OF.values())
 
 
 async def get_openapi(_: Call) -> Response:
-    """This document."""
+    """Return this document."""
     document = await anyio.to_thread.run_sync(openapi_document, ENDPOINTS)
     return text_response(document, "application/json")
 
@@ -236,7 +236,7 @@ ENDPOINTS = (
 # fmt: on
 
 
-# -- the OpenAPI document, from the table and pydantic's schemas of the messages ------------------
+# -- the OpenAPI document -------------------
 
 _SCHEMAS = "#/components/schemas/"
 _PROBLEM = {MEDIA_TYPE: {"schema": {"$ref": f"{_SCHEMAS}Problem"}}}
@@ -250,7 +250,7 @@ _CONTENT = {
 
 @cache
 def openapi_document(endpoints: tuple[Endpoint, ...]) -> str:
-    """The document as JSON. The first call takes a tenth of a second."""
+    """Return the OpenAPI document as JSON. The first call takes 0.1 s."""
     bodies = {each.json_body for each in endpoints if each.json_body}
     answers = [each.returned for each in endpoints if each.model]
     modes: dict[Any, JsonSchemaMode] = dict.fromkeys(bodies, "validation")
@@ -261,7 +261,7 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> str:
     )
     schemas = definitions["$defs"]
     references = {kind: made[str(kind), mode] for kind, mode in modes.items()}
-    del schemas["Problem"]["properties"]["facts"]  # facts stand beside the other members
+    del schemas["Problem"]["properties"]["facts"]  # facts are members of the problem itself
     schemas["Problem"]["additionalProperties"] = True
     results = sorted({references[message]["$ref"] for message in RESULTS.values()})
     schemas["Operation"]["properties"]["result"] = {
@@ -277,7 +277,7 @@ def openapi_document(endpoints: tuple[Endpoint, ...]) -> str:
         )
     info = {
         "title": "mirrord",
-        "summary": "Git-native mirrors and sealed checkouts, over a Unix socket",
+        "summary": "Git mirrors and sealed checkouts over a Unix socket",
         "version": __version__,
     }
     return json.dumps(
@@ -313,7 +313,7 @@ def _described(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]
     if endpoint.json_body:
         content = {"application/json": {"schema": references[endpoint.json_body]}}
         described["requestBody"] = {"content": content, "required": True}
-    elif endpoint.upload:  # taken as bytes, whatever media type is sent
+    elif endpoint.upload:  # read as bytes, whatever its media type
         described["requestBody"] = {"content": {endpoint.upload: _BYTES}}
     return described
 
@@ -340,6 +340,6 @@ def _answers(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:
             "content": _PROBLEM,
             "x-codes": codes,
         }
-    if endpoint.answer is Health:  # a degraded daemon answers with its health too
+    if endpoint.answer is Health:  # a degraded daemon answers 503 with its health
         answers["503"]["content"] = {**_PROBLEM, **good["content"]}
     return answers

@@ -1,8 +1,7 @@
-"""The volume driver for docker and podman: their plugin protocol over the service of volumes.
+"""The volume driver for docker and podman: docker's plugin protocol over the service of volumes.
 
-JSON is posted to `/Plugin.Activate` and `/VolumeDriver.…` on a socket that only root enters, and
-every answer has `Err`, empty where all is well (docker's page "Docker volume plugins"). What an
-option means is decided here; who may have what, as for every other request.
+The engine posts JSON to `/Plugin.Activate` and `/VolumeDriver.…` on a socket that only root may
+open. Every answer has `Err`, empty on success (docker's page "Docker volume plugins").
 """
 
 import json
@@ -36,7 +35,7 @@ class _Nothing(BaseModel):
 
 
 class _Call(BaseModel):
-    """The body of every call; docker leaves out what does not matter, podman sends null."""
+    """The body of a call. docker omits unused members, podman sends null."""
 
     Name: Annotated[str, Field(pattern=r"^([a-zA-Z0-9][a-zA-Z0-9_.-]{0,254})?$")] = ""
     ID: Annotated[str, Field(max_length=500)] = ""
@@ -57,11 +56,11 @@ class VolumeDriver:
         with answering():
             try:
                 status, answer = 200, {"Err": "", **await self._respond(request)}
-            except Exception as error:  # noqa: BLE001  # problem_response logs what is a bug
+            except Exception as error:  # noqa: BLE001  # problem_response logs bugs
                 problem = problem_response(error)
                 facts = json.loads(bytes(problem.body))
                 text = "; ".join(filter(None, (facts["detail"], facts.get("hint"))))
-                # never 404, by which docker means a driver without the call
+                # not 404, which tells docker that the driver lacks the call
                 status, answer = 500, {"Err": f"mirrord: {text}"}
             finally:
                 body.release()
@@ -73,7 +72,7 @@ class VolumeDriver:
     async def _respond(self, request: Request) -> dict[str, Any]:
         peer: Peer = request.state.connection.peer
         if not self._engine.access.is_admin(peer.uid):
-            raise AccessError("cannot serve volumes: only administrators may ask for them")
+            raise AccessError("cannot serve volumes: only administrators may request them")
         if not self._engine.settings().docker.volumes:
             hint = "set it in the daemon's configuration, and restart the daemon"
             raise InvalidRequestError("cannot serve volumes: [docker] volumes is false", hint=hint)
@@ -86,7 +85,7 @@ class VolumeDriver:
         return await self._answer(request, call, peer)
 
     async def _answer(self, request: Request, call: _Call, peer: Peer) -> dict[str, Any]:
-        path = request.scope["path"]  # docker's Host is a path, which spoils `request.url`
+        path = request.scope["path"]  # docker's Host header is a path, which breaks `request.url`
         match path:
             case "/Plugin.Activate":
                 return {"Implements": ["VolumeDriver"]}
@@ -96,15 +95,15 @@ class VolumeDriver:
         volumes = self._engine.checkouts.volumes
         match path:
             case "/VolumeDriver.List":
-                return {"Volumes": [_shown(*each) for each in volumes.list()]}
+                return {"Volumes": [_volume_facts(*each) for each in volumes.list()]}
             case "/VolumeDriver.Create":
                 part, options, source = _read_options(call.Name, call.Opts or {})
                 is_new = await volumes.create(call.Name, part, options, source, peer)
-                if is_new and request.state.connection.is_lost:  # podman waits for 5 seconds
+                if is_new and request.state.connection.is_lost:  # podman gives up after 5 seconds
                     await volumes.remove(call.Name, peer)
                 return {}
             case "/VolumeDriver.Get":
-                return {"Volume": _shown(*volumes.get(call.Name))}
+                return {"Volume": _volume_facts(*volumes.get(call.Name))}
             case "/VolumeDriver.Path":
                 return {"Mountpoint": path_of(*volumes.get(call.Name))}
             case "/VolumeDriver.Mount":
@@ -114,13 +113,13 @@ class VolumeDriver:
                     await volumes.unmount(call.Name, call.ID, peer)
                 return {}
             case "/VolumeDriver.Remove":
-                if volumes.find(call.Name):  # an expired one is removed already
+                if volumes.find(call.Name):  # an expired volume is removed already
                     await volumes.remove(call.Name, peer)
                 return {}
         raise NotFoundError("cannot answer the request: no such call of a volume driver")
 
 
-def _shown(lease: Lease, volume: Volume) -> dict[str, Any]:
+def _volume_facts(lease: Lease, volume: Volume) -> dict[str, Any]:
     status = {
         "checkout": lease.id,
         "instance": lease.instance,
@@ -139,9 +138,9 @@ def _shown(lease: Lease, volume: Volume) -> dict[str, Any]:
 
 
 def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str], Source]:
-    """What of a checkout a volume shows, its options, and where its checkout comes from.
+    """Return the part of the checkout that a volume shows, its options, and its source.
 
-    Without a source the name is an instance's, up to `--`: `docker run -v` takes no options.
+    Without a source, the name up to `--` is an instance: `docker run -v` accepts no options.
     """
     if not name:
         raise InvalidRequestError("cannot make a volume: it has no name")
@@ -155,7 +154,7 @@ def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str]
     if not (checkout or fork or choices.keys() & {"instance", "mirror"}):
         choices["instance"] = name.rpartition("--")[0] or name
     if "bind" in choices:
-        fact = f"cannot make volume {name}: a volume is bound to no process"
+        fact = f"cannot make volume {name}: a volume cannot be bound to a process"
         raise InvalidRequestError(fact, hint="leave out bind")
     try:
         if checkout:
