@@ -360,7 +360,7 @@ class Engine:
     def _file_warnings(self) -> list[str]:
         """Return health warnings, without the reasons, which quote rows: health is public."""
         return [
-            f"{path.name} in datasets: cannot import it ({code}); `mirrord operations` says why"
+            f"{path.name} in datasets: cannot import it ({code}); `mirrord operations show` says why"
             for path, code in self._refused_files.items()
             if path.exists()
         ]

@@ -347,8 +347,14 @@ class Prewarm:
         return [
             (name, commit)
             for _, (name, unordered) in sorted(mirrors.items())
-            for commit in await self.oldest_first(name, unordered)
+            for commit in await self._order(name, unordered)
         ]
+
+    async def _order(self, name: MirrorName, commits: Collection[CommitId]) -> Sequence[CommitId]:
+        try:
+            return await self.oldest_first(name, commits)
+        except MirrordError:  # never synced, or git cannot open it: each commit fails for itself
+            return sorted(commits)
 
     async def run(
         self, dataset: DatasetName, commits: _Commits, progress: ProgressSink

@@ -140,6 +140,13 @@ async def test_base_commits_are_prepared_oldest_first(tmp_path: Path) -> None:
     assert len(roots) == 1
 
 
+async def test_commits_of_a_mirror_that_was_never_synced_are_counted(tmp_path: Path) -> None:
+    """They fail one by one, so that those of other mirrors are prepared."""
+    site = Site(tmp_path)
+    (tmp_path / "mirror.git").rename(tmp_path / "elsewhere.git")
+    assert await site.run() == {"prepared": 0, "failed": 5, "left": 0}
+
+
 async def test_nothing_is_prepared_where_it_would_push_out_the_old(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.room = 0
