@@ -106,6 +106,10 @@ def _writes_in_worker(work: BulkWork[P, T]) -> Method[P, T]:
     return method
 
 
+def _nothing(_: Connection) -> None:
+    """Change nothing, in a transaction that waits for its turn."""
+
+
 class _Outage:
     """Remembers that the database cannot be reached: queries fail at once, except one every 2 s.
 
@@ -192,6 +196,9 @@ class Catalog:
         if self._outage.is_full:
             return ["the catalog's database has no room for writes; it can still be read"]
         return []
+
+    wait_for_writer = _writes(_nothing)
+    """Wait for a write of another process: SQLite has one write transaction at a time."""
 
     put_mirror = _writes(mirrors.put_mirror)
     find_mirror = _reads(mirrors.find_mirror)

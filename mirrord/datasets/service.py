@@ -10,7 +10,7 @@ unpinned is read from the pins, so a dataset never claims a pin it lacks.
 import builtins
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -152,6 +152,9 @@ class Datasets:
         """
         root = self._quarantine.root
         journals = await anyio.to_thread.run_sync(read_journals, root)
+        if journals:  # a worker of the killed daemon may be committing the dataset
+            with suppress(errors.ResourceError):  # a full disk has no writer
+                await self._catalog.wait_for_writer()
         stale: dict[str, list[PinRow]] = {}
         for row in await self._catalog.list_stale_pins():
             stale.setdefault(row.owner, []).append(row)

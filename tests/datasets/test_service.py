@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
 from mirrord.datasets.pinning import write_journal
-from mirrord.datasets.service import DatasetFile, QueryCache, name_from
+from mirrord.datasets.service import DatasetFile, Datasets, QueryCache, name_from
 from mirrord.errors import (
     CatalogUnavailableError,
     DatasetNotFoundError,
@@ -498,6 +499,33 @@ def test_a_start_undoes_the_pins_of_a_killed_import_and_no_others(
         file.unlink()
     house.run(begin)
     house.run(after)
+
+
+def test_a_start_waits_for_an_import_that_a_worker_of_the_killed_daemon_commits(
+    house: Builder, upstream: Upstream
+) -> None:
+    """Its pins are those of the new rows, and must not be removed before these are recorded."""
+    first, second = upstream.history(2)
+
+    async def body(house: House) -> None:
+        await house.take([row("a", first)])
+        await house.mirrors.pin(NAME, [CommitId(second)], owner="dataset/lite", reason="base")
+        left = house.root / "state" / "quarantine" / "dataset-left"
+        left.mkdir()
+        write_journal(left, "dataset/lite", frozenset({(NAME.key, first)}))
+        catalog = house.root / "state" / "catalog.sqlite3"
+        with sqlite3.connect(catalog, isolation_level=None, check_same_thread=False) as worker:
+            worker.execute("BEGIN IMMEDIATE")
+            worker.execute("UPDATE instances SET base_commit = ?", [second])
+            worker.execute("UPDATE recorded_commits SET commit_id = ?", [second])
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(Datasets(house.mirrors).open)
+                await anyio.sleep(0.3)
+                worker.execute("COMMIT")
+        assert (await house.datasets.get("lite")).unpinned == []
+        assert f"dataset/lite/{second}" in house.refs()
+
+    house.run(body)
 
 
 def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream) -> None:
