@@ -1,8 +1,8 @@
-"""Trees of commits on disk: made, moved to another commit by what differs, and repaired.
+"""Trees of commits on disk: written, moved to another commit by the tree difference, repaired.
 
-Owns what a working tree must look like: what `git checkout` with umask 022 writes, submodules as
-empty directories. `.git` is not its business. Sync; runs in workers. A crash leaves a tree without
-a manifest, which is removed, or one that its manifest does not match, which a scan finds.
+Writes what `git checkout` with umask 022 writes, submodules as empty directories; never `.git`.
+Sync; runs in workers. A crash leaves a tree without a manifest, which is removed, or one that
+differs from its manifest, which a scan finds.
 """
 
 import errno
@@ -28,17 +28,17 @@ from .writer import TreeWriter
 
 Owner = tuple[int, int]
 
-_OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files know no earlier time
-_SETTLED_NS = 10 * 10**9  # git calls a file racy whose mtime is not older than its index
+_OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
+_SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
 _ATTRIBUTES = b".gitattributes"
 _BATCH = 64
 _BATCH_BYTES = 4 * 1024**2
 
 
 def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
-    """Write the tree of `commit` into `dest`, which is made, or is an empty directory.
+    """Write the tree of `commit` into `dest`, a new or empty directory.
 
-    `owner` is (uid, gid) of all files; the daemon's own when None. Raises CommitUnservableError,
+    `owner` is (uid, gid) of all files, None for the daemon's own. Raises CommitUnservableError,
     TreeTooLargeError, CorruptObjectError, DiskFullError.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
@@ -56,7 +56,7 @@ def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None =
 
 
 def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
-    """Raise TreeTooLargeError where the tree of `manifest` cannot be moved to another."""
+    """Raise TreeTooLargeError where the tree of `manifest` cannot be moved to `tree`."""
     with open_objects(git_dir) as objects:
         must_fit(objects, tree, near=manifest.tree)
 
@@ -64,7 +64,7 @@ def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
 def move(
     git_dir: Path, manifest: Manifest, commit: str, dest: Path, trash: TrashDirectory | None = None
 ) -> Manifest:
-    """Bring the clean tree of `manifest` to `commit`, touching only what differs, but no `.git`."""
+    """Move the clean tree of `manifest` to `commit`: writes the paths that differ, never `.git`."""
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
         steps = list(changes(objects, manifest.tree, info.tree))
@@ -75,8 +75,8 @@ def move(
                 if step.old is None:
                     continue
                 del files[step.path]
-                # What changes its kind is replaced when it is written, but for a submodule, which
-                # would keep what is in the directory that it becomes.
+                # Writing replaces a path that changes its kind; a directory that becomes a
+                # submodule would keep its content.
                 becomes_submodule = step.new and step.new.is_submodule and step.old.is_tree
                 if becomes_submodule or (step.new is None and not step.inherited):
                     writer.remove(step.path)
@@ -103,9 +103,9 @@ def repair(
     dest: Path,
     trash: TrashDirectory | None = None,
 ) -> Manifest:
-    """Undo in the tree what a scan found, writing each lost or changed file as a new one.
+    """Undo the differences that a scan found: writes missing and modified files as new ones.
 
-    Control files are left to whoever builds `.git`.
+    Leaves control files to `dotgit`.
     """
     with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
         info = read_commit(objects, manifest.commit)
@@ -142,12 +142,12 @@ def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
 
 
 def mtime_for(commit_time: int) -> int:
-    """The mtime in ns of files of a commit: the committer's time, but safely in the past."""
+    """Return the mtime of a commit's files in ns: the committer's time, but safely in the past."""
     return max(_OLDEST_NS, min(commit_time * 10**9, time.time_ns() - _SETTLED_NS))
 
 
 def unrecorded(entry: TreeEntry) -> Entry:
-    """The record of an entry before its file was looked at."""
+    """Return the record of an entry without the stat of its file."""
     oid = bytes.fromhex(entry.oid)
     content = NO_OBJECT if entry.is_tree or entry.is_submodule else oid
     return Entry(entry.mode, oid, content, 0, 0, 0, 0, 0, 0, 0)
@@ -160,7 +160,7 @@ def root_entry(tree: str) -> Entry:
 def write_entries(
     objects: Objects, conversions: Conversions, entries: Sequence[TreeEntry], writer: TreeWriter
 ) -> dict[bytes, Entry]:
-    """Write entries, each directory before what is in it; its stat will change: `recorded`."""
+    """Write entries, each directory before its content; `recorded` adds the stat of directories."""
     written: dict[bytes, Entry] = {}
     batch: list[tuple[TreeEntry, Entry, bytes]] = []
     size = 0
@@ -169,8 +169,8 @@ def write_entries(
         batch.append((entry, record, data))
         size += len(data)
         if len(batch) == _BATCH or size > _BATCH_BYTES or entry is entries[-1]:
-            with writer.owner:  # once for many: the owner may not read the mirror
-                written |= {at.path: _write(writer, at, mine, it) for at, mine, it in batch}
+            with writer.owner:  # once for many; the owner may not read the mirror
+                written |= {at.path: _write(writer, at, record, it) for at, record, it in batch}
             batch, size = [], 0
     return written
 
@@ -180,23 +180,21 @@ def share_entries(
     conversions: Conversions,
     entries: Iterable[TreeEntry],
     writer: TreeWriter,
-    shared: "Blobs",
+    shared: "SharedFiles",
 ) -> dict[bytes, Entry]:
-    """Write entries of a layer, whose files nobody writes: they are links into `shared`."""
+    """Write entries of a layer, which is read-only: regular files are links into `shared`."""
     written: dict[bytes, Entry] = {}
     for entry in entries:
         path, executable = entry.path, entry.is_executable
         is_file = stat.S_ISREG(entry.mode)
-        lent = None
-        if is_file and not conversions.find(path):
-            lent = shared.lend(entry.oid, writer, path, executable=executable)
-        if lent:
-            written[path] = unrecorded(entry).with_stat(lent)
+        is_plain = is_file and not conversions.find(path)
+        if is_plain and (found := shared.link(entry.oid, writer, path, executable=executable)):
+            written[path] = unrecorded(entry).with_stat(found)
             continue
         record = _write(writer, entry, *_read(objects, conversions, entry))
         if is_file:
-            kept = shared.keep(record.content.hex(), writer, path, executable=executable)
-            record = record.with_stat(kept)
+            added = shared.add(record.content.hex(), writer, path, executable=executable)
+            record = record.with_stat(added)
         written[path] = record
     return written
 
@@ -224,13 +222,13 @@ def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> 
 
 
 def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:
-    """The manifest of a tree that was just written."""
+    """Return the manifest of a tree that was just written."""
     _record_directories(files, writer)
     return Manifest(info.commit, info.tree, clock_ns(), Entries(files))
 
 
 def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
-    """Look at the directories that were made or written in, once all in them is written."""
+    """Record the stat of directories that were made or changed, once their content is written."""
     with writer.owner:
         for path in sorted(writer.touched):
             entry = files.get(path)
@@ -242,7 +240,7 @@ def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter)
 
 
 def conversions_for(objects: Objects, files: Entries | Iterable[TreeEntry]) -> Conversions:
-    """The conversions of a commit, whose attribute files are among `files`."""
+    """Return the conversions of a commit, whose attribute files are among `files`."""
     if isinstance(files, Entries):
         files = _tree_entries(files, filter(is_attributes, files))
     found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
@@ -256,7 +254,7 @@ def is_attributes(path: bytes) -> bool:
 def reconverted(
     objects: Objects, manifest: Manifest, after: Conversions, kept: Entries
 ) -> list[TreeEntry]:
-    """Of the files that stay, those that a changed `.gitattributes` writes in another way."""
+    """Return the unchanged files that a changed `.gitattributes` converts differently."""
     before = conversions_for(objects, manifest.files)
     regular = [path for path, entry in kept.items() if stat.S_ISREG(entry.mode)]
     return _tree_entries(kept, [path for path in regular if before.find(path) != after.find(path)])
@@ -266,31 +264,31 @@ def _tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
     return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
 
 
-# -- files of layers, kept once: one file with many links for the same bytes and permissions -------
+# -- shared files of layers: one file, many links, for the same bytes and permissions -------------
 
 _MODES = {False: 0o644, True: 0o755}
 
 
-class Blobs:
-    """The shared files of one mirror. Any number of processes may use it at the same time.
+class SharedFiles:
+    """The shared files of one mirror's layers; safe for concurrent processes.
 
-    Owns `templates/<mirror>/blobs`, which has a link of each regular file of the deltas, named by
-    the id of its bytes and its mode. The bytes of a file are hashed before it is lent. A crash
-    leaves files that no layer has, which `weigh` removes. A link changes the ctime of a file that
-    other layers show already; that is why git is told not to compare it (`stores/store.py:CONFIG`).
+    Owns `templates/<mirror>/blobs`, with a link to each regular file of the deltas, named by the
+    blob id of its bytes and its mode. A file is hashed again before a layer links it. A crash
+    leaves files of no layer, which `collect` removes. A link changes the ctime of a file that other
+    layers show already; so git is told not to compare it (`stores/store.py:CONFIG`).
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def has(self, content: str, *, executable: bool) -> bool:
-        """Whether a file with these bytes, by their id, would take no room."""
+        """Return whether there is a file with these bytes, given by their blob id."""
         return self._path(content, executable=executable).exists()
 
-    def lend(
+    def link(
         self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
     ) -> os.stat_result | None:
-        """Link the file at `path` of a layer; None where there is no sound one."""
+        """Link a shared file at `path` of a layer; None where there is no sound one."""
         source = self._path(content, executable=executable)
         try:
             found = writer.link_file(path, source)
@@ -305,10 +303,10 @@ class Blobs:
         source.unlink(missing_ok=True)
         return None
 
-    def keep(
+    def add(
         self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
     ) -> os.stat_result:
-        """Share a file that was just written; answers its stat, which this changes."""
+        """Share a file that was just written; returns its stat, whose ctime this changes."""
         shared = self._path(content, executable=executable)
         with suppress(FileExistsError):
             try:
@@ -318,8 +316,8 @@ class Blobs:
                 writer.share_file(path, shared)
         return writer.get_stat(path)
 
-    def weigh(self) -> tuple[int, bool]:
-        """Remove files that no layer has; the bytes of the rest, and whether all of those went."""
+    def collect(self) -> tuple[int, bool]:
+        """Remove files of no layer; returns the bytes of the others, and whether all went."""
         total, is_clean = 0, True
         with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
             for item in listed:

@@ -1,8 +1,8 @@
-"""The `.git` of a sealed or squashed checkout, built from nothing but what it may hold.
+"""Builds sealed stores: the `.git` of sealed and squashed checkouts, with nothing else in it.
 
-Owns `templates/<mirror>/gits/`: a store has a detached HEAD, a configuration of a few lines, the
-tags that point at ancestors, and closure packs as hard links; no remote, alternates, reflog, hook
-or index (whoever writes the tree writes that). It is built in a temporary directory and renamed.
+Owns `templates/<mirror>/gits/`. A store has a detached HEAD, a short configuration, the tags of
+ancestors, and closure packs as hard links; no remote, alternates, reflog or hook. Its index is
+written with the tree. It is built in a temporary directory and renamed.
 """
 
 import hashlib
@@ -38,7 +38,8 @@ from .store import SealedStore, StoreKey, Tag
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
     from ...fleet.closures import SharedClosures
 
-GRAPH_MIN_OBJECTS = 20_000  # below that `log`, `blame` and `describe` are as fast without a graph
+
+GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
 _SQUASHED = """tree {tree}
 author mirrord <mirrord@localhost> {time} +0000
 committer mirrord <mirrord@localhost> {time} +0000
@@ -60,7 +61,10 @@ class _Contents(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class StoreBuilder:
-    """The sealed stores of all mirrors, below `state_dir/templates`."""
+    """The sealed stores of all mirrors, below `state_dir/templates`.
+
+    `held` counts the users of a store, `used_at` has the time of its last use.
+    """
 
     state_dir: Path
     git: Git
@@ -83,14 +87,15 @@ class StoreBuilder:
         self.commits, self.known_packs = self._closures.commits, self._closures.known_packs
         self._found: dict[StoreKey, SealedStore] = {}
         self._builds: Coalescer[SealedStore] = Coalescer()
-        self._stores: dict[str, dict[Path, tuple[SealedStore, float]]] = {}
-        self._read: set[str] = set()
+        self._stores: dict[str, dict[Path, SealedStore]] = {}
+        self._read: set[str] = set()  # mirrors of which `_stores` has all
         self._building: Counter[str] = Counter()
         self.held: Counter[Path] = Counter()
+        self.used_at: dict[Path, float] = {}
         self.hits = self.misses = 0
 
     async def open(self) -> None:
-        """Remove what a killed build left."""
+        """Remove what killed builds left."""
 
         def clean_up() -> None:
             for directory in (*self._root.glob("*/gits"), *self._root.glob("*/packs")):
@@ -100,12 +105,12 @@ class StoreBuilder:
         await anyio.to_thread.run_sync(clean_up)
 
     async def close(self) -> None:
-        """Cancel builds, and deferred work."""
+        """Cancel builds and deferred work."""
         await self._builds.close()
         await self._deferred.close()
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
-        """The finished store, when there is one on disk."""
+        """Return the finished store, None where it is not on disk."""
         key = (name.key, commit, history)
         found = self._found.get(key) or disk.load(self._path(name, commit, history), name)
         if found is None or not found.git.exists():
@@ -115,14 +120,14 @@ class StoreBuilder:
         return found
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
-        """The store, built once for all who ask, while one of them waits.
+        """Return the store, built once for all callers, as long as one of them waits.
 
         Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for
         the linked history.
         """
         if history is History.LINKED:
             raise InvalidRequestError(
-                "cannot seal a linked checkout: it shows all of its mirror",
+                "cannot seal a linked checkout: it shows the whole mirror",
                 hint="ask for sealed or squashed",
             )
         found = self.find(name, commit, history)
@@ -133,7 +138,7 @@ class StoreBuilder:
         )
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
-        """The order in which stores share most; commits that the mirror lacks come last."""
+        """Return the order in which stores share most; commits that the mirror lacks come last."""
         done = await self.git.run(
             "rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin",
             git_dir=self.mirrors_path(name),
@@ -145,36 +150,40 @@ class StoreBuilder:
 
     # -- what exists -------------------------------------------------------------------------------
 
-    async def list_stores(self, name: MirrorName) -> list[tuple[SealedStore, float]]:
-        """The recorded stores of a mirror, each with the time of its last use."""
+    async def list_stores(self, name: MirrorName) -> list[SealedStore]:
+        """Return all recorded stores of a mirror."""
+        stores = self._stores.setdefault(name.key, {})
         if name.key not in self._read:
-            found = await anyio.to_thread.run_sync(disk.read_records, self._directory(name), name)
-            self._stores[name.key] = found | self._stores.get(name.key, {})
+            for store, used_at in await anyio.to_thread.run_sync(
+                disk.read_records, self._directory(name), name
+            ):
+                stores.setdefault(store.path, store)
+                self.used_at.setdefault(store.path, used_at)
             self._read.add(name.key)
-        return list(self._stores[name.key].values())
+        return list(stores.values())
 
     def discard(self, store: SealedStore) -> Path:
-        """Take a store out of use at once; answers the path to `remove`.
-
-        Frees no block itself, which may wait for the disk.
+        """Take a store out of use at once; returns the path to `remove`, which may wait for the
+        disk.
         """
-        gone = new_trash(store.path.parent)
+        discarded = new_trash(store.path.parent)
         try:
-            store.path.rename(gone)  # first, so that nobody mounts half of it
-            store.record.rename(gone / store.record.name)
+            store.path.rename(discarded)  # first, so that no checkout mounts a part of it
+            store.record.rename(discarded / store.record.name)
         except FileNotFoundError:
             store.record.unlink(missing_ok=True)
         self._found.pop(store.key, None)
         self._stores.get(store.mirror.key, {}).pop(store.path, None)
-        return gone
+        self.used_at.pop(store.path, None)
+        return discarded
 
     async def remove(self, path: Path) -> None:
-        """Delete a discarded store, or a damaged one, or a layer of closures. Packs stay."""
+        """Delete a discarded store, a damaged one, or a pack layer. The packs of a store stay."""
         await anyio.to_thread.run_sync(self.trash.discard, path)
 
     @contextmanager
     def holding(self, store: SealedStore) -> Iterator[None]:
-        """Keep a store on disk inside. Call with no await since it was found."""
+        """Keep a store on disk inside. Await nothing between `find` and this."""
         self.held[store.path] += 1
         try:
             yield
@@ -184,28 +193,27 @@ class StoreBuilder:
                 del self.held[store.path]
 
     async def evict_packs(self, name: MirrorName) -> int:
-        """Remove the closure packs that no store has, unless a build may be about to link one;
-        answers their bytes.
-        """
+        """Remove closure packs of no store, unless a build may link one; returns their bytes."""
         await self.list_stores(name)
 
         def needed() -> set[str] | None:
             if self._building[name.key]:
                 return None
-            return {pack for store, _ in self._stores[name.key].values() for pack in store.packs}
+            return {pack for store in self._stores[name.key].values() for pack in store.packs}
 
         return await self._closures.keep_only(name, needed)
 
     async def remove_mirror(self, name: MirrorName) -> None:
         """Remove every store and pack of a mirror that was removed."""
         self._found = {key: store for key, store in self._found.items() if key[0] != name.key}
-        self._stores.pop(name.key, None)
+        for path in self._stores.pop(name.key, {}):
+            self.used_at.pop(path, None)
         self._read.discard(name.key)
         self._closures.forget(name)
         for directory in (self._directory(name), self._closures.directory(name)):
             for path in directory.glob("*"):
                 await anyio.to_thread.run_sync(self.trash.discard, path)
-            with suppress(OSError):  # something stays
+            with suppress(OSError):  # not empty
                 directory.rmdir()
 
     def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
@@ -216,7 +224,8 @@ class StoreBuilder:
 
     def _note(self, store: SealedStore) -> None:
         self._found[store.key] = store
-        self._stores.setdefault(store.mirror.key, {})[store.path] = store, time.time()
+        self._stores.setdefault(store.mirror.key, {})[store.path] = store
+        self.used_at[store.path] = time.time()
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -233,8 +242,7 @@ class StoreBuilder:
                     contents = await self._squashed(name, found, scratch)
                 else:
                     contents = await self._sealed(name, commit)
-                near = next(reversed(self._stores.get(name.key, {})), None)
-                control = await anyio.to_thread.run_sync(_write, git, contents, near)
+                control = await anyio.to_thread.run_sync(_write, git, contents)
                 if history is History.SQUASHED:
                     await anyio.to_thread.run_sync(shutil.rmtree, scratch)
                 disk.publish(temporary, target)
@@ -268,9 +276,10 @@ class StoreBuilder:
         return _Contents(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
 
     def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:
-        """The commit-graph up to the last large pack; written after the answer where none is whole.
+        """Return the commit-graph up to the last large pack; None, and writes it after the answer,
+        where it is absent or torn.
 
-        What is above it in the chain git reads from the commits. Like packs it is not flushed.
+        git reads later commits from the packs. Like packs, the graph is not flushed.
         """
         large = [at for at, pack in enumerate(packs, 1) if pack.object_count >= GRAPH_MIN_OBJECTS]
         if not large:
@@ -284,7 +293,7 @@ class StoreBuilder:
         return None
 
     async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
-        """The commit is written as a loose object beside the mirror's, and packed from there."""
+        """Write the squashed commit as a loose object in `scratch`, and pack it from there."""
         head, body = squashed_commit(found)
         file = scratch / "objects" / head[:2] / head[2:]
         file.parent.mkdir(parents=True)
@@ -295,18 +304,14 @@ class StoreBuilder:
 
 
 def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
-    """The id and the object of the one commit that a squashed checkout of this commit shows."""
+    """Return the id and the object of the only commit of a squashed checkout."""
     body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
     body = b"commit %d\0%s" % (len(body), body)
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
-def _write(git: Path, contents: _Contents, near: Path | None) -> str:
-    """Write a `.git`; answers the sum of its control files.
-
-    A file that the store `near` has with the same bytes is a link to that one: stores are never
-    written to.
-    """
+def _write(git: Path, contents: _Contents) -> str:
+    """Write a `.git`; returns the checksum of its control files."""
     for directory in _DIRECTORIES:
         os.mkdir(f"{git}/{directory}", 0o755)
     for pack in contents.packs:
@@ -317,9 +322,5 @@ def _write(git: Path, contents: _Contents, near: Path | None) -> str:
         disk.link_or_copy(contents.graph, git / disk.GRAPH)
     control = [f"{contents.head}\n".encode(), disk.CONFIG, disk.packed_refs(contents.tags)]
     for name, content in zip(disk.CONTROL_FILES, control, strict=True):
-        with suppress(OSError):  # it went meanwhile, or has all the links there can be
-            if near and (near / ".git" / name).read_bytes() == content:
-                os.link(near / ".git" / name, git / name)
-                continue
         (git / name).write_bytes(content)
     return disk.control_sum(control)

@@ -1,8 +1,8 @@
-"""A sealed store on disk: the `.git` of checkouts, its record beside it, and how both are written.
+"""A sealed store on disk: the `.git` of checkouts and its record.
 
 Owns `gits/<history>-<commit>/` and its record `<history>-<commit>.json`, which is written last: a
-directory without it does not exist. The record's mtime is the store's last use. Nothing is flushed:
-a file that a power cut tore is found by its size.
+directory without it counts as absent. The record's mtime is the store's last use. Nothing is
+flushed: a file torn by a power failure is found by its size.
 """
 
 import errno
@@ -39,17 +39,17 @@ GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
 StoreKey = tuple[str, CommitId, History]
-"""The key of a mirror, with what else tells its stores and templates apart."""
+"""The key of a mirror, and the commit and history that identify its store and template."""
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True)
 class SealedStore:
-    """`path` is the directory that holds `.git`.
+    """The record of a store; `path` is the directory that holds `.git`.
 
     `head` is the commit that HEAD names: the base commit, or the squashed one. `packs` are names in
-    `.git/objects/pack`; `pack_sizes` are their bytes with their indexes, shared packs too;
-    `control` is the sum of its control files.
+    `.git/objects/pack`; `pack_sizes` their bytes with their indexes, shared packs included;
+    `control` is the checksum of the control files.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class SealedStore:
 
 
 def save(store: SealedStore) -> None:
-    """Record a whole store."""
+    """Write the record of a finished store."""
     facts = asdict(store)
     del facts["path"], facts["mirror"]
     temporary = store.record.with_suffix(".json.new")
@@ -93,7 +93,7 @@ def save(store: SealedStore) -> None:
 
 
 def load(path: Path, name: MirrorName) -> SealedStore | None:
-    """The store at `path`; None where it is absent or torn."""
+    """Return the store at `path`; None where it is absent or torn."""
     found = read_record(path, name)
     with suppress(OSError):
         if (
@@ -110,7 +110,7 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
 
 
 def read_record(path: Path, name: MirrorName) -> SealedStore | None:
-    """The record of the store at `path`, which may be torn or gone itself."""
+    """Return the record of the store at `path`; the store itself may be torn or gone."""
     try:
         facts = json.loads(path.with_suffix(".json").read_text())
         facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
@@ -121,27 +121,24 @@ def read_record(path: Path, name: MirrorName) -> SealedStore | None:
         return None
 
 
-def read_records(directory: Path, name: MirrorName) -> dict[Path, tuple[SealedStore, float]]:
-    """All records in `directory`, each with the time of the store's last use."""
-    found: dict[Path, tuple[SealedStore, float]] = {}
-    for record in directory.glob("*.json"):
-        if store := read_record(record.with_suffix(""), name):
-            found[store.path] = store, record.stat().st_mtime
-    return found
+def read_records(directory: Path, name: MirrorName) -> list[tuple[SealedStore, float]]:
+    """Return all records in `directory`, each with the time of the store's last use."""
+    return [
+        (store, record.stat().st_mtime)
+        for record in directory.glob("*.json")
+        if (store := read_record(record.with_suffix(""), name))
+    ]
 
 
 def note_uses(used: Mapping[SealedStore, float]) -> None:
-    """Keep the time of each store's last use for the next daemon."""
+    """Record the time of each store's last use for the next daemon."""
     for store, at in used.items():
         with suppress(FileNotFoundError):
             os.utime(store.record, (at, at))
 
 
 def is_as_built(store: SealedStore) -> bool:
-    """Whether the control files have the bytes they were written with, and every pack exists.
-
-    What packs hold is not read.
-    """
+    """Return whether the control files are unchanged and every pack exists; reads no pack."""
     try:
         found = control_sum((store.git / name).read_bytes() for name in CONTROL_FILES)
     except OSError:
@@ -153,8 +150,9 @@ def is_as_built(store: SealedStore) -> bool:
 
 
 def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
-    """What a store has besides what it was built with, or lacks of it; none of the commits `secret`
-    may be in it. Packs are told by size and checksum; the bytes between are an audit's business.
+    """Return the files that a store has or lacks against its record, and `secret` commits in it.
+
+    Packs are identified by size and checksum; an audit reads the bytes between.
     """
     packs = [f"objects/pack/{name}" for name in store.packs]
     indexes = [store.git / name.replace(".pack", ".idx") for name in packs]
@@ -186,7 +184,7 @@ def control_sum(contents: Iterable[bytes]) -> str:
 
 @contextmanager
 def building(directory: Path, trash: Trash) -> Iterator[Path]:
-    """A temporary directory beside the result; removed afterwards unless it was published."""
+    """Yield a temporary directory beside the result; removed afterwards unless published."""
     temporary = Path(tempfile.mkdtemp(prefix=BUILDING, dir=directory))
     try:
         with full_disk_named(f"below {directory.name}"):
@@ -196,7 +194,7 @@ def building(directory: Path, trash: Trash) -> Iterator[Path]:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Rename a finished directory to `target`, over whatever has that name."""
+    """Rename a finished directory to `target`, replacing what has that name."""
     temporary.chmod(0o755)
     if target.exists():
         shutil.rmtree(target)
@@ -204,7 +202,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link; a copy where the file has all the links that the file system allows."""
+    """Make a hard link; a copy where the file system allows no more links."""
     try:
         os.link(source, target)
     except OSError as error:
@@ -214,7 +212,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_leftovers(directory: Path, trash: Trash) -> int:
-    """Remove what a killed build left; nobody builds before this ran."""
+    """Remove what a killed build left; returns how many. Call before the first build."""
     leftovers = [*directory.glob(f"{BUILDING}*"), *find_trash(directory)]
     for path in leftovers:
         trash.remove(path)
@@ -223,10 +221,9 @@ def remove_leftovers(directory: Path, trash: Trash) -> int:
 
 # -- the tags that a store may show: those of its base commit and its ancestors --------------------
 #
-# Membership is asked of the closure packs themselves, so a tag brings in no commit that is not
-# there. A tag object is no part of a commit's closure, and may be younger than the commit: an
-# annotated tag becomes a ref to its commit, which `git describe --tags` and version tools read.
-# Damaged tags are left out.
+# A tag is shown if a closure pack has its commit, so it never adds a commit. A tag object is not
+# part of a commit's closure and may be younger: an annotated tag becomes a ref to its commit, which
+# `git describe --tags` and version tools read. Damaged tags are left out.
 
 _PEELED_MAX = 100_000
 _INDEXES_MAX = 10_000
@@ -243,16 +240,16 @@ class Tag(NamedTuple):
 
 
 class Tags:
-    """Reads the tags of mirrors, and remembers them until a file that holds them changes."""
+    """The tags of mirrors, remembered until a file that holds them changes."""
 
     def __init__(self, git: Git) -> None:
         self._git = git
-        self._peeled: dict[str, str | None] = {}  # where a tag object leads never changes
+        self._peeled: dict[str, str | None] = {}  # the commit of a tag object never changes
         self._listed: dict[Path, tuple[_Stamp, tuple[Tag, ...]]] = {}
         self._within: dict[Path, tuple[tuple[Tag, ...], frozenset[Tag]]] = {}
 
     async def list(self, mirror: Path) -> tuple[Tag, ...]:
-        """All tags of `mirror` that lead to a commit, sorted by name."""
+        """Return all tags of `mirror` that point at a commit, sorted by name."""
         stamp = await anyio.to_thread.run_sync(_stamp, mirror)
         if stamp and (known := self._listed.get(mirror)) and known[0] == stamp:
             return known[1]
@@ -280,7 +277,7 @@ class Tags:
         return result
 
     async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
-        """Of `tags`, as `list` has them, those whose commit is in a pack with one of `indexes`."""
+        """Return those of `tags`, from `list`, whose commit is in a pack of `indexes`."""
         found = set[Tag]()
         for index in indexes:
             known = self._within.get(index)
@@ -294,16 +291,21 @@ class Tags:
 
 
 def packed_refs(tags: Collection[Tag]) -> bytes:
-    """The packed-refs file of a sealed checkout."""
+    """Return the packed-refs file of a sealed checkout."""
     lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
 
 
-def _stamp(mirror: Path) -> _Stamp | None:
-    """Changes with any tag: packed-refs with a packed one, its directory with a loose one.
+def refs_in(packed: bytes) -> list[str]:
+    """Return the ref names in a packed-refs file; a sealed store has no other refs."""
+    lines = (line for line in packed.splitlines() if not line.startswith((b"#", b"^")))
+    return [line.partition(b" ")[2].decode(errors="surrogateescape") for line in lines]
 
-    None where one changed so lately that the next change might get the same time, as in git's
-    index.
+
+def _stamp(mirror: Path) -> _Stamp | None:
+    """Return the stats that change with any tag: of packed-refs, and of directories of loose tags.
+
+    None where one is so recent that the next change may get the same mtime ("racy" in git).
     """
     places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
     stats = [(place, place.stat()) for place in places if place.exists()]

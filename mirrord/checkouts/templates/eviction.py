@@ -1,9 +1,9 @@
-"""Evict templates: least recently used first over `template_bytes` and where the disk is nearly
-full, those unused for `template_ttl`, and on request all that no checkout needs.
+"""Evict templates: least recently used first over `template_bytes` and on a nearly full disk, those
+unused for `template_ttl`, and on request all that no checkout needs.
 
-A sealed store goes, and with it the layers and the closure packs that no other store needs; never
-what a checkout holds. The last store of a mirror outlives its time, so that the next checkout is
-not a very first one. All of it can be made again from the mirror.
+Evicting a sealed store also evicts the layers and closure packs that no other store needs; nothing
+that a checkout holds is evicted. The last store of a mirror is exempt from `template_ttl`, because
+the first checkout of a mirror costs most. Whatever is evicted can be built again from the mirror.
 """
 
 import time
@@ -21,18 +21,18 @@ from ...jobs.events import Events
 from ...model import History, MirrorName
 from ..stores.builder import StoreBuilder
 from ..stores.store import SealedStore, StoreKey, note_uses
-from .layers import Layer
+from .layers import Layer, proven_at
 from .registry import MirrorTemplates, TemplateRegistry
 
-_NEW_S = 600.0  # a younger layer without a store may have one that is being built
-_IN_USE_S = 600.0  # a nearly full disk takes none used since: its next checkout would be refused
+_NEW_S = 600.0  # the store of a younger layer may still be building
+_IN_USE_S = 600.0  # a store used since stays on a nearly full disk: it could not be built again
 _STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
 
 
 class TemplateWeight(NamedTuple):
-    """What the template of a store takes; `shared_bytes` are those that another one needs, too.
+    """The disk space of a store's template; `shared_bytes` are those that another one needs, too.
 
-    A file that layers share counts with the layer that was the first to have it.
+    A file that layers share counts with the layer that had it first.
     """
 
     store: SealedStore
@@ -43,7 +43,7 @@ class TemplateWeight(NamedTuple):
 
 
 class MirrorWeight(NamedTuple):
-    """What the templates of a mirror take, and how much of that `collect` would free."""
+    """The disk space of a mirror's templates; `collect` would free `free_bytes`."""
 
     name: MirrorName
     size_bytes: int
@@ -53,7 +53,10 @@ class MirrorWeight(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Eviction:
-    """Belongs to the event loop's thread."""
+    """Decides which templates to evict. Belongs to the event loop's thread.
+
+    `size_bytes` is the size of all templates when they were last counted, some minutes ago.
+    """
 
     settings: Callable[[], Settings]
     registry: TemplateRegistry
@@ -64,21 +67,18 @@ class Eviction:
         self._noted_at = time.time()
         self.evicted = 0
         self.size_bytes: int | None = None
-        """Of all templates, when they were looked at last, every few minutes."""
 
     async def is_full(self) -> bool:
-        """Whether little is left of `template_bytes`."""
+        """Return whether less than a tenth of `template_bytes` is free."""
         used = sum(each.size_bytes for each in await self._inventories())
         return used > self.settings().checkouts.template_bytes * 0.9
 
     async def evict(self, short_bytes: int = 0) -> int:
-        """Evict what is over the bounds, and what else frees `short_bytes` and was not used lately;
-        answers how many stores went.
-        """
-        evicted = gone = await self._evict_once(short_bytes)
-        while gone:  # again: shared files weigh more than was guessed
-            gone = await self._evict_once()
-            evicted += gone
+        """Evict stores over the bounds, and idle ones to free `short_bytes`; returns how many."""
+        evicted = count = await self._evict_once(short_bytes)
+        while count:  # shared files are larger than was estimated
+            count = await self._evict_once()
+            evicted += count
         return evicted
 
     async def _evict_once(self, short_bytes: int = 0) -> int:
@@ -109,13 +109,14 @@ class Eviction:
         return evicted
 
     async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
-        """Evict every template but those held, named by `keep` or used since, and what belongs to
-        none; answers how many went by mirror, and their bytes.
+        """Evict every template but those held, in `keep` or used since; returns count and bytes.
+
+        Also evicts layers and packs without a store.
         """
         began, collected = time.time(), dict[MirrorName, tuple[int, int]]()
         inventories = await self._inventories()
         for each in inventories:
-            unused = each.unused(keep, ())  # what is held is asked for in its turn
+            unused = each.unused(keep, ())  # `_evict_store` looks at what is held then
             stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
             freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
             strays_bytes = await self._evict_strays(each)
@@ -126,7 +127,7 @@ class Eviction:
         return collected
 
     async def weigh(self, keep: Collection[StoreKey]) -> list[MirrorWeight]:
-        """What the templates of each mirror take, and what `collect` would free of that."""
+        """Return the disk space of each mirror's templates, and what `collect` would free."""
         found = []
         for each in await self._inventories():
             packs = self.stores.known_packs(each.name)
@@ -135,25 +136,47 @@ class Eviction:
         return found
 
     async def _evict_store(self, inventory: "_Inventory", path: Path, used_at: float) -> int | None:
-        """Evict a store unless it was used since, or is held; answers the bytes of what went with
-        it, closure packs excepted, or None.
-        """
+        """Evict a store with its layers; returns their bytes, None where it was used or is held."""
         templates = inventory.templates
         async with templates.changes.turn():
-            is_used = templates.used_at.get(path, 0.0) > used_at
+            is_used = self.stores.used_at.get(path, 0.0) > used_at
             if is_used or path in self.registry.held or path in self.stores.held:
                 return None
-            templates.used_at.pop(path, None)
             before = templates.size_bytes
             store = inventory.remove(path)
-            retired = self.stores.discard(store)
-            self._retire_layers(inventory, store.tree)
+            discarded = self.stores.discard(store)
+            self._discard_layers(inventory, store.tree)
             freed = _STORE_BYTES + before - templates.size_bytes
-            if store.history is History.SQUASHED:  # its pack is shared by none
+            if store.history is History.SQUASHED:  # no other store has its pack
                 freed += store.size_bytes
-        await self.stores.remove(retired)
+        await self.stores.remove(discarded)
         await self.registry.sweep()
         return freed
+
+    async def _evict_strays(self, inventory: "_Inventory") -> int:
+        """Evict layers without a store, which a failed build left; returns their bytes."""
+        templates, freed = inventory.templates, 0
+        for layer in inventory.strays():
+            async with templates.changes.turn():
+                before = templates.size_bytes
+                self._discard_layers(inventory, layer.tree)
+                freed += before - templates.size_bytes
+        await self.registry.sweep()
+        return freed
+
+    def _discard_layers(self, inventory: "_Inventory", tree: str | None) -> None:
+        """Discard a layer and those below it, down to the first that is needed."""
+        templates = inventory.templates
+        while (
+            tree is not None
+            and tree in templates.layers
+            and not inventory.needed[tree]
+            and templates.above(tree) == {tree}
+            and templates.files(tree) not in self.registry.held
+        ):
+            base = templates.layers[tree].base
+            self.registry.discard(templates, tree)
+            tree = base
 
     def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
         self.evicted += count
@@ -161,64 +184,39 @@ class Eviction:
             left = sum(each.size_bytes for each in inventories)
             self.events.publish("templates.evicted", count=count, size_bytes=left)
 
-    async def _evict_strays(self, inventory: "_Inventory") -> int:
-        """Evict layers without a store: of a build that failed, or of a store that is gone; answers
-        their bytes.
-        """
-        templates, freed = inventory.templates, 0
-        for layer in inventory.strays():
-            async with templates.changes.turn():
-                if layer.tree in templates.layers:
-                    before = templates.size_bytes
-                    self._retire_layers(inventory, layer.tree)
-                    freed += before - templates.size_bytes
-        await self.registry.sweep()
-        return freed
-
-    def _retire_layers(self, inventory: "_Inventory", tree: str | None) -> None:
-        """Take a layer out of use, and those below it, as far down as no store needs them."""
-        templates = inventory.templates
-        while (
-            tree is not None
-            and tree in templates.layers
-            and not inventory.needed[tree]
-            and not templates.carries(tree)
-            and templates.files(tree) not in self.registry.held
-        ):
-            base = templates.layers[tree].base
-            self.registry.retire(templates, tree)
-            tree = base
-
     async def _inventories(self) -> "list[_Inventory]":
-        await self.registry.weigh()
+        await self.registry.measure()
         found = []
         for name in self.registry.names():
             templates, stores = self.registry.get(name), await self.stores.list_stores(name)
-            found.append(await anyio.to_thread.run_sync(_Inventory, name, templates, stores))
+            used_at = {store.path: self.stores.used_at[store.path] for store in stores}
+            found.append(
+                await anyio.to_thread.run_sync(_Inventory, name, templates, stores, used_at)
+            )
         self.size_bytes = sum(each.size_bytes for each in found)
         return found
 
 
 class _Inventory:
-    """The stores of one mirror, their last uses, and how many stores need a layer or a pack.
+    """The stores of one mirror, their last uses, and how many stores need each layer and pack.
 
-    Made in a thread: it looks at everything. `needed` counts by tree of a layer and name of a pack.
+    `needed` counts by tree of a layer and name of a pack. Made in a thread: there may be many.
     """
 
     def __init__(
         self,
         name: MirrorName,
         templates: MirrorTemplates,
-        stores: Sequence[tuple[SealedStore, float]],
+        stores: Sequence[SealedStore],
+        used_at: Mapping[Path, float],
     ) -> None:
         self.name = name
         self.templates = templates
-        self.stores = {store.path: store for store, _ in stores}
-        last = templates.used_at
-        self.used_at = {store.path: max(at, last.get(store.path, 0.0)) for store, at in stores}
+        self.stores = {store.path: store for store in stores}
+        self.used_at = used_at
         self.needed: Counter[str | None] = Counter()
         self._packs_bytes = 0
-        for store, _ in stores:
+        for store in stores:
             for pack, size in zip(store.packs, store.pack_sizes, strict=True):
                 self._packs_bytes += 0 if self.needed[pack] else size
                 self.needed[pack] += 1
@@ -236,7 +234,7 @@ class _Inventory:
         return store
 
     def unused(self, keep: Collection[StoreKey], held: Collection[Path]) -> list[Path]:
-        """The stores that nothing holds and `keep` does not name, least recently used first."""
+        """Return the stores neither in `keep` nor held, least recently used first."""
         return [
             path
             for path in sorted(self.stores, key=lambda path: self.used_at[path])
@@ -244,18 +242,15 @@ class _Inventory:
         ]
 
     def strays(self) -> list[Layer]:
-        """Layers without a store that are not new."""
-        templates, before = self.templates, time.time() - _NEW_S
-        return [
-            layer
-            for tree, layer in list(templates.layers.items())
-            if not self.needed[tree] and templates.used_at.get(templates.files(tree), 0.0) < before
-        ]
+        """Return the layers without a store that are not new."""
+        trees, before = self.templates.trees, time.time() - _NEW_S
+        unneeded = [at for at in list(self.templates.layers.values()) if not self.needed[at.tree]]
+        return [layer for layer in unneeded if proven_at(trees / layer.name) < before]
 
     def chain(self, store: SealedStore) -> list[Layer]:
         try:
             return self.templates.chain(store.tree)
-        except KeyError:  # never made, or out of use
+        except KeyError:  # never built, or discarded
             return []
 
 
@@ -265,7 +260,7 @@ def _weighed(
     held: Collection[Path],
     packs: Mapping[str, int],
 ) -> MirrorWeight:
-    """By the records alone. `packs` are the closure packs that are known, of stores and others."""
+    """Weigh by the records alone. `packs` has known closure packs, also those without a store."""
     unused = set(inventory.unused(keep, held))
     sizes, kept = dict(packs), set[str]()
     found = []

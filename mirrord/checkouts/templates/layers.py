@@ -1,16 +1,16 @@
 """The layers of overlay templates: recorded, built and proven.
 
-A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta: what
-differs from another layer's tree), with `layer.json`, `files` and `index` for overlayfs, and the
+A layer is `trees/<tree>` (a keyframe: a whole tree) or `trees/<tree>@<base tree>` (a delta: the
+difference from another layer's tree), with `layer.json`, `files` and `index` for overlayfs, and the
 private manifest. A delta's `files` hold the changed files, and a whiteout (character device 0/0)
-for each name to hide. A layer is built under a temporary name, and proven by content before anybody
-gets it. Sync; runs in workers.
+for each hidden name. A layer is built under a temporary name, and proven by content before use.
+Sync; runs in workers.
 """
 
 import json
+import math
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -21,25 +21,36 @@ from ...git.objects.repository import CommitInfo, Objects, open_objects, read_co
 from ...git.objects.trees import TreeChange, changes
 from ...host.files import full_disk_named, open_directory, opened, shown_path
 from ...host.processes import ActingAs, boot_id
-from ..files import tree as worktree
 from ..files.dotgit import index_bytes
 from ..files.manifest import Entries, Manifest
 from ..files.reader import TreeReader, iter_files, parents
 from ..files.scan import hash_tree, prove_files, tree_id
-from ..files.tree import Blobs
+from ..files.tree import (
+    SharedFiles,
+    conversions_for,
+    is_attributes,
+    materialise,
+    mtime_for,
+    reconverted,
+    recorded,
+    root_entry,
+    share_entries,
+    unrecorded,
+)
 from ..files.writer import TreeWriter
 
 DEPTH_MAX = 16
-PER_DEPTH = 2
 RECORD = "layer.json"
 _BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`base` is the tree that a delta lies on; `depth` counts layers down to the keyframe, itself
-    included. `time` is the commit's. `size_bytes` are the layer's own, `shared_bytes` those of the
-    shared files that it was the first to have, `whole_bytes` those of its keyframe.
+    """The record of a layer.
+
+    `base` is the tree below a delta; `depth` counts layers down to the keyframe, both included.
+    `time` is the commit's. `size_bytes` are the layer's own, `shared_bytes` those of the shared
+    files that it had first, `whole_bytes` those of its keyframe.
     """
 
     tree: str
@@ -58,12 +69,12 @@ class Layer:
 
     @property
     def whiteouts(self) -> list[bytes]:
-        """The paths that a delta hides; recorded as latin-1 text, which holds any bytes."""
+        """The paths that a delta hides; recorded as latin-1, which can hold any bytes."""
         return [path.encode("latin-1") for path in self.removed]
 
 
 def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
-    """The layer and those below it, top first; KeyError where one is gone."""
+    """Return the layer and those below it, top first; KeyError where one is gone."""
     chain = [layer]
     while (base := chain[-1].base) is not None:
         chain.append(layers[base])
@@ -71,14 +82,14 @@ def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
 
 
 def blobs_path(trees: Path) -> Path:
-    """The files that layers share."""
+    """Return the directory of the files that layers share."""
     return trees.parent / "blobs"
 
 
 def write_record(directory: Path, layer: Layer) -> None:
     """Write `layer.json`, with the boot in which the layer was proven.
 
-    Nothing is flushed, so a power failure may tear a layer: after a boot it is proven again.
+    Nothing is flushed, so a power failure can tear a layer: it is proven again after each boot.
     """
     temporary = directory / f"{RECORD}.new"
     temporary.write_text(json.dumps({**asdict(layer), "boot": boot_id()}), encoding="utf-8")
@@ -86,7 +97,7 @@ def write_record(directory: Path, layer: Layer) -> None:
 
 
 def read_record(directory: Path) -> tuple[Layer, bool] | None:
-    """The layer of a directory, and whether it was proven in this boot; None without a record."""
+    """Return the layer of a directory and whether this boot proved it; None if unreadable."""
     try:
         record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
         proven = record.pop("boot") == boot_id()
@@ -96,15 +107,23 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     return (layer, proven) if layer.name == directory.name else None
 
 
+def proven_at(directory: Path) -> float:
+    """Return when a layer was last proven, which writes its record; 0 where it is gone."""
+    try:
+        return (directory / RECORD).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 # -- a stack of layers as one tree, and its proof --------------------------------------------------
 
 
 def read_manifest(trees: Path, chain: Sequence[Layer]) -> Manifest:
-    """The manifest of the tree that a chain of layers, top first, shows when mounted.
+    """Return the manifest of the tree that a chain of layers, top first, shows when mounted.
 
     Do not change it: it is kept for the next call.
     """
-    # tells a layer from one that was built again in its place
+    # distinguishes a layer from one that was built again in its place
     found = ((trees / layer.name / "manifest").stat() for layer in chain)
     return _read_manifest(trees, tuple(chain), tuple((s.st_ino, s.st_mtime_ns) for s in found))
 
@@ -120,7 +139,7 @@ def _read_manifest(
 
 
 def _laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Manifest:
-    """The manifest of a delta over that of its base, without the `removed` paths of that."""
+    """Return the manifest of a delta over its base's, without the `removed` paths of the base."""
     files, gone = below.files, set(removed)
     if gone:
         inside = tuple(path + b"/" for path in gone)
@@ -153,8 +172,8 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
 def prove_files_of(
     layer: Path, manifest: Manifest, tree: str, below: Manifest | None, removed: Sequence[bytes]
 ) -> Manifest:
-    """Prove that a layer's directory has what its manifest says and nothing else, and that it shows
-    `tree` on what is `below`; answers the manifest of both. Raises ProofFailedError.
+    """Prove that a layer's directory has exactly the files of its manifest, and shows `tree` over
+    the one `below`. Returns the manifest of both; raises ProofFailedError.
     """
     files, expected = layer / "files", set(manifest.files)
     if below is None:
@@ -169,7 +188,7 @@ def prove_files_of(
             for path in directories:
                 found = reader.find_stat(path)
                 if found is None or found.st_mode != stat.S_IFDIR | 0o755:
-                    raise _unproven(shown_path(path), "it is no directory")
+                    raise _unproven(shown_path(path), "it is not a directory")
             for path in whiteouts:  # overlayfs: a character device 0/0
                 found = reader.find_stat(path)
                 if found is None or not stat.S_ISCHR(found.st_mode) or found.st_rdev != 0:
@@ -181,39 +200,42 @@ def prove_files_of(
     for name in os.listdir(os.fsencode(files)):
         for path in iter_files(files, name):
             if path not in expected:
-                raise _unproven(shown_path(path), "it does not belong there")
+                raise _unproven(shown_path(path), "it is not in the manifest")
     return whole
 
 
 def _unproven(subject: str, fact: str) -> ProofFailedError:
-    return ProofFailedError(f"cannot prove {subject}: {fact}", hint="it will be built again")
+    return ProofFailedError(
+        f"cannot prove {subject}: {fact}", hint="the next checkout builds it again"
+    )
 
 
 # -- building --------------------------------------------------------------------------------------
 
 
 def build_layer(
-    git_dir: Path, commit: str, trees: Path, temporary: Path, known: Sequence[Layer]
+    git_dir: Path, commit: str, trees: Path, temporary: Path, candidates: Sequence[Sequence[Layer]]
 ) -> Layer:
-    """Build and prove the layer of a commit's tree in the directory `temporary`: on one of the
-    `known` layers that are still in `trees` when the difference is small, else whole.
+    """Build and prove the layer of a commit's tree in the new directory `temporary`.
 
-    Raises CommitUnservableError, TreeTooLargeError, CorruptObjectError, ProofFailedError,
-    DiskFullError.
+    It becomes a delta on one of the `candidates`, chains in `trees` with the nearest first, where
+    the difference is small, else a keyframe. Raises CommitUnservableError, TreeTooLargeError,
+    CorruptObjectError, ProofFailedError, DiskFullError.
     """
     with open_objects(git_dir) as objects, full_disk_named(f"a template of {commit[:12]}"):
         info = read_commit(objects, commit)
         temporary.mkdir(mode=0o700)
-        there = [layer for layer in known if (trees / layer.name).is_dir()]
-        shared = Blobs(blobs_path(trees))
-        base = _choose_base(objects, info, there, shared)
+        shared = SharedFiles(blobs_path(trees))
+        on_disk = [chain for chain in candidates if (trees / chain[0].name).is_dir()]
+        chain = _choose_base(objects, info.tree, on_disk, shared)
+        base = chain[0] if chain else None
         below, removed = None, list[bytes]()
         if base is None:
-            manifest = worktree.materialise(git_dir, info.commit, temporary / "files")
+            manifest = materialise(git_dir, info.commit, temporary / "files")
         else:
-            below = read_manifest(trees, chain_of(base, {layer.tree: layer for layer in known}))
+            below = read_manifest(trees, chain)
             steps = list(changes(objects, base.tree, info.tree))
-            hidden, removed = _gone(steps)
+            hidden, removed = _find_hidden(steps)
             manifest = _write_delta(
                 objects, info, temporary / "files", shared, below, steps, hidden
             )
@@ -241,37 +263,34 @@ def build_layer(
 
 
 def _choose_base(
-    objects: Objects, info: CommitInfo, known: Sequence[Layer], shared: Blobs
-) -> Layer | None:
-    """The layer that costs least to build on, of the few nearest in time of each depth; None where
-    a whole tree is better.
+    objects: Objects, tree: str, candidates: Sequence[Sequence[Layer]], shared: SharedFiles
+) -> Sequence[Layer]:
+    """Return the chain that costs least to build on; empty where a whole tree is better.
 
-    A delta on a whole tree may be at most half of it, and a fifth less with each layer that it lies
-    on: there is room below for near trees, and wide steps start high. One more layer to look names
-    up in costs as much as 64 KiB.
+    A delta on a keyframe may cost at most half of it, and a fifth less for each layer below: that
+    keeps depth for near trees. Each layer, where names are looked up, counts as 64 KiB.
     """
-    best: tuple[int, Layer] | None = None
-    seen: Counter[int] = Counter()
-    for layer in sorted(known, key=lambda layer: abs(layer.time - info.time)):
-        if layer.depth >= DEPTH_MAX or seen[layer.depth] >= PER_DEPTH:
+    best: tuple[float, Sequence[Layer]] = math.inf, ()
+    for chain in candidates:
+        layer = chain[0]
+        if layer.depth >= DEPTH_MAX:
             continue
-        seen[layer.depth] += 1
         penalty = layer.depth * 64 * 1024
-        limit = int(layer.whole_bytes / (2 * 1.2 ** (layer.depth - 1)))
-        if best is not None:
-            limit = min(limit, best[0] - penalty - 1)
-        cost = _find_cost(objects, layer.tree, info.tree, limit, shared)
+        limit = min(layer.whole_bytes / (2 * 1.2 ** (layer.depth - 1)), best[0] - penalty - 1)
+        cost = _find_cost(objects, layer.tree, tree, limit, shared)
         if cost is not None:
-            best = cost + penalty, layer
-    return best[1] if best else None
+            best = cost + penalty, chain
+    return best[1]
 
 
-def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) -> int | None:
-    """The disk space of the files of a delta that no layer has, and a block for each name; None
-    over `limit`.
+def _find_cost(
+    objects: Objects, old: str, new: str, limit: float, shared: SharedFiles
+) -> int | None:
+    """Return the bytes of a delta's files that no layer has, and a block for each name; None over
+    `limit`.
 
-    A directory takes a block. Another link to a shared file takes none, but about the time in which
-    one is written; whiteouts are few.
+    A directory takes a block. A link takes none, but about as long as writing one. Whiteouts are
+    few.
     """
     total = 0
     for entry in (step.new for step in changes(objects, old, new) if step.new):
@@ -284,11 +303,11 @@ def _find_cost(objects: Objects, old: str, new: str, limit: int, shared: Blobs) 
     return total
 
 
-def _gone(steps: Sequence[TreeChange]) -> tuple[list[bytes], list[bytes]]:
-    """The paths that a delta hides by whiteouts, and the top-most paths that its tree lacks.
+def _find_hidden(steps: Sequence[TreeChange]) -> tuple[list[bytes], list[bytes]]:
+    """Return the paths that need a whiteout, and the top-most paths that the new tree lacks.
 
-    Only a name that vanishes from a directory of both trees needs a whiteout: below a file that
-    replaces a directory overlayfs looks no further.
+    Only a name removed from a directory of both trees needs a whiteout: overlayfs does not look
+    below a file that replaces a directory.
     """
     kept, replaced = {b""}, []
     for step in steps:
@@ -305,7 +324,7 @@ def _write_delta(
     objects: Objects,
     info: CommitInfo,
     files: Path,
-    shared: Blobs,
+    shared: SharedFiles,
     below: Manifest,
     steps: Sequence[TreeChange],
     hidden: Sequence[bytes],
@@ -315,17 +334,15 @@ def _write_delta(
     kept = below.files.copy()
     for path in {step.path for step in steps if step.old}:
         del kept[path]
-    after = worktree.conversions_for(
-        objects, kept | {entry.path: worktree.unrecorded(entry) for entry in new}
-    )
-    if any(worktree.is_attributes(step.path) for step in steps):
-        new += worktree.reconverted(objects, below, after, kept)
-    entries = {b"": worktree.root_entry(info.tree)}
-    entries |= {e.path: worktree.unrecorded(e) for e in new if e.is_tree or e.is_submodule}
+    after = conversions_for(objects, kept | {entry.path: unrecorded(entry) for entry in new})
+    if any(is_attributes(step.path) for step in steps):
+        new += reconverted(objects, below, after, kept)
+    entries = {b"": root_entry(info.tree)}
+    entries |= {e.path: unrecorded(e) for e in new if e.is_tree or e.is_submodule}
     files.mkdir(mode=0o755)
     with (
         opened(open_directory(files)) as root,
-        TreeWriter(root, ActingAs(None), mtime_ns=worktree.mtime_for(info.time)) as writer,
+        TreeWriter(root, ActingAs(None), mtime_ns=mtime_for(info.time)) as writer,
     ):
 
         def make_directories(paths: Iterable[bytes]) -> None:
@@ -338,8 +355,8 @@ def _write_delta(
             [*(entry.path for entry in new), *(path + b"/" for path in filter(None, entries))]
         )
         plain = [entry for entry in new if entry.path not in entries]
-        entries |= worktree.share_entries(objects, after, plain, writer, shared)
-        manifest = worktree.recorded(info, entries, writer)
+        entries |= share_entries(objects, after, plain, writer, shared)
+        manifest = recorded(info, entries, writer)
         make_directories(hidden)
         for path in hidden:
             writer.write_whiteout(path)
@@ -347,13 +364,13 @@ def _write_delta(
 
 
 def _weigh(layer: Path) -> tuple[int, int]:
-    """A layer's own bytes on disk, and those of files that it is the first to share."""
+    """Return a layer's own bytes on disk, and those of the shared files that it had first."""
     own = shared = 0
     for above, directories, names in os.walk(layer):
         for name in (*directories, *names):
             found = os.lstat(os.path.join(above, name))
             if not stat.S_ISREG(found.st_mode) or found.st_nlink == 1:
                 own += found.st_blocks * 512
-            elif found.st_nlink == 2:  # ours, and that among the shared files
+            elif found.st_nlink == 2:  # the layer's own, and the one among the shared files
                 shared += found.st_blocks * 512
     return own, shared

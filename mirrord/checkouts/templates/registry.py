@@ -1,13 +1,12 @@
-"""The templates on disk and in use: their layers, last uses, and the checkouts that hold them.
+"""The layers of overlay templates on disk and the checkouts that hold them.
 
-Read from `templates/<mirror>/` when the daemon starts, which removes half-built layers and those
-without a sound record. A layer is removed by renaming it out of use at once; its files are deleted
-when no checkout holds them any more.
+Reads `templates/<mirror>/` when the daemon starts, and removes half-built layers and those without
+a sound record. A discarded layer is renamed at once; its files are deleted when no checkout holds
+them.
 """
 
 import os
 import secrets
-import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,31 +22,30 @@ from ...host.trash import TRASH_PREFIX, Trash, new_trash
 from ...model import MirrorName
 from ...telemetry import log
 from ..files.manifest import Manifest
-from ..files.tree import Blobs
-from .layers import PER_DEPTH, Layer, blobs_path, chain_of, read_record, verify_layer
+from ..files.tree import SharedFiles
+from .layers import Layer, blobs_path, chain_of, read_record, verify_layer
 
+CANDIDATES_PER_DEPTH = 2
 _BUILDING = ".building-"
 _TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass
 class MirrorTemplates:
-    """One mirror's layers by tree. `unproven` are trees whose layer was proven in an earlier boot
-    only.
+    """The layers of one mirror, by tree.
 
-    `own_bytes` is the sum of the layers' own bytes; `shared_bytes`, the size of the files that they
-    share, is a guess until it `is_weighed`. `used_at` has the time when a sealed store was used, or
-    a layer made. Take a turn of `changes` before changing layers, by `enter` and `remove` only.
+    `unproven` are trees whose layer was last proven in an earlier boot. `own_bytes` is the sum of
+    the layers' own bytes; `shared_bytes`, the size of the files that they share, is an estimate
+    until `is_measured`. Take a turn of `changes` before you change layers, by `enter` and `remove`.
     """
 
     directory: Path
     trash: Trash
     layers: dict[str, Layer] = field(default_factory=dict)
     unproven: set[str] = field(default_factory=set)
-    used_at: dict[Path, float] = field(default_factory=dict)
     own_bytes: int = 0
     shared_bytes: int = 0
-    is_weighed: bool = False
+    is_measured: bool = False
     changes: Turns = field(default_factory=Turns)
 
     @property
@@ -59,7 +57,7 @@ class MirrorTemplates:
         return self.own_bytes + self.shared_bytes
 
     def load(self) -> None:
-        """Read the layers on disk; remove what is not whole."""
+        """Read the layers on disk; remove incomplete ones."""
         if not self.trees.is_dir():
             return
         for path in sorted(self.trees.iterdir()):
@@ -72,7 +70,7 @@ class MirrorTemplates:
                 and Manifest.is_current(path / "manifest")
             ):
                 layer, is_proven = record
-                self.enter(layer, (path / "layer.json").stat().st_mtime)
+                self.enter(layer)
                 if not is_proven:
                     self.unproven.add(layer.tree)
             else:
@@ -80,23 +78,19 @@ class MirrorTemplates:
                     self.trash.discard(path)
 
     def files(self, tree: str) -> Path:
-        """The directory of a layer for overlayfs: one path for all templates that show it."""
+        """Return the directory of a layer for overlayfs; all templates with the layer share it."""
         return self.trees / self.layers[tree].name / "files"
 
     def index(self, tree: str) -> Path:
-        """The directory with the index of a layer and those below it: one more for overlayfs."""
+        """Return the directory, also for overlayfs, with the index of the tree."""
         return self.files(tree).with_name("index")
 
     def chain(self, tree: str) -> list[Layer]:
-        """A layer and those it lies on, top first; KeyError where one is gone."""
+        """Return a layer and those below it, top first; KeyError where one is gone."""
         return chain_of(self.layers[tree], self.layers)
 
-    def carries(self, tree: str) -> bool:
-        """Whether another layer lies on this one."""
-        return any(layer.base == tree for layer in self.layers.values())
-
     def above(self, tree: str) -> set[str]:
-        """A tree and all whose layers lie on it, however high."""
+        """Return a tree and all trees whose layers stand on it, at any height."""
         found = more = {tree}
         while more:
             more = {each for each, layer in self.layers.items() if layer.base in found} - found
@@ -104,84 +98,83 @@ class MirrorTemplates:
         return found
 
     def is_whole(self, tree: str) -> bool:
-        """Whether a layer and all below it exist and are proven."""
+        """Return whether a layer and all below it exist and are proven."""
         try:
             return self.unproven.isdisjoint(layer.tree for layer in self.chain(tree))
         except KeyError:
             return False
 
-    def near(self, time: int) -> list[Layer]:
-        """Return the whole layers to build on, with those below them: PER_DEPTH of each depth, the
-        nearest in time.
+    def candidates(self, time: int) -> list[list[Layer]]:
+        """Return whole layers to build on, each with those below it, top first.
+
+        Of each depth CANDIDATES_PER_DEPTH, those nearest to `time`; the nearest comes first.
         """
-        found: dict[str, Layer] = {}
-        seen: Counter[int] = Counter()
+        found: list[list[Layer]] = []
+        per_depth: Counter[int] = Counter()
         for layer in sorted(self.layers.values(), key=lambda layer: abs(layer.time - time)):
-            if seen[layer.depth] < PER_DEPTH and self.is_whole(layer.tree):
-                seen[layer.depth] += 1
-                found |= {each.tree: each for each in self.chain(layer.tree)}
-        return list(found.values())
+            if per_depth[layer.depth] < CANDIDATES_PER_DEPTH and self.is_whole(layer.tree):
+                per_depth[layer.depth] += 1
+                found.append(self.chain(layer.tree))
+        return found
 
     def new_path(self) -> Path:
-        """A path to build a layer at."""
+        """Return a path to build a layer at."""
         self.trees.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self.trees / f"{_BUILDING}{secrets.token_hex(8)}"
 
     def add(self, built: Path, layer: Layer) -> None:
-        """Publish a built layer, in place of what may be left of a former one."""
+        """Publish a built layer; replaces what an earlier one left."""
         target = self.trees / layer.name
         with suppress(OSError):
             self.trash.discard(target)
         built.rename(target)
-        self.enter(layer, time.time())
+        self.enter(layer)
         self.shared_bytes += layer.shared_bytes
         self.unproven.discard(layer.tree)
 
-    def enter(self, layer: Layer, used_at: float) -> None:
-        """Note a layer on disk, in place of the former one of its tree."""
+    def enter(self, layer: Layer) -> None:
+        """Record a layer that is on disk; replaces the earlier one of its tree."""
         if layer.tree in self.layers:
             self.own_bytes -= self.layers[layer.tree].size_bytes
         self.layers[layer.tree] = layer
         self.own_bytes += layer.size_bytes
-        self.used_at[self.files(layer.tree)] = used_at
 
     def remove(self, tree: str) -> Path:
-        """Forget a layer, not those above it; answers the path of its files."""
+        """Remove a layer from the record, not those above it; returns the path of its files."""
         files, layer = self.files(tree), self.layers.pop(tree)
         self.own_bytes -= layer.size_bytes
         self.shared_bytes -= layer.shared_bytes
-        self.is_weighed = False
+        self.is_measured = False
         self.unproven.discard(tree)
-        self.used_at.pop(files, None)
         return files
 
 
 @dataclass(eq=False, repr=False)
 class TemplateRegistry:
-    """The layers of all mirrors, below `store`. Belongs to the event loop's thread.
+    """The layers of all mirrors, below `root`. Belongs to the event loop's thread.
 
     `held` counts the checkouts that use a directory.
     """
 
-    store: Path
+    root: Path
     workers: Workers
     trash: Trash
 
     def __post_init__(self) -> None:
         self.held: Counter[Path] = Counter()
         self._mirrors: dict[str, MirrorTemplates] = {}
-        self._retired: dict[Path, Path] = {}
+        self._discarded: dict[Path, Path] = {}
 
     async def open(self) -> None:
-        """Read what is on disk."""
-        self.store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Read the layers on disk."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in self.names():
             await anyio.to_thread.run_sync(self.get(name).load)
 
     def names(self) -> list[MirrorName]:
-        """The mirrors that have anything on disk."""
+        """Return the mirrors that have a directory on disk."""
         found = []
-        for path in sorted(self.store.iterdir()):
+        for path in sorted(self.root.iterdir()):
             with suppress(InvalidNameError):
                 if path.is_dir():
                     found.append(MirrorName.parse(path.name))
@@ -189,40 +182,38 @@ class TemplateRegistry:
 
     @property
     def size_bytes(self) -> int:
-        """Of the layers that are known."""
+        """The bytes of all known layers."""
         return sum(each.size_bytes for each in self._mirrors.values())
 
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (found := self._mirrors.get(name.key)) is None:
-            found = self._mirrors[name.key] = MirrorTemplates(self.store / str(name), self.trash)
+            found = self._mirrors[name.key] = MirrorTemplates(self.root / str(name), self.trash)
         return found
 
-    async def weigh(self) -> None:
-        """Weigh the shared files where layers went, or an earlier daemon left some; remove those
-        that no layer has.
-        """
+    async def measure(self) -> None:
+        """Measure the shared files of mirrors whose layers changed; remove those of no layer."""
         for each in list(self._mirrors.values()):
-            if not each.is_weighed:
+            if not each.is_measured:
                 async with each.changes.turn():
-                    weigh = Blobs(blobs_path(each.trees)).weigh
-                    each.shared_bytes, each.is_weighed = await anyio.to_thread.run_sync(weigh)
+                    collect = SharedFiles(blobs_path(each.trees)).collect
+                    each.shared_bytes, each.is_measured = await anyio.to_thread.run_sync(collect)
 
-    def retire(self, templates: MirrorTemplates, tree: str) -> None:
+    def discard(self, templates: MirrorTemplates, tree: str) -> None:
         """Take a layer and all above it out of use by renaming them; `sweep` deletes them.
 
-        A mounted overlay keeps the directories it has open, whatever their names.
+        A mounted overlay keeps the directories that it has open, whatever their names.
         """
         for each in templates.above(tree) & templates.layers.keys():
             files, target = templates.remove(each), new_trash(templates.trees)
             with suppress(FileNotFoundError):
                 os.rename(files.parent, target)
-                self._retired[target] = files
+                self._discarded[target] = files
 
     async def sweep(self) -> None:
-        """Delete the retired layers that no checkout holds."""
-        free = [path for path, files in self._retired.items() if files not in self.held]
+        """Delete the discarded layers that no checkout holds."""
+        free = [path for path, files in self._discarded.items() if files not in self.held]
         for path in free:
-            del self._retired[path]
+            del self._discarded[path]
         for path in free:
             await anyio.to_thread.run_sync(self.trash.remove, path)
 

@@ -13,7 +13,7 @@ from gitrepos import Upstream, git
 
 from mirrord.checkouts.stores import builder as builder_module
 from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.stores.store import CONFIG, CONTROL_FILES, SealedStore
+from mirrord.checkouts.stores.store import SealedStore
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git.command import Git
 from mirrord.git.packs import graph_commits
@@ -171,21 +171,6 @@ def test_stores_share_packs_and_one_users_gc_harms_no_other(site: Site) -> None:
     assert (first.git / "objects/pack" / name).samefile(second.git / "objects/pack" / name)
     shutil.rmtree(first.git / "objects/pack")
     assert git(second.path, "fsck", "--full") == ""
-
-
-def test_neighbours_share_the_control_files_that_are_alike(site: Site) -> None:
-    """What was altered since is not lent."""
-
-    async def body(stores: StoreBuilder) -> None:
-        made = [await stores.ensure(NAME, site.line[at], History.SEALED) for at in (3, 4)]
-        shared = [(made[0].git / name).samefile(made[1].git / name) for name in CONTROL_FILES]
-        assert shared == [False, True, True]
-        (made[1].git / "config").write_text("[core]\n")
-        third = await stores.ensure(NAME, site.line[5], History.SEALED)
-        assert (third.git / "config").read_bytes() == CONFIG
-        assert (third.git / "packed-refs").samefile(made[1].git / "packed-refs")
-
-    site.run(body)
 
 
 def test_a_store_is_built_once_however_many_ask(site: Site) -> None:

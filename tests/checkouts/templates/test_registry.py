@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.checkouts.templates.layers import PER_DEPTH, Layer, chain_of
-from mirrord.checkouts.templates.registry import MirrorTemplates
+from mirrord.checkouts.templates.layers import Layer, chain_of
+from mirrord.checkouts.templates.registry import CANDIDATES_PER_DEPTH, MirrorTemplates
 from mirrord.host.trash import Trash
 
 
@@ -35,7 +35,7 @@ def grown(seed: int, count: int = 60) -> tuple[MirrorTemplates, dict[str, Layer]
             whole_bytes=0,
         )
         plain[layer.tree] = layer
-        stock.enter(layer, 0.0)
+        stock.enter(layer)
         if number % 5 == 0:
             for tree in stock.above(chance.choice(list(plain))):
                 assert stock.remove(tree).parent.name == plain.pop(tree).name
@@ -52,7 +52,6 @@ def test_the_books_say_what_the_list_says(seed: int) -> None:
         assert stock.above(tree) == {
             each for each, layer in plain.items() if plain[tree] in chain_of(layer, plain)
         }
-        assert stock.carries(tree) == any(layer.base == tree for layer in plain.values())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -66,31 +65,30 @@ def test_what_is_near_is_the_nearest_of_each_depth(seed: int) -> None:
         if not unproven & {each.tree for each in chain_of(layer, plain)}
     ]
     for time in range(-1, 21):
-        near = stock.near(time)
-        assert all(layer in near for top in near for layer in chain_of(top, plain))
+        candidates = stock.candidates(time)
+        assert all(chain == chain_of(chain[0], plain) for chain in candidates)
         for depth in {layer.depth for layer in plain.values()}:
-            away = sorted(abs(layer.time - time) for layer in whole if layer.depth == depth)[
-                :PER_DEPTH
-            ]
-            found = sorted(abs(layer.time - time) for layer in near if layer.depth == depth)
-            assert found[: len(away)] == away
+            away = sorted(abs(layer.time - time) for layer in whole if layer.depth == depth)
+            found = [abs(top.time - time) for top, *_ in candidates if top.depth == depth]
+            assert found == away[:CANDIDATES_PER_DEPTH]
 
 
 def test_a_worker_is_told_of_few_layers_however_many_there_are() -> None:
     """A thousand variants of one tree: the keyframe, and the nearest variants."""
     stock = books()
-    stock.enter(Layer("k" * 40, None, "", 0, 1, 0, 0, 0), 0.0)
+    stock.enter(Layer("k" * 40, None, "", 0, 1, 0, 0, 0))
     for number in range(1000):
-        stock.enter(Layer(f"{number:040}", "k" * 40, "", number, 2, 0, 0, 0), 0.0)
-    assert {0, 500} < {layer.time for layer in stock.near(500)}
-    assert len(stock.near(500)) == 1 + PER_DEPTH
+        stock.enter(Layer(f"{number:040}", "k" * 40, "", number, 2, 0, 0, 0))
+    candidates = stock.candidates(500)
+    assert [layer.time for layer in candidates[0]] == [500, 0]
+    assert len(candidates) == 1 + CANDIDATES_PER_DEPTH
 
 
 def test_a_layer_whose_base_is_gone_is_not_whole() -> None:
     """It is not offered to be built on; that is no error."""
     stock = books()
-    stock.enter(Layer("k" * 40, None, "", 0, 1, 0, 0, 0), 0.0)
-    stock.enter(Layer("d" * 40, "k" * 40, "", 0, 2, 0, 0, 0), 0.0)
+    stock.enter(Layer("k" * 40, None, "", 0, 1, 0, 0, 0))
+    stock.enter(Layer("d" * 40, "k" * 40, "", 0, 2, 0, 0, 0))
     stock.remove("k" * 40)
     assert not stock.is_whole("d" * 40)
-    assert stock.near(0) == []
+    assert stock.candidates(0) == []
