@@ -1,9 +1,9 @@
 """Closure packs of a mirror, layered along first-parent ancestry: one serves hundreds of commits.
 
-A pack layer is one pack: the closure of its commit without that of its base's commit, so a chain of
-layers is exactly the closure of the commit at its end. Way-points on a grid along the first-parent
-line keep chains short, and neighbours share all but their last layer. Owns
-`templates/<mirror>/packs/`, a cache: a layer is renamed into place after those it stands on.
+A pack layer is one pack: the closure of its commit without that of its base's commit. So a chain of
+layers is exactly the closure of its last commit. Way-points on a grid along the first-parent line
+keep chains short, and neighbours share all but their last layer. Owns `templates/<mirror>/packs/`,
+a cache: a layer is renamed into place after those below it.
 """
 
 import json
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
 
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
-_REACHES = (2048, None)
+_WALK_LIMITS = (2048, None)
 _PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
 _WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
@@ -48,9 +48,9 @@ async def nothing_recorded(name: MirrorName) -> Collection[CommitId]:
 
 
 class Commits:
-    """Tree, time and nearest ancestors of commits, read once by a worker and remembered a while.
+    """A cache of commits: tree, time and nearest ancestors, read by a worker.
 
-    What a full id names never changes. Belongs to one event loop.
+    Never stale, because full ids are immutable. Belongs to one event loop.
     """
 
     def __init__(self, workers: Workers, mirrors_path: Callable[[MirrorName], Path]) -> None:
@@ -59,14 +59,14 @@ class Commits:
         self._known: dict[tuple[str, CommitId], Resolved] = {}
 
     def learn(self, name: MirrorName, found: Resolved) -> None:
-        """Keep facts that another part read, so that they are not read again."""
+        """Add a commit that another part has read."""
         self._known.pop((name.key, found.commit), None)
         self._known[name.key, found.commit] = found
         if len(self._known) > _KEPT_COMMITS:
             del self._known[next(iter(self._known))]
 
     async def get(self, name: MirrorName, commit: CommitId) -> Resolved:
-        """Facts of hashed bytes; raises CommitNotFoundError, CommitUnservableError."""
+        """Return a commit, read and hashed; raises CommitNotFoundError, CommitUnservableError."""
         found = self._known.get((name.key, commit))
         try:
             if found is None:
@@ -87,7 +87,7 @@ class Commits:
 
 @dataclass(kw_only=True, eq=False)
 class Closures:
-    """The closure packs below `root`, the directory of templates."""
+    """The closure packs of all mirrors below `root`, the directory of templates."""
 
     root: Path
     git: Git
@@ -106,7 +106,7 @@ class Closures:
         self._locks: dict[str, Turns] = {}
 
     async def ensure(self, name: MirrorName, commit: CommitId) -> tuple[PackFile, ...]:
-        """The packs whose union is exactly the closure of `commit`, root first.
+        """Return the packs whose union is exactly the closure of `commit`, root first.
 
         Raises CommitNotFoundError, CommitUnservableError, DiskFullError.
         """
@@ -119,29 +119,29 @@ class Closures:
     async def keep_only(
         self, name: MirrorName, needed: Callable[[], Collection[str] | None]
     ) -> int:
-        """Remove the packs without a `needed` name, asked while nothing builds: None keeps all.
+        """Remove the packs whose name is not `needed`; returns their bytes.
 
-        Answers the bytes that went.
+        `needed` is called while nothing builds; None keeps all packs.
         """
         async with self._locks.setdefault(name.key, Turns()).turn():
             layers, names = self._known(name), needed()
             if names is None:
                 return 0
-            gone = [layer for layer in layers.values() if layer.pack not in names]
-            for layer in gone:
+            evicted = [layer for layer in layers.values() if layer.pack not in names]
+            for layer in evicted:
                 del layers[layer.commit]
-            for layer in gone:
+            for layer in evicted:
                 path = self.directory(name) / layer.commit
                 await anyio.to_thread.run_sync(self.trash.discard, path)
-            log.info("closures.evicted", mirror=str(name), count=len(gone), left=len(layers))
-            return sum(layer.size_bytes for layer in gone)
+            log.info("closures.evicted", mirror=str(name), count=len(evicted), left=len(layers))
+            return sum(layer.size_bytes for layer in evicted)
 
     def known_packs(self, name: MirrorName) -> dict[str, int]:
-        """The sizes of the packs that were read since the start, by name."""
+        """Return the sizes of the packs that were read since the start, by name."""
         return {each.pack: each.size_bytes for each in self._layers.get(name.key, {}).values()}
 
     def forget(self, name: MirrorName) -> None:
-        """Drop the memory of a mirror whose packs were removed."""
+        """Forget the layers of a mirror whose packs were removed."""
         self._layers.pop(name.key, None)
 
     def directory(self, name: MirrorName) -> Path:
@@ -151,10 +151,10 @@ class Closures:
         path = self.directory(name) / layer.commit / layer.pack
         return PackFile(path, layer.object_count, layer.size_bytes)
 
-    # -- what exists -------------------------------------------------------------------------------
+    # -- on disk -----------------------------------------------------------------------------------
 
     def _known(self, name: MirrorName) -> dict[CommitId, PackLayer]:
-        """The layers on disk. Packs are not flushed: one that a power cut tore is left out."""
+        """Return the layers on disk, without those whose pack a power failure tore."""
         if name.key not in self._layers:
             layers = self._layers[name.key] = {}
             for file in self.directory(name).glob("*/layer.json"):
@@ -169,31 +169,31 @@ class Closures:
         return self._layers[name.key]
 
     def _is_whole(self, name: MirrorName, commit: CommitId, shared: Layers | None = None) -> bool:
-        """Whether each layer of the chain is still on disk, or shared; forgets those that went."""
+        """Return whether each layer of the chain is on disk or shared; forgets missing ones."""
         layers = self._known(name)
         try:
-            standing = chain(layers if not shared else {**shared, **layers}, commit)
+            whole = chain(layers if not shared else {**shared, **layers}, commit)
         except KeyError:
             layers.pop(commit, None)
             return False
-        here = (layer for layer in standing if layer.commit in layers)
-        lost = [layer for layer in here if not self._pack_file(name, layer).path.exists()]
-        for gone in [*(layer.commit for layer in lost), commit] if lost else []:
-            layers.pop(gone, None)
-        return not lost
+        local = (layer for layer in whole if layer.commit in layers)
+        missing = [at.commit for at in local if not self._pack_file(name, at).path.exists()]
+        for each in [*missing, commit] if missing else []:
+            layers.pop(each, None)
+        return not missing
 
-    # -- what other daemons packed -----------------------------------------------------------------
+    # -- shared with other daemons -----------------------------------------------------------------
 
     async def _find_shared(self, name: MirrorName) -> dict[CommitId, PackLayer]:
-        """Shared layers, those with all below them, which may be here.
+        """Return the shared layers whose bases are shared or on disk.
 
-        Daemons count depth from roots of their own: a layer must be deeper than its base.
+        Each daemon counts depth from its own root: a layer must be deeper than its base.
         """
         if not self.shared:
             return {}
         listed = await self.shared.find(name)
         found = dict[CommitId, PackLayer]()
-        with suppress(TypeError, KeyError):  # another version's
+        with suppress(TypeError, KeyError):  # of another version
             read = [PackLayer.of(facts) for facts in listed.values()]
             for layer in sorted(read, key=lambda layer: layer.depth):
                 base = self._known(name).get(layer.base) or found.get(layer.base)  # type: ignore[arg-type]
@@ -202,9 +202,9 @@ class Closures:
         return found
 
     async def _take(self, name: MirrorName, shared: Layers, commit: CommitId) -> None:
-        """Have the layers of a chain that are only shared on disk."""
+        """Copy the shared layers of a chain that are not on disk."""
         known = self._known(name)
-        wanted = [it for it in chain({**shared, **known}, commit) if it.commit not in known]
+        wanted = [at for at in chain({**shared, **known}, commit) if at.commit not in known]
         if not (wanted and self.shared):
             return
         with ExitStack() as stack:
@@ -218,9 +218,11 @@ class Closures:
 
     async def _offer(self, name: MirrorName, commit: CommitId) -> None:
         """Share a chain, so that no other daemon packs it."""
-        there = await self.shared.find(name) if self.shared else {}
-        if self.shared and self._is_whole(name, commit):  # else evicted, or its mirror removed
-            new = [it for it in chain(self._known(name), commit) if it.commit not in there]
+        known = await self.shared.find(name) if self.shared else {}
+        if self.shared and self._is_whole(
+            name, commit
+        ):  # else it was evicted, or the mirror removed
+            new = [at for at in chain(self._known(name), commit) if at.commit not in known]
             layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
             await self.shared.offer(name, layers)
             log.info("closures.shared", mirror=str(name), commit=commit, count=len(new))
@@ -248,7 +250,7 @@ class Closures:
             await self._take(name, shared, line[-1])
         if commit in self._known(name):
             return
-        # a short step has hardly room for a way-point, and no time to read what is recorded
+        # a short step has no room for a way-point; skip reading the recorded commits
         straight = len(line) > SHORT + 1 and commit in await self.recorded(name)
         steps = plan(self._known(name), line, straight=straight)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
@@ -261,7 +263,7 @@ class Closures:
                 if not is_short(layers, step)
             ]
             packed = {layer.commit: layer for layer in await together(*long)}
-            for step, place in places:  # a short one is packed over those that are in their place
+            for step, place in places:  # a short step needs the packs below it in place
                 layer = packed.get(step.commit) or await self._pack_short(name, step, place)
                 self._log_packed(name, self._publish(name, layer, place))
         if long and self.shared:
@@ -271,10 +273,7 @@ class Closures:
             self.deferred.begin(("way-points", commit), work)
 
     async def _lay_waypoints(self, name: MirrorName, line: list[CommitId]) -> None:
-        """Pack what the neighbours below a first commit will stand on.
-
-        The pack of that commit went past it in one wide step.
-        """
+        """Pack way-points for the neighbours below a first commit, itself one wide step."""
         for step in plan(self._known(name), line, ahead=True)[:-1]:
             async with self._locks[name.key].turn():
                 known = self._known(name)
@@ -285,7 +284,7 @@ class Closures:
                     self._log_packed(name, self._publish(name, layer, place))
 
     async def _pack(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
-        """Write a planned layer; it needs the objects of its base from the mirror, not the pack."""
+        """Pack a planned layer with git; reads its base from the mirror, so any order will do."""
         mirror = self.mirrors_path(name)
         async with self._packing.turn():
             packed = await self.packer.pack_range(mirror, step.commit, step.base, place)
@@ -293,9 +292,9 @@ class Closures:
         return replace(step, pack=packed.path.name, object_count=count, size_bytes=size)
 
     async def _pack_short(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
-        """Write a layer of a few commits over packs that exist; a large one is left to git."""
-        standing = chain(self._known(name), step.base or step.commit)
-        below = [self._pack_file(name, layer).index for layer in standing]
+        """Pack a layer of a few commits in a worker, over the packs below; a large one with git."""
+        base = chain(self._known(name), step.base or step.commit)
+        below = [self._pack_file(name, layer).index for layer in base]
         mirror = self.mirrors_path(name)
         try:
             packed = await self.workers.run(
@@ -323,14 +322,14 @@ class Closures:
     async def _line_to_base(
         self, name: MirrorName, commit: CommitId, shared: Layers
     ) -> list[CommitId]:
-        """First parents from `commit` back to one that has a layer, or to the root to be packed."""
+        """Return first parents from `commit` to one that has a layer, or to the new root."""
         known = {**shared, **self._known(name)}
         line: Sequence[CommitId] = (await self.commits.get(name, commit)).line
         if found := self._to_known(name, line, shared):
             return found
         recorded = frozenset(await self.recorded(name))
-        if len(line) in (0, FIRST_PARENTS_LIMIT):  # it goes on, or git says why it cannot be read
-            for limit in _REACHES if recorded or known else _REACHES[:1]:
+        if len(line) in (0, FIRST_PARENTS_LIMIT):  # longer, or unreadable: git says why
+            for limit in _WALK_LIMITS if recorded or known else _WALK_LIMITS[:1]:
                 line = await self._first_parents(name, commit, limit)
                 if found := self._to_known(name, line, shared):
                     return found
@@ -360,8 +359,8 @@ class Closures:
             )  # fmt: skip
         except (errors.CorruptObjectError, errors.GitFailedError) as error:
             doing = f"look for {commit}"
-            [there] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
-            if there.exists:
+            [found] = await object_info(self.git, path, [commit], doing=doing, bisect=True)
+            if found.exists:
                 raise unservable(commit, error) from error
             raise _not_found(f"pack commit {commit}", name, commit) from error
         return [CommitId(at) for at in done.lines]

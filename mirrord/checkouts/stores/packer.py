@@ -1,9 +1,9 @@
-"""One closure pack: the objects of a commit that an already packed ancestor does not have.
+"""Packs one closure: the objects of a commit that an already packed ancestor does not have.
 
-git walks the closure once, ignoring commit-graphs, bitmaps and multi-pack indexes, and another git
-packs the list while it is written. The finished pack is held against the whole list, so it holds
-exactly the closure whatever the mirror's caches say, and its content is proven. Writes only below
-the directory it is given; the caller removes that when it fails.
+git walks the closure once, without commit-graph, bitmap and multi-pack index, and another git packs
+the list while it is written. The finished pack is compared with the whole list, so it has exactly
+the closure whatever the mirror's caches say, and its content is proven. Writes only below the given
+directory, which the caller removes on failure.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from ...model import CommitId
 from ...telemetry import log
 from .store import GRAPH, building, link_or_copy
 
-VERIFIED_WHOLE = 20_000  # objects; a larger pack is not hashed itself, but all it is copied from
+VERIFY_MAX_OBJECTS = 20_000  # of a larger pack the packs it is copied from are checked instead
 HINT = "audit the mirror with --level content and heal it"
 TIMEOUT = timedelta(minutes=30)
-# commits come by stdin: every user can read the arguments of a process
+# commits go to stdin: every user can read the arguments of a process
 WALK = (*UNTRUSTING, "rev-list", "--objects", "--stdin")
-# Most of a pack is copied with its deltas. For the rest pack-objects looks for bases among objects
-# of like paths, so it gets these: two candidates are then as good as ten without (git 2.39; 10,000
+# Most objects are copied with their deltas. For the others pack-objects tries bases of similar
+# paths, so it gets the paths: a window of two is then as good as ten without (git 2.39; 10,000
 # objects of sympy: 6.1 MB in 0.5 s of processor, without paths 6.0 MB in 2.3 s).
 _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
@@ -45,9 +45,9 @@ _PACK = (
 )  # fmt: skip
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
-_LINE_BYTES = 4000  # pack-objects takes one of more than 4,162 for two
-_PACE_S = 0.005
-_KEPT_MAX = 10_000
+_LINE_BYTES = 4000  # pack-objects splits one of more than 4,162
+_POLL_S = 0.005
+_KNOWN_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +65,21 @@ class PackFile:
 
 @dataclass(eq=False, repr=False)
 class Packer:
-    """Packs closures out of repositories."""
+    """Packs closures, and remembers which source packs are sound."""
 
     git: Git
     workers: Workers
 
     def __post_init__(self) -> None:
-        self._whole: dict[tuple[object, ...], None] = {}  # files found whole, until they change
+        self._whole: dict[tuple[object, ...], None] = {}  # packs and indexes found sound, by stat
         self._whole_lock = threading.Lock()
 
     async def pack_range(
         self, mirror: Path, tip: CommitId, base: CommitId | None, into: Path
     ) -> PackFile:
-        """Pack the closure of `tip` without the closure of `base` out of the repository `mirror`.
+        """Pack the closure of `tip` without that of `base` from the repository `mirror`.
 
-        An `objects` directory in `into` is read too. Raises CommitUnservableError when an object is
+        Also reads an `objects` directory in `into`. Raises CommitUnservableError where an object is
         missing or damaged.
         """
         extra = objects if (objects := into / "objects").exists() else None
@@ -102,7 +102,7 @@ class Packer:
         into: Path,
         extra: Path | None,
     ) -> tuple[Path, bytes]:
-        """The pack, and the digest of the ids that it must hold."""
+        """Return the pack, and the digest of the ids that it must have."""
         listing = into / "listing"
         listing.touch()
         walked = threading.Event()
@@ -124,7 +124,7 @@ class Packer:
                 walked.set()
             if listing.stat().st_size < _SMALL_LIST_BYTES:
                 return await anyio.to_thread.run_sync(digest_of_listing, listing)
-            # on a thread it would hold the interpreter for half a second
+            # in a worker: a thread would hold the GIL for half a second
             return await self.workers.run(digest_of_listing, listing, timeout=TIMEOUT)
 
         async def write(ids: io.FileIO) -> Path:
@@ -145,7 +145,7 @@ class Packer:
 
         with io.FileIO(reading) as ids, io.FileIO(writing, "wb") as sink:
             pack, listed, _ = await together(
-                write(ids), walk(), anyio.to_thread.run_sync(_hand_on, listing, sink, walked)
+                write(ids), walk(), anyio.to_thread.run_sync(_feed, listing, sink, walked)
             )
         listing.unlink()
         return pack, listed
@@ -153,24 +153,23 @@ class Packer:
     async def _prove(
         self, mirror: Path, pack: Path, listed: bytes, stores: Sequence[Path]
     ) -> PackFile:
-        """Exactly the listed objects, each with the bytes of its name.
+        """Prove that a pack has exactly the listed objects, each with the content of its id.
 
-        git copies packed objects after checking their CRC, but reads others without hashing them,
-        loose ones above all. The packs that a pack comes from are read whole, with their indexes,
-        which say where each object is: their checksums are of bytes that were hashed object by
-        object when they arrived. Where that was not done yet and the pack is small, its own objects
-        are hashed instead, which takes less; where it was, a small pack is read back, so that the
-        disk has what git wrote.
+        git checks the CRC of packed objects that it copies, but hashes none that it reads, such as
+        loose ones. So the checksums of the source packs and their indexes are checked: their
+        objects were hashed when they arrived. Where that was not done yet and the pack is small,
+        `git verify-pack` hashes its objects, which takes less. Where it was done, a small pack is
+        read back, because the disk may not have what git wrote.
         """
         index = await anyio.to_thread.run_sync(PackIndex, pack.with_suffix(".idx"))
         if hashlib.sha1(index.ids, usedforsecurity=False).digest() != listed:
             raise CorruptObjectError(
-                f"cannot seal {pack.name}: it does not hold exactly the objects of the closure",
+                f"cannot seal {pack.name}: its objects are not exactly those of the closure",
                 hint=HINT,
             )
         for store in stores:
             await anyio.to_thread.run_sync(_check_loose, store, index)
-        if index.count > VERIFIED_WHOLE:
+        if index.count > VERIFY_MAX_OBJECTS:
             await anyio.to_thread.run_sync(self._check_packs, stores)
         elif await anyio.to_thread.run_sync(self._are_whole, stores):
             await anyio.to_thread.run_sync(check_written, index)
@@ -184,32 +183,32 @@ class Packer:
         return PackFile(pack, index.count, pack.stat().st_size + index.path.stat().st_size)
 
     def _check_packs(self, stores: Iterable[Path]) -> None:
-        """Raise CorruptObjectError where a checksum contradicts a pack or index. For threads."""
+        """Raise CorruptObjectError where the checksum of a pack or index differs. For threads."""
         with self._whole_lock:
             for file in _packs_in(stores):
-                with suppress(FileNotFoundError):  # repacked meanwhile
+                with suppress(FileNotFoundError):  # removed by a repack
                     key = _stamp(file)
                     if key in self._whole:
                         continue
                     if not pack_is_whole(file):
                         raise CorruptObjectError(
-                            f"cannot pack out of {file.name}: checksum mismatch", hint=HINT
+                            f"cannot pack from {file.name}: checksum mismatch", hint=HINT
                         )
-                    while len(self._whole) >= _KEPT_MAX:
+                    while len(self._whole) >= _KNOWN_MAX:
                         self._whole.pop(next(iter(self._whole)), None)
                     self._whole[key] = None
 
     def _are_whole(self, stores: Iterable[Path]) -> bool:
-        """Whether all packs in `stores` were found whole as they are now; waits for a check."""
+        """Return whether `_check_packs` passed for all packs as they are now; waits for a check."""
         with self._whole_lock, suppress(FileNotFoundError):
             return all(_stamp(file) in self._whole for file in _packs_in(stores))
         return False
 
 
 async def write_graph(git: Git, trash: Trash, graph: Path, chain: Sequence[PackFile]) -> None:
-    """Write the commit-graph of the closure that `chain` is, beside the last of its packs.
+    """Write the commit-graph of a chain of packs beside the last one.
 
-    git writes it in a repository of nothing but these packs, so it can name no other commit.
+    git runs in a repository with only these packs, so the graph can name no other commit.
     """
     tip = graph.parent.name
     with building(graph.parent.parent, trash) as scratch:
@@ -231,7 +230,7 @@ async def write_graph(git: Git, trash: Trash, graph: Path, chain: Sequence[PackF
 
 
 async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
-    """The results of all. When one fails the others end first: nothing runs behind the error."""
+    """Await all and return their results; a failure is raised once all have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -257,18 +256,18 @@ def unservable(
 
 
 def digest_of_listing(listing: Path) -> bytes:
-    """The SHA-1 of all ids that a walk listed, sorted and joined."""
+    """Return the SHA-1 of all listed ids, sorted and joined."""
     return hashlib.sha1(b"".join(sorted(listed_ids(listing))), usedforsecurity=False).digest()
 
 
 def listed_ids(listing: Path) -> list[bytes]:
-    """The ids that a walk wrote to a file: the first word of each line, before a path."""
+    """Return the ids that `rev-list --objects` wrote: the first word of each line."""
     lines = listing.read_bytes().split(b"\n")
     return [bytes.fromhex(line[:40].decode()) for line in lines if line]
 
 
 def check_written(index: PackIndex) -> None:
-    """Raise CorruptObjectError unless a pack and its index have on disk what git wrote."""
+    """Raise CorruptObjectError unless the checksums of a new pack and its index match."""
     pack = index.path.with_suffix(".pack")
     are_whole = pack_is_whole(index.path) and pack_is_whole(pack)
     if not (are_whole and pack_trailer(pack) == index.pack_checksum):
@@ -277,22 +276,22 @@ def check_written(index: PackIndex) -> None:
         )
 
 
-def _hand_on(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:
-    """Give the packer what the walk has written so far, until it ends.
+def _feed(listing: Path, sink: io.FileIO, walked: threading.Event) -> None:
+    """Copy the list of a running walk to the packer until the walk ends.
 
-    Into a pipe git would write commit by commit.
+    rev-list flushes each commit into a pipe, but buffers what goes to a file.
     """
-    with sink, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # then it says why
+    with sink, listing.open("rb", 0) as source, suppress(BrokenPipeError):  # the packer failed
         ended, rest = False, b""
         while not ended:
-            ended = walked.wait(_PACE_S)
+            ended = walked.wait(_POLL_S)
             while piece := source.read(_PIECE_BYTES):
                 *lines, rest = (line[:_LINE_BYTES] for line in (rest + piece).split(b"\n"))
                 write_all(sink.fileno(), b"".join(line + b"\n" for line in lines))
 
 
 def _check_loose(store: Path, packed: PackIndex) -> None:
-    """Raise CorruptObjectError when a packed object has a damaged loose file in `store`."""
+    """Raise CorruptObjectError where a packed object has a damaged loose file in `store`."""
     for directory in store.iterdir():
         if len(directory.name) != 2 or not directory.is_dir():
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mirrord.checkouts.stores.chains import (
     CHAIN_LIMIT,
-    MARGINS,
+    ROOT_MARGINS,
     STRIDES,
     PackLayer,
     chain,
@@ -31,15 +31,15 @@ def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
 def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     line = [CommitId(f"{number:040}") for number in range(20_000)]
     roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0)}
-    assert choose_root({}, line, ()) == MARGINS[0]
-    assert choose_root(roots, line, ()) == MARGINS[1]
+    assert choose_root({}, line, ()) == ROOT_MARGINS[0]
+    assert choose_root(roots, line, ()) == ROOT_MARGINS[1]
     assert choose_root({}, line[:5], ()) == 4
     assert choose_root(roots, line, {line[7], line[3]}) == 7
 
 
 def test_what_is_asked_for_first_needs_two_packs() -> None:
     """The root lies one wide step below it; its way-points are built when neighbours need them."""
-    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
+    line = [CommitId(f"{number:040}") for number in range(ROOT_MARGINS[0] + 1)]
     first = plan({}, line)
     assert [(layer.commit, layer.base) for layer in first] == [
         (line[-1], None),
@@ -52,7 +52,7 @@ def test_what_is_asked_for_first_needs_two_packs() -> None:
 
 def test_a_parent_that_has_a_layer_is_not_packed_again() -> None:
     """Variants where a way-point would be: the second brings the parent's layer, the third finds it."""
-    line = [CommitId(f"{number:040}") for number in range(MARGINS[0] + 1)]
+    line = [CommitId(f"{number:040}") for number in range(ROOT_MARGINS[0] + 1)]
     layers: dict[CommitId, PackLayer] = {}
     counts = []
     for variant in "abc":

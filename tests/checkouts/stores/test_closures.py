@@ -297,7 +297,7 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
 ) -> None:
     """Where hashing the result would take too long, one altered byte anywhere in the source stops the build; git does not look at
     the end of an index."""
-    monkeypatch.setattr(packing_module, "VERIFIED_WHOLE", 5)
+    monkeypatch.setattr(packing_module, "VERIFY_MAX_OBJECTS", 5)
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
     file = next((site.mirror / "objects/pack").glob(f"*{suffix}"))
@@ -387,8 +387,8 @@ def test_neighbours_of_a_first_commit_find_waypoints_laid(
 ) -> None:
     """The first answer waits for a root and one wide step; what is between follows: a neighbour costs one small layer."""
     monkeypatch.setattr(chains, "STRIDES", (16, 4))
-    monkeypatch.setattr(chains, "NARROW", 2)
-    monkeypatch.setattr(chains, "MARGINS", (16, 32))
+    monkeypatch.setattr(chains, "AHEAD_STRIDE", 2)
+    monkeypatch.setattr(chains, "ROOT_MARGINS", (16, 32))
     line = [CommitId(oid) for oid in site.upstream.history(20)]
     site.clone()
     site.answers_at_once = True
