@@ -351,7 +351,7 @@ def _entry_of(piece: _Piece) -> Entry | None:
         content = file_id(piece.file)
     elif stat.S_ISLNK(piece.found.st_mode):
         mode, content = SYMLINK, blob_id(piece.target)
-    return Entry(mode, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0)
+    return Entry(mode, NO_OBJECT, content)
 
 
 def is_whiteout(found: os.stat_result) -> bool:

@@ -188,8 +188,8 @@ def test_no_link_of_a_client_is_ever_read_through(
     changed = [b"d/.gitignore", b"d/.gitignore/evil", b".gitignore", b"d/x.o"]
     for turn in range(8):
         with suppress(MirrordError), open_worktree(work(service, pooled)) as worktree:
-            looking = exchanging(worktree.look, f"{turn:03b}")
-            worktree.look = looking  # type: ignore[method-assign]
+            looking = exchanging(worktree.read, f"{turn:03b}")
+            worktree.read = looking  # type: ignore[method-assign]
             assert not any(b"SECRET" in change.data for change in collect(worktree, changed))
     assert [path.name for path in victim.iterdir()] == ["evil"]
 

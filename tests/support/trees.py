@@ -123,9 +123,7 @@ def record_control(root: Path, manifest: Manifest) -> Manifest:
             found = os.lstat(path)
             is_directory = stat.S_ISDIR(found.st_mode)
             content = NO_OBJECT if is_directory else blob_id(Path(os.fsdecode(path)).read_bytes())
-            entry = Entry(
-                DIRECTORY if is_directory else 0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0
-            )
+            entry = Entry(DIRECTORY if is_directory else 0o100000, NO_OBJECT, content)
             control[os.path.relpath(path, os.fsencode(root))] = entry.with_stat(found)
     files = manifest.files | {b"": manifest.files[b""].with_stat(os.stat(root))}
     return replace(manifest, files=files, control=control, recorded_ns=time.time_ns())

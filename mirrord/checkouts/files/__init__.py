@@ -1,1 +1,1 @@
-"""Trees of files on disk: written, scanned, hashed and recorded. Knows nothing of leases."""
+"""Trees of files on disk: written, scanned, hashed and recorded. Independent of leases."""

@@ -1,10 +1,10 @@
-"""The `.git` of checkouts as files: copied from a sealed store, or a git worktree of the mirror.
+"""The `.git` of pool checkouts: a copy of a sealed store, or a git worktree of the mirror.
 
-Small files are written, packs are copied, sharing blocks where the file system can. Never a hard
-link: root in a container that sees the checkout alone could write the store through one. No file
-that its user wrote is ever read: it is the recorded one, or it is replaced. The index is written
-from the manifest, so that git need not look at any file. Sync; runs in workers. A crash leaves a
-`.git` that its record does not match, which the next call repairs.
+Small files are written; packs are copied, with shared blocks where the file system can. Packs are
+never hard links: root in a container could write the store through them. A file that the user wrote
+is never read, only replaced. The index is written from the manifest, so that git need not read any
+file. Sync; runs in workers. A crash leaves a `.git` that differs from its record, which the next
+call repairs.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _INDEX = b".git/index"
 
 
 class DotGit(NamedTuple):
-    """The content of a `.git`, by path from the root of the tree; packs by their source."""
+    """The content of a `.git`, by path from the root of the tree; packs by their source path."""
 
     directories: list[bytes]
     contents: dict[bytes, bytes]
@@ -45,14 +45,17 @@ class DotGit(NamedTuple):
 
     @property
     def refs(self) -> list[str]:
-        """The names in packed-refs: a sealed store has no other refs."""
-        lines = self.contents.get(b".git/packed-refs", b"").splitlines()
-        named = (line.partition(b" ")[2] for line in lines if not line.startswith((b"#", b"^")))
-        return [name.decode(errors="surrogateescape") for name in named]
+        return refs_in(self.contents.get(b".git/packed-refs", b""))
+
+
+def refs_in(packed: bytes) -> list[str]:
+    """Return the ref names in a packed-refs file; a sealed store has no other refs."""
+    lines = (line for line in packed.splitlines() if not line.startswith((b"#", b"^")))
+    return [line.partition(b" ")[2].decode(errors="surrogateescape") for line in lines]
 
 
 def read_store(source: Path) -> DotGit:
-    """Read a sealed `.git`; an index in it is another checkout's."""
+    """Read a sealed `.git`, except an index, which belongs to another checkout."""
     store = DotGit([], {}, {})
     for above, _, names in os.walk(source):
         directory = os.fsencode(Path(".git") / Path(above).relative_to(source))
@@ -67,8 +70,8 @@ def read_store(source: Path) -> DotGit:
 
 
 def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
-    """The recorded control files that a scan found unchanged; none where `.git` itself is not one
-    of them, or is the file of a worktree.
+    """Return the control files that a scan found unchanged; none where `.git` itself changed, or
+    is the file of a worktree.
     """
     differing = {*found.modified, *found.missing}
     kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
@@ -76,7 +79,7 @@ def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
 
 
 def has_index(manifest: Manifest, found: ScanResult) -> bool:
-    """Whether the index is still the written one."""
+    """Return whether the index is unchanged."""
     return _INDEX in _unchanged(manifest, found)
 
 
@@ -88,9 +91,9 @@ def write_store(
     index: bytes | None,
     trash: TrashDirectory,
 ) -> Manifest:
-    """Make `.git` equal to the store; an `index` of None stays.
+    """Make `.git` equal to the store; None as `index` keeps the current one.
 
-    Touches only what a scan `found`, and what another store had.
+    Writes only what differs: by the scan in `found`, and from the store before.
     """
     contents = store.contents if index is None else store.contents | {_INDEX: index}
     wanted = {*store.directories, *store.contents, *store.packs, _INDEX}
@@ -106,14 +109,14 @@ def write_store(
         for path in store.directories:
             if path not in control:
                 writer.make_directory(path)
-                control[path] = Entry(DIRECTORY, NO_OBJECT, NO_OBJECT, 0, 0, 0, 0, 0, 0, 0)
+                control[path] = Entry(DIRECTORY, NO_OBJECT, NO_OBJECT)
         for path, data in contents.items():
             content = blob_id(data)
             if path not in control or control[path].content != content:
                 control[path] = _record(content, writer.write_file(path, data))
         for path, pack in store.packs.items():
             entry = control.get(path)
-            # a recorded pack of the same name has the same bytes: a store never reuses a name
+            # a recorded pack of the same name has the same bytes: stores never reuse a name
             if not (entry and stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size):
                 with pack.open("rb") as source:
                     copied = writer.copy_file(path, source.fileno(), permissions=0o444)
@@ -141,24 +144,24 @@ def _opened(tree: Path, manifest: Manifest, trash: TrashDirectory) -> Iterator[T
 
 
 def _record(content: bytes, found: os.stat_result) -> Entry:
-    return Entry(0o100000, NO_OBJECT, content, 0, 0, 0, 0, 0, 0, 0).with_stat(found)
+    return Entry(0o100000, NO_OBJECT, content).with_stat(found)
 
 
-# -- worktrees of the mirror, for trusted callers who may see all of it ----------------------------
+# -- worktrees of the mirror, for the linked history -----------------------------------------------
 
 
 def link_worktree(
     directory: Path, mirror: Path, manifest: Manifest, index: bytes, trash: TrashDirectory
 ) -> Manifest:
-    """Make `directory/tree` a worktree of `mirror` with a detached HEAD, whatever its `.git` was.
+    """Make `directory/tree` a worktree of `mirror` with a detached HEAD; replaces its `.git`.
 
-    Written by hand: libgit2's `add_worktree` always makes a branch in the mirror, and a killed
-    `git worktree add` leaves a lock.
+    Written by hand, because libgit2's `add_worktree` always makes a branch in the mirror, and a
+    killed `git worktree add` leaves a lock.
     """
     admin = _admin(mirror, directory.name)
     shutil.rmtree(admin, ignore_errors=True)
     admin.mkdir(parents=True)
-    # first: `git worktree prune` leaves it alone from now on
+    # first, so that `git worktree prune` keeps it
     (admin / "locked").write_text("held by a checkout of mirrord\n")
     (admin / "commondir").write_text("../..\n")
     (admin / "gitdir").write_text(f"{directory}/tree/.git\n")
@@ -179,7 +182,7 @@ def remove_worktree(mirror: Path, checkout: str) -> None:
 
 
 def prune_worktrees(mirrors: Path) -> int:
-    """Remove the records of worktrees whose checkout is gone; answers how many."""
+    """Remove the records of worktrees whose checkout is gone; returns how many."""
     count = 0
     for admin in list(mirrors.glob("*/worktrees/mirrord-*")):
         try:
@@ -198,8 +201,8 @@ def _admin(mirror: Path, checkout: str) -> Path:
 
 # -- the index of a manifest -----------------------------------------------------------------------
 #
-# git's index, version 2, with the cached-tree extension: `git status` compares stat data and hashes
-# nothing, `git write-tree` finds the trees of what did not change.
+# git's index, version 2, with the cached-tree extension: `git status` compares stat data only, and
+# `git write-tree` finds the trees of unchanged directories.
 
 _ENTRY = struct.Struct(">10I20sH")
 _LOW = 0xFFFFFFFF
@@ -210,7 +213,7 @@ _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]
 
 
 def index_bytes(manifest: Manifest) -> bytes:
-    """The index of the tree that a manifest is of."""
+    """Return the index of a manifest's tree."""
     files = manifest.files.decoded()
     paths = sorted(path for path, entry in files.items() if entry.mode != DIRECTORY)
     header = struct.pack(">4sII", b"DIRC", 2, len(paths))
@@ -219,7 +222,7 @@ def index_bytes(manifest: Manifest) -> bytes:
 
 
 def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[bytes]:
-    """Entries, padded with NULs to a multiple of eight; st_dev is 0: git's USE_STDEV is off."""
+    """Return entries, padded with NULs to a multiple of 8; st_dev is 0, as git ignores it."""
     parts: list[bytes] = []
     pack = _ENTRY.pack
     for path in paths:
@@ -238,14 +241,14 @@ def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[by
 
 
 def _cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[bytes]:
-    """For each directory how many entries are below it, and its tree; each before those in it,
-    shorter names first.
+    """Return the number of entries and the tree of each directory, parents first, short names
+    first.
     """
     counts = Counter([path.rpartition(b"/")[0] for path in paths])
     below: dict[bytes, list[bytes]] = {
         path: [] for path, entry in files.items() if entry.mode == DIRECTORY
     }
-    for path in sorted(below, reverse=True):  # what is in a directory comes before it
+    for path in sorted(below, reverse=True):  # children before parents
         if path:
             above = path.rpartition(b"/")[0]
             counts[above] += counts[path]
@@ -258,6 +261,6 @@ def _cached_trees(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[byte
         facts = path.rpartition(b"/")[2], counts[path], len(subtrees), files[path].oid
         parts.append(b"%s\0%d %d\n%s" % facts)
         subtrees.sort(reverse=True)
-        subtrees.sort(key=len, reverse=True)  # the last of the pending is next
+        subtrees.sort(key=len, reverse=True)  # `pending` is popped from its end
         pending += subtrees
     return [struct.pack(">4sI", b"TREE", sum(map(len, parts))), *parts]

@@ -1,9 +1,9 @@
-"""The private record of a tree as the daemon left it, and of the control files below its `.git`.
+"""The private record of a tree and its control files (below `.git`) as the daemon left them.
 
-It is stored outside the checkout, so that its user can neither read nor forge it. A torn file is
-noticed by its checksum and refused: the checkout is then made again. A manifest of another boot is
-read as one that proves nothing: trees are not flushed, and a file system may bring a file back in
-its old size without its old bytes. Never touches the tree itself.
+It is stored outside the checkout, so its user can neither read nor forge it. A torn one fails its
+checksum, and the checkout is made again. A manifest of an earlier boot proves nothing: trees are
+not flushed, and after a power failure a file can have its old size without its old bytes. Never
+touches the tree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STAT = struct.Struct("<44xIQQQQII")
 _FIRST, _AFTER_SLASH = b"\1", b"0"
 
 StatTuple = tuple[int, int, int, int, int, int, int]
-"""mode, size, inode, mtime, ctime, uid and gid: `entry[3:]`."""
+"""mode, size, inode, mtime, ctime, uid, gid: `entry[3:]`."""
 
 stat_tuple = attrgetter(
     "st_mode", "st_size", "st_ino", "st_mtime_ns", "st_ctime_ns", "st_uid", "st_gid"
@@ -49,37 +49,36 @@ stat_tuple = attrgetter(
 
 
 def clock_ns() -> int:
-    """The time by the clock that Linux stamps ctimes with, which stands still between its ticks.
+    """Return the time of the clock for ctimes, which Linux advances tick by tick.
 
-    What is changed after this call has a ctime that is not before it (from Linux 6.13 on it may be
-    finer, and is then later).
+    A change after this call has this ctime or a later one (Linux 6.13 has finer ones, all later).
     """
     return time.clock_gettime_ns(_CLOCK_REALTIME_COARSE)
 
 
 def blob_id(data: bytes) -> bytes:
-    """git's id of a blob, as bytes."""
+    """Return git's id of a blob, as bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).digest()
 
 
 class Entry(NamedTuple):
-    """One path; the last seven fields are its `StatTuple`.
+    """The record of a path; the last seven fields are its `StatTuple`.
 
-    `mode` is git's, with the type bits. `oid` is what git's tree names: a blob, a tree, or a
-    submodule's commit; zero for control files. `content` is the blob id of the bytes on disk, which
-    differs from `oid` where a file was converted; of a symlink's target; zero for directories.
+    `mode` is git's, with the type bits. `oid` is the blob, tree or submodule commit in git's tree;
+    zero for control files. `content` is the blob id of the bytes on disk, or of a link's target: it
+    differs from `oid` where a file was converted, and is zero for directories.
     """
 
     mode: int
     oid: bytes
     content: bytes
-    st_mode: int
-    size: int
-    ino: int
-    mtime_ns: int
-    ctime_ns: int
-    uid: int
-    gid: int
+    st_mode: int = 0
+    size: int = 0
+    ino: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    uid: int = 0
+    gid: int = 0
 
     @property
     def permissions(self) -> int:
@@ -87,19 +86,19 @@ class Entry(NamedTuple):
 
     @property
     def is_directory(self) -> bool:
-        """A directory on disk: a tree, or a submodule, which is an empty directory."""
+        """True for a tree, and for a submodule, an empty directory on disk."""
         return self.mode in (DIRECTORY, SUBMODULE)
 
     def with_stat(self, found: object) -> Entry:
-        """The same object with the stat data of the file that now holds it."""
+        """Return the entry with the stat of its file."""
         return Entry(self.mode, self.oid, self.content, *stat_tuple(found))
 
 
 class Entries(MutableMapping[bytes, Entry]):
-    """Entries by path, as bytes of the manifest's file; one is decoded when it is asked for.
+    """Entries by path, kept as the sorted bytes of the manifest's file and decoded on access.
 
-    A scan of thousands of paths decodes none; moving a tree on decodes and encodes those that
-    differ. `copy` and `|` share the bytes that were read, where the paths are in order.
+    A scan of thousands of paths decodes none; a move decodes and encodes those that differ. `copy`
+    and `|` share the bytes.
     """
 
     __slots__ = ("_fixed", "_fresh", "_names")
@@ -110,7 +109,7 @@ class Entries(MutableMapping[bytes, Entry]):
         names: list[bytes] | None = None,
         fixed: bytes | memoryview = b"",
     ) -> None:
-        """`names` and `fixed` were read from a file; `entries` came since, None where removed."""
+        """`names` and `fixed` are from a file; `entries` are changes since, None where removed."""
         self._names = names or []
         self._fixed = fixed
         self._fresh = dict(entries)
@@ -122,7 +121,7 @@ class Entries(MutableMapping[bytes, Entry]):
         return cls({}, bytes(data[end:]).split(b"\0")[:count], memoryview(data)[_COUNT.size : end])
 
     def pieces(self) -> list[bytes | memoryview]:
-        """Its bytes: a count, the fixed parts, and the paths, each ended by NUL."""
+        """Return the bytes for a file: a count, the fixed parts, and the paths, ended by NUL."""
         names: list[bytes] = []
         fixed: list[bytes | memoryview] = []
         size, done = _FIXED.size, 0
@@ -139,9 +138,9 @@ class Entries(MutableMapping[bytes, Entry]):
         return [_COUNT.pack(len(names) - 1), *fixed, self._fixed[done * size :], b"\0".join(names)]
 
     def copy(self) -> Self:
-        twin = copy(self)
-        twin._fresh = self._fresh.copy()  # noqa: SLF001  (its own class)
-        return twin
+        other = copy(self)
+        other._fresh = self._fresh.copy()  # noqa: SLF001  (its own class)
+        return other
 
     def __or__(self, other: Mapping[bytes, Entry]) -> Self:
         both = self.copy()
@@ -175,7 +174,7 @@ class Entries(MutableMapping[bytes, Entry]):
         return isinstance(path, bytes) and self._was_read(path)
 
     def decoded(self) -> dict[bytes, Entry]:
-        """All entries at once."""
+        """Return all entries, decoded."""
         entries = map(Entry._make, _FIXED.iter_unpack(self._fixed))
         read = dict(zip(self._names, entries, strict=True))
         for name, entry in self._fresh.items():
@@ -210,14 +209,14 @@ class Entries(MutableMapping[bytes, Entry]):
         return chain(kept, fresh)
 
     def recorded_since(self, before: Entries) -> list[bytes]:
-        """The paths recorded since this was a copy of `before`; else all."""
+        """Return the paths recorded since this was copied from `before`; all, if it was not."""
         if self._names is not before._names:
             return [*self]
         old, new = before._fresh, self._fresh
         return [path for path, entry in new.items() if entry and entry is not old.get(path)]
 
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
-        """The paths directly below each of some directories."""
+        """Return the paths directly below each of the directories."""
         below: dict[bytes, list[bytes]] = {}
         names = self._names
         for above in directories:
@@ -226,7 +225,7 @@ class Entries(MutableMapping[bytes, Entry]):
             place = bisect_left(names, prefix or _FIRST)
             while place < len(names) and names[place].startswith(prefix):
                 name, is_deeper, _ = names[place][len(prefix) :].partition(b"/")
-                if is_deeper:  # pass over its directory: after `a` comes `a.b`, then `a/b`
+                if is_deeper:  # skip this directory: `a.b` sorts between `a` and `a/b`
                     place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
                     continue
                 if names[place] not in self._fresh:
@@ -247,11 +246,12 @@ class Entries(MutableMapping[bytes, Entry]):
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` are the paths of the tree, its directories and the root (`b""`) included.
+    """A manifest.
 
-    `control` are the paths from `.git` down. `recorded_ns` is a time by `clock_ns` before all was
-    looked at: a file whose ctime is not older may have been changed afterwards in the same tick of
-    the clock, so a scan reads it. `index` is the checksum of the index written from `files`.
+    `files` are the paths of the tree, with its directories and the root (`b""`); `control` those
+    from `.git` down. `recorded_ns` is a `clock_ns` before the first stat: a file whose ctime is not
+    older may have changed later in the same tick, so a scan reads it. `index` is the checksum of
+    the index written from `files`.
     """
 
     commit: str
@@ -263,30 +263,30 @@ class Manifest:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """uid and gid of all files."""
+        """The uid and gid of all files."""
         top = self.files[b""]
         return top.uid, top.gid
 
     @property
     def racy_from_ns(self) -> int:
-        """A ctime from here on proves nothing."""
+        """The first ctime that proves nothing."""
         return self.recorded_ns - self.slack_ns
 
     @property
     def slack_ns(self) -> int:
-        """By how much a ctime may be older than the clock was when it was stamped."""
+        """By how much a ctime may lie before the time of the change."""
         has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_stats())
         return 0 if has_fractions else _COARSE_RACY_NS
 
     def settled(self, at_ns: int) -> Manifest:
-        """The same after all was looked at from `at_ns` on: fewer files are racy."""
+        """Return the manifest with all stats taken after `at_ns`: fewer files are racy."""
         return replace(self, recorded_ns=at_ns)
 
     def save(self, path: Path) -> None:
-        """Replace the file at `path`, private to the daemon: whole or not at all.
+        """Replace the file at `path` in one step; only the daemon can read it.
 
-        The former file stays beside it, to be written over the next time: a disk that must free its
-        blocks, or that is to have the new ones before a rename (ext4), is waited for.
+        The old file stays beside it and is overwritten the next time: freeing its blocks would wait
+        for the disk, and so would ext4 before a rename over a file.
         """
         spare = path.with_name(f"{path.name}.spare")
         fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -295,7 +295,7 @@ class Manifest:
             file.truncate()
         try:
             exchange(spare, path)
-        except OSError:  # there was none yet, or the file system cannot
+        except OSError:  # no file yet, or no RENAME_EXCHANGE on this file system
             spare.rename(path)
 
     def pieces(self) -> list[bytes | memoryview]:
@@ -316,12 +316,12 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
-        """Read a saved manifest; ProofFailedError where torn, FileNotFoundError where absent."""
+        """Read a manifest; raises ProofFailedError where torn, FileNotFoundError where absent."""
         return cls.from_bytes(path.read_bytes(), path.name)
 
     @staticmethod
     def is_current(path: Path) -> bool:
-        """Whether there is a manifest in the form of this version; its content is not read."""
+        """Return whether there is a manifest of this version; does not read its content."""
         try:
             with path.open("rb") as file:
                 return file.read(len(_MAGIC)) == _MAGIC

@@ -1,8 +1,7 @@
-"""Reading a tree that belongs to somebody else, through directories that no link or mount leads to.
+"""Reads a tree of another user, never following a link or entering a mount, with bounded walks.
 
-Owns the descriptors on the way to the path that was looked at last, so that neighbours cost no
-second opening, and what a walk through such a tree may cost; weighs what trees take on disk.
-Changes nothing. The caller acts as the owner.
+Keeps the directories above the last path open, so that its neighbours need no second open; also
+measures the disk space of trees. Changes nothing. The caller acts as the owner.
 """
 
 import errno
@@ -31,13 +30,13 @@ def _refuse(_path: bytes, error: Exception) -> None:
 
 
 class TreeReader:
-    """Looks below `root`, an open directory that stays the caller's."""
+    """Reads below `root`, a directory descriptor that the caller closes."""
 
     def __init__(self, root: int, owner: ActingAs) -> None:
         self._root = root
         self._owner = owner
-        self._stack: list[tuple[bytes, int]] = []  # each path with a slash behind it
-        self._here, self._here_fd = b"", root
+        self._stack: list[tuple[bytes, int]] = []  # paths end with a slash
+        self._current, self._current_fd = b"", root
 
     def __enter__(self) -> Self:
         return self
@@ -50,18 +49,18 @@ class TreeReader:
             self._pop()
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
-        """The open directory of a path, and the name in it.
+        """Return the open parent directory of a path, and the name in it.
 
-        FileNotFoundError where a directory above it is none any more, PermissionError where its
-        owner may not enter one, CheckoutBusyError where one is mounted on.
+        Raises FileNotFoundError where a parent is no directory any more, PermissionError where its
+        owner may not enter one, CheckoutBusyError where one is a mount point.
         """
         above, _, name = path.rpartition(b"/")
-        if above != self._here:
+        if above != self._current:
             self._go(above)
-        return self._here_fd, name
+        return self._current_fd, name
 
     def find_stat(self, path: bytes) -> os.stat_result | None:
-        """lstat of a path; None where there is nothing, or no directory above it any more."""
+        """Return the lstat of a path; None where it or a parent is gone."""
         if not path:
             return os.fstat(self._root)
         try:
@@ -73,7 +72,7 @@ class TreeReader:
         except FileNotFoundError:
             return None
         except PermissionError as error:
-            with suppress(PermissionError):  # it may be the owner's, to be read but not entered
+            with suppress(PermissionError):  # the owner can add the missing x bit
                 os.fchmod(directory, stat.S_IMODE(os.fstat(directory).st_mode) | stat.S_IXUSR)
                 return files.find_stat(directory, name)
             raise PermissionError(error.errno, error.strerror, path) from error
@@ -84,48 +83,47 @@ class TreeReader:
         refused: Callable[[bytes, Exception], None] = _refuse,
         enters: Callable[[bytes], bool] = lambda _path: True,
     ) -> Iterator[tuple[bytes, int]]:
-        """Each path from `path` down with its kind (`entries_in`), a directory before what is in
-        it, in the order of names.
+        """Yield each path from `path` down with its kind (`entries_in`), parents first, by name.
 
-        A directory that the owner may not read, or that is too deep, goes to `refused`, which
-        raises by default; one that `enters` denies is not looked into.
+        Calls `refused` for a directory that the owner may not read or that is too deep; by default
+        that raises. Skips the content of directories for which `enters` is false.
         """
         found = self.find_stat(path)
         pending = [(path, stat.S_IFMT(found.st_mode))] if found else []
         while pending:
-            here, kind = pending.pop()
-            yield here, kind
-            if kind == stat.S_IFDIR and enters(here):
+            at, kind = pending.pop()
+            yield at, kind
+            if kind == stat.S_IFDIR and enters(at):
                 try:
-                    inside = self.entries_in(here)
+                    inside = self.entries_in(at)
                 except FileNotFoundError:
                     continue
                 except (PermissionError, DiffTooLargeError) as error:
-                    refused(here, error)
+                    refused(at, error)
                 else:
-                    pending += [(here + b"/" + name, kind) for name, kind in reversed(inside)]
+                    pending += [(at + b"/" + name, kind) for name, kind in reversed(inside)]
 
     def iter_stats_below(
         self, path: bytes, refused: Callable[[bytes, Exception], None] = _refuse
     ) -> Iterator[tuple[bytes, os.stat_result]]:
-        """As `iter_below`, each path with its lstat."""
+        """Like `iter_below`, with the lstat of each path."""
         for below, _ in self.iter_below(path, refused):
             if (found := self.find_stat(below)) is not None:
                 yield below, found
 
     def names_in(self, path: bytes) -> list[bytes]:
-        """The names in a directory, in order; also DiffTooLargeError for one that is too deep."""
+        """Return the sorted names in a directory; DiffTooLargeError for one that is too deep."""
         return sorted(files.names_in(self._open(path)))
 
     def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
-        """As `names_in`, each name with its kind, as `host.files.entries_in` has it."""
+        """Like `names_in`, with the kind of each name (`host.files.entries_in`)."""
         return sorted(files.entries_in(self._open(path)))
 
     def _open(self, path: bytes) -> int:
-        """The directory at a path, open until the next look."""
+        """Return the directory at a path, open until the next call."""
         if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
             raise DiffTooLargeError(
-                f"cannot look into {files.shown_path(path[-200:])}: it is more than"
+                f"cannot read {files.shown_path(path[-200:])}: it is more than"
                 f" {TREE_DEPTH_LIMIT} directories deep, or its path has more than"
                 f" {TREE_PATH_LIMIT_BYTES} bytes",
                 hint="remove it, or let a .gitignore name it",
@@ -133,14 +131,14 @@ class TreeReader:
         try:
             self._go(path)
         except PermissionError:
-            self.find_stat(path)  # lets its owner into the directory above
+            self.find_stat(path)  # adds the missing x bit of the parent
             self._go(path)
-        return self._here_fd
+        return self._current_fd
 
     def stats_in(
         self, path: bytes, names: Sequence[bytes] | None = None
     ) -> list[tuple[bytes, os.stat_result]]:
-        """The names in a directory, in order, each with its lstat; or these of them."""
+        """Return the sorted names in a directory, or only `names`, each with its lstat."""
         inside = path + b"/" if path else b""
         names = self.names_in(path) if names is None else names
         try:
@@ -153,17 +151,17 @@ class TreeReader:
             return [(name, seen) for name, seen in found if seen is not None]
 
     def leave(self, path: bytes) -> None:
-        """Close what is open at and below `path`, which is removed next."""
+        """Close the directories at and below `path`, which is removed next."""
         while self._stack and self._stack[-1][0].startswith(path + b"/"):
             self._pop()
 
     def _go(self, above: bytes) -> None:
-        """Make `above` the current directory, reusing what is open: those above and below it."""
+        """Make `above` the current directory; reuses open parents and children."""
         wanted = above + b"/" if above else b""
         while self._stack and not wanted.startswith(self._stack[-1][0]):
             if self._stack[-1][0].startswith(wanted):
-                self._here = above
-                self._here_fd = dict(self._stack).get(wanted, self._root)
+                self._current = above
+                self._current_fd = dict(self._stack).get(wanted, self._root)
                 return
             self._pop()
         at, fd = (len(self._stack[-1][0]), self._stack[-1][1]) if self._stack else (0, self._root)
@@ -172,34 +170,34 @@ class TreeReader:
             fd = enter(self._owner, fd, wanted[:end], wanted[at:end])
             at = end + 1
             self._stack.append((wanted[:at], fd))
-        self._here, self._here_fd = above, fd
+        self._current, self._current_fd = above, fd
 
     def _pop(self) -> None:
         os.close(self._stack.pop()[1])
-        above, self._here_fd = self._stack[-1] if self._stack else (b"", self._root)
-        self._here = above[:-1]
+        above, self._current_fd = self._stack[-1] if self._stack else (b"", self._root)
+        self._current = above[:-1]
 
 
 def parents(path: bytes) -> list[bytes]:
-    """The directories above a path, top first, without the root."""
+    """Return the directories above a path, top first, without the root."""
     parts = path.split(b"/")[:-1]
     return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
-    """Open the directory `name`, at `path` in the tree; raises as `TreeReader.locate`."""
+    """Open the directory `name`, at `path` in the tree; raises like `TreeReader.locate`."""
     try:
         return owner.open_directory(directory, name)
     except OSError as error:
         if error.errno == errno.EXDEV:
             raise files.mounted_on(path) from error
         if error.errno in _REPLACED:
-            raise FileNotFoundError(errno.ENOENT, "not a directory any more", path) from error
+            raise FileNotFoundError(errno.ENOENT, "no longer a directory", path) from error
         raise type(error)(error.errno, error.strerror, path) from error
 
 
 def open_top(root: Path) -> int:
-    """Open the top of a pooled tree; CheckoutBusyError where something is mounted on it."""
+    """Open the top of a pool tree; CheckoutBusyError where it is a mount point."""
     with files.opened(files.open_directory(root.parent)) as above:
         try:
             return files.open_child(above, os.fsencode(root.name))
@@ -210,47 +208,49 @@ def open_top(root: Path) -> int:
 
 
 def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
-    """Everything at and below a name in a directory of the daemon's own."""
+    """Yield all paths at and below a name in a directory of the daemon's."""
     with files.opened(files.open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
         yield from (path for path, _ in reader.iter_below(name))
 
 
 def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
-    """git's blob id of a file's bytes or of a link's target; OSError where it is neither."""
+    """Return the blob id of a file's bytes or a link's target; OSError for other kinds."""
     if stat.S_ISLNK(found.st_mode):
         return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
     return read_id(files.open_regular(directory, name), found.st_size)
 
 
 def file_id(fd: int) -> bytes:
-    """git's blob id of what an open file holds."""
+    """Return the blob id of an open file's bytes."""
     return read_id(os.dup(fd), os.fstat(fd).st_size)
 
 
 def read_id(fd: int, size: int) -> bytes:
-    """The blob id of an open file that should have `size` bytes; closes it."""
+    """Return the blob id of an open file that should have `size` bytes; closes it."""
     with files.opened(fd):
         digest = hashlib.sha1(b"blob %d\0" % size)
-        at, left = 0, size + 1  # one more than there should be: one read is enough for most
+        at, left = 0, size + 1  # a read of one byte more finds the end of most files
         while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
             digest.update(data)
             at, left = at + len(data), left - len(data)
-            if left == 1:  # a read that got less than it asked for was at the end
+            if left == 1:  # a short read: the end of the file
                 break
         return digest.digest()
 
 
-# -- what trees take on disk, and what of that they share by hard links ----------------------------
+# -- disk space of trees, and how much of it they share by hard links ------------------------------
 #
-# A client may change its tree meanwhile. What cannot be looked into, or is not reached in time, is
+# A client may change its tree meanwhile. Unreadable directories, and those not reached in time, are
 # left out.
 
 Inode = tuple[int, int]
 
 
 class Weight(NamedTuple):
-    """`shared_bytes` are those of files that another thing of the group has, too; `is_whole` says
-    that all of it was seen.
+    """The disk space of a thing.
+
+    `shared_bytes` are in files that another thing of the group has, too. `is_whole` is false where
+    a part was left out.
     """
 
     size_bytes: int
@@ -259,24 +259,24 @@ class Weight(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of each thing of a group, in order, and of all: there a file of several counts once."""
+    """The weight of each thing of a group, in order; in the total a shared file counts once."""
 
     each: list[Weight]
     total_bytes: int
 
 
 Things = Sequence[Sequence[Path]]
-"""Each has one place or more: files or trees. A missing one weighs nothing."""
+"""Each is one or more files or trees. A missing one weighs nothing."""
 
 
 def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:
-    """Weigh groups of things, as far as that is done in time."""
+    """Return the disk space of groups of things, measured for at most `limit_s`."""
     deadline = time.monotonic() + limit_s
     return {name: _weigh_group(things, deadline) for name, things in groups.items()}
 
 
 def _weigh_group(things: Things, deadline: float) -> Weights:
-    linked = Counter[Inode]()  # how many things have a file of many names
+    linked = Counter[Inode]()  # how many things have a file with several links
     found = [_weigh_one(paths, deadline) for paths in things]
     for _, links, _ in found:
         linked.update(links.keys())
@@ -289,7 +289,7 @@ def _weigh_group(things: Things, deadline: float) -> Weights:
 
 
 def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool]:
-    """The bytes of files with one name; those of each file with more; whether all was seen."""
+    """Return the bytes of files with one link, of each file with more, and whether it is whole."""
     alone, links, is_whole = 0, dict[Inode, int](), True
     for path in paths:
         refused: list[bytes] = []
@@ -303,14 +303,14 @@ def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode,
                     alone += seen.st_blocks * 512
         except FileNotFoundError:
             pass
-        except (MirrordError, OSError):  # something is mounted in it
+        except (MirrordError, OSError):  # it contains a mount
             is_whole = False
         is_whole &= not refused
     return alone, links, is_whole
 
 
 def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
-    """Of a file, or of all in a tree; directories that cannot be looked into are `refused`."""
+    """Yield the stats of a file or tree; appends unreadable directories to `refused`."""
     with (
         files.opened(files.open_directory(path.parent)) as above,
         TreeReader(above, ActingAs(None)) as reader,

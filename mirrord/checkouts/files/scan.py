@@ -1,10 +1,10 @@
-"""What a checkout's user did: tree and control files on disk, compared with the private manifest.
+"""Compares a checkout's tree and control files on disk with the private manifest.
 
-One lstat of every known path decides where to look closer: an ordinary user can forge mtime, size
-and the index, but not ctime, and no name appears in a directory or leaves it without changing the
-directory's. Looking closer opens no link, pipe or device, enters only directories that the manifest
-knows, and lists or reads what stat cannot prove. All of it is done as the owner of the tree: what
-that user may not see has changed. A mount in the tree ends it.
+One lstat of every known path finds suspects: an ordinary user can forge mtime, size and the index,
+but not ctime, and a name added to or removed from a directory changes the directory's. A closer
+look lists or reads what stat cannot prove; it opens no link, pipe or device, and enters only known
+directories. All is done as the owner of the tree: a path that the owner may not read has changed.
+Raises CheckoutBusyError where something is mounted in the tree.
 """
 
 import errno
@@ -37,12 +37,12 @@ _CONTROL = b".git"
 
 @dataclass
 class ScanResult:
-    """Paths from the root of the tree; control files begin with `.git`.
+    """What differs, as paths from the root of the tree; control files begin with `.git`.
 
-    Of an extra directory only its own path is listed; of a missing one everything that was in it.
-    `proven` are directories whose stat changed, but nothing in them; `unsettled` says that a
-    file had to be read because its ctime was too young, and `youngest_ns` is the youngest ctime
-    of what was found to be unchanged by looking closer.
+    Of an extra directory only its own path is listed, of a missing one all that was in it. `proven`
+    are directories whose stat changed, but not their content. `unsettled` means that a file had to
+    be read because its ctime was too recent; `youngest_ns` is the latest ctime of the paths that a
+    closer look found unchanged.
     """
 
     modified: list[bytes] = field(default_factory=list)
@@ -60,7 +60,7 @@ class ScanResult:
         return not (self.modified or self.missing or self.extra)
 
     def in_tree(self) -> list[bytes]:
-        """All that differs outside `.git`."""
+        """Return all that differs outside `.git`."""
         return [at for at in (*self.modified, *self.missing, *self.extra) if not is_control(at)]
 
 
@@ -71,15 +71,15 @@ def is_control(path: bytes) -> bool:
 def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> ScanResult:
     """Compare everything below `root` with the manifest.
 
-    `rehash` reads every file, whatever its stat says; by default when the checkout belongs to root,
-    who can set the clock.
+    `rehash` reads every file, whatever its stat; by default for a checkout of root, who can set the
+    clock.
     """
     every = manifest.owner[0] == 0 if rehash is None else rehash
     return _compare(root, manifest, None, every=every)
 
 
 def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanResult:
-    """Look closer at some paths, whatever their stat says: what was just written is read back."""
+    """Look closer at `paths`, whatever their stat: reads back what was just written."""
     return _compare(root, manifest, paths, every=True)
 
 
@@ -100,25 +100,24 @@ def _compare(
 
 
 def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult) -> list[bytes]:
-    """The paths whose stat is not what it was, or too young to prove anything.
+    """Return the paths whose stat changed, or is too recent to prove anything.
 
-    Those in a directory that has become something else are suspects too, and lost to the closer
-    look.
+    Those in a directory that is gone are suspects too; the closer look finds them missing.
     """
     suspects = []
     racy_from_ns = manifest.racy_from_ns
     lstat = os.lstat
     control = [(path, entry[3:]) for path, entry in manifest.control.items()]
-    here, directory = b"", root
+    current, directory = b"", root
     with TreeReader(root, owner) as reader:
         for path, was in chain(manifest.files.iter_stats(), control):
             above, _, name = path.rpartition(b"/")
             try:
-                if above != here:
-                    directory, here = reader.locate(path)[0], above
+                if above != current:
+                    directory, current = reader.locate(path)[0], above
                 now = stat_tuple(lstat(name or b".", dir_fd=directory))
             except OSError:
-                here = b"/"  # that of no path: what was open may be closed now
+                current = b"/"  # no path has it: the open directory may be closed now
                 suspects.append(path)
                 continue
             if now != was:
@@ -132,9 +131,9 @@ def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult)
 
 @dataclass
 class _Examination:
-    """A closer look: a path is judged after the directories above it.
+    """A closer look at paths, parents first.
 
-    Files whose ctime is from `read_from_ns` on are read. `lost` cannot exist now.
+    Reads files with a ctime from `read_from_ns` on. `lost` are paths found missing.
     """
 
     root: int
@@ -167,7 +166,7 @@ class _Examination:
     def _judge_directory(
         self, directory: int, name: bytes, path: bytes, seen: os.stat_result
     ) -> None:
-        """Itself, and its names against those that were; each of them is judged on its own."""
+        """Judge a directory by its own stat and its names, not by the stat of its content."""
         entry = self.entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
@@ -203,7 +202,7 @@ class _Examination:
     def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
         entry = self.entries[path]
         if stat_tuple(seen) != entry[3:]:
-            try:  # where a file is mounted on, lstat is of the file that covers it
+            try:  # at a mount point, lstat is that of the mounted file
                 os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
             except OSError as error:
                 if error.errno == errno.EXDEV:
@@ -231,18 +230,18 @@ class _Examination:
         return self.children[path]
 
 
-# -- proof by content: what is on disk, hashed as git hashes it -----------------------------------
+# -- proof by content: files on disk, hashed as git hashes them -----------------------------------
 #
-# Never believes a stat, an index or a manifest's own hash alone.
+# Never trusts a stat, an index or a manifest's own hash alone.
 
-_HINT = "another try makes it again; if this repeats, the disk is failing"
+_HINT = "try again to have it rebuilt; if this repeats, check the disk"
 
 
 def hash_tree(dest: Path, manifest: Manifest) -> str:
-    """Read every file back and answer git's id of the tree that they make.
+    """Read every file back and return git's id of their tree.
 
     Raises ProofFailedError with the path that differs. A converted file is compared with the bytes
-    that its conversion gave, and stands for its blob.
+    of its conversion, and counts as its blob.
     """
     files = manifest.files.decoded()
     prove_files(dest, manifest.owner, files, files)
@@ -252,7 +251,7 @@ def hash_tree(dest: Path, manifest: Manifest) -> str:
 def prove_files(
     dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]
 ) -> None:
-    """Compare files on disk with their entries: kind, mode, bytes."""
+    """Compare files on disk with their entries: kind, mode, bytes. Raises ProofFailedError."""
     with (
         opened(open_top(dest)) as root,
         ActingAs(owner) as acting,
@@ -265,7 +264,7 @@ def prove_files(
             except OSError:
                 pass
             raise ProofFailedError(
-                f"cannot prove {shown_path(path)}: what is on disk is not what git has", hint=_HINT
+                f"cannot prove {shown_path(path)}: the disk has something else than git", hint=_HINT
             )
 
 
@@ -286,7 +285,7 @@ def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
 
 
 def tree_id(manifest: Manifest) -> str:
-    """git's id of the tree that the entries make, computed from the leaves up."""
+    """Return git's id of the tree of the entries, computed from the leaves up."""
     files = manifest.files.decoded()
     below: dict[bytes, list[tuple[int, bytes, bytes]]] = {
         path: [] for path, entry in files.items() if entry.mode == DIRECTORY
@@ -300,13 +299,13 @@ def tree_id(manifest: Manifest) -> str:
 
 
 def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
-    """Hash the trees of directories from their entries; ProofFailedError where git has another."""
+    """Hash the entries of directories; ProofFailedError where git has another tree."""
     files = manifest.files
     for directory, paths in files.children(changed).items():
         entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
         if _hash((at.mode, name, at.oid) for name, at in entries) != files[directory].oid:
             raise ProofFailedError(
-                f"cannot prove {shown_path(directory)}: its entries are not what git has",
+                f"cannot prove {shown_path(directory)}: its entries are not those of git",
                 hint=_HINT,
             )
 

@@ -150,7 +150,7 @@ def unrecorded(entry: TreeEntry) -> Entry:
     """Return the record of an entry without the stat of its file."""
     oid = bytes.fromhex(entry.oid)
     content = NO_OBJECT if entry.is_tree or entry.is_submodule else oid
-    return Entry(entry.mode, oid, content, 0, 0, 0, 0, 0, 0, 0)
+    return Entry(entry.mode, oid, content)
 
 
 def root_entry(tree: str) -> Entry:

@@ -1,8 +1,8 @@
-"""Writing into a tree that belongs to somebody else, and may change under our hands.
+"""Writes into a tree of another user, who may change it at the same time.
 
-All of it is done as the tree's owner, through open directories that were reached without following
-a link or entering a mount, and a file is always created, so no descriptor or hard link of its
-user's reaches it. A crash leaves a tree that differs from its manifest, which a scan finds.
+Acts as the tree's owner, through directories opened without following a link or entering a mount.
+Every file is a new one, so that no descriptor or hard link of the user refers to it. A crash leaves
+a tree that differs from its manifest, which a scan finds.
 """
 
 import os
@@ -21,12 +21,12 @@ from .reader import TreeReader, enter, parents
 
 
 class TreeWriter:
-    """Writes below the directory `root`, a descriptor that stays the caller's.
+    """Writes below `root`, a directory descriptor that the caller closes.
 
-    New files belong to `owner` (the daemon itself: `ActingAs(None)`) and have `mtime_ns`. Paths are
-    bytes without a leading slash; they must come from a checked tree. `touched` are the directories
-    that were made, restored or written in. What is replaced or removed is put into `trash`, or
-    deleted as the owner may.
+    New files belong to `owner` (`ActingAs(None)` is the daemon) and have `mtime_ns`. Paths are
+    bytes without a leading slash, from a checked tree. `touched` are the directories that were
+    made, restored or written in. Replaced and removed files go to `trash`, or are deleted with the
+    owner's rights.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TreeWriter:
         mtime_ns: int | None = None,
         attributes: Mapping[str, bytes] = MappingProxyType({}),
     ) -> os.stat_result:
-        """Create or replace a regular file with the bytes that an open one has now."""
+        """Create or replace a regular file with the current bytes of an open one."""
         with self.owner, files.opened(self._create(path, permissions)) as fd:
             files.copy_bytes(source, fd, os.fstat(source).st_size)
             for name, value in attributes.items():
@@ -88,7 +88,7 @@ class TreeWriter:
             return files.set_link_owner(directory, name, self.owner.owner, when, maker=maker)
 
     def link_file(self, path: bytes, source: Path) -> os.stat_result:
-        """Make or replace a hard link to a file of ours; the stat of that file. For layers only."""
+        """Make or replace a hard link to a daemon's file; returns its stat. For layers only."""
         directory, name = self._enter(path)
         try:
             os.link(source, name, dst_dir_fd=directory, follow_symlinks=False)
@@ -98,12 +98,12 @@ class TreeWriter:
         return os.stat(source, follow_symlinks=False)
 
     def share_file(self, path: bytes, target: Path) -> None:
-        """Give a file that was just written one more name. For layers only."""
+        """Make a hard link to a file that was just written. For layers only."""
         directory, name = self.locate(path)
         os.link(name, target, src_dir_fd=directory, follow_symlinks=False)
 
     def write_whiteout(self, path: bytes) -> None:
-        """Hide a name of the overlay layers below. For layers only."""
+        """Hide a name of the layers below. For layers only."""
         files.make_whiteout(*self.locate(path))
 
     def _create(self, path: bytes, permissions: int) -> int:
@@ -121,10 +121,10 @@ class TreeWriter:
         return os.open(name, files.CREATE, permissions, dir_fd=directory)
 
     def _finish(self, fd: int, permissions: int, mtime_ns: int | None = None) -> os.stat_result:
-        """Give a file that was just written its owner, time and mode."""
+        """Set owner, time and mode of a file that was just written."""
         os.utime(fd, ns=self._mtime if mtime_ns is None else (mtime_ns, mtime_ns))
         found = os.fstat(fd)
-        # the group may be one that a set-gid directory gave it
+        # a set-gid directory may have set the group
         if (found.st_uid, found.st_gid) != self.owner.owner:
             os.fchown(fd, *self.owner.owner)
             found = os.fstat(fd)
@@ -136,7 +136,7 @@ class TreeWriter:
     # -- directories -------------------------------------------------------------------------------
 
     def make_directory(self, path: bytes) -> None:
-        """Make a directory; a sound one is kept with what is in it, anything else is replaced."""
+        """Make a directory; keeps a sound one with its content, replaces anything else."""
         self.touched.add(path)
         with self.owner:
             if not path:
@@ -160,21 +160,21 @@ class TreeWriter:
             self._adopt(directory, path, name)
 
     def make_directories(self, path: bytes) -> None:
-        """Make a directory and those above it, each once; an existing one stays as it is."""
+        """Make a directory and its parents; an existing one stays as it is."""
         with self.owner:
-            for here in (*parents(path), path) if path else ():
-                if here in self._made:
+            for each in (*parents(path), path) if path else ():
+                if each in self._made:
                     continue
-                directory, name = self._enter(here)
+                directory, name = self._enter(each)
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o755, dir_fd=directory)
-                    self._adopt(directory, here, name)
-                self._made.add(here)
+                    self._adopt(directory, each, name)
+                self._made.add(each)
 
     def finish_directory(
         self, path: bytes, permissions: int, mtime_ns: int, attributes: Mapping[str, bytes]
     ) -> None:
-        """Give a directory, once all in it is written, its attributes, mode and time."""
+        """Set attributes, mode and time of a directory, once its content is written."""
         with self.owner:
             directory, name = self._enter(path)
             self._reader.leave(path)
@@ -185,7 +185,7 @@ class TreeWriter:
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
 
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
-        """Give a directory that we just made its mode and owner, unless it was replaced since."""
+        """Set mode and owner of a new directory; CheckoutBusyError if it was replaced since."""
         with files.opened(self._open(directory, path, name)) as fd:
             found = os.fstat(fd)
             if found.st_uid != self.owner.maker[0]:
@@ -202,7 +202,7 @@ class TreeWriter:
             raise _busy(path) from error
 
     def _restore(self, fd: int) -> None:
-        """Undo what its user did to a directory itself: mode, flags, extended attributes."""
+        """Undo a user's changes of a directory itself: mode, flags, extended attributes."""
         if files.is_locked(fd):
             with self.owner.aside():
                 files.unlock(fd, b".")
@@ -214,7 +214,7 @@ class TreeWriter:
     # -- removal -----------------------------------------------------------------------------------
 
     def remove(self, path: bytes) -> None:
-        """Remove whatever is at `path`; nothing is fine, also where its directory is gone."""
+        """Remove anything at `path`; does nothing where it or its parent is gone."""
         with self.owner:
             try:
                 directory, name = self._reader.locate(path)
@@ -224,7 +224,7 @@ class TreeWriter:
             self._clear(directory, path, name)
 
     def remove_empty_above(self, path: bytes) -> None:
-        """Remove the directories above a removed file that have become empty, as git does."""
+        """Remove the directories above a removed file that are now empty, as git does."""
         self._made.clear()
         with self.owner:
             while path := path.rpartition(b"/")[0]:
@@ -241,38 +241,38 @@ class TreeWriter:
         if self._trash is None:
             remove(directory, name)
         else:
-            with self.owner.aside():  # it may be another's, or locked
+            with self.owner.aside():  # it may belong to another user, or be locked
                 self._trash.discard(directory, name)
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- stat --------------------------------------------------------------------------------------
 
     def find_stat(self, path: bytes) -> os.stat_result | None:
-        """lstat of a path in the tree; None where there is nothing."""
+        """Return the lstat of a path; None where there is nothing."""
         with self.owner:
             return self._reader.find_stat(path)
 
     def get_stat(self, path: bytes) -> os.stat_result:
-        """lstat of a path that was just written."""
+        """Return the lstat of a path that was just written."""
         found = self.find_stat(path)
         if found is None:
             raise _busy(path)
         return found
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
-        """The open directory of a path, and the name in it; CheckoutBusyError where it is gone."""
+        """Return the open parent of a path and the name in it; CheckoutBusyError if it is gone."""
         try:
             return self._reader.locate(path)
         except FileNotFoundError as error:
             raise _busy(path) from error
 
     def _enter(self, path: bytes) -> tuple[int, bytes]:
-        """`locate` where something will be changed in that directory."""
+        """`locate` a path to change it."""
         self.touched.add(path.rpartition(b"/")[0])
         return self.locate(path)
 
 
 def _busy(path: bytes) -> CheckoutBusyError:
     return CheckoutBusyError(
-        f"cannot write below {files.shown_path(path)}: it is not the directory it was",
-        hint="stop what runs in the checkout, then reset it",
+        f"cannot write below {files.shown_path(path)}: the directory was replaced",
+        hint="stop the processes in the checkout, then reset it",
     )

@@ -1,8 +1,8 @@
-"""Parsed patches onto the files of a tree: what each named path becomes, or why it cannot.
+"""Applies parsed patches to the files of a tree, in memory.
 
-Follows check_patch of git 2.39 with `--cached`. Hunks are found where `git apply` finds them, or
-where GNU patch does. Pure but for the tree that it reads. A line is bytes with its newline, which
-the last of a file may lack.
+Follows check_patch of git 2.39 with `--cached`. Finds hunks where `git apply` does, or where GNU
+patch does. Reads the tree and nothing else. A line is bytes with its newline, which the last line
+of a file may lack.
 """
 
 import re
@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from ...git.objects.repository import Objects
 from ...git.objects.trees import BaseTree, TreeEntry
 from ...model import TREE_DEPTH_LIMIT
+from ..files.manifest import blob_id
 from ..files.reader import parents
 from .parse import (
     ADDED,
@@ -26,15 +27,15 @@ from .parse import (
 )
 
 DIRECTORY, UNTRACKED = 0o040000, 0
-# verify_path with core.protectNTFS, in a stricter form: such names are left to git
+# stricter than verify_path with core.protectNTFS: such names are left to git
 _ODD_NAME = re.compile(rb"|\.|\.\.|(?i:\.git(?![a-z0-9_-]).*|git~.*)", re.DOTALL)
 _FORMAT = 0o170000
 
 
 class File(NamedTuple):
-    """A path as git records it; for a submodule `data` is its commit, in hexadecimal.
+    """A path as git records it; for a submodule `data` is its commit id in hex.
 
-    A directory has DIRECTORY, a pipe or a device UNTRACKED, both without data.
+    `mode` is DIRECTORY for a directory, UNTRACKED for a pipe or a device, both without data.
     """
 
     mode: int
@@ -54,16 +55,20 @@ class Change(NamedTuple):
     data: bytes
     old: TreeEntry | None
 
+    @property
+    def oid(self) -> str:
+        return blob_id(self.data).hex()
+
 
 class Tree(Protocol):
-    """What a patch is applied to, in git's form: line ends, `$Id$` and encoding undone."""
+    """The files that a patch is applied to, as git stores them: conversions are undone."""
 
     def read(self, path: bytes) -> File | None:
-        """Whatever is at a path; None where nothing is, or below what is no directory."""
+        """Return the file at a path; None where there is none, or a parent is not a directory."""
         ...
 
     def iter_below(self, path: bytes) -> Iterator[bytes]:
-        """All paths below a directory that are no directories themselves."""
+        """Yield all paths below a directory except directories."""
         ...
 
 
@@ -74,10 +79,10 @@ Splice = Callable[[bytes, list[Hunk]], bytes]
 def fit(
     tree: Tree, patches: list[FilePatch], *, reverse: bool, splice: Splice, rejects: bool = False
 ) -> Results:
-    """What each path that the patches name becomes; None for one that goes.
+    """Return the new file of each path that the patches name, None for a removed one.
 
-    Raises NeedsGitError where only git can tell, MisfitError where a file does not fit: with
-    `rejects` it is left out.
+    Raises NeedsGitError where only git can decide, MisfitError where a file does not fit; `rejects`
+    skips that file.
     """
     if reverse:
         patches = [patch.reversed() for patch in patches]
@@ -85,7 +90,7 @@ def fit(
     going = {patch.old for patch in patches if patch.new is None or patch.is_rename}
     names = [name for patch in patches for name in {patch.old, patch.new} - {None}]
     if any(patch.is_rename or patch.is_copy for patch in patches) and len(set(names)) < len(names):
-        raise NeedsGitError("a file moves, and is named again")
+        raise NeedsGitError("a moved file is named again")
     for patch in patches:
         try:
             results |= _fit_one(tree, patch, results, going, reverse=reverse, splice=splice)
@@ -106,8 +111,8 @@ def _fit_one(
     reverse: bool,
     splice: Splice,
 ) -> Results:
-    """What one patch adds to the results of those before it; `going` are paths that later ones take
-    away.
+    """Return what one patch adds to the `results` of those before it; `going` are all paths that
+    some patch removes.
     """
     is_move = patch.is_rename or patch.is_copy
     if patch.old and patch.new and patch.old != patch.new and not is_move:
@@ -131,12 +136,12 @@ def _fit_one(
 
 
 def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
-    """The file that a patch changes, as earlier ones left it; None where it makes a new one."""
+    """Return the file that a patch changes, after earlier patches; None where it is new."""
     if patch.old is None:
         return None
     if patch.old in results:
         if patch.is_rename or patch.is_copy:
-            raise NeedsGitError("a file moves that was changed before")
+            raise NeedsGitError("a moved file was changed before")
         found = results[patch.old]
         if found is None:
             raise MisfitError
@@ -155,13 +160,13 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
 def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
     if before is None:
         if reverse and patch.new_mode not in (0, REGULAR):
-            raise NeedsGitError("the mode of a removed file, taken back")
+            raise NeedsGitError("the mode of a removed file, reversed")
         return _canonical(patch.new_mode or REGULAR)
     if (patch.old_mode or before.mode) & _FORMAT != before.mode & _FORMAT:
         raise MisfitError
     if reverse and patch.new_mode and not patch.old_mode and patch.new_mode != before.mode:
         # git up to 2.43 takes the mode of an `index` line for the new one, later ones do not
-        raise NeedsGitError("the mode of an index line, taken back")
+        raise NeedsGitError("the mode of an index line, reversed")
     mode = patch.new_mode or before.mode
     if mode & _FORMAT != before.mode & _FORMAT and not patch.is_delete:
         raise MisfitError
@@ -185,7 +190,7 @@ def _must_be_safe(path: bytes, mode: int) -> None:
 def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | None]) -> None:
     if path in results:
         if results[path] is not None:
-            raise NeedsGitError("a file is made twice")
+            raise NeedsGitError("a file is created twice")
     elif path not in going and (found := tree.read(path)) and found.mode != DIRECTORY:
         raise MisfitError
 
@@ -197,7 +202,7 @@ def _must_have_directories(tree: Tree, path: bytes, results: Results) -> None:
 
 
 def find_obstacle(tree: Tree, results: Results) -> bytes | None:
-    """What is in the way of a new file, though git with its index of few paths does not see it."""
+    """Return a path that blocks a new file and that git, whose index has few paths, cannot see."""
     for path in (path for path, file in results.items() if file):
         found = tree.read(path)
         if found is None:
@@ -214,7 +219,7 @@ def find_obstacle(tree: Tree, results: Results) -> bytes | None:
 
 
 class Patched:
-    """A tree with results over it; a `Tree`."""
+    """A tree after a patch, as a `Tree`."""
 
     def __init__(self, tree: Tree, results: Results) -> None:
         self._tree = tree
@@ -256,8 +261,8 @@ class BaseFiles:
 
 # -- hunks into the lines of a file ----------------------------------------------------------------
 
-_FUZZ = 5  # as SWE-bench calls patch
-_LIMIT_BYTES = 16 * 1024**2  # as lines in Python it may take thirty times as much
+_FUZZ = 5  # SWE-bench calls patch with it
+_LIMIT_BYTES = 16 * 1024**2  # a list of lines can take thirty times as much memory
 _Key = Callable[[bytes], bytes]
 
 
@@ -270,12 +275,12 @@ def splice(
 ) -> bytes:
     """Apply hunks as `git apply` does.
 
-    With `key`, lines are equal where it makes them equal, and context stays as the file has it.
-    With `rejects`, a hunk that does not fit is left out.
+    With `key`, lines match if their keys are equal, and context keeps the file's own lines. With
+    `rejects`, a hunk that does not fit is skipped.
     """
     lines = split_lines(data)
     keys = [key(line) for line in lines] if key else lines
-    patched = bytearray(len(lines))  # lines that a hunk left: no other may match them
+    patched = bytearray(len(lines))  # lines of earlier hunks, which no other hunk may match
     for hunk in hunks:
         before = [key(line) for line in hunk.before] if key else hunk.before
         try:
@@ -294,7 +299,7 @@ def splice(
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Lines that end with a newline: `splitlines` would end them at a carriage return as well."""
+    """Return the lines with their newlines; `splitlines` would also split at a carriage return."""
     if len(data) > _LIMIT_BYTES:
         raise NeedsGitError("a large file")
     lines = [line + b"\n" for line in data.split(b"\n")]
@@ -303,10 +308,10 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def _find(lines: list[bytes], patched: bytearray, hunk: Hunk, before: list[bytes]) -> int:
-    """The index nearest to the hunk's number where its lines are.
+    """Return the index nearest to the hunk's line number where its lines match.
 
-    A hunk of line 0 or 1 fits only at the beginning, one without context at its end only at the
-    end: its maker would have shown what is around it.
+    A hunk of line 0 or 1 fits only at the start of the file, one without trailing context only at
+    the end: elsewhere it would have context.
     """
     count, last = len(before), len(lines) - len(before)
     at_end = not hunk.trailing
@@ -323,12 +328,12 @@ def _find(lines: list[bytes], patched: bytearray, hunk: Hunk, before: list[bytes
         if is_possible and lines[at : at + count] == before and 1 not in patched[at : at + count]:
             return at
         if has_ragged_end and 0 <= at <= last and lines[at + count - 1].startswith(before[-1]):
-            raise NeedsGitError("half a line, which git takes for a whole one")
+            raise NeedsGitError("half a line, which git matches as a whole one")
     raise MisfitError
 
 
 def _merged(hunk: Hunk, lines: list[bytes], at: int) -> list[bytes]:
-    """What a hunk leaves, with the file's own lines of context."""
+    """Return the new lines of a hunk, with the file's own lines of context."""
     merged = []
     for kind, line in hunk.lines:
         if kind != REMOVED:
@@ -343,9 +348,9 @@ def _merged(hunk: Hunk, lines: list[bytes], at: int) -> list[bytes]:
 def splice_fuzzily(data: bytes, hunks: Iterable[Hunk]) -> bytes:
     """Apply hunks as `patch --batch --forward --fuzz=5` (2.7) does: the outer context may differ.
 
-    A patch that was applied already is a misfit.
+    Raises MisfitError for a patch that is already applied.
     """
-    file = _Fuzzy(split_lines(data))
+    file = _GnuPatch(split_lines(data))
     for number, hunk in enumerate(hunks):
         for fuzz in range(min(_FUZZ, max(hunk.leading, hunk.trailing)) + 1):
             where = file.find(hunk, fuzz)
@@ -359,17 +364,17 @@ def splice_fuzzily(data: bytes, hunks: Iterable[Hunk]) -> bytes:
     return file.finish()
 
 
-class _Fuzzy:
-    """What GNU patch knows of a file on its way through the hunks. Lines count from 1, as there."""
+class _GnuPatch:
+    """The state of GNU patch in one file. Lines count from 1, as there."""
 
     def __init__(self, lines: list[bytes]) -> None:
         self._lines = lines
         self._done: list[bytes] = []
-        self._frozen = 0  # lines that are done
-        self._offset = 0  # of the hunk before: the next is looked for as far from its number
+        self._frozen = 0  # input lines that are written
+        self._offset = 0  # of the previous hunk; the search for the next starts there
 
     def find(self, hunk: Hunk, fuzz: int) -> int | None:
-        """The line of a hunk whose outermost `fuzz` lines of context may differ. (locate_hunk)"""
+        """Return the line of a hunk, ignoring `fuzz` outer lines of context (locate_hunk)."""
         before = hunk.before
         number = hunk.old_start + (not before)
         first = number + self._offset
@@ -394,7 +399,7 @@ class _Fuzzy:
             fits = begin >= 0 and self._lines[begin : begin + len(wanted)] == wanted
             if fits or not wanted:
                 self._offset += start - first
-                return start or None  # 0 is what it answers for nothing found, too
+                return start or None  # locate_hunk returns 0 for "not found", too
         return None
 
     def apply(self, hunk: Hunk, where: int) -> None:
@@ -407,7 +412,7 @@ class _Fuzzy:
                 at += 1
             elif at == end:
                 self._write(line)
-            else:  # without a look at the line before: patch joins them where that has no newline
+            else:  # patch joins this to the previous line if that has no newline
                 self._done.append(line)
 
     def finish(self) -> bytes:
@@ -428,7 +433,7 @@ class _Fuzzy:
 
 
 def _spread(first: int, lowest: int, highest: int) -> Iterator[int]:
-    """Lines from `first` outwards: one step forwards, one back, as git and patch walk them."""
+    """Yield lines from `first` outwards, forwards before backwards, as git and patch search."""
     below, above = first - lowest, highest - first
     nearest = -above if above < 0 else min(below, 0)
     for distance in range(nearest, max(below, above) + 1):

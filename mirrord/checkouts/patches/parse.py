@@ -1,7 +1,8 @@
-"""Patches as `git apply` reads them: names, modes, hunks.
+"""Parses patches as `git apply` does: names, modes, hunks.
 
-Follows apply.c of git 2.39. What it refuses, what is not text, and what two versions of git take in
-two ways raises NeedsGitError: then git itself decides. Pure; names and lines are bytes.
+Follows apply.c of git 2.39. Raises NeedsGitError for patches that it refuses, binary patches, and
+those that versions of git read differently: git itself then decides. Pure; names and lines are
+bytes.
 """
 
 import re
@@ -17,11 +18,11 @@ from ...model import TREE_PATH_LIMIT_BYTES
 CONTEXT, REMOVED, ADDED = b" -+"
 REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
 
-LIMIT_BYTES = 8 * 1024**2  # as lines in Python it may take a hundred times as much
+LIMIT_BYTES = 8 * 1024**2  # parsed lines can take a hundred times as much memory
 _GIT = b"diff --git "
 _BINARY = b"GIT binary patch"
 _HUNK = re.compile(rb"@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
-_EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # of `diff -N`, where there is no file
+_EPOCH = re.compile(rb"\t(?:1969-12-31|1970-01-01) ")  # `diff -N` of an absent file
 _EXTENDED = re.compile(
     rb"(--- |\+\+\+ |(?:old|new) mode |(?:deleted|new) file mode |copy (?:from|to) "
     rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
@@ -30,14 +31,14 @@ _EXTENDED = re.compile(
 _MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
 _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
 _NO_NEWLINE = b"\\ "
-_NO_NEWLINE_BYTES = 11  # without its newline; git knows no shorter one in any language
+_NO_NEWLINE_BYTES = 11  # without its newline; no translation of git has a shorter one
 _SLASH, _TAB = b"/\t"
-_CUT_OFF = 3
+_MAX_CUT_LINES = 3
 _SWAPPED = {CONTEXT: CONTEXT, REMOVED: ADDED, ADDED: REMOVED}
 
 
 class Hunk(NamedTuple):
-    """`lines` are pairs of a kind (CONTEXT, REMOVED, ADDED) and bytes, most with a newline."""
+    """A hunk; `lines` are pairs of a kind (CONTEXT, REMOVED, ADDED) and bytes with newline."""
 
     old_start: int
     old_count: int
@@ -55,7 +56,7 @@ class Hunk(NamedTuple):
 
     @property
     def leading(self) -> int:
-        """How many lines of context are before the first change."""
+        """The number of lines of context before the first change."""
         return _context(self.lines)
 
     @property
@@ -76,9 +77,9 @@ def _context(lines: Iterable[tuple[int, bytes]]) -> int:
 
 @dataclass(slots=True)
 class FilePatch:
-    """What a patch does to one file. A mode that it does not name is 0.
+    """The part of a patch for one file. A mode that it does not name is 0.
 
-    `is_new` and `is_delete` are None where only the tree can tell, as in a traditional patch.
+    `is_new` and `is_delete` are None where the tree decides, as in a traditional patch.
     """
 
     old: bytes | None = None
@@ -105,13 +106,13 @@ class FilePatch:
 
 
 def parse(patch: bytes, *, as_patch: bool = False) -> list[FilePatch]:
-    """Each file's part of a patch that ends with a newline, in order.
+    """Parse a patch that ends with a newline; returns the part of each file in order.
 
-    With `as_patch` as `patch -p1` (GNU 2.7) reads it: it passes over hunks without a header,
-    believes a `/dev/null`, and knows up to three lines that an editor cut off the end.
+    `as_patch` reads it as `patch -p1` (GNU 2.7): skips hunks without a header, believes a
+    `/dev/null`, and restores up to three empty lines that an editor cut off the end.
     """
     if len(patch) > LIMIT_BYTES:
-        raise NeedsGitError("it is large")
+        raise NeedsGitError("a large patch")
     return _Parser(patch.split(b"\n")[:-1], as_patch=as_patch).parse()
 
 
@@ -120,7 +121,7 @@ class _Parser:
         self._lines = lines
         self._as_patch = as_patch
         self._at = 0
-        # leading directories of names: 1 until a name has none
+        # how many directories to strip from names; None until a name decides
         self._strip: int | None = 1 if as_patch else None
 
     def parse(self) -> list[FilePatch]:
@@ -135,11 +136,11 @@ class _Parser:
             elif not self._as_patch:
                 raise NeedsGitError("a header without hunks")
         if not found:
-            raise NeedsGitError("it has no patch")
+            raise NeedsGitError("a text without a patch")
         return found
 
     def _is_binary(self) -> bool:
-        """Whether git finds a binary file here: its bytes, or the fact that it differs."""
+        """Return whether a binary file begins here: its data, or the line that it differs."""
         line = self._line(0)
         differs = line.startswith((b"Binary files ", b"Files ")) and line.endswith(b" differ")
         return line.startswith(_BINARY) or (differs and not self._as_patch)
@@ -165,13 +166,13 @@ class _Parser:
         return None
 
     def _is_traditional(self) -> bool:
-        """Whether a git header says no more than the two lines at its end."""
+        """Return whether a git header adds nothing to the two name lines at its end."""
         ahead = 2 if self._line(1).startswith(b"index ") else 1
         return self._line(ahead).startswith(b"--- ")
 
     def _traditional_header(self, first: bytes, second: bytes) -> FilePatch:
         if _EPOCH.search(first) or _EPOCH.search(second):
-            raise NeedsGitError("a timestamp may say that there is no file")
+            raise NeedsGitError("a timestamp that may mean an absent file")
         if self._strip is None:
             bare = None if NULL.match(second) else traditional_name(second, 0)
             if bare and b"/" not in bare:
@@ -188,7 +189,7 @@ class _Parser:
             short = traditional_name(first, strip)
             name = traditional_name(second, strip) or short
             if short and name and name.startswith(short) and not second.startswith(b'"'):
-                name = short  # the other is `file.orig` or so
+                name = short  # the other one is `file.orig` or similar
             patch.old = patch.new = name
         if not (patch.old or patch.new):
             raise NeedsGitError("a header without a name")
@@ -227,7 +228,7 @@ class _Parser:
         self._at += 1
         while (old > 0 or new > 0) and self._at < len(self._lines):
             line = self._lines[self._at]
-            kind = line[0] if line else CONTEXT  # newer GNU diff: an empty line of context
+            kind = line[0] if line else CONTEXT  # GNU diff omits the blank of an empty line
             if kind in _SWAPPED or (kind == _TAB and self._as_patch):
                 lines.append((kind, line[1:] + b"\n") if kind != _TAB else (CONTEXT, line + b"\n"))
                 old -= kind != ADDED
@@ -235,11 +236,11 @@ class _Parser:
             else:
                 self._drop_newline(lines, line)
             self._at += 1
-        if self._as_patch and self._at == len(self._lines) and new <= _CUT_OFF:
+        if self._as_patch and self._at == len(self._lines) and new <= _MAX_CUT_LINES:
             lines += [(CONTEXT, b"\n")] * new
             old, new = old - new, 0
-        is_void = all(kind == CONTEXT for kind, _ in lines) and not self._as_patch
-        if old or new or is_void:
+        is_empty = all(kind == CONTEXT for kind, _ in lines) and not self._as_patch
+        if old or new or is_empty:
             raise NeedsGitError("a hunk with wrong numbers")
         if self._line(0).startswith(_NO_NEWLINE) and len(self._line(0)) >= _NO_NEWLINE_BYTES:
             self._drop_newline(lines, self._line(0))
@@ -254,13 +255,13 @@ class _Parser:
     def _drop_newline(lines: list[tuple[int, bytes]], line: bytes) -> None:
         is_marker = line.startswith(_NO_NEWLINE) and len(line) >= _NO_NEWLINE_BYTES
         if not is_marker or not lines or not lines[-1][1].endswith(b"\n"):
-            raise NeedsGitError("a line that is none of a hunk")
+            raise NeedsGitError("a line that is not part of a hunk")
         kind, last = lines[-1]
         lines[-1] = kind, last[:-1]
 
 
 def _is_whole(patch: FilePatch) -> bool:
-    """Settle what the hunks tell of a patch; False where it has none, and does nothing else."""
+    """Set `is_new` and `is_delete` from the hunks; returns False where the patch does nothing."""
     counts = [(hunk.old_count, hunk.new_count) for hunk in patch.hunks]
     has_old, has_new = any(old for old, _ in counts), any(new for _, new in counts)
     if patch.is_new is None and (has_old or len(counts) > 1):
@@ -268,16 +269,16 @@ def _is_whole(patch: FilePatch) -> bool:
     if patch.is_delete is None and (has_new or len(counts) > 1):
         patch.is_delete = False
     if (patch.is_new and has_old) or (patch.is_delete and has_new):
-        raise NeedsGitError("a file that is new or removed and has other lines")
+        raise NeedsGitError("a new or removed file with lines of both sides")
     modes = {patch.old_mode, patch.new_mode} - {0}
     if any(mode & 0o170000 not in (0o100000, SYMLINK) for mode in modes):
-        raise NeedsGitError("a mode that is no file's")
+        raise NeedsGitError("a mode of something else than a file or a link")
     is_more = patch.is_new or patch.is_delete or patch.is_rename or patch.is_copy
     return bool(counts or is_more or len(modes) > 1)
 
 
 def named_paths(patch: bytes) -> set[bytes]:
-    """Every path whose content git may look for, and more: those above them as well."""
+    """Return every path whose content git may read, and their parents."""
     found: set[bytes | None] = set()
     for line in patch.split(b"\n"):
         rest = line[len(_GIT) :] if line.startswith(_GIT) else None
@@ -299,7 +300,7 @@ def named_paths(patch: bytes) -> set[bytes]:
 
 
 def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: int) -> bool:
-    """Take one line of a git header; False where it is none."""
+    """Read one line of a git header into `patch`; False where it is not one."""
     if not (found := _EXTENDED.match(line)):
         return False
     key, rest = found.groups()
@@ -343,7 +344,7 @@ def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) ->
 
 def _mode(text: bytes) -> int:
     if not (found := _MODE.match(text)):
-        raise NeedsGitError("a mode that is no number")
+        raise NeedsGitError("a mode that is not a number")
     return int(found[1], 8)
 
 
@@ -365,7 +366,7 @@ class NeedsGitError(Exception):
 
 
 def traditional_name(line: bytes, strip: int) -> bytes | None:
-    """The name after `--- ` or `+++ ` of a traditional patch, without a timestamp."""
+    """Return the name after `--- ` or `+++ ` of a traditional patch, without a timestamp."""
     _must_be_sane(line)
     if not line.startswith(b'"') and (stamp := _STAMP.search(line)):
         return _stripped(line[: stamp.start()], strip)
@@ -373,7 +374,7 @@ def traditional_name(line: bytes, strip: int) -> bytes | None:
 
 
 def name_of(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
-    """A name without its first `strip` directories; None where it has not as many."""
+    """Return a name without its first `strip` directories; None where it has fewer."""
     _must_be_sane(line)
     if line.startswith(b'"'):
         quoted, _ = _unquoted(line)
@@ -384,7 +385,7 @@ def name_of(line: bytes, strip: int, *, has_tabs: bool = False) -> bytes | None:
 
 
 def _must_be_sane(line: bytes) -> None:
-    """A long line of blanks would keep us for minutes; none is a path that may be written."""
+    """Refuse very long lines: the regular expressions here take minutes on one of blanks."""
     if b"\0" in line or len(line) > _NAME_LIMIT_BYTES:
         raise NeedsGitError("a name with a NUL, or very long")
 
@@ -399,12 +400,12 @@ def _stripped(name: bytes, strip: int) -> bytes | None:
 def _unquoted(text: bytes) -> tuple[bytes, bytes]:
     found = unquoted(text)
     if found is None or b"\0" in found[0]:
-        raise NeedsGitError("a quote without an end, or with what git does not know")
+        raise NeedsGitError("a quote without an end, or with an unknown escape")
     return found
 
 
 def header_name(rest: bytes, strip: int) -> bytes | None:
-    """The name that both sides of `diff --git` have; None where they differ, as in a rename."""
+    """Return the name on both sides of `diff --git`; None where they differ, as in a rename."""
     _must_be_sane(rest)
     if b'"' in rest:
         if not rest.startswith(b'"'):

@@ -1,7 +1,7 @@
-"""Diff, apply and restore, as the daemon calls them.
+"""Diff, apply and restore for leases, by calls of workers.
 
-Owns who may name the instance's own patches and other commits: only a checkout with the grader
-view. The work runs in workers, in a private directory that is removed at its end and the next use.
+Only a checkout with the grader view may name the instance's own patches and other commits. A call
+uses a private directory, which it removes at its end, or the next call.
 """
 
 import secrets
@@ -28,7 +28,7 @@ from .worktree import PatchJob, apply, restore
 
 
 class DiffAnswer(NamedTuple):
-    """A diff, a long one as a file, and what made it: `libgit2`, or `git; reason=…`."""
+    """A diff, a long one as a file; `made_by` is `libgit2` or `git; reason=…`."""
 
     content: bytes | Path
     made_by: str
@@ -36,7 +36,7 @@ class DiffAnswer(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Patches:
-    """Diff, apply and restore for one lease at a time; the caller holds its lock."""
+    """Diff, apply and restore; the caller holds the lock of the lease."""
 
     workers: Workers
     mirrors: Mirrors
@@ -46,7 +46,7 @@ class Patches:
     async def diff(
         self, lease: Lease, changed: ChangedPaths, form: model.DiffFormat = model.DiffFormat.PATCH
     ) -> DiffAnswer:
-        """What changed from the base commit to the tree."""
+        """Return the changes from the base commit to the tree."""
         quarantine, began = self.mirrors.quarantine, time.perf_counter()
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
@@ -66,9 +66,9 @@ class Patches:
     async def apply(
         self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy
     ) -> tuple[list[str], model.FoundStrategy]:
-        """Apply a patch; the paths that it wrote or removed, and the strategy that fitted.
+        """Apply a patch; returns the paths that it wrote or removed, and the strategy that fitted.
 
-        Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError; nothing changed.
+        Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError, and changes nothing.
         """
         paths, found = await self.workers.run(
             apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
@@ -76,7 +76,7 @@ class Patches:
         return [path.decode(errors="backslashreplace") for path in paths], found
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
-        """Write files of a pinned commit into the checkout; of its objects none comes along.
+        """Write files of a pinned commit into the checkout, without any of its objects.
 
         Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not
         pinned, PathNotFoundError.
@@ -95,7 +95,7 @@ class Patches:
         return [path.decode(errors="backslashreplace") for path in paths]
 
     async def _find_commit(self, lease: Lease, text: str) -> model.CommitId:
-        """A commit by its id, or by the role that the lease's instance records it in."""
+        """Return a commit by its id, or by its role in the lease's instance."""
         if text not in set(model.CommitRole):
             return model.parse_commit(text)
         row = await self.find_row(lease)
@@ -109,20 +109,20 @@ class Patches:
         return commits[0]
 
     async def find_row(self, lease: Lease) -> InstanceRow | None:
-        """The row of a lease's instance."""
+        """Return the row of a lease's instance."""
         if lease.instance is None:
             return None
         return await self.instances.find_instance(lease.instance, lease.dataset)
 
     async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, model.Direction]:
-        """`@patch` or `@test_patch` of the lease's instance, and which way it goes."""
+        """Return `@patch` or `@test_patch` of the lease's instance, and its direction."""
         _must_grade(lease, "apply the instance's own patch")
         row = await self.find_row(lease)
         patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
         if row and (patch := patches.get(named)):
             direction = row.direction if named == "@patch" else model.Direction.FORWARD
             return patch.encode(errors="surrogateescape"), direction
-        fact, hint = "the checkout is of no instance", "send the patch itself"
+        fact, hint = "the checkout has no instance", "send the patch itself"
         if row and named in patches:
             fact = f"instance {row.id} has none"
         elif row:
@@ -130,7 +130,7 @@ class Patches:
         raise InvalidRequestError(f"cannot apply {model.shown(named)}: {fact}", hint=hint)
 
     def job(self, lease: Lease) -> PatchJob:
-        """A checkout as the functions of this package take it."""
+        """Return a lease's checkout for the functions of this package."""
         return PatchJob(
             root=lease.tree_path,
             mirror=self.objects_of(lease),
@@ -144,6 +144,6 @@ class Patches:
 def _must_grade(lease: Lease, what: str) -> None:
     if lease.view is not model.View.GRADER:
         raise AccessError(
-            f"cannot {what}: the checkout has the agent's view",
+            f"cannot {what}: the checkout has the agent view",
             hint="ask for a checkout with --view grader",
         )

@@ -1,8 +1,8 @@
-"""Patches onto a tree: by a fixed order of strategies, all of a patch or nothing.
+"""Applies a patch to a tree in memory, by a fixed order of strategies; all of it or nothing.
 
-Plain patches are read and fitted here; what is not plain goes to one `git apply`, which sees an
-index of the paths that the patch names and no object but theirs. A refusal is always git's word.
-Writes nothing but a scratch repository. Sync; runs in workers.
+Plain patches are parsed and fitted here. Others go to one `git apply` with an index of the paths
+that the patch names, and only their objects. A refusal always quotes git. Writes only a scratch
+repository. Sync; runs in workers.
 """
 
 import re
@@ -58,7 +58,7 @@ _REFUSALS = (InvalidPatchError, PatchConflictError, PathOutsideCheckoutError)
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a patch makes of a tree. `old` of a change is what the path had in that tree."""
+    """The result of a patch. `old` of a change is the entry before the patch."""
 
     changes: list[Change]
     strategy: FoundStrategy
@@ -75,24 +75,24 @@ def apply_patch(
 ) -> Applied:
     """Apply a patch to a tree in memory.
 
-    `scratch` becomes a directory for git, where it is needed, and is removed. `base` is the tree of
-    the base commit, where that is another. Raises PatchConflictError, InvalidPatchError,
-    PathOutsideCheckoutError: with what `git apply` says, also where the strategy is tolerant.
+    `scratch` is a directory for git, made if needed and removed. `base` is the tree of the base
+    commit, if it differs. Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError
+    with the message of a plain `git apply`, whatever the strategy.
     """
-    if not patch.endswith(b"\n"):  # as in datasets; git calls it corrupt
+    if not patch.endswith(b"\n"):  # common in datasets; git calls it corrupt
         patch += b"\n"
-    work = _Work(tree, reverse, scratch, base)
+    attempt = _Application(tree, reverse, scratch, base)
     try:
-        return Applied(_changes(tree, work.exactly(patch)), FoundStrategy.EXACT)
+        return Applied(_changes(tree, attempt.exactly(patch)), FoundStrategy.EXACT)
     except _REFUSALS:
-        found = work.tolerantly(patch) if strategy is ApplyStrategy.TOLERANT else None
+        found = attempt.tolerantly(patch) if strategy is ApplyStrategy.TOLERANT else None
         if found is None:
             raise
     return Applied(_changes(tree, found[1]), found[0])
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _Application:
     tree: Tree
     reverse: bool
     scratch: Path
@@ -105,25 +105,25 @@ class _Work:
             return self._by_git(patch)
 
     def tolerantly(self, patch: bytes) -> tuple[FoundStrategy, Results] | None:
-        """The first strategy whose tree is the one that the field's graders would have.
+        """Return the first strategy whose tree is that of SWE-bench's commands, and its results.
 
-        Where those refuse the patch, the first that takes it.
+        Where those refuse the patch, the first strategy that fits.
         """
         if self._has_diverged(patch):
             with suppress(*_REFUSALS):
                 return FoundStrategy.THREE_WAY, self._by_git(patch, "--3way")
         if len(patch) > LIMIT_BYTES:
             return None
-        official = self._as_graders(patch)
-        wanted = None if official is None else _differences(self.tree, official)
+        swebench = self._as_swebench(patch)
+        wanted = None if swebench is None else _differences(self.tree, swebench)
         for name, text, how in self._attempts(patch):
             results = self._attempt(text, how)
             if results is not None and wanted in (None, _differences(self.tree, results)):
                 return name, results
-        return None if official is None else (FoundStrategy.FUZZ, official)
+        return None if swebench is None else (FoundStrategy.FUZZ, swebench)
 
     def _has_diverged(self, patch: bytes) -> bool:
-        """Whether a file of the patch is another than in the base commit, from which it may be."""
+        """Return whether a file of the patch differs from the base commit, which it may be for."""
         base, tree = self.base, self.tree
         if base is None or self.reverse:
             return False
@@ -145,16 +145,16 @@ class _Work:
         except MisfitError:
             return None
         except NeedsGitError:
-            if how is splice:  # binary, say
+            if how is splice:  # a binary patch, for example
                 with suppress(*_REFUSALS):
                     return self._by_git(patch)
             return None
 
-    def _as_graders(self, patch: bytes) -> Results | None:
-        """What SWE-bench's chain of commands leaves, where its last one succeeds.
+    def _as_swebench(self, patch: bytes) -> Results | None:
+        """Return the result of SWE-bench's commands, if the last one succeeds.
 
-        That is `patch --batch --forward --fuzz=5 -p1` on what `git apply --reject` left. Not all of
-        it is sane: a hunk that both take is there twice.
+        It is `patch --batch --forward --fuzz=5 -p1` on what `git apply --reject` left; a hunk that
+        both apply is there twice.
         """
         rejecting = partial(splice, rejects=True)
         try:
@@ -173,7 +173,7 @@ class _Work:
         return left | then
 
     def _by_git(self, patch: bytes, *options: str) -> Results:
-        """What `git apply` makes of the paths that the patch names; raises what it says."""
+        """Run `git apply` on the paths that the patch names; raises its refusal."""
         remove_tree(self.scratch)
         self.scratch.mkdir(mode=0o700)
         try:
@@ -225,9 +225,9 @@ def _differences(tree: Tree, results: Results) -> Results:
 def _changes(tree: Tree, results: Results) -> list[Change]:
     differ = _differences(tree, results)
     must_fit({path: file for path, file in differ.items() if file}, InvalidPatchError)
-    if (taken := find_obstacle(tree, differ)) is not None:
+    if (obstacle := find_obstacle(tree, differ)) is not None:
         raise PatchConflictError(
-            f"cannot apply the patch: {shown_path(taken)} already exists in the checkout",
+            f"cannot apply the patch: {shown_path(obstacle)} already exists in the checkout",
             hint="nothing was changed; remove it first",
         )
     changes = []
@@ -250,7 +250,7 @@ def is_within_limits(path: bytes) -> bool:
 
 
 def must_fit(files: Mapping[bytes, File], error: type[MirrordError]) -> None:
-    """git takes names of any length and links to anything; a file system does not."""
+    """Refuse names and link targets that a file system does not allow, though git does."""
     for path, file in files.items():
         if not is_within_limits(path):
             raise error(
@@ -270,10 +270,10 @@ def must_fit(files: Mapping[bytes, File], error: type[MirrordError]) -> None:
 def _refusal(stderr: str) -> MirrordError:
     lines = [line for line in stderr.splitlines() if line.strip()]
     reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in lines]
-    reason = "; ".join(reasons[:5]) or "git does not say why"
+    reason = "; ".join(reasons[:5]) or "git gave no reason"
     if _OUTSIDE.search(stderr):
         return PathOutsideCheckoutError(
-            f"cannot apply the patch: {reason}", hint="a patch may only name files of the checkout"
+            f"cannot apply the patch: {reason}", hint="a patch may only name files in the checkout"
         )
     if _INVALID.search(stderr):
         return InvalidPatchError(
@@ -283,15 +283,15 @@ def _refusal(stderr: str) -> MirrordError:
         )
     return PatchConflictError(
         f"cannot apply the patch: {reason}",
-        hint="nothing was changed; see `mirrord diff` for what the checkout has",
+        hint="nothing was changed; `mirrord diff` shows what the checkout has",
         reasons=reasons[:50],
     )
 
 
-# -- what people and models do to patches, undone --------------------------------------------------
+# -- repairs of patches that people and models have damaged ----------------------------------------
 #
 # A line of a hunk begins with a blank, a sign or a backslash, or is empty; anything else ends it.
-# Nothing is made up: a line is kept as it is, or left out.
+# No line is invented: each is kept as it is, or left out.
 
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
 _FILE = re.compile(rb"(?m)^(?:diff --git |--- )")
@@ -307,12 +307,12 @@ _LF_ENDED = re.compile(rb"(?<!\r)\n")
 
 
 def recount(patch: bytes) -> bytes:
-    """Write each hunk's counts anew, from all lines that may be its."""
+    """Rewrite each hunk's counts from all lines that may belong to it."""
     return _rewritten(patch, trusts_counts=False, keeps_prose=True)
 
 
 def unwrap(patch: bytes) -> bytes:
-    """Leave out what is no part of a patch, and its indentation; right counts are believed."""
+    """Remove text around the patch, and its indentation; keeps the counts that are right."""
     if not _FILE.search(patch) and (indented := _INDENTED.search(patch)):
         patch = re.sub(rb"(?m)^" + indented[1], b"", patch)
     return _rewritten(patch, trusts_counts=True, keeps_prose=False)
@@ -323,7 +323,7 @@ def to_lf(patch: bytes) -> bytes:
 
 
 def has_crlf_headers(patch: bytes) -> bool:
-    """Whether all of a patch has CRLF, and not only a file in it: as GNU patch tells it."""
+    """Return whether the patch itself has CRLF, not only a file in it; as GNU patch decides."""
     return bool(re.search(rb"(?m)^(?:\+\+\+ |@@ -).*\r$", patch))
 
 
@@ -332,7 +332,7 @@ def to_crlf(line: bytes) -> bytes:
 
 
 def strip_blanks(line: bytes) -> bytes:
-    """A line without the blanks at its end; its newline, or none, stays."""
+    """Return a line without trailing blanks; keeps its newline, if any."""
     return line[:-1].rstrip(b" \t") + b"\n" if line.endswith(b"\n") else line.rstrip(b" \t")
 
 
@@ -367,7 +367,7 @@ def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes
 
 
 def _is_file(lines: list[bytes], at: int) -> bool:
-    """Whether a traditional header begins here."""
+    """Return whether a traditional header begins at a line."""
     starts = (b"--- ", b"+++ ", b"@@ -")
     return all(
         line.startswith(start) for line, start in zip(lines[at : at + 3], starts, strict=False)
@@ -375,13 +375,13 @@ def _is_file(lines: list[bytes], at: int) -> bool:
 
 
 def _needed(header: list[bytes]) -> list[bytes]:
-    """A git header without what only says that it is one: `--- /dev/null` says more."""
+    """Return a git header without its redundant lines; `--- /dev/null` says more."""
     names = [line for line in header if line.startswith((b"--- ", b"+++ "))]
     return [b"", *names] if names and not any(map(_NEEDS_GIT.match, header)) else header
 
 
 def _body(lines: list[bytes], at: int) -> list[bytes]:
-    """The lines from `at` on that may be of a hunk."""
+    """Return the lines from `at` on that may belong to a hunk."""
     end = at
     while end < len(lines) and lines[end][:1] in (b" ", b"+", b"-", b"\\", b"", b"\r"):
         is_signature = lines[end] == b"-- " and _SIGNATURE.match(b"".join(lines[end + 1 : end + 2]))
@@ -392,7 +392,7 @@ def _body(lines: list[bytes], at: int) -> list[bytes]:
 
 
 def _counted(body: list[bytes], header: re.Match[bytes]) -> list[bytes] | None:
-    """As many lines as the header says; None where it is wrong."""
+    """Return as many lines as the header says; None where its counts are wrong."""
     old, new = (int(header[at]) if header[at] else 1 for at in (2, 4))
     for at, line in enumerate(body):
         if old <= 0 and new <= 0 and not line.startswith(b"\\"):
@@ -403,14 +403,14 @@ def _counted(body: list[bytes], header: re.Match[bytes]) -> list[bytes] | None:
 
 
 def _trimmed(body: list[bytes]) -> list[bytes]:
-    """Without the empty lines at its end, which are as likely between two hunks."""
+    """Remove trailing empty lines, which more likely separate two hunks."""
     while body and body[-1] in (b"", b"\r"):
         body = body[:-1]
     return body
 
 
 def _hunk(header: re.Match[bytes], body: list[bytes]) -> list[bytes]:
-    """A hunk with the right counts; nothing where it changes nothing."""
+    """Return a hunk with the right counts; empty where it changes nothing."""
     signs = [line[:1] for line in body]
     if b"+" not in signs and b"-" not in signs:
         return []

@@ -1,8 +1,8 @@
-"""The files of a checkout: read as git would record them, patched, restored; all as their owner.
+"""The files of a checkout: read as git would record them, patched and restored, as their owner.
 
-Reads regular files and the texts of links through descriptors, in directories that no link and no
-mount leads to; nothing is followed, waited for or run, and what is read is bounded. The user's
-`.git`, its configuration and excludes are never read. Sync; runs in workers.
+Reads regular files and link targets through descriptors, without following a link or entering a
+mount. Never blocks on a pipe, runs anything, or reads the user's `.git`, its configuration or
+excludes. The bytes read are bounded. Sync; runs in workers.
 """
 
 import errno
@@ -22,11 +22,7 @@ from ...git.objects.trees import BaseTree, TreeEntry, walk
 from ...git.patterns import Attributes
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
 from ...host.processes import ActingAs
-from ...model import (
-    TREE_DEPTH_LIMIT,
-    ApplyStrategy,
-    FoundStrategy,
-)
+from ...model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..files.manifest import blob_id
 from ..files.reader import TreeReader, parents
 from ..files.writer import TreeWriter
@@ -38,14 +34,16 @@ BYTES_LIMIT = 512 * 1024**2
 SMALLER_HINT = "remove it, or let a .gitignore name it"
 
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
-_LOOKS = 3
+_READ_TRIES = 3
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PatchJob:
-    """A checkout as patches see it: `root` has the files, `tree` is the base commit's, or with a
-    prepared layer what that made of it; `mirror` has its objects. `scratch` is a private directory.
+    """The checkout of a diff, apply or restore.
+
+    `root` has the files; `tree` is that of the base commit, or of a prepared layer over it;
+    `mirror` has its objects. `scratch` is a private directory.
     """
 
     root: Path
@@ -57,7 +55,7 @@ class PatchJob:
 
 
 class RawFile(NamedTuple):
-    """git's mode, the bytes on the disk or the text of a link, and how git converts them."""
+    """git's mode, the bytes on disk or the target of a link, and their conversion."""
 
     mode: int
     data: bytes
@@ -68,7 +66,7 @@ class RawFile(NamedTuple):
 def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
     """Open a checkout; raises CheckoutBusyError where its tree was replaced.
 
-    Inside, the refusal of a path that its owner may not use becomes an OwnerDeniedError.
+    Inside, PermissionError for a path becomes OwnerDeniedError.
     """
     try:
         tree = open_directory(job.root)
@@ -89,7 +87,7 @@ def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
 
 @contextmanager
 def denials_named(owner: tuple[int, int]) -> Iterator[None]:
-    """Turn the refusal of a path in a checkout, which is bytes, into an OwnerDeniedError."""
+    """Turn PermissionError for a path in a checkout, which is bytes, into OwnerDeniedError."""
     try:
         yield
     except PermissionError as error:
@@ -106,10 +104,10 @@ def denials_named(owner: tuple[int, int]) -> Iterator[None]:
 class Worktree:
     """An open checkout over the tree of its base commit.
 
-    `attributes` are those of the files as they are; a conversion also follows those of the base
-    that were removed, as git does, which has them in its index. `changed`, once it is known, has
-    every path that may differ; a directory that the base does not have stands for all in it.
-    `modes` has the `st_mode` of each file that was read.
+    `attributes` are those of the files as they are. A conversion also uses removed attribute files
+    of the base, as git does, which has them in its index. `changed`, once known, has every path
+    that may differ; a new directory stands for all in it. `modes` has the `st_mode` of each file
+    that was read.
     """
 
     def __init__(
@@ -124,11 +122,10 @@ class Worktree:
         self.changed: Set[bytes] | None = None
         self.modes: dict[bytes, int] = {}
 
-    def look(self, path: bytes, kind: int | None = None) -> RawFile | None:
-        """The file at a path, of a `kind` where that was seen; None where git tracks nothing.
+    def read(self, path: bytes, kind: int | None = None) -> RawFile | None:
+        """Read the file at a path, of `kind` if that is known; None where git tracks nothing.
 
-        The caller acts as the owner, and has looked the path up in the base. PermissionError where
-        the owner may not read it.
+        Call as the owner. Raises PermissionError where the owner may not read it.
         """
         found = self._fetch(path, kind)
         if found is None or found.mode == SYMLINK:
@@ -137,14 +134,14 @@ class Worktree:
         return found._replace(conversion=conversion) if conversion else found
 
     def find_attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
-        """The attribute files that speak of these paths, each with its directory."""
+        """Return the attribute files that apply to these paths, each with its directory."""
         for path in paths:
             self.attributes.find(path)
         files = self._attribute_files.items()
         return [(directory, content) for directory, content in files if content]
 
     def clean(self, path: bytes, raw: RawFile, before: TreeEntry | None) -> bytes:
-        """The blob that git records of a file, `before` in the base: conversions are undone."""
+        """Return the blob that git records of a file; `before` is its entry in the base."""
 
         def read_before() -> bytes:
             is_blob = before is not None and not (before.is_tree or before.is_submodule)
@@ -156,7 +153,7 @@ class Worktree:
             raise unrecordable(path, str(error)) from error
 
     def read_rules(self, path: bytes) -> bytes | None:
-        """A file of rules, as the owner: git follows no link to one, and converts none."""
+        """Read a `.gitignore` or `.gitattributes`; as in git it is no link and not converted."""
         if self._is_absent(path):
             return None
         with self.owner:
@@ -164,7 +161,7 @@ class Worktree:
         return found.data if found and found.mode != SYMLINK else None
 
     def _is_absent(self, path: bytes) -> bool:
-        """Whether neither the base nor a change has a file of rules in a directory of the base."""
+        """Return whether neither the base nor a change has this file in a directory of the base."""
         if self.changed is None or path in self.changed:
             return False
         above, _, name = path.rpartition(b"/")
@@ -172,7 +169,7 @@ class Worktree:
         return bool(names) and name not in names
 
     def attributes_in(self, directory: bytes) -> bytes | None:
-        """The attribute file of a directory, as it is now."""
+        """Return the current attribute file of a directory."""
         if directory not in self._attribute_files:
             content = self.read_rules(_within(directory, _ATTRIBUTES))
             self._attribute_files[directory] = content
@@ -187,9 +184,9 @@ class Worktree:
         return content
 
     def _fetch(self, path: bytes, kind: int | None) -> RawFile | None:
-        """Mode and bytes; looked at again where something is replaced meanwhile."""
-        for _ in range(_LOOKS):
-            was_told = kind is not None
+        """Read mode and bytes; tries again where the path is replaced meanwhile."""
+        for _ in range(_READ_TRIES):
+            was_known = kind is not None
             try:
                 if kind is None:
                     seen = self.reader.find_stat(path)
@@ -199,7 +196,7 @@ class Worktree:
                 directory, name = self.reader.locate(path)
                 if kind == stat.S_IFLNK:
                     text = os.readlink(name, dir_fd=directory)
-                    self._count(len(text))
+                    self._charge(len(text))
                     return RawFile(SYMLINK, text)
                 fd = self.owner.open_regular(directory, name)
                 try:
@@ -210,33 +207,33 @@ class Worktree:
                 finally:
                     os.close(fd)
             except PermissionError as error:
-                if not was_told:  # else a stat lets the owner into the directory above
+                if not was_known:  # else the next try lets the owner into the directory
                     raise PermissionError(error.errno, error.strerror, path) from error
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     raise mounted_on(path) from error
-                if error.errno not in _REPLACED:  # by something else, since it was looked at
+                if error.errno not in _REPLACED:  # by something else since the stat
                     raise
             kind = None
         raise errors.CheckoutBusyError(
             f"cannot read {shown_path(path)}: it changes while it is read",
-            hint="stop what runs in the checkout",
+            hint="stop the processes in the checkout",
         )
 
     def _read_all(self, fd: int, size: int) -> bytes:
-        """Everything in a file that had `size` bytes: one read is enough for most."""
-        self._count(size)
+        """Read a file that had `size` bytes; one read is enough unless it grew."""
+        self._charge(size)
         data = os.read(fd, size + 1)
         if len(data) == size:
             return data
         pieces = [data]
-        self._count(len(data) - size)
+        self._charge(len(data) - size)
         while piece := os.read(fd, _CHUNK_BYTES):
-            self._count(len(piece))
+            self._charge(len(piece))
             pieces.append(piece)
         return b"".join(pieces)
 
-    def _count(self, size: int) -> None:
+    def _charge(self, size: int) -> None:
         self._bytes_left -= size
         if self._bytes_left < 0:
             raise errors.DiffTooLargeError(
@@ -249,7 +246,7 @@ class Worktree:
 def unrecordable(path: bytes, fact: str) -> errors.TreeRefusedError:
     return errors.TreeRefusedError(
         f"cannot record what changed in the checkout: {shown_path(path)}: {fact}",
-        hint="mend or remove the file, or its attributes",
+        hint="fix or remove the file, or its attributes",
     )
 
 
@@ -259,9 +256,9 @@ def _within(directory: bytes, name: bytes) -> bytes:
 
 # -- patches into a checkout, and files of other commits -------------------------------------------
 #
-# What a patch makes of the named files is known before the first of them is written. A crash while
-# writing leaves files of the patch, which `diff` shows and `reset` removes. The checkout's index is
-# not touched: git sees by stat data which files are new.
+# All new files are computed before the first is written. A crash while writing leaves some files of
+# the patch; `diff` shows and `reset` removes them. The checkout's index stays as it is: git finds
+# the new files by their stat data.
 
 _ATTRIBUTES = b".gitattributes"
 _NOT_IN_A_TREE = (b"", b".", b"..", b".git")
@@ -270,9 +267,9 @@ _NOT_IN_A_TREE = (b"", b".", b"..", b".git")
 def apply(
     job: PatchJob, patch: bytes | Path, reverse: bool, strategy: ApplyStrategy
 ) -> tuple[list[bytes], FoundStrategy]:
-    """Apply a patch to the files as they are; the paths that it wrote or removed, and what fitted.
+    """Apply a patch to the current files, all or nothing.
 
-    Where it does not fit, nothing changes.
+    Returns the paths that it wrote or removed, and the strategy that fitted.
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
     with open_worktree(job) as worktree, full_disk_named("the files of the patch"):
@@ -294,11 +291,8 @@ def apply(
 
 
 def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
-    """Write the files of `commit` at `paths`, files or directories, into the checkout.
-
-    Answers the paths that were written.
-    """
-    wanted = [_checked(path) for path in paths]
+    """Write the files of `commit` at `paths`, files or directories; returns the written paths."""
+    wanted = [_validated(path) for path in paths]
     with open_worktree(job) as worktree, full_disk_named("the files of the commit"):
         objects = worktree.objects
         tree = BaseTree(objects, read_commit(objects, commit).tree)
@@ -333,7 +327,7 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
 
 
 class CheckoutFiles:
-    """The files of a checkout as a `fit.Tree`: without those in a `.git` or in a submodule."""
+    """The files of a checkout as a `Tree`, except those in a `.git` or a submodule."""
 
     def __init__(self, worktree: Worktree) -> None:
         self._worktree = worktree
@@ -368,11 +362,11 @@ class CheckoutFiles:
                 if before and before.is_submodule:
                     return File(SUBMODULE, before.oid.encode())
                 return File(DIRECTORY, b"")
-            raw = worktree.look(path, stat.S_IFMT(seen.st_mode))
+            raw = worktree.read(path, stat.S_IFMT(seen.st_mode))
         if raw is None:
             return File(UNTRACKED, b"")
         if raw.conversion and before and stat.S_ISREG(before.mode):
-            blob = worktree.objects.read_blob(before.oid)  # an unchanged file stays as it is
+            blob = worktree.objects.read_blob(before.oid)  # an unchanged file keeps its blob
             if raw.conversion.smudge(blob, before.oid) == raw.data:
                 return File(raw.mode, blob)
         return File(raw.mode, worktree.clean(path, raw, before))
@@ -384,9 +378,9 @@ def _write(
     new: Iterable[tuple[bytes, File]],
     rules: dict[bytes, bytes],
 ) -> None:
-    """Remove what goes, then write what comes, as the owner and as its new files.
+    """Remove the paths in `gone`, then write those in `new`, as the owner.
 
-    Converted by the attributes of the tree as it will be; `rules` are the attribute files in `new`.
+    Converts by the attributes of the resulting tree; `rules` are the attribute files in `new`.
     """
 
     def attributes_in(directory: bytes) -> bytes | None:
@@ -428,8 +422,8 @@ def _is_rules(path: bytes, mode: int | None) -> bool:
     return is_named and mode is not None and stat.S_ISREG(mode)
 
 
-def _checked(path: bytes) -> bytes:
-    """A path of the tree; raises PathOutsideCheckoutError for any other."""
+def _validated(path: bytes) -> bytes:
+    """Return a path without trailing slashes; PathOutsideCheckoutError where it is none."""
     trimmed = path.rstrip(b"/")
     if b"\0" in path or any(part.lower() in _NOT_IN_A_TREE for part in trimmed.split(b"/")):
         raise errors.PathOutsideCheckoutError(

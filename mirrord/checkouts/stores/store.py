@@ -296,12 +296,6 @@ def packed_refs(tags: Collection[Tag]) -> bytes:
     return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
 
 
-def refs_in(packed: bytes) -> list[str]:
-    """Return the ref names in a packed-refs file; a sealed store has no other refs."""
-    lines = (line for line in packed.splitlines() if not line.startswith((b"#", b"^")))
-    return [line.partition(b" ")[2].decode(errors="surrogateescape") for line in lines]
-
-
 def _stamp(mirror: Path) -> _Stamp | None:
     """Return the stats that change with any tag: of packed-refs, and of directories of loose tags.
 

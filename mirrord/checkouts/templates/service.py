@@ -24,9 +24,10 @@ from ...host.trash import Trash
 from ...jobs.events import Events
 from ...model import CommitId, History, MirrorName
 from ...protocol import CacheActivity
+from ..files.dotgit import refs_in
 from ..stores.builder import StoreBuilder
 from ..stores.packer import together
-from ..stores.store import StoreKey, is_as_built, read_records, refs_in
+from ..stores.store import StoreKey, is_as_built, read_records
 from .eviction import Eviction
 from .layers import build_layer, proven_at, write_record
 from .registry import MirrorTemplates, TemplateRegistry

@@ -45,7 +45,7 @@ PATHS = st.lists(
 @given(st.sets(PATHS), st.dictionaries(PATHS, st.booleans()))
 def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bool]) -> None:
     """As looking at every path finds it, whatever was recorded or removed since; and again when that was written."""
-    entry = Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)
+    entry = Entry(0, bytes(20), bytes(20))
     records = Entries.from_bytes(b"".join(Entries(dict.fromkeys({b"", *read}, entry)).pieces()))
     for path, is_there in later.items():
         if is_there:
@@ -90,7 +90,7 @@ def test_a_real_tree_survives_its_file(
 def test_a_torn_manifest_is_refused(tmp_path: Path, damage: bytes | None) -> None:
     """Cut short, empty or altered: an error, never half a record."""
     path = tmp_path / "manifest"
-    entry = Entry(0, bytes(20), bytes(20), 0, 0, 0, 0, 0, 0, 0)
+    entry = Entry(0, bytes(20), bytes(20))
     whole = b"".join(Manifest("1" * 40, "2" * 40, 3, Entries({b"a": entry})).pieces())
     path.write_bytes(whole[:-30] + b"x" * 30 if damage is None else damage)
     with pytest.raises(ProofFailedError):
