@@ -114,7 +114,7 @@ def test_the_diff_gives_the_tree_that_git_add_would(
 
 
 def test_the_diff_has_what_another_user_made_again(service: Service, checkout: Checkout) -> None:
-    """A tool of root's that removes a directory of the checkout and writes it anew."""
+    """A tool of root removes a directory of the checkout and writes it again."""
     tree = Path(checkout.path)
     shutil.rmtree(tree / "src")
     (tree / "src/deep").mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_apply_and_its_reverse(service: Service, checkout: Checkout, rich: Upstr
 
 
 def job_of(service: Service, checkout: Checkout) -> PatchJob:
-    """What a worker is told of a checkout."""
+    """Return the job of a worker for a checkout."""
     return PatchJob(
         Path(checkout.path), service.mirror, checkout.commit, checkout.tree,
         (USER_PEER.uid, USER_PEER.gid), service.state / "scratch",
@@ -203,7 +203,7 @@ sys.addaudithook(_watch)
 
 @contextmanager
 def started_processes() -> Iterator[list[str]]:
-    """What this process starts inside."""
+    """Collect the processes that this one starts inside."""
     global _started
     _started = []
     try:
@@ -310,7 +310,7 @@ def test_a_patch_of_the_base_commit_is_merged_with_what_changed_since(
 def test_a_patch_reads_no_object_of_the_mirror(
     service: Service, checkout: Checkout, rich: Upstream, strategy: ApplyStrategy
 ) -> None:
-    """Whoever knows the id of a later blob gets it neither as a result nor as the side of a merge."""
+    """The id of a later blob in a patch gives its content neither as a result nor as a merge side."""
     old, later = (rich.git("rev-parse", f"{tag}:README") for tag in ("v2", "v3"))
     head = f"diff --git a/README b/README\nindex {old}..{later} 100644\n"
     binary = head + "Binary files a/README and b/README differ\n"
@@ -324,7 +324,7 @@ def test_a_patch_reads_no_object_of_the_mirror(
 
 
 @pytest.mark.parametrize("strategy", ApplyStrategy)
-def test_a_patch_leaves_alone_what_it_does_not_name(
+def test_a_patch_leaves_other_files_alone(
     service: Service, checkout: Checkout, strategy: ApplyStrategy
 ) -> None:
     """A directory with more in it than the patch removes, a pipe, a file that git ignores, a submodule."""

@@ -119,7 +119,7 @@ def test_a_reset_with_nothing_changed_writes_nothing(
 
 
 @pytest.mark.parametrize("uid", [USER, 0])
-def test_a_move_writes_what_differs(run_pool: Callable[..., None], uid: int) -> None:
+def test_a_move_writes_only_differences(run_pool: Callable[..., None], uid: int) -> None:
     """One file more: that file, HEAD, the index, the packs that are new, and the manifest; what
     both commits have stays.
     """
@@ -161,7 +161,7 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
 
 
 @pytest.mark.parametrize(("slack_ns", "later_ns"), [(0, 0), (2 * 10**9, 10**9)])
-def test_what_a_scan_saw_in_its_own_tick_stays_young(
+def test_a_file_of_the_tick_of_a_scan_stays_racy(
     run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch, slack_ns: int, later_ns: int
 ) -> None:
     """Though what was written after it is read back later: a change in that tick would have the
@@ -184,7 +184,7 @@ def test_what_a_scan_saw_in_its_own_tick_stays_young(
     run_pool(story)
 
 
-def test_what_a_move_wrote_is_read_back_once(
+def test_files_of_a_move_are_read_back_once(
     run_pool: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next scan reads none of it again, where it was written more than a tick of the clock
@@ -317,7 +317,7 @@ def test_a_lost_manifest_means_a_tree_written_again(run_pool: Callable[..., None
 # -- what has to go ------------------------------------------------------------------------------
 
 
-def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> None:
+def test_removed_directories_are_renamed_whole(run_pool: Callable[..., None]) -> None:
     """One rename for a directory of fifty files, one for each file that is replaced; nothing is
     deleted before the answer.
     """
@@ -341,7 +341,7 @@ def test_what_has_to_go_is_moved_away_whole(run_pool: Callable[..., None]) -> No
     run_pool(story)
 
 
-def test_what_had_to_go_is_deleted_soon(run_pool: Callable[..., None]) -> None:
+def test_renamed_directories_are_deleted_soon(run_pool: Callable[..., None]) -> None:
     """After the answer; it lies beside the checkouts, in none of them. What a killed removal left
     goes with the adoption.
     """
@@ -367,7 +367,7 @@ async def until_gone(directory: Path) -> None:
             await anyio.sleep(0.02)
 
 
-def test_a_full_disk_is_emptied_of_what_its_owner_filled_it_with(
+def test_a_reset_frees_a_disk_that_its_owner_filled(
     make_upstream: Callable[[str], Upstream],
 ) -> None:
     """Moved away it would still take the room that the reset needs."""

@@ -116,7 +116,7 @@ def _by_git(
         rules.mkdir(parents=True, mode=0o700)
         scratch = ScratchObjects(job.scratch / "objects")
         edits = _edits(scratch, changes)
-        for directory, content in worktree.find_attribute_files(edits):
+        for directory, content in worktree.attribute_files(edits):
             above = rules / os.fsdecode(directory)
             above.mkdir(parents=True, exist_ok=True)
             (above / ".gitattributes").write_bytes(content)

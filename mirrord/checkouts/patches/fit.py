@@ -7,6 +7,7 @@ of a file may lack.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from ...git.objects.repository import Objects
@@ -238,14 +239,9 @@ class BaseFiles:
     def __init__(self, objects: Objects, tree: str) -> None:
         self._objects = objects
         self._tree = BaseTree(objects, tree)
-        self._known: dict[bytes, File | None] = {}
+        self.read = cache(self._read)
 
-    def read(self, path: bytes) -> File | None:
-        if path not in self._known:
-            self._known[path] = self._look(path)
-        return self._known[path]
-
-    def _look(self, path: bytes) -> File | None:
+    def _read(self, path: bytes) -> File | None:
         entry = self._tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
         if entry is None:
             return None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ class Worktree:
         conversion = find_conversion(self._all_attributes, path)
         return found._replace(conversion=conversion) if conversion else found
 
-    def find_attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+    def attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         """Return the attribute files that apply to these paths, each with its directory."""
         for path in paths:
             self.attributes.find(path)
@@ -273,20 +274,18 @@ def apply(
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
     with open_worktree(job) as worktree, full_disk_named("the files of the patch"):
-        base = BaseFiles(worktree.objects, job.tree)
         done = apply_patch(
             CheckoutFiles(worktree),
             patch,
             scratch=job.scratch,
             reverse=reverse,
             strategy=strategy,
-            base=base,
+            base=BaseFiles(worktree.objects, job.tree),
         )
-        gone = [each.path for each in done.changes if each.mode is None]
-        new = {each.path: each for each in done.changes if each.mode is not None}
-        rules = {path: each.data for path, each in new.items() if _is_rules(path, each.mode)}
-        files = ((path, File(each.mode or 0, each.data)) for path, each in new.items())
-        _write(worktree, gone, files, rules)
+        removed = [each.path for each in done.changes if each.mode is None]
+        new = {at.path: File(at.mode, at.data) for at in done.changes if at.mode is not None}
+        rules = {path: file.data for path, file in new.items() if _is_rules(path, file.mode)}
+        _write(worktree, removed, new.items(), rules)
         return [each.path for each in done.changes], done.strategy
 
 
@@ -306,23 +305,15 @@ def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:
                 )
             inside = walk(objects, found.oid, path + b"/") if found.is_tree else [found]
             entries |= {entry.path: entry for entry in inside if not entry.is_tree}
-        must_fit(
-            {
-                path: File(at.mode, objects.read_blob(at.oid) if at.is_symlink else b"")
-                for path, at in entries.items()
-            },
-            errors.InvalidRequestError,
-        )
-        rules = {
-            path: objects.read_blob(entry.oid)
-            for path, entry in entries.items()
-            if _is_rules(path, entry.mode)
-        }
-        files = (
-            (path, File(at.mode, b"" if at.is_submodule else objects.read_blob(at.oid)))
-            for path, at in entries.items()
-        )
-        _write(worktree, [], files, rules)
+
+        def read(at: TreeEntry) -> File:
+            return File(at.mode, b"" if at.is_submodule else objects.read_blob(at.oid))
+
+        links = {path: read(at) for path, at in entries.items() if at.is_symlink}
+        others = {path: File(at.mode, b"") for path, at in entries.items()}
+        must_fit(others | links, errors.InvalidRequestError)
+        rules = {path: read(at).data for path, at in entries.items() if _is_rules(path, at.mode)}
+        _write(worktree, [], ((path, read(at)) for path, at in entries.items()), rules)
         return sorted(entries)
 
 
@@ -331,12 +322,7 @@ class CheckoutFiles:
 
     def __init__(self, worktree: Worktree) -> None:
         self._worktree = worktree
-        self._known: dict[bytes, File | None] = {}
-
-    def read(self, path: bytes) -> File | None:
-        if path not in self._known:
-            self._known[path] = self._look(path) if self._is_within(path) else None
-        return self._known[path]
+        self.read = cache(self._read)
 
     def iter_below(self, path: bytes) -> Iterator[bytes]:
         with self._worktree.owner:
@@ -351,7 +337,9 @@ class CheckoutFiles:
         entries = map(self._worktree.base.find, () if is_odd else parents(path))
         return not is_odd and not any(entry.is_submodule for entry in entries if entry)
 
-    def _look(self, path: bytes) -> File | None:
+    def _read(self, path: bytes) -> File | None:
+        if not self._is_within(path):
+            return None
         worktree = self._worktree
         before = worktree.base.find(path)
         with worktree.owner:
@@ -374,24 +362,24 @@ class CheckoutFiles:
 
 def _write(
     worktree: Worktree,
-    gone: Collection[bytes],
+    removed: Collection[bytes],
     new: Iterable[tuple[bytes, File]],
     rules: dict[bytes, bytes],
 ) -> None:
-    """Remove the paths in `gone`, then write those in `new`, as the owner.
+    """Remove the `removed` paths, then write the `new` ones, as the owner.
 
     Converts by the attributes of the resulting tree; `rules` are the attribute files in `new`.
     """
 
     def attributes_in(directory: bytes) -> bytes | None:
         path = _within(directory, _ATTRIBUTES)
-        if path in rules or path in gone:
+        if path in rules or path in removed:
             return rules.get(path)
         return worktree.attributes_in(directory)
 
     attributes = Attributes(attributes_in)
     with TreeWriter(worktree.root, worktree.owner, mtime_ns=time.time_ns()) as writer:
-        for path in gone:
+        for path in removed:
             with _denial_of(path):
                 writer.remove(path)
                 writer.remove_empty_above(path)
@@ -417,9 +405,8 @@ def _denial_of(path: bytes) -> Iterator[None]:
         raise PermissionError(error.errno, error.strerror, path) from error
 
 
-def _is_rules(path: bytes, mode: int | None) -> bool:
-    is_named = path.rpartition(b"/")[2] == _ATTRIBUTES
-    return is_named and mode is not None and stat.S_ISREG(mode)
+def _is_rules(path: bytes, mode: int) -> bool:
+    return path.rpartition(b"/")[2] == _ATTRIBUTES and stat.S_ISREG(mode)
 
 
 def _validated(path: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """Plans chains of pack layers: which layers a commit needs. Pure; never reads the disk."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...model import CommitId
@@ -28,6 +28,9 @@ class PackLayer:
     def of(cls, facts: Mapping[str, Any]) -> "PackLayer":
         """Read a record, maybe of another version; TypeError where a field is missing."""
         return cls(**{name: facts[name] for name in cls.__slots__ if name in facts})
+
+    def packed(self, pack: str, object_count: int, size_bytes: int) -> "PackLayer":
+        return replace(self, pack=pack, object_count=object_count, size_bytes=size_bytes)
 
 
 Layers = Mapping[CommitId, PackLayer]

@@ -9,7 +9,7 @@ a cache: a layer is renamed into place after those below it.
 import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -288,8 +288,7 @@ class Closures:
         mirror = self.mirrors_path(name)
         async with self._packing.turn():
             packed = await self.packer.pack_range(mirror, step.commit, step.base, place)
-        count, size = packed.object_count, packed.size_bytes
-        return replace(step, pack=packed.path.name, object_count=count, size_bytes=size)
+        return step.packed(packed.path.name, packed.object_count, packed.size_bytes)
 
     async def _pack_short(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
         """Pack a layer of a few commits in a worker, over the packs below; a large one with git."""
@@ -306,8 +305,7 @@ class Closures:
             packed = None
         if packed is None:
             return await self._pack(name, step, place)
-        count, size = packed.object_count, packed.size_bytes
-        return replace(step, pack=packed.name, object_count=count, size_bytes=size)
+        return step.packed(packed.name, packed.object_count, packed.size_bytes)
 
     def _publish(self, name: MirrorName, layer: PackLayer, place: Path) -> PackLayer:
         (place / "layer.json").write_text(json.dumps(asdict(layer)))

@@ -102,7 +102,7 @@ class Eviction:
             if await self._evict_store(each, path, used_at) is not None:
                 evicted += 1
         for each in inventories:
-            await self._evict_strays(each)
+            await self._evict_orphans(each)
             if len(each.stores) < len(each.used_at):
                 await self.stores.evict_packs(each.name)
         self._publish(inventories, evicted)
@@ -119,10 +119,10 @@ class Eviction:
             unused = each.unused(keep, ())  # `_evict_store` looks at what is held then
             stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
             freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
-            strays_bytes = await self._evict_strays(each)
+            orphans_bytes = await self._evict_orphans(each)
             packs_bytes = await self.stores.evict_packs(each.name)
             gone = [size for size in freed if size is not None]
-            collected[each.name] = len(gone), sum(gone) + strays_bytes + packs_bytes
+            collected[each.name] = len(gone), sum(gone) + orphans_bytes + packs_bytes
         self._publish(inventories, sum(count for count, _ in collected.values()))
         return collected
 
@@ -153,10 +153,10 @@ class Eviction:
         await self.registry.sweep()
         return freed
 
-    async def _evict_strays(self, inventory: "_Inventory") -> int:
+    async def _evict_orphans(self, inventory: "_Inventory") -> int:
         """Evict layers without a store, which a failed build left; returns their bytes."""
         templates, freed = inventory.templates, 0
-        for layer in inventory.strays():
+        for layer in inventory.orphans():
             async with templates.changes.turn():
                 before = templates.size_bytes
                 self._discard_layers(inventory, layer.tree)
@@ -241,7 +241,7 @@ class _Inventory:
             if path not in held and self.stores[path].key not in keep
         ]
 
-    def strays(self) -> list[Layer]:
+    def orphans(self) -> list[Layer]:
         """Return the layers without a store that are not new."""
         trees, before = self.templates.trees, time.time() - _NEW_S
         unneeded = [at for at in list(self.templates.layers.values()) if not self.needed[at.tree]]
@@ -275,7 +275,7 @@ def _weighed(
         shared = sum(size for part, size in parts.items() if inventory.needed[part] > 1)
         used_at, size = inventory.used_at[path], _STORE_BYTES + sum(parts.values())
         found.append(TemplateWeight(store, used_at, path not in unused, size, shared))
-    for layer in inventory.strays():
+    for layer in inventory.orphans():
         sizes[layer.tree] = layer.size_bytes + layer.shared_bytes
     spare = sum(size for pack, size in packs.items() if not inventory.needed[pack])
     free = sum(size for part, size in sizes.items() if part not in kept)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root
 def test_a_file_of_several_layers_is_on_disk_once(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """What comes back in a later commit is a link, git still sees clean trees, and it goes with the last layer that has it."""
+    """A file that a later commit has again is a link; git still sees clean trees; the file is removed with its last layer."""
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n % 3}/f{n}": os.urandom(9999).hex() for n in range(30)})]
     text = os.urandom(9999).hex()
@@ -47,7 +47,7 @@ def test_a_file_of_several_layers_is_on_disk_once(
 
 
 @pytest.mark.parametrize("damage", ["bytes", "mode"])
-def test_a_shared_file_that_is_damaged_is_lent_to_nobody(
+def test_a_damaged_shared_file_is_not_linked(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, damage: str
 ) -> None:
     """Its bytes are hashed before a layer gets it: the layer is sound, the next one shares the new file."""
@@ -73,7 +73,7 @@ def test_a_shared_file_that_is_damaged_is_lent_to_nobody(
     run(tmp_path, upstream, test)
 
 
-def test_shared_files_that_no_layer_has_go(
+def test_shared_files_of_no_layer_are_removed(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """A killed build leaves them; the next daemon removes them when it sees what there is."""

@@ -59,8 +59,8 @@ def test_the_cached_trees_are_right(make_upstream: Make, tmp_path: Path, which: 
     assert git(tmp_path / "tree", "write-tree") == tree_of(upstream, commit)
 
 
-def test_git_lists_what_it_would_itself(make_upstream: Make, tmp_path: Path) -> None:
-    """The same entries, modes and order as `git read-tree`."""
+def test_the_index_equals_that_of_git(make_upstream: Make, tmp_path: Path) -> None:
+    """Entries, modes and order are those of `git read-tree`."""
     upstream = make_upstream("up")
     commit = awkward(upstream)[0]
     checked_out(upstream, commit, tmp_path / "tree")

@@ -29,7 +29,9 @@ ENTRIES = st.dictionaries(
 
 
 @given(ENTRIES, ENTRIES)
-def test_what_is_written_is_read(files: dict[bytes, Entry], control: dict[bytes, Entry]) -> None:
+def test_a_saved_manifest_is_read_back(
+    files: dict[bytes, Entry], control: dict[bytes, Entry]
+) -> None:
     """Any names and numbers, in the order of their names."""
     manifest = Manifest("1" * 40, "2" * 40, 3, Entries(files), control)
     read = Manifest.from_bytes(b"".join(manifest.pieces()))
@@ -43,7 +45,7 @@ PATHS = st.lists(
 
 
 @given(st.sets(PATHS), st.dictionaries(PATHS, st.booleans()))
-def test_what_is_in_a_directory_is_found(read: set[bytes], later: dict[bytes, bool]) -> None:
+def test_children_of_a_directory_are_found(read: set[bytes], later: dict[bytes, bool]) -> None:
     """As looking at every path finds it, whatever was recorded or removed since; and again when that was written."""
     entry = Entry(0, bytes(20), bytes(20))
     records = Entries.from_bytes(b"".join(Entries(dict.fromkeys({b"", *read}, entry)).pieces()))

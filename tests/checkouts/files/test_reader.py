@@ -1,4 +1,4 @@
-"""What things take on disk, hard links counted once, and what cannot be seen."""
+"""Disk space of trees: hard links count once, unreadable parts are reported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_thing_of_several_places_is_one_and_a_missing_one_weighs_nothing(tmp_p
     assert found["y"].total_bytes == 0
 
 
-def test_what_is_too_deep_or_too_late_is_told(tmp_path: Path) -> None:
+def test_parts_too_deep_or_too_late_are_reported(tmp_path: Path) -> None:
     """A client can make directories without end; a walk ends all the same."""
     at = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1500):

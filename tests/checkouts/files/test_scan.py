@@ -95,7 +95,7 @@ def test_reading_changes_nothing(checkout: Checkout) -> None:
     assert checkout.scan().is_empty
 
 
-def test_what_only_looks_changed_is_proven_and_noted(checkout: Checkout) -> None:
+def test_a_directory_with_only_another_stat_is_proven(checkout: Checkout) -> None:
     """A directory in which a file came and went is no difference; its new stat is noted for the next time."""
     (checkout.root / "turns/came").touch()
     (checkout.root / "turns/came").unlink()
@@ -118,7 +118,7 @@ def test_whole_seconds_prove_less(checkout: Checkout) -> None:
 
 
 def test_no_change_is_older_than_the_clock_before_it(tmp_path: Path) -> None:
-    """What makes a ctime prove something: the kernel stamps it with the clock that was asked, or a finer one."""
+    """The premise of scans: the kernel stamps ctimes with the clock that `clock_ns` reads, or a finer one."""
     file = tmp_path / "file"
     for _ in range(2000):
         before_ns = clock_ns()
@@ -133,7 +133,7 @@ def test_a_rehash_reads_every_file(checkout: Checkout) -> None:
     assert found.hashed > 20
 
 
-def test_what_was_written_in_the_same_tick_is_read(checkout: Checkout) -> None:
+def test_a_file_of_the_same_tick_is_read(checkout: Checkout) -> None:
     """A racy file's stat proves nothing; one that is clean stops being racy once the scan is recorded."""
     racy = checkout.manifest.settled(checkout.manifest.files[b"plain.txt"].ctime_ns)
     assert scan(checkout.root, racy).hashed > 0

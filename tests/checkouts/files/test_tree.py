@@ -1,4 +1,4 @@
-"""Trees on disk: git's own checkout is the oracle, and nobody in the tree can make us leave it."""
+"""Trees on disk: git's own checkout is the oracle, and no user of the tree makes a write leave it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def git_dir(upstream: Upstream) -> Path:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_tree_is_what_git_checks_out(make_upstream: Make, tmp_path: Path, which: int) -> None:
+def test_a_tree_equals_a_checkout_of_git(make_upstream: Make, tmp_path: Path, which: int) -> None:
     """Kinds, modes, targets, bytes; and the hash read back from disk is git's."""
     upstream = make_upstream("up")
     commit = awkward(upstream)[which]
@@ -174,7 +174,7 @@ def test_files_are_converted_as_git_converts_them(make_upstream: Make, tmp_path:
     assert hash_tree(tmp_path / "ours", manifest) == tree_of(upstream, commit)
 
 
-def test_a_move_converts_what_new_attributes_touch(make_upstream: Make, tmp_path: Path) -> None:
+def test_a_move_converts_files_of_new_attributes(make_upstream: Make, tmp_path: Path) -> None:
     """Where only `.gitattributes` changes, the files it speaks of are written as a fresh checkout has them."""
     upstream = make_upstream("up")
     commits = []
@@ -386,7 +386,7 @@ def test_a_directory_swapped_for_a_link_while_we_work_leads_nowhere(
 
 
 @as_root
-def test_removing_copes_with_what_a_user_can_make(tmp_path: Path) -> None:
+def test_anything_that_a_user_can_make_is_removed(tmp_path: Path) -> None:
     """Depth, modes, pipes, the immutable and append-only flags; a link's target stays."""
     victim = tmp_path / "victim"
     victim.write_text("mine")

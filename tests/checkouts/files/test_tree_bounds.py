@@ -1,4 +1,4 @@
-"""What a mirrored commit may cost whoever checks it out: trees that are too large are refused before anything is made of them."""
+"""Bounds of trees: one that is too large is refused before anything is written."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mirrord.errors import MirrordError
 from mirrord.model import DiffFormat
 
 CASES = int(os.environ.get("MIRRORD_DIFF_CASES", "40"))
-"""For each seed; thousands are for whoever changes the code."""
+"""For each seed; run thousands after a change of the code."""
 REASONS = {None, "renames", "binary", "driver"}
 
 
@@ -90,7 +90,7 @@ def tree(tmp_path: Path) -> Tree:
         ("binary", b"image", bytes(range(256)) * 8 + b"end"),
     ],
 )
-def test_what_git_alone_can_print_says_why(
+def test_a_diff_by_git_names_the_reason(
     tree: Tree, reason: str | None, path: bytes, content: bytes
 ) -> None:
     """The text behind `@@` by the rules of most drivers, and git's delta."""

@@ -29,7 +29,7 @@ def ids(files: Files) -> dict[bytes, tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_an_exact_patch_does_what_git_does(tmp_path: Path) -> None:
+def test_an_exact_patch_equals_git_apply(tmp_path: Path) -> None:
     """Random edits as patches, spoiled in seventeen ways: taken where git takes them, with its tree."""
     random = Random(SEED)
     oracle = Oracle(tmp_path / "oracle")
@@ -68,7 +68,7 @@ def is_plain(tree: MemoryTree, patch: bytes, *, reverse: bool) -> bool:
 
 @pytest.mark.parametrize("options", [("--binary", "--full-index"), ()], ids=["binary", "differ"])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_binary_files_are_what_git_makes_of_them(
+def test_binary_files_equal_those_of_git(
     tmp_path: Path, options: tuple[str, ...], reverse: bool
 ) -> None:
     """New, changed, gone, and with another mode: their headers alone would make empty files. Without their bytes,
@@ -99,7 +99,7 @@ def test_binary_files_are_what_git_makes_of_them(
 
 
 @pytest.mark.slow
-def test_fuzz_does_what_gnu_patch_does(tmp_path: Path) -> None:
+def test_fuzz_equals_gnu_patch(tmp_path: Path) -> None:
     """Where git refuses a patch of one file, patch takes or refuses it as we do, with the same bytes."""
     random = Random(SEED)
     oracle = Oracle(tmp_path / "oracle")
@@ -155,7 +155,7 @@ def test_a_file_with_crlf_keeps_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
+def test_a_large_patch_is_left_to_git(tmp_path: Path) -> None:
     """A patch and a file; both as exact as small ones."""
     lines = b"".join(b"%0999d\n" % at for at in range(17_000))
     patch = b"--- a/f\n+++ b/f\n@@ -9,3 +9,3 @@\n %0999d\n-%0999d\n+nine\n %0999d\n" % (8, 9, 10)
@@ -172,7 +172,7 @@ def test_what_is_too_large_for_python_is_git_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_chain_of_swe_bench_takes_is_taken_with_its_tree(tmp_path: Path) -> None:
+def test_a_patch_that_swe_bench_takes_gives_its_tree(tmp_path: Path) -> None:
     """Patches spoiled twice, applied by the real commands in a clone: git apply, --3way, --reject, patch."""
     random = Random(SEED)
     oracle = Oracle(tmp_path / "oracle")

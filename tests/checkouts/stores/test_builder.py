@@ -106,7 +106,7 @@ def test_tags_on_ancestors_are_there_and_no_others(site: Site) -> None:
     assert site.build(site.line[7]).tag_count == 4
 
 
-def test_nothing_but_what_belongs_is_in_the_directory(site: Site) -> None:
+def test_a_store_has_no_other_files(site: Site) -> None:
     """No remote, alternates, reflog, hook, description or index; each directory more is one to make for every first checkout."""
     store = site.build(site.line[4])
     names = {
@@ -190,7 +190,7 @@ def test_a_store_is_built_once_however_many_ask(site: Site) -> None:
 
 
 def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> None:
-    """By another daemon; and after somebody removed it behind our back."""
+    """By another daemon, and after its directory was deleted by hand."""
     store = site.build(site.line[4])
 
     async def body(stores: StoreBuilder) -> None:
@@ -211,9 +211,7 @@ def test_a_store_is_found_again_and_rebuilt_when_it_was_deleted(site: Site) -> N
     "name", ["HEAD", "config", "packed-refs", "objects/pack/*.pack", "objects/pack/*.idx"]
 )
 @pytest.mark.parametrize("kept", [0, 0.5])
-def test_what_a_power_cut_emptied_or_shortened_is_built_again(
-    site: Site, name: str, kept: float
-) -> None:
+def test_a_file_torn_by_a_power_failure_is_built_again(site: Site, name: str, kept: float) -> None:
     """Nothing in the store was flushed: it is a cache, and is not served when a file of it is not as long as it was written."""
     store = site.build(site.line[4])
     for file in store.git.glob(name):
@@ -291,7 +289,7 @@ def test_a_damaged_tag_is_left_out(site: Site) -> None:
     assert git(site.build(site.line[4]).path, "tag").split() == ["light"]
 
 
-def test_what_cannot_be_built_is_an_error(site: Site) -> None:
+def test_a_store_that_cannot_be_built_is_an_error(site: Site) -> None:
     async def body(stores: StoreBuilder) -> None:
         with pytest.raises(CommitNotFoundError):
             await stores.ensure(NAME, ABSENT, History.SEALED)

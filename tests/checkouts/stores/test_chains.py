@@ -17,7 +17,7 @@ from mirrord.model import CommitId
 
 
 def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
-    """Whatever the distance, the way-points between root and commit leave room in the chain."""
+    """At any distance, the way-points between root and commit leave room in the chain."""
     for depth in (0, 1, 31, 32, 255, 256, 4095, 4096, 65_535, 65_536, 400_000):
         waypoints = list(grid(0, depth))
         assert waypoints == sorted(waypoints)
@@ -28,7 +28,7 @@ def test_the_grid_reaches_every_depth_with_few_waypoints() -> None:
         assert length < CHAIN_LIMIT
 
 
-def test_roots_lie_lower_with_each_that_was_too_high() -> None:
+def test_a_root_is_lower_after_one_that_was_too_high() -> None:
     line = [CommitId(f"{number:040}") for number in range(20_000)]
     roots = {CommitId("f" * 40): PackLayer(CommitId("f" * 40), None, 0)}
     assert choose_root({}, line, ()) == ROOT_MARGINS[0]
@@ -37,8 +37,8 @@ def test_roots_lie_lower_with_each_that_was_too_high() -> None:
     assert choose_root(roots, line, {line[7], line[3]}) == 7
 
 
-def test_what_is_asked_for_first_needs_two_packs() -> None:
-    """The root lies one wide step below it; its way-points are built when neighbours need them."""
+def test_a_first_commit_needs_two_packs() -> None:
+    """The root is one wide step below it; way-points are built when neighbours need them."""
     line = [CommitId(f"{number:040}") for number in range(ROOT_MARGINS[0] + 1)]
     first = plan({}, line)
     assert [(layer.commit, layer.base) for layer in first] == [

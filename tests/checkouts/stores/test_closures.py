@@ -341,7 +341,7 @@ def test_the_first_closure_costs_two_processes(site: Site, monkeypatch: pytest.M
     assert sorted(started) == ["pack-objects", "rev-list"]
 
 
-def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
+def test_a_small_pack_of_unchecked_sources_is_hashed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a start of the daemon, which knows of no pack that it was read."""
@@ -364,7 +364,7 @@ def test_a_small_pack_whose_sources_nobody_read_is_hashed_itself(
 
 
 @pytest.mark.parametrize("suffix", [".pack", ".idx"])
-def test_what_was_written_is_read_back(site: Site, suffix: str) -> None:
+def test_a_written_pack_is_read_back(site: Site, suffix: str) -> None:
     line = [CommitId(oid) for oid in site.upstream.history(3)]
     site.clone()
 
@@ -437,7 +437,7 @@ def test_a_walk_that_fails_leaves_nothing(site: Site, monkeypatch: pytest.Monkey
 def test_a_packer_that_ends_early_does_not_hang_the_walk(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list longer than a pipe holds, and nobody reads it."""
+    """The list is longer than a pipe holds, and is not read."""
     site.upstream.history(1)
     many = CommitId(
         site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(4000)})
@@ -488,8 +488,8 @@ def test_the_first_neighbour_below_costs_no_process(
     assert not started
 
 
-def test_what_turns_out_large_is_packed_by_git(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One commit may bring thousands of files: the worker gives up within its bounds."""
+def test_a_large_increment_is_packed_by_git(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One commit may add thousands of files: the worker gives up within its bounds."""
     line = site.upstream.history(2)
     many = CommitId(
         site.upstream.commit({f"many/{number}.txt": f"{number}\n" for number in range(2100)})
@@ -505,7 +505,7 @@ def test_what_turns_out_large_is_packed_by_git(site: Site, monkeypatch: pytest.M
     site.run(body)
 
 
-def test_an_increment_follows_merges_moves_and_what_came_back(site: Site) -> None:
+def test_an_increment_follows_merges_moves_and_reverts(site: Site) -> None:
     """A side branch, a directory that moved, a file that became a directory, a submodule, a revert: nothing is left out."""
     line = site.upstream.history(3)
     site.upstream.git("checkout", "-q", "-b", "side", line[0])

@@ -104,7 +104,7 @@ def _truncate(file: Path) -> None:
     "damage", [_flip, _truncate, Path.unlink], ids=["flipped", "truncated", "gone"]
 )
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("part", "reported"),
     [
         ("trees/*/files/README", "template "),
         ("packs/*/*.pack", "closure pack "),
@@ -115,13 +115,13 @@ def _truncate(file: Path) -> None:
     ],
 )
 def test_an_audit_finds_it_and_the_next_checkout_is_whole(
-    world: World, what: str, told: str, damage: Callable[[Path], None]
+    world: World, part: str, reported: str, damage: Callable[[Path], None]
 ) -> None:
-    """While nobody holds a checkout of it."""
+    """While no checkout holds it."""
     world.release(world.hand_out(world.commits[3]))
-    damage(max(world.templates.glob(what)))
+    damage(max(world.templates.glob(part)))
     found = world.findings()
     assert found, "nothing was found"
-    assert all(detail.startswith(told) for detail in found), found
+    assert all(detail.startswith(reported) for detail in found), found
     assert world.findings() == []
     world.release(world.hand_out(world.commits[3]))

@@ -1,4 +1,4 @@
-"""What is evicted of the templates, what stays, and that what went comes back."""
+"""Eviction of templates: which go, which stay, and that evicted ones are built again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(store: Store, commit: str) -> Path:
 
 
 def age(store: Store, commits: list[str], by: timedelta = timedelta(days=8)) -> None:
-    """As if nobody had asked for these for so long."""
+    """Set the last use of these commits' stores to `by` ago."""
     long_ago = (datetime.now(timezone.utc) - by).timestamp()
     for commit in commits:
         os.utime(record(store, commit), (long_ago, long_ago))
@@ -40,7 +40,7 @@ def whole_trees(upstream: Upstream, count: int) -> list[str]:
     return commits
 
 
-def test_the_least_used_goes_first_and_what_is_held_stays(
+def test_least_recently_used_first_and_held_ones_stay(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """Over `template_bytes` only templates that no checkout uses are dropped."""
@@ -65,10 +65,10 @@ def test_the_least_used_goes_first_and_what_is_held_stays(
     run(tmp_path, upstream, test)
 
 
-def test_what_was_not_used_for_its_time_goes_and_comes_back(
+def test_unused_templates_are_evicted_and_built_again(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """With the layers and packs that nobody else needs; what was used within it stays whole."""
+    """With the layers and packs that no other store needs; used ones stay whole."""
     upstream = make_upstream("up")
     commits = [upstream.commit({f"d{n}/f": os.urandom(9999).hex() for n in range(30)})]
     for number in range(24):
@@ -129,7 +129,7 @@ def test_the_last_store_of_a_mirror_outlives_its_time(
 def test_a_day_of_use_is_remembered_over_a_restart(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """What was asked for lately is kept by the next daemon too, however long ago it was made."""
+    """The next daemon keeps a recently used template, however old it is."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 4)
 
@@ -169,7 +169,7 @@ def test_a_store_that_is_being_built_keeps_its_packs(
     run(tmp_path, upstream, test)
 
 
-def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
+def test_the_ttl_counts_from_the_release_of_the_last_checkout(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """Not when it was made."""
@@ -189,10 +189,10 @@ def test_the_time_to_stay_begins_when_the_last_checkout_lets_go(
     run(tmp_path, upstream, test)
 
 
-def test_a_collection_takes_all_that_is_not_needed(
+def test_a_collection_evicts_all_that_is_not_needed(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """Not what a checkout holds, a lease names or a worker reads; it frees what was foretold."""
+    """Not what a checkout holds, a lease names or a worker reads; it frees as many bytes as `weigh` said."""
     upstream = make_upstream("up")
     commits = whole_trees(upstream, 5)
 

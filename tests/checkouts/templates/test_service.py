@@ -27,7 +27,7 @@ pytestmark = pytest.mark.root
 def test_a_keyframe_and_a_delta_show_their_commits(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """The first commit is a whole tree, the next lies on it; both are clean when mounted."""
+    """The first commit is a whole tree, the next a delta on it; both are clean when mounted."""
     upstream = make_upstream("up")
     files = {f"d{n % 9}/f{n}": f"{n}\n" * 50 for n in range(90)}
     first = upstream.commit(
@@ -113,7 +113,7 @@ def test_a_template_is_built_once_however_many_ask(
     run(tmp_path, upstream, test)
 
 
-def test_whoever_asks_later_does_not_get_an_earlier_failure(
+def test_later_callers_do_not_get_an_earlier_failure(
     make_upstream: Callable[[str], Upstream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a build failed of may have been healed before the others asked: they share one more
@@ -148,7 +148,7 @@ def test_whoever_asks_later_does_not_get_an_earlier_failure(
     run(tmp_path, upstream, body)
 
 
-def test_what_the_disk_does_not_let_go_goes_later(
+def test_a_failed_removal_is_retried(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """Of layers, stores, closure packs and shared files, without a start."""
@@ -278,7 +278,7 @@ def test_a_delta_makes_each_of_its_directories_once(
     ]
 
 
-def test_a_delta_lies_where_it_has_few_names(
+def test_a_delta_is_built_where_it_has_few_names(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """A link to a file that is there takes no room, but time: a near delta is better than a
@@ -318,7 +318,7 @@ def test_an_unknown_commit_is_said_and_leaves_nothing(
 def test_a_restarted_store_finds_its_templates_and_drops_leftovers(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """What is whole is used again, what a killed build left is removed."""
+    """Whole layers are used again, half-built ones are removed."""
     upstream = make_upstream("up")
     commit = upstream.history(2)[-1]
 
@@ -338,7 +338,7 @@ def test_a_restarted_store_finds_its_templates_and_drops_leftovers(
     run(tmp_path, upstream, test)
 
 
-def test_what_was_proven_before_the_last_boot_is_proven_again(
+def test_a_layer_of_an_earlier_boot_is_proven_again(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
     """A power failure may have torn it: the damaged file is found and the layer built again."""
@@ -417,7 +417,7 @@ def test_damage_is_found_and_built_again(
 def test_a_damaged_template_that_is_held_leaves_its_checkout_alone(
     make_upstream: Callable[[str], Upstream], tmp_path: Path
 ) -> None:
-    """Its directories are renamed, not emptied, until the checkout lets go; the mount goes on."""
+    """Its directories are renamed, not emptied, until the checkout is released; the mount stays."""
     upstream = make_upstream("up")
     commit = upstream.commit({"a": "a" * 99, "b": "b"})
 
