@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from ..telemetry import log
 from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, elapsed_s, must_prove
 from .changes import PoolTree, copy_pool, has_top, pool_changes
 from .files import dotgit
-from .files.manifest import DIRECTORY, Entry, Manifest, clock_ns
+from .files.manifest import DIRECTORY, Manifest, clock_ns
 from .files.scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
 from .files.tree import materialise, move, must_fit_from, repair
 from .leases import Directories, Lease, Leases, LeaseState, resetting
@@ -307,7 +307,7 @@ def _converge(
 
     Returns `before` itself if there was nothing to do or record.
     """
-    manifest, settled_ns = _with_proven(before, found), max(before.recorded_ns, found.began_ns)
+    manifest, settled_ns = before.with_stats(found.proven), max(before.recorded_ns, found.began_ns)
     for turn in range(_ROUNDS):
         begun = manifest
         if found.in_tree():
@@ -340,24 +340,13 @@ def _converge(
             if manifest is before and not found.unsettled:
                 return manifest
             return manifest.settled(settled_ns)
-        found, manifest = left, _with_proven(manifest, left)
+        found, manifest = left, manifest.with_stats(left.proven)
     dirty = [*found.modified, *found.missing, *found.extra][:10]
     raise ProofFailedError(
         f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
         hint="the checkout was removed; ask for another, and end its processes before a reset",
         paths=[path.decode(errors="backslashreplace") for path in dirty],
     )
-
-
-def _with_proven(manifest: Manifest, found: ScanResult) -> Manifest:
-    """Return the manifest with new stats of the directories that were proven unchanged."""
-    if not found.proven:
-        return manifest
-    files, control = manifest.files.copy(), dict(manifest.control)
-    for path, seen in found.proven.items():
-        where: MutableMapping[bytes, Entry] = control if is_control(path) else files
-        where[path] = where[path].with_stat(seen)
-    return replace(manifest, files=files, control=control)
 
 
 def _lay(paths: PoolPaths, clean: Manifest) -> None:

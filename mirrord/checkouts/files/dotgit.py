@@ -14,7 +14,7 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -121,16 +121,13 @@ def write_store(
                 with pack.open("rb") as source:
                     copied = writer.copy_file(path, source.fileno(), permissions=0o444)
                     control[path] = _record(file_id(source.fileno()), copied)
-        files = manifest.files.copy()
         with writer.owner:
-            for path in writer.touched:
-                where: MutableMapping[bytes, Entry] = control if is_control(path) else files
-                if path in where:
-                    where[path] = where[path].with_stat(writer.get_stat(path))
+            known = (at for at in writer.touched if at in control or at in manifest.files)
+            stats = {path: writer.get_stat(path) for path in known}
     if not writer.touched:
         return manifest
     checksum = manifest.index if index is None else index[-20:].hex()
-    return replace(manifest, files=files, control=control, index=checksum)
+    return replace(manifest, control=control, index=checksum).with_stats(stats)
 
 
 @contextmanager
@@ -171,8 +168,8 @@ def link_worktree(
         writer.remove(_GIT)
         name = f"gitdir: {admin}\n".encode()
         control = {_GIT: _record(blob_id(name), writer.write_file(_GIT, name))}
-        files = manifest.files | {b"": manifest.files[b""].with_stat(writer.get_stat(b""))}
-    return replace(manifest, files=files, control=control, index=index[-20:].hex())
+        stats = {b"": writer.get_stat(b"")}
+    return replace(manifest, control=control, index=index[-20:].hex()).with_stats(stats)
 
 
 def remove_worktree(mirror: Path, checkout: str) -> None:

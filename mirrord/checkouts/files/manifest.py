@@ -38,7 +38,7 @@ _CLOCK_REALTIME_COARSE = 5  # linux/time.h
 _COUNT = struct.Struct("<I")
 _FIXED = struct.Struct("<I20s20sIQQQQII")
 _STAT = struct.Struct("<44xIQQQQII")
-_FIRST, _AFTER_SLASH = b"\1", b"0"
+_FIRST, _AFTER_SLASH = b"\1", b"0"  # sort after b"" (the root), and after all names in a directory
 
 StatTuple = tuple[int, int, int, int, int, int, int]
 """mode, size, inode, mtime, ctime, uid, gid: `entry[3:]`."""
@@ -101,7 +101,7 @@ class Entries(MutableMapping[bytes, Entry]):
     and `|` share the bytes.
     """
 
-    __slots__ = ("_fixed", "_fresh", "_names")
+    __slots__ = ("_changed", "_fixed", "_names")
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Entries(MutableMapping[bytes, Entry]):
         """`names` and `fixed` are from a file; `entries` are changes since, None where removed."""
         self._names = names or []
         self._fixed = fixed
-        self._fresh = dict(entries)
+        self._changed = dict(entries)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Self:
@@ -125,8 +125,8 @@ class Entries(MutableMapping[bytes, Entry]):
         names: list[bytes] = []
         fixed: list[bytes | memoryview] = []
         size, done = _FIXED.size, 0
-        for name in sorted(self._fresh):
-            entry, place = self._fresh[name], bisect_left(self._names, name)
+        for name in sorted(self._changed):
+            entry, place = self._changed[name], bisect_left(self._names, name)
             names += self._names[done:place]
             fixed.append(self._fixed[done * size : place * size])
             if entry is not None:
@@ -139,7 +139,7 @@ class Entries(MutableMapping[bytes, Entry]):
 
     def copy(self) -> Self:
         other = copy(self)
-        other._fresh = self._fresh.copy()  # noqa: SLF001  (its own class)
+        other._changed = self._changed.copy()  # noqa: SLF001  (its own class)
         return other
 
     def __or__(self, other: Mapping[bytes, Entry]) -> Self:
@@ -148,8 +148,8 @@ class Entries(MutableMapping[bytes, Entry]):
         return both
 
     def __getitem__(self, path: bytes) -> Entry:
-        entry = self._fresh.get(path)
-        if entry is None and path not in self._fresh:
+        entry = self._changed.get(path)
+        if entry is None and path not in self._changed:
             place = bisect_left(self._names, path)
             if self._is_at(place, path):
                 return Entry._make(_FIXED.unpack_from(self._fixed, place * _FIXED.size))
@@ -158,26 +158,26 @@ class Entries(MutableMapping[bytes, Entry]):
         return entry
 
     def __setitem__(self, path: bytes, entry: Entry) -> None:
-        self._fresh[path] = entry
+        self._changed[path] = entry
 
     def __delitem__(self, path: bytes) -> None:
         if path not in self:
             raise KeyError(path)
         if self._was_read(path):
-            self._fresh[path] = None
+            self._changed[path] = None
         else:
-            del self._fresh[path]
+            del self._changed[path]
 
     def __contains__(self, path: object) -> bool:
-        if path in self._fresh:
-            return self._fresh[path] is not None
+        if path in self._changed:
+            return self._changed[path] is not None
         return isinstance(path, bytes) and self._was_read(path)
 
     def decoded(self) -> dict[bytes, Entry]:
         """Return all entries, decoded."""
         entries = map(Entry._make, _FIXED.iter_unpack(self._fixed))
         read = dict(zip(self._names, entries, strict=True))
-        for name, entry in self._fresh.items():
+        for name, entry in self._changed.items():
             if entry is None:
                 del read[name]
             else:
@@ -191,28 +191,28 @@ class Entries(MutableMapping[bytes, Entry]):
         return self.decoded().values()
 
     def __iter__(self) -> Iterator[bytes]:
-        if not self._fresh:
+        if not self._changed:
             return iter(self._names)
-        kept = filterfalse(self._fresh.__contains__, self._names)
-        return chain(kept, [name for name, entry in self._fresh.items() if entry is not None])
+        kept = filterfalse(self._changed.__contains__, self._names)
+        return chain(kept, [name for name, entry in self._changed.items() if entry is not None])
 
     def __len__(self) -> int:
-        gone = sum(entry is None for entry in self._fresh.values())
-        return len(self._names) + sum(not self._was_read(name) for name in self._fresh) - gone
+        gone = sum(entry is None for entry in self._changed.values())
+        return len(self._names) + sum(not self._was_read(name) for name in self._changed) - gone
 
     def iter_stats(self) -> Iterator[tuple[bytes, StatTuple]]:
         read = zip(self._names, _STAT.iter_unpack(self._fixed), strict=True)
-        if not self._fresh:
+        if not self._changed:
             return read
-        kept = (each for each in read if each[0] not in self._fresh)
-        fresh = [(name, entry[3:]) for name, entry in self._fresh.items() if entry is not None]
-        return chain(kept, fresh)
+        kept = (each for each in read if each[0] not in self._changed)
+        changed = [(name, entry[3:]) for name, entry in self._changed.items() if entry is not None]
+        return chain(kept, changed)
 
     def recorded_since(self, before: Entries) -> list[bytes]:
         """Return the paths recorded since this was copied from `before`; all, if it was not."""
         if self._names is not before._names:
             return [*self]
-        old, new = before._fresh, self._fresh
+        old, new = before._changed, self._changed
         return [path for path, entry in new.items() if entry and entry is not old.get(path)]
 
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
@@ -228,10 +228,10 @@ class Entries(MutableMapping[bytes, Entry]):
                 if is_deeper:  # skip this directory: `a.b` sorts between `a` and `a/b`
                     place = bisect_left(names, prefix + name + _AFTER_SLASH, place)
                     continue
-                if names[place] not in self._fresh:
+                if names[place] not in self._changed:
                     found.append(names[place])
                 place += 1
-        for path, entry in self._fresh.items():
+        for path, entry in self._changed.items():
             above = path.rpartition(b"/")[0]
             if path and entry is not None and above in below:
                 below[above].append(path)
@@ -277,6 +277,16 @@ class Manifest:
         """By how much a ctime may lie before the time of the change."""
         has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_stats())
         return 0 if has_fractions else _COARSE_RACY_NS
+
+    def with_stats(self, stats: Mapping[bytes, os.stat_result]) -> Manifest:
+        """Return the manifest with new stats of some of its paths."""
+        if not stats:
+            return self
+        files, control = self.files.copy(), dict(self.control)
+        for path, found in stats.items():
+            entries: MutableMapping[bytes, Entry] = control if path in control else files
+            entries[path] = entries[path].with_stat(found)
+        return replace(self, files=files, control=control)
 
     def settled(self, at_ns: int) -> Manifest:
         """Return the manifest with all stats taken after `at_ns`: fewer files are racy."""
