@@ -101,7 +101,8 @@ class TreeReader:
                 except (PermissionError, DiffTooLargeError) as error:
                     refused(at, error)
                 else:
-                    pending += [(at + b"/" + name, kind) for name, kind in reversed(inside)]
+                    prefix = at + b"/" if at else b""
+                    pending += [(prefix + name, kind) for name, kind in reversed(inside)]
 
     def iter_stats_below(
         self, path: bytes, refused: Callable[[bytes, Exception], None] = _refuse
@@ -205,12 +206,6 @@ def open_top(root: Path) -> int:
             if error.errno == errno.EXDEV:
                 raise files.mounted_on(os.fsencode(root)) from error
             raise
-
-
-def iter_files(root: Path, name: bytes) -> Iterator[bytes]:
-    """Yield all paths at and below a name in a directory of the daemon's."""
-    with files.opened(files.open_directory(root)) as fd, TreeReader(fd, ActingAs(None)) as reader:
-        yield from (path for path, _ in reader.iter_below(name))
 
 
 def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:

@@ -23,7 +23,7 @@ from ...host.files import full_disk_named, open_directory, opened, shown_path
 from ...host.processes import ActingAs, boot_id
 from ..files.dotgit import index_bytes
 from ..files.manifest import Entries, Manifest
-from ..files.reader import TreeReader, iter_files, parents
+from ..files.reader import TreeReader, parents
 from ..files.scan import hash_tree, prove_files, tree_id
 from ..files.tree import (
     SharedFiles,
@@ -197,8 +197,8 @@ def prove_files_of(
         expected.update({parent for path in expected for parent in parents(path)})
     if found_tree != tree:
         raise _unproven(f"tree {tree}", f"what was written hashes to {found_tree}")
-    for name in os.listdir(os.fsencode(files)):
-        for path in iter_files(files, name):
+    with opened(open_directory(files)) as root, TreeReader(root, ActingAs(None)) as reader:
+        for path, _ in reader.iter_below(b""):
             if path not in expected:
                 raise _unproven(shown_path(path), "it is not in the manifest")
     return whole
