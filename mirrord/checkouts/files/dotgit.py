@@ -79,7 +79,6 @@ def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
 
 
 def has_index(manifest: Manifest, found: ScanResult) -> bool:
-    """Return whether the index is unchanged."""
     return _INDEX in _unchanged(manifest, found)
 
 

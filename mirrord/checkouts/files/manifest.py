@@ -174,7 +174,6 @@ class Entries(MutableMapping[bytes, Entry]):
         return isinstance(path, bytes) and self._was_read(path)
 
     def decoded(self) -> dict[bytes, Entry]:
-        """Return all entries, decoded."""
         entries = map(Entry._make, _FIXED.iter_unpack(self._fixed))
         read = dict(zip(self._names, entries, strict=True))
         for name, entry in self._changed.items():
@@ -263,7 +262,6 @@ class Manifest:
 
     @property
     def owner(self) -> tuple[int, int]:
-        """The uid and gid of all files."""
         top = self.files[b""]
         return top.uid, top.gid
 

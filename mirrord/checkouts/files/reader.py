@@ -216,7 +216,6 @@ def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
 
 
 def file_id(fd: int) -> bytes:
-    """Return the blob id of an open file's bytes."""
     return read_id(os.dup(fd), os.fstat(fd).st_size)
 
 

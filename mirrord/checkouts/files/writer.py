@@ -49,7 +49,6 @@ class TreeWriter:
     # -- files -------------------------------------------------------------------------------------
 
     def write_file(self, path: bytes, data: bytes, *, executable: bool = False) -> os.stat_result:
-        """Create or replace a regular file."""
         permissions = 0o755 if executable else 0o644
         with self.owner, files.opened(self._create(path, permissions)) as fd:
             if data:
@@ -75,7 +74,6 @@ class TreeWriter:
     def write_symlink(
         self, path: bytes, target: bytes, *, mtime_ns: int | None = None
     ) -> os.stat_result:
-        """Create or replace a symbolic link."""
         with self.owner:
             directory, name = self._enter(path)
             try:
@@ -252,7 +250,6 @@ class TreeWriter:
             return self._reader.find_stat(path)
 
     def get_stat(self, path: bytes) -> os.stat_result:
-        """Return the lstat of a path that was just written."""
         found = self.find_stat(path)
         if found is None:
             raise _busy(path)

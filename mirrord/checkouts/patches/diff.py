@@ -363,7 +363,6 @@ class Renderer:
                 yield self._entry(change.path, old, new)
 
     def name_status(self, changes: Sequence[Change]) -> Iterator[bytes]:
-        """Yield the lines of `--name-status`."""
         for change in changes:
             paths = dict.fromkeys([change.old.path if change.old else change.path, change.path])
             if change.old is None:

@@ -109,7 +109,6 @@ class Patches:
         return commits[0]
 
     async def find_row(self, lease: Lease) -> InstanceRow | None:
-        """Return the row of a lease's instance."""
         if lease.instance is None:
             return None
         return await self.instances.find_instance(lease.instance, lease.dataset)

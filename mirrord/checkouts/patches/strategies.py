@@ -345,7 +345,7 @@ def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes
         if header := _HUNK.match(line):
             body = _body(lines, at + 1)
             counted = _counted(body, header) if trusts_counts else None
-            done += _hunk(header, counted or _trimmed(body))
+            done += _hunk_lines(header, counted or _trimmed(body))
             at += 1 + len(counted or body)
         elif line.startswith(b"diff --git "):
             end = at + 1
@@ -409,7 +409,7 @@ def _trimmed(body: list[bytes]) -> list[bytes]:
     return body
 
 
-def _hunk(header: re.Match[bytes], body: list[bytes]) -> list[bytes]:
+def _hunk_lines(header: re.Match[bytes], body: list[bytes]) -> list[bytes]:
     """Return a hunk with the right counts; empty where it changes nothing."""
     signs = [line[:1] for line in body]
     if b"+" not in signs and b"-" not in signs:

@@ -105,7 +105,6 @@ class StoreBuilder:
         await anyio.to_thread.run_sync(clean_up)
 
     async def close(self) -> None:
-        """Cancel builds and deferred work."""
         await self._builds.close()
         await self._deferred.close()
 
@@ -151,7 +150,6 @@ class StoreBuilder:
     # -- what exists -------------------------------------------------------------------------------
 
     async def list_stores(self, name: MirrorName) -> list[SealedStore]:
-        """Return all recorded stores of a mirror."""
         stores = self._stores.setdefault(name.key, {})
         if name.key not in self._read:
             for store, used_at in await anyio.to_thread.run_sync(

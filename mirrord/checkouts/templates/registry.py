@@ -118,7 +118,6 @@ class MirrorTemplates:
         return found
 
     def new_path(self) -> Path:
-        """Return a path to build a layer at."""
         self.trees.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self.trees / f"{_BUILDING}{secrets.token_hex(8)}"
 
@@ -182,7 +181,6 @@ class TemplateRegistry:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all known layers."""
         return sum(each.size_bytes for each in self._mirrors.values())
 
     def get(self, name: MirrorName) -> MirrorTemplates:

@@ -105,7 +105,6 @@ class Templates:
         self._builds: Coalescer[Template] = Coalescer()
 
     async def close(self) -> None:
-        """Cancel all builds."""
         await self._builds.close()
 
     # -- finding and making ------------------------------------------------------------------------
