@@ -211,12 +211,12 @@ class CommitRole(StrEnum):
 class Readiness(StrEnum):
     """The result of a rehearsal of an instance.
 
-    BUT: ready, but a recorded commit other than the base commit cannot be served. UNTRIED: a fault
-    outside the instance prevented a result.
+    PARTLY: ready, but a recorded commit other than the base commit cannot be served.
+    UNTRIED: a fault outside the instance prevented a result.
     """
 
     READY = "ready"
-    BUT = "ready, but"
+    PARTLY = "ready, but"
     FAILED = "failed"
     UNTRIED = "untried"
 

@@ -331,12 +331,12 @@ PLAIN_COLUMNS = (
 class Servable(StrEnum):
     """Whether an instance can be checked out, and if not, why.
 
-    BUT: it can, but another commit of its row cannot be served. LOST: by an audit, its base commit
-    cannot be served.
+    PARTLY: it can, but another commit of its row cannot be served.
+    LOST: an audit found that its base commit cannot be served.
     """
 
     READY = "ready"
-    BUT = "ready, but"
+    PARTLY = "ready, but"
     NO_BRANCH = "no branch"
     UNPINNED = "not pinned"
     LOST = "cannot be served"
@@ -400,7 +400,7 @@ def _servable(lost: Collection[str]) -> sa.ColumnElement[str]:
         (_UNRESOLVED, Servable.NO_BRANCH),
         (unpinned.where(is_base).correlate(instances, datasets), Servable.UNPINNED),
         (instances.c.base_commit.in_(sorted(lost)[:_SHOWN]), Servable.LOST),
-        (unpinned.correlate(instances, datasets), Servable.BUT),
+        (unpinned.correlate(instances, datasets), Servable.PARTLY),
         else_=Servable.READY,
     )
 

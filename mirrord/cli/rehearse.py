@@ -85,7 +85,7 @@ class Results(reports.Report[protocol.Rehearsed]):
     template = "rehearsal.html"
     results: ClassVar = {
         Readiness.READY: ("good", "checkout, seal, patches and reset work"),
-        Readiness.BUT: ("good", "ready; another commit of the row cannot be served"),
+        Readiness.PARTLY: ("good", "ready; another commit of the row cannot be served"),
         Readiness.FAILED: ("bad", "does not work"),
         Readiness.UNTRIED: ("other", "not tried, for a reason outside the row"),
     }

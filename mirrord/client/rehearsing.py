@@ -97,7 +97,8 @@ class Record:
         if self.error:
             is_about_us = isinstance(self.error, _HINDRANCES) or not self.is_known
             return Readiness.UNTRIED if is_about_us else Readiness.FAILED
-        return Readiness.BUT if any(at.outcome == "but" for at in self.steps) else Readiness.READY
+        is_partly = any(step.outcome == "but" for step in self.steps)
+        return Readiness.PARTLY if is_partly else Readiness.READY
 
     @property
     def reason(self) -> str:

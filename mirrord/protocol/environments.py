@@ -155,7 +155,7 @@ class Rehearsed(Answer):
     @property
     def ok(self) -> bool:
         """Return whether the instance can be checked out and graded."""
-        return self.status in (model.Readiness.READY, model.Readiness.BUT)
+        return self.status in (model.Readiness.READY, model.Readiness.PARTLY)
 
 
 # -- reports on many instances, for the page -------------------------------------------------------

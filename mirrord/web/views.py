@@ -32,7 +32,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
 _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 _WHY = {
     Servable.READY: "can be checked out and graded",
-    Servable.BUT: "can be checked out; another commit of the row cannot be served",
+    Servable.PARTLY: "can be checked out; another commit of the row cannot be served",
     Servable.NO_BRANCH: "the mirror lacks the branch that the instance starts from",
     Servable.UNPINNED: "upstream lacks the base commit, or its mirror was not synced",
     Servable.LOST: "the last audit could not serve the base commit",
@@ -40,7 +40,7 @@ _WHY = {
 _TONES = {
     **dict.fromkeys(map(str, Servable), "bad"),
     str(Servable.READY): "good",
-    str(Servable.BUT): "warn",
+    str(Servable.PARTLY): "warn",
     **dict.fromkeys(("failed", "conflict", "refused", "invalid"), "bad"),
     **dict.fromkeys(("untried", "unknown", "duplicate", "empty", "building"), "other"),
     "prepared": "good",
@@ -199,7 +199,7 @@ class Readiness(NamedTuple):
 
     @property
     def ready(self) -> int:
-        return self.states[Servable.READY] + self.states[Servable.BUT]
+        return self.states[Servable.READY] + self.states[Servable.PARTLY]
 
 
 def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Readiness]:
@@ -243,7 +243,7 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
         _, rows = await find(offset=(number - 1) * PAGE_ROWS)
     reasons = sorted(
         (each for each in counts if each[2] is not Servable.READY),
-        key=lambda each: (each[2] is Servable.BUT, -each[3]),
+        key=lambda each: (each[2] is Servable.PARTLY, -each[3]),
     )
     return {
         "dataset": known[dataset], "ready": ready, "reasons": reasons, "why": _WHY,
