@@ -1,1 +1,1 @@
-"""The daemon process: its lock, its sockets, its signals, its end. The engine does the rest."""
+"""The daemon process: state lock, sockets, signals and shutdown, around an engine."""

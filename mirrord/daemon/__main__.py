@@ -1,26 +1,26 @@
-"""`python -m mirrord.daemon`: umask, limits and the fork server, before the daemon is loaded."""
+"""`python -m mirrord.daemon`: set umask and limits, start the fork server, run the daemon."""
 
 import gc
 import os
 import resource
 import sys
 
-gc.disable()  # what an import makes is no garbage, and looking for some is a tenth of the start
+gc.disable()  # imports make no garbage; collecting takes a tenth of the start
 
-# structlog 26 imports all of rich where it finds it: 0.1 s and 10 MB that no daemon needs
+# structlog 26 imports rich if it is installed: 0.1 s and 10 MB that the daemon does not need
 sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 
 from ..git.workers import FORK_SERVER
 
-# 1,000 clients and their checkouts need more than the 1,024 descriptors of a login
+# 1,000 clients and their checkouts need more than a login's 1,024 descriptors
 _FILES = 65536
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
-resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+soft = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-os.umask(0o022)  # a checkout's files are as git would make them; private files say so themselves
+os.umask(0o022)  # as git expects for a checkout's files; private files set their own mode
 
-# it loads on another processor meanwhile, and is ready when the sockets are
+# it loads these modules on another processor while the daemon loads
 FORK_SERVER.start(
     [
         "mirrord.checkouts.templates.layers",
@@ -32,7 +32,7 @@ FORK_SERVER.start(
 
 from .main import main
 
-gc.freeze()  # no collection need ever look at it again
+gc.freeze()  # collections skip imported objects from now on
 gc.enable()
 
 sys.exit(main())

@@ -1,7 +1,7 @@
-"""The daemon's life: configuration, lock, sockets, readiness, signals, watchdog, orderly stop.
+"""The daemon process: configuration, state lock, sockets, signals, watchdog and shutdown.
 
-A reason not to start is printed on stderr, and its exit status returned; from then on everything
-goes to the log. The sockets are served before the engine is open: health answers, the rest waits.
+An error before the daemon serves is printed to stderr and sets the exit status; later ones are
+logged. Sockets are served before the engine is open: health answers, other requests wait.
 """
 
 import argparse
@@ -37,28 +37,28 @@ from ..web.server import WebServer
 
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
-ENGINE_BOUND = timedelta(seconds=20)
+ENGINE_CLOSE_TIMEOUT = timedelta(seconds=20)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the daemon in the foreground; returns its exit status."""
+    """Run the daemon in the foreground and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m mirrord.daemon", description="The mirrord daemon, in the foreground."
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
     parser.add_argument(
-        "--socket", type=Path, metavar="PATH", help="listen here, whatever the configuration says"
+        "--socket", type=Path, metavar="PATH", help="listen here instead of at the configured path"
     )
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     def load() -> config.Settings:
         settings = config.load(path)
-        if chosen.socket:
-            return settings.model_copy(update={"socket": chosen.socket.absolute()})
+        if options.socket:
+            return settings.model_copy(update={"socket": options.socket.absolute()})
         return settings
 
     try:
-        path = chosen.config.absolute() if chosen.config else places.find_config_path()
+        path = options.config.absolute() if options.config else places.find_config_path()
         settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
         engine = Engine(settings, config_path=path, load=load)
@@ -72,8 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             finally:
                 listeners.remove()
     except (errors.MirrordError, OSError) as error:
-        doing = "start the daemon"
-        problem = host_error(error, doing) if isinstance(error, OSError) else error
+        problem = host_error(error, "start the daemon") if isinstance(error, OSError) else error
         if problem is None:
             raise
         priority = telemetry.priority("error", sys.stderr)
@@ -86,11 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def state_lock(state_dir: Path) -> Iterator[None]:
-    """Hold `state_dir/daemon.lock`. Raises AlreadyRunningError.
+    """Hold the lock of a state directory. Raises AlreadyRunningError.
 
-    The kernel drops the lock however its holder ends. The file names the holder for whom it
-    refuses; it proves nothing by itself, and is never removed, because a lock on a removed file
-    excludes nobody.
+    The kernel releases the lock when its holder ends. The file contains facts about the holder for
+    error messages only. It is never removed, because a lock on a removed file excludes nobody.
     """
     path, flags = state_dir / "daemon.lock", os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -99,7 +97,7 @@ def state_lock(state_dir: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            lock = os.open(path, os.O_RDONLY | flags)  # enough to lock it and to serve
+            lock = os.open(path, os.O_RDONLY | flags)  # a read-only lock file is enough
     except OSError as error:
         fact = f"cannot lock state directory {state_dir}: {error.strerror}"
         raise errors.ResourceError(fact, hint="check its owner") from error
@@ -109,23 +107,23 @@ def state_lock(state_dir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             facts = _read_holder(lock)
             holder = "process {pid} of uid {uid}, started {started_at}" if facts else ""
-            holder = holder.format(**facts) or "a daemon that is just starting"
+            holder = holder.format(**facts) or "a starting daemon"
             raise errors.AlreadyRunningError(
-                f"cannot start a daemon on {state_dir}: {holder} holds it",
-                hint="stop that one first, or give this one another state_dir",
+                f"cannot start a daemon on {state_dir}: {holder} uses it",
+                hint="stop that daemon, or use another state_dir",
                 state_dir=str(state_dir),
                 **facts,
             ) from error
         started_at = utc_now().isoformat(timespec="seconds")
         facts = {"pid": os.getpid(), "uid": os.geteuid(), "started_at": started_at}
-        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same
+        with contextlib.suppress(OSError):  # a full disk does not affect the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, json.dumps(facts).encode() + b"\n", 0)
         yield
 
 
 def _read_holder(lock: int) -> dict[str, Any]:
-    """Empty where the holder has not written it yet."""
+    """Return facts about the holder, or nothing if it has not written them yet."""
     try:
         facts = json.loads(os.pread(lock, 4096, 0))
         started_at = datetime.fromisoformat(facts["started_at"]).isoformat(timespec="seconds")
@@ -134,15 +132,15 @@ def _read_holder(lock: int) -> dict[str, Any]:
         return {}
 
 
-# -- the sockets that clients connect to: systemd's where it passes some, else our own -------------
+# -- listening sockets: systemd's if it passes some, else our own ----------------------------------
 
 _BACKLOG = 2048
-_LONGEST_PATH = 107  # sockaddr_un.sun_path without its zero byte
-_PASSED_FOR_VOLUMES = "docker.socket"  # FileDescriptorName= of mirrord-docker.socket
+_PATH_LIMIT = 107  # sockaddr_un.sun_path without its zero byte
+_DOCKER_SOCKET_NAME = "docker.socket"  # FileDescriptorName= of mirrord-docker.socket
 
 
 class Listener(NamedTuple):
-    """A listening Unix socket; `inode` is its file's, where that is ours to remove."""
+    """A listening Unix socket. `inode` is that of its file if we created it and must remove it."""
 
     socket: socket.socket
     path: Path
@@ -156,7 +154,7 @@ class Listener(NamedTuple):
 
 
 class Listeners(NamedTuple):
-    """Those of the API, and of the volume driver, which come and go with the settings."""
+    """The sockets of the API and of the volume driver; a reload changes the latter."""
 
     api: Sequence[Listener]
     volumes: list[Listener]
@@ -171,29 +169,28 @@ class Listeners(NamedTuple):
 
 
 def open_listeners(path: Path) -> Listeners:
-    """Systemd's sockets, else our own at `path`.
+    """Take systemd's sockets, or listen at `path`. Raises AlreadyRunningError.
 
-    Raises AlreadyRunningError where another daemon listens at `path`. Everybody may connect there:
-    each request is allowed or not by the peer's credentials.
+    Everybody may connect there: access is decided for each request by the peer's credentials.
     """
     taken = take_sockets()
     passed = {
         name: Listener(listener, Path(os.fsdecode(listener.getsockname())), None)
         for name, listener in taken.items()
     }
-    for_volumes = [passed.pop(name) for name in list(passed) if name == _PASSED_FOR_VOLUMES]
+    for_volumes = [passed.pop(name) for name in list(passed) if name == _DOCKER_SOCKET_NAME]
     return Listeners(list(passed.values()) or [_bind(path, 0o666)], for_volumes)
 
 
 def listen_for_docker() -> Listener:
-    """Our own socket where docker looks for a volume driver. Raises MirrordError."""
+    """Listen where docker looks for a volume driver. Raises MirrordError."""
     return _bind(DOCKER_SOCKET, 0o600)
 
 
 def _bind(path: Path, mode: int) -> Listener:
-    if len(os.fsencode(path)) > _LONGEST_PATH - len(".4194304"):
+    if len(os.fsencode(path)) > _PATH_LIMIT - len(".4194304"):
         raise errors.InvalidConfigError(
-            f"cannot listen at {path}: the path is longer than {_LONGEST_PATH} bytes",
+            f"cannot listen at {path}: the path is longer than {_PATH_LIMIT} bytes",
             hint="choose a shorter `socket`",
         )
     _refuse_occupied(path)
@@ -223,7 +220,7 @@ def _refuse_occupied(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise errors.ConflictError(
-            f"cannot listen at {path}: a file that is not a socket is there",
+            f"cannot listen at {path}: the file is not a socket",
             hint="move it away, or choose another `socket`",
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
@@ -232,11 +229,11 @@ def _refuse_occupied(path: Path) -> None:
             probe.connect(os.fsencode(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return
-        except OSError:  # its backlog is full, or it refuses us: somebody is there
+        except OSError:  # EAGAIN for a full backlog, EACCES: a process listens there
             pass
     raise errors.AlreadyRunningError(
-        f"cannot listen at {path}: another process serves there",
-        hint="stop that one, or choose another `socket`",
+        f"cannot listen at {path}: another process listens there",
+        hint="stop that process, or choose another `socket`",
     )
 
 
@@ -244,7 +241,7 @@ def _refuse_occupied(path: Path) -> None:
 
 
 class Daemon:
-    """Runs one engine on its listeners until a signal ends it."""
+    """Runs an engine on listening sockets until a signal stops it."""
 
     def __init__(self, engine: Engine, listeners: Listeners, notifier: Notifier) -> None:
         self._engine = engine
@@ -257,7 +254,7 @@ class Daemon:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve. Raises the MirrordError that keeps the engine from opening."""
+        """Serve until a signal. Raises the MirrordError of an engine that cannot open."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop_signal, number)
@@ -282,7 +279,7 @@ class Daemon:
             await self._shut_down([server, driver, web])
 
     async def _open(self, web: WebServer) -> bool:
-        """Open the engine, and the page beside it, unless a signal comes first."""
+        """Open the engine and the web page. Returns False if a signal comes first."""
         page = asyncio.ensure_future(web.apply())
         opening = asyncio.ensure_future(self._engine.open())
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -301,9 +298,9 @@ class Daemon:
         return True
 
     async def _serve_volumes(self, driver: Server) -> None:
-        """Listen where docker looks for a driver, or no longer, as the settings say.
+        """Open or close our docker socket as configured.
 
-        A socket of systemd's stays; the driver refuses what it is not to serve.
+        A socket passed by systemd stays open; the driver refuses its calls if disabled.
         """
         volumes, self._volumes_fault = self._listeners.volumes, None
         if not self._engine.settings().docker.volumes:
@@ -319,7 +316,7 @@ class Daemon:
                 self._volumes_fault = f"volumes are not served: {error.message}; {error.hint}"
 
     async def _shut_down(self, servers: Sequence[Server | WebServer]) -> None:
-        """Accept nothing, end operations and requests, close the engine; each step is bounded."""
+        """Stop accepting, end operations and requests, close the engine, each with a timeout."""
         self._notifier.stopping("stopping")
         log.info("daemon.stopping")
         for server in servers:
@@ -330,17 +327,17 @@ class Daemon:
         self._engine.events.close()
         await asyncio.gather(*(server.close(REQUESTS_DRAIN) for server in servers))
         try:
-            async with asyncio.timeout(ENGINE_BOUND.total_seconds()):
+            async with asyncio.timeout(ENGINE_CLOSE_TIMEOUT.total_seconds()):
                 await self._engine.close()
         except TimeoutError:
-            log.exception("daemon.stop_timed_out", bound_s=ENGINE_BOUND.total_seconds())
+            log.exception("daemon.stop_timed_out", bound_s=ENGINE_CLOSE_TIMEOUT.total_seconds())
         log.info("daemon.stopped")
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
-        """The second one ends the process at once, which is safe: a power cut is no kinder."""
+        """Stop the daemon; a second signal exits immediately, which is as safe as a power cut."""
         if self._stop.is_set():
             self._listeners.remove()
-            os._exit(128 + number)  # workers and git children die with us
+            os._exit(128 + number)  # workers and git processes end with the daemon
         log.info("signal.received", signal=number.name)
         self._stop.set()
 
@@ -351,12 +348,12 @@ class Daemon:
 
     async def _reload(self) -> None:
         self._notifier.reloading()
-        with contextlib.suppress(errors.MirrordError):  # published by the engine; the settings stay
+        with contextlib.suppress(errors.MirrordError):  # the engine logs it and keeps the settings
             await self._engine.reload()
         self._notifier.ready(self._serving)
 
     async def _notify_watchdog(self) -> None:
-        """On the event loop itself: a loop that hangs is a daemon that hangs."""
+        """Notify systemd from the event loop, so that a hanging loop is noticed."""
         interval = self._notifier.watchdog_interval
         while interval:
             self._notifier.alive()

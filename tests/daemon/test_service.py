@@ -92,7 +92,7 @@ def test_a_second_daemon_on_the_same_socket_is_refused(running: Daemon) -> None:
         second.socket = running.socket
         second.write_config("")
         status, log = ended(second)
-        assert (status, "another process serves there" in log) == (5, True)
+        assert (status, "another process listens there" in log) == (5, True)
         assert running.get("/v1/health")[0] == 200
 
 
