@@ -19,7 +19,7 @@ from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
 from ..datasets.service import DatasetFile
 from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
-from ..model import View, parse_dataset_name
+from ..model import DatasetName, View, parse_dataset_name
 from .request import (
     DATASET_LIMIT_BYTES,
     JSON_LIMIT_BYTES,
@@ -64,7 +64,11 @@ async def list_datasets(call: Call) -> list[protocol.Dataset]:
 
 
 async def get_dataset(call: Call) -> protocol.Dataset:
-    return _visible(call, await call.engine.datasets.get(parse_dataset_name(call.path["name"])))
+    return _visible(call, await call.engine.datasets.get(_dataset_name(call)))
+
+
+def _dataset_name(call: Call) -> DatasetName:
+    return parse_dataset_name(call.path["name"])
 
 
 def _visible(call: Call, dataset: protocol.Dataset) -> protocol.Dataset:
@@ -94,23 +98,23 @@ async def import_dataset(call: Call, query: ImportQuery) -> protocol.Operation:
 
 async def prepare_dataset(call: Call, body: protocol.PrepareDataset) -> protocol.Operation:
     """Build the templates that checkouts of the instances need, without evicting others."""
-    name = parse_dataset_name(call.path["name"])
+    name = _dataset_name(call)
     return await call.engine.work.prepare_dataset(name, body.instances, owner_uid=call.peer.uid)
 
 
 async def diff_datasets(call: Call, query: ComparisonQuery) -> protocol.DatasetDiff:
-    a, b = parse_dataset_name(call.path["name"]), parse_dataset_name(query.to)
+    a, b = _dataset_name(call), parse_dataset_name(query.to)
     return await call.engine.datasets.compare(a, b)
 
 
 async def export_dataset(call: Call) -> Response:
     """Stream the rows with all answers, as canonical JSON lines sorted by id."""
-    async with call.engine.datasets.exported(parse_dataset_name(call.path["name"])) as file:
+    async with call.engine.datasets.exported(_dataset_name(call)) as file:
         return stream_file(file, {"content-type": "application/jsonl", "cache-control": "no-store"})
 
 
 async def remove_dataset(call: Call) -> None:
-    await call.engine.datasets.remove(parse_dataset_name(call.path["name"]))
+    await call.engine.datasets.remove(_dataset_name(call))
 
 
 async def list_formats(call: Call) -> list[protocol.FormatInfo]:

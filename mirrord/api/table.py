@@ -90,7 +90,7 @@ class Endpoint:
 
     @property
     def errors(self) -> list[type[errors.MirrordError]]:
-        """The errors that it may return: families, without codes about other nouns."""
+        """The families of errors that it may return, with all their codes."""
         families: list[type[errors.MirrordError]] = [
             *(errors.UsageError, errors.ResourceError),
             *(errors.IntegrityError, errors.InternalError),
@@ -103,39 +103,7 @@ class Endpoint:
             families.append(errors.ConflictError)
         if self.method != "GET" and self.noun in {"mirrors", "pins", "bundles"}:
             families.append(errors.UpstreamError)
-        foreign = _SUBJECTS - _SUBJECTS_OF.get(self.noun, set())
-        return [
-            error
-            for family in families
-            for error in errors.iter_errors(family)
-            if foreign.isdisjoint(error.code.split("-"))
-        ]
-
-
-_CHECKOUT_SUBJECTS = {
-    "checkout", "checkouts", "instance", "dataset", "mirror", "name", "commit", "path", "patch",
-    "tree", "diff", "fork", "snapshot", "snapshots", "steering", "ttl", "process", "environment",
-    "layer", "layers",
-}  # fmt: skip
-_SUBJECTS_OF: dict[str, set[str]] = {
-    "reload": {"config"},
-    "mirrors": {"mirror", "name", "url", "commit", "bundle"},
-    "bundles": {"mirror", "name", "commit", "bundle", "dataset"},
-    "restores": {"mirror", "name", "url"},
-    "pins": {"mirror", "name", "commit", "pin", "url"},
-    "datasets": {"dataset", "name", "mirror", "url", "instance"},
-    "instances": {"instance", "dataset", "name"},
-    "environments": {"environment", "instance", "dataset", "mirror", "name", "commit", "recipe"},
-    "audits": {"audit", "mirror", "dataset", "name"},
-    "heals": {"mirror", "name"},
-    "checkouts": _CHECKOUT_SUBJECTS,
-    "grades": _CHECKOUT_SUBJECTS,
-    "layers": {"layer", "mirror", "name"},
-    "receipts": {"mirror", "name", "commit"},
-    "operations": {"operation"},
-}
-"""Words in error codes, by the noun of the endpoints that return them."""
-_SUBJECTS = {"already", "new", "method"}.union(*_SUBJECTS_OF.values())
+        return [error for family in families for error in errors.iter_errors(family)]
 
 
 async def get_openapi(_: Call) -> Response:
@@ -336,7 +304,7 @@ def _answers(endpoint: Endpoint, references: dict[Any, Any]) -> dict[str, Any]:
     for status in sorted({error.http_status for error in endpoint.errors}):
         codes = sorted(error.code for error in endpoint.errors if error.http_status == status)
         answers[str(status)] = {
-            "description": f"Problem: {', '.join(codes)}",
+            "description": "A problem with one of the codes in x-codes",
             "content": _PROBLEM,
             "x-codes": codes,
         }
