@@ -201,6 +201,8 @@ def bundle(
     if not file.parent.is_dir():
         fact = f"there is no directory {file.parent}"
         raise UsageError(f"cannot write {file}: {fact}", hint="create it first")
+    if file.is_dir():
+        raise UsageError(f"cannot write {file}: it is a directory", hint="name a file in it")
     with watching(session, f"bundling {name}") as watch:
         made = session.client.create_bundle(name, file, since=since, progress=watch)
     session.answer(made, described(made, "file mirror size=size_bytes record since"))

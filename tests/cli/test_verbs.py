@@ -337,6 +337,14 @@ def test_a_path_that_cannot_be_used_is_no_bug(
     assert "File name too long" in capsys.readouterr().err
 
 
+def test_a_bundle_is_not_made_for_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No daemon is asked: a mirror of gigabytes would be bundled before it fails."""
+    assert run(["bundle", "create", "psf/requests", str(tmp_path)]) == 2
+    assert "it is a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["loop", "n" * 300, "loop/checkouts"])
 def test_a_checkout_at_no_usable_path_is_not_found(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
