@@ -142,7 +142,11 @@ def test_agents_that_fill_the_disk_stop_new_work_and_not_the_serving(
     imported = farm.ask("POST", "datasets?filename=x.jsonl", b"{}")
     built = farm.ask("POST", "environments", {"names": ["x"]})
     for status, problem in (cold, copied, imported, built):
-        assert (status, problem["code"], "free space" in problem["hint"]) == (507, "disk-full", True)
+        assert (status, problem["code"], "free space" in problem["hint"]) == (
+            507,
+            "disk-full",
+            True,
+        )
     words = ["--socket", str(farm.daemon.socket)]
     assert run(["checkout", f"o__r@{farm.commits[2]}", *words]) == 7
     assert "nearly full" in capfd.readouterr().err
