@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
 from ..protocol import Grade
-from .output import listing, when
+from .output import listing, table, when
 from .session import (
     Argument,
     BackendOption,
@@ -178,7 +178,7 @@ def layers(
     mirror: Annotated[str | None, Argument("Only layers of this mirror.", "[NAME]")] = None,
     remove: Annotated[list[str] | None, Option("Layer to remove; repeatable.", "ID")] = None,
 ) -> None:
-    """Lists the layers that you may use, oldest first."""
+    """Users see the layers that they may use, administrators all; oldest first."""
     if remove:
         session.each(remove, session.client.remove_layer)
         session.answer(None, [])
@@ -225,7 +225,7 @@ def apply(
         ApplyStrategy, Option("How it may apply: as git does, or as SWE-bench's grader does.")
     ] = ApplyStrategy.EXACT,
 ) -> None:
-    """Applies the whole patch or nothing.
+    """The whole patch is applied, or nothing.
 
     With `--strategy tolerant` a patch may have wrong counts, text around it, other line ends or
     context that differs; stderr says how it applied.
@@ -299,7 +299,7 @@ def list_all(
     session: Session,
     label: Annotated[str | None, Option("Only checkouts with this label.", "LABEL")] = None,
 ) -> None:
-    """Lists your checkouts, for administrators all."""
+    """Users see their own checkouts, administrators all."""
     held = session.client.list_checkouts(label)
     columns = "ID INSTANCE MIRROR COMMIT=commit:short HISTORY VIEW BACKEND UID=owner_uid"
     session.answer(held, listing(held, f"{columns} EXPIRES=expires_at PATH"))
@@ -405,7 +405,8 @@ def grade(
 def _remarks(grade: Grade) -> list[str]:
     lines: list[str] = []
     if grade.steering:
-        lines += listing(grade.steering, "ACTION RULE PATH DETAIL")
+        rows = [(each.action, each.rule, each.path, each.detail) for each in grade.steering]
+        lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
     if not grade.changed:
         lines.append("the change is empty")
     if grade.tests is None:

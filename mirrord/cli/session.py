@@ -60,7 +60,7 @@ class Session:
     def note(self, text: str) -> None:
         """Print a remark to stderr, but not with --json."""
         if not self.json:
-            print(text, file=sys.stderr)
+            _print_safely(text)
 
     def report(self, report: AddReport) -> None:
         """Send a report for the daemon's page; a refused one is only noted."""
@@ -79,10 +79,9 @@ class Session:
         if self.json:
             print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
             return
-        for line in f"mirrord: {error.message}".splitlines():
-            print(printable(line), file=sys.stderr)
+        _print_safely(f"mirrord: {error.message}")
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            _print_safely(f"hint: {error.hint}")
 
     def each(self, items: Iterable[T], work: Callable[[T], None]) -> None:
         """Call `work` for all items; exit with the status of the first failure, if any."""
@@ -100,6 +99,12 @@ class Session:
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return JSON; messages in it are as the API sends them."""
     return json.dumps(value, indent=indent, ensure_ascii=False, default=methodcaller("to_json"))
+
+
+def _print_safely(text: str) -> None:
+    """Print lines to stderr, with control characters of names and rows escaped."""
+    for line in text.splitlines():
+        print(printable(line), file=sys.stderr)
 
 
 def print_line(text: str) -> None:

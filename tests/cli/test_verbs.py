@@ -23,6 +23,7 @@ from waiting import until
 
 from mirrord import errors
 from mirrord.cli.main import build, run
+from mirrord.cli.session import Session
 from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
 
 DESIGNED = [
@@ -806,3 +807,18 @@ def test_status_is_a_glance(path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert next(line.split()[0] for line in glance if line.startswith("o__r")) == "o__r7"
     assert "… and 10 more: mirrord status --all" in glance
     assert len(everything) > 4000
+
+
+def test_remarks_and_errors_send_no_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """They quote rows, names and hints that come from outside."""
+    session = Session()
+    session.note("row\x1b[2J\nnext")
+    session.fail(errors.UsageError("fact\x1b[2J", hint="remedy\x1b[2J"))
+    told = capsys.readouterr().err
+    assert "\x1b" not in told
+    assert told.splitlines() == [
+        "row\\x1b[2J",
+        "next",
+        "mirrord: fact\\x1b[2J",
+        "hint: remedy\\x1b[2J",
+    ]
