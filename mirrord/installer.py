@@ -1,7 +1,8 @@
-"""Units, users, directories and configuration of this mirrord on a host with systemd.
+"""Installation of mirrord as a systemd service: units, users, directories, configuration.
 
-They start the programs of the environment that this process runs in. A plan is made first and
-changes nothing; done again, it is an upgrade. Configuration and state are never removed.
+The units start the programs of the Python environment that this process runs in. Plans change
+nothing; their steps do. An installation over an earlier one is an upgrade. Configuration and state
+are never removed.
 """
 
 import os
@@ -22,7 +23,7 @@ SHARE = next(
     (each for each in (_PACKAGE / "share", _PACKAGE.parent) if (each / "systemd").is_dir()),
     _PACKAGE,
 )
-"""Of a wheel, or of the source: `systemd/` and `config.toml`."""
+"""Has `systemd/` and `config.toml`, in a wheel or in the source."""
 
 UNITS = Path("/etc/systemd/system")
 CONFIG = Path("/etc/mirrord/config.toml")
@@ -35,27 +36,27 @@ _FRAGMENTS = {
 }
 _LINKS = Path("/usr/local/bin")
 _PROGRAMS = ("mirrord", "git-remote-mirrord")
-_IN_UNITS = "/opt/mirrord"  # the environment that the units of the source name
+_UNITS_ENVIRONMENT = "/opt/mirrord"  # as the units in the source have it
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108  (ProtectHome=, PrivateTmp=)
-_ELSEWHERE = (
-    "make one with `python3 -m venv /opt/mirrord`, install mirrord there, and run its"
+_USE_OPT = (
+    "create one with `python3 -m venv /opt/mirrord`, install mirrord there, and run"
     " `/opt/mirrord/bin/mirrord service install`"
 )
-_START_S = 330.0  # TimeoutStartSec= and a bit
+_START_TIMEOUT_S = 330.0  # more than TimeoutStartSec=
 
 
 def plan_install(environment: Path) -> list[Step]:
-    """Everything that an installation or an upgrade does. Raises where it could not work."""
+    """Return the steps of an installation or upgrade; raises if it could not work."""
     refuse_environment(environment)
     for place in PLACES[2:]:
         if (place / "mirrord.service").exists():
-            fact = f"cannot install the service: {place} has its units, of a package"
-            raise ConflictError(fact, hint="use its mirrord, or remove that package")
+            fact = f"cannot install the service: a package has its units in {place}"
+            raise ConflictError(fact, hint="use the mirrord of the package, or remove it")
     return [*_write_steps(environment), *_link_steps(environment), *_start_steps()]
 
 
 def plan_uninstall(environment: Path) -> list[Step]:
-    """Stop the service and remove what an installation wrote, but for configuration and state."""
+    """Return the steps that stop the service and remove all but configuration and state."""
     units = [name for name in NAMES if (UNITS / name).exists()]
     links = [_LINKS / name for name in _PROGRAMS if _is_link_into(environment, _LINKS / name)]
     fragments = [path for path in _FRAGMENTS.values() if path.exists()]
@@ -63,26 +64,28 @@ def plan_uninstall(environment: Path) -> list[Step]:
     steps = [Step(f"remove {path}", path.unlink) for path in removed]
     if units:
         stop = _run("systemctl", "disable", "--now", *(name for name in units if "@" not in name))
-        unmount = Step(f"unmount what is mounted below {STATE}", _unmount_all)
+        unmount = Step(f"unmount everything below {STATE}", _unmount_all)
         steps = [stop, *steps, _run("systemctl", "daemon-reload"), unmount]
     return steps
 
 
 def refuse_host() -> None:
-    """Raise where this process cannot set up a service."""
+    """Raise if this process cannot install a service."""
     if os.geteuid() != 0:
         fact = "cannot set up the service: only root may"
-        raise AccessError(fact, hint="use sudo; without root, `mirrord serve` runs a daemon")
+        raise AccessError(fact, hint="use sudo; `mirrord serve` runs a daemon without root")
     if not RUNNING.is_dir():
-        fact = "cannot set up the service: systemd does not run here"
-        raise ResourceError(fact, hint="`mirrord serve` runs the daemon without it")
+        fact = "cannot set up the service: systemd is not running"
+        raise ResourceError(fact, hint="`mirrord serve` runs a daemon without systemd")
 
 
 def refuse_environment(environment: Path) -> None:
-    """Raise where units cannot start from an environment, or others than root could change it."""
+    """Raise if units cannot start its programs, or others than root may change them."""
     if not re.fullmatch(r"[\w./+-]+", str(environment)):
-        fact = f"cannot install units for {environment}: it has characters that units treat apart"
-        raise ResourceError(fact, hint=_ELSEWHERE)
+        fact = (
+            f"cannot install units for {environment}: it has characters that are special in units"
+        )
+        raise ResourceError(fact, hint=_USE_OPT)
     interpreter = Path(os.path.realpath(environment / "bin/python"))
     for path in (interpreter, environment, environment.resolve(), _PACKAGE.resolve()):
         for part in (path, *path.parents):
@@ -92,21 +95,20 @@ def refuse_environment(environment: Path) -> None:
 def _refuse_part(path: Path, part: Path) -> None:
     fact = f"cannot install units for {path}: "
     if str(part) in _HIDDEN:
-        raise ResourceError(f"{fact}they do not see {part}", hint=_ELSEWHERE)
-    held = part.stat()
-    mode = stat.S_IMODE(held.st_mode)
-    is_open = mode & 0o002 or (mode & 0o020 and held.st_gid != 0)
-    if held.st_uid != 0 or (is_open and not mode & stat.S_ISVTX):
-        reason = f"others than root may change {part}, and the mount service runs as root"
+        raise ResourceError(f"{fact}units cannot access {part}", hint=_USE_OPT)
+    found = part.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    is_writable = mode & 0o002 or (mode & 0o020 and found.st_gid != 0)
+    if found.st_uid != 0 or (is_writable and not mode & stat.S_ISVTX):
+        reason = f"others than root may change {part}, but the mount service runs as root"
         raise ResourceError(f"{fact}{reason}", hint=f"`chown root {part}; chmod go-w {part}`")
     if not mode & 0o001:
         reason = f"user mirrord cannot enter {part}"
-        raise ResourceError(f"{fact}{reason}", hint=f"`chmod go+rx {part}`, and what is below")
+        raise ResourceError(f"{fact}{reason}", hint=f"`chmod -R go+rX {part}`")
 
 
 def render_unit(text: str, environment: Path) -> str:
-    """A unit that starts the programs of an environment."""
-    return text.replace(f"={_IN_UNITS}/bin/", f"={environment}/bin/")
+    return text.replace(f"={_UNITS_ENVIRONMENT}/bin/", f"={environment}/bin/")
 
 
 def _write_steps(environment: Path) -> Iterator[Step]:
@@ -136,7 +138,7 @@ def _start_steps() -> Iterator[Step]:
 
 
 def _run(*command: str) -> Step:
-    return Step(f"run {' '.join(command)}", partial(run, *command, timeout_s=_START_S))
+    return Step(f"run {' '.join(command)}", partial(run, *command, timeout_s=_START_TIMEOUT_S))
 
 
 def _write(path: Path, text: str, mode: int = 0o644) -> Step:
@@ -160,7 +162,7 @@ def _is_link_into(environment: Path, link: Path) -> bool:
 
 
 def _unmount_all() -> None:
-    """Checkouts that are held are mounted again by the next daemon."""
+    """Unmount checkouts; the next daemon mounts held ones again."""
     for point in sorted(mounts_below(str(STATE)), reverse=True):
         if point != str(STATE):
             umount(point)

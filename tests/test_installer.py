@@ -44,7 +44,7 @@ def test_every_unit_starts_the_environment_that_it_is_installed_from() -> None:
 @pytest.mark.parametrize(
     ("mode", "uid", "fact"),
     [
-        (0o755, 0, "they do not see /tmp"),
+        (0o755, 0, "units cannot access /tmp"),
         (0o700, 0, "user mirrord cannot enter"),
         (0o755, 65534, "others than root may change"),
         (0o757, 0, "others than root may change"),
@@ -67,7 +67,9 @@ def test_an_interpreter_that_units_do_not_see_is_refused(
 ) -> None:
     """As uv's own Pythons below root's home."""
     monkeypatch.setattr("mirrord.installer._HIDDEN", ("/usr",))
-    with pytest.raises(ResourceError, match=r"units for /usr/bin/python3.* they do not see /usr"):
+    with pytest.raises(
+        ResourceError, match=r"units for /usr/bin/python3.* units cannot access /usr"
+    ):
         installer.refuse_environment(environment)
 
 
@@ -80,7 +82,7 @@ def test_it_refuses_without_systemd_or_root(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("mirrord.installer.RUNNING", tmp_path / "none")
-    with pytest.raises(ResourceError, match="systemd does not run here"):
+    with pytest.raises(ResourceError, match="systemd is not running"):
         installer.refuse_host()
     monkeypatch.setattr("mirrord.installer.RUNNING", tmp_path)
     installer.refuse_host()

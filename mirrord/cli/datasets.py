@@ -20,7 +20,7 @@ from ..protocol import (
     UnpinnedCommit,
 )
 from .operations import conclude, watching
-from .output import count, described, facts, listing, short
+from .output import count, facts, facts_of, listing, short
 from .session import Argument, NoWait, Option, Session, ViewOption
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def add(
             progress=watch,
         )
     if dry_run:
-        compared = conclude(session, operation, no_wait, DatasetDiff, _differences)
+        compared = conclude(session, operation, no_wait, DatasetDiff, _diff_lines)
         for fault in compared.faults if compared else ():
             session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
         return
-    found = conclude(session, operation, no_wait, DatasetImported, _imported)
+    found = conclude(session, operation, no_wait, DatasetImported, _import_lines)
     for text in _warnings(found) if found else ():
         session.note(text)
     if found and found.dataset.unpinned:
@@ -96,7 +96,7 @@ def _read_mapping(file: Path) -> str:
         raise UsageError(f"cannot read the mapping {file}: {fact}") from error
 
 
-def _imported(found: DatasetImported) -> Iterator[str]:
+def _import_lines(found: DatasetImported) -> Iterator[str]:
     dataset, change = found.dataset, found.change
     instances = f"{count(dataset.instance_count, 'instance')} of format {dataset.format}"
     commits, mirrors = count(dataset.commit_count, "commit"), len(dataset.mirrors)
@@ -139,14 +139,14 @@ def prepare(
     not the operation.
     """
     operation = session.client.prepare_dataset(name, *instances)
-    found = conclude(session, operation, no_wait, Prewarmed, _prepared)
+    found = conclude(session, operation, no_wait, Prewarmed, _prepare_lines)
     if found and found.failed:
         raise SystemExit(IntegrityError.exit_status)
     if found and found.left:
         raise SystemExit(ResourceError.exit_status)
 
 
-def _prepared(found: Prewarmed) -> Iterator[str]:
+def _prepare_lines(found: Prewarmed) -> Iterator[str]:
     yield f"{count(found.prepared, 'commit')} prepared, {found.failed} failed, {found.left} left"
 
 
@@ -166,10 +166,10 @@ def show(
     dataset = session.client.get_dataset(name)
     ids = session.client.list_instances(name) if instances else []
     answer = dataset.to_json() | ({"instances": [each.id for each in ids]} if instances else {})
-    session.answer(answer, _described(dataset, ids))
+    session.answer(answer, _dataset_lines(dataset, ids))
 
 
-def _described(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]:
+def _dataset_lines(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]:
     rules = ", ".join(f"{rule} {times}" for rule, times in dataset.rules.items())
     roles = ", ".join(f"{n:,} {role}" for role, n in dataset.commits_by_role.items())
     commits = f"{dataset.commit_count:,}" + (f": {roles}" if roles else "")
@@ -180,7 +180,7 @@ def _described(dataset: Dataset, instances: list[InstanceName]) -> Iterator[str]
     names = "dataset=name format source sha256 digest instances=instance_count"
     names += " repositories=mirrors:count commits unpinned=unpinned_count bad_rows=fault_count"
     names += " environments=environment_count created rules imported=imported_at"
-    yield from described(dataset, names, commits=commits, created=created, rules=rules or None)
+    yield from facts_of(dataset, names, commits=commits, created=created, rules=rules or None)
     if instances:
         yield ""
         yield from (each.id for each in instances)
@@ -210,10 +210,10 @@ def diff(
 ) -> None:
     """Rows of B that A lacks are added. `dataset import --dry-run` compares with a file."""
     found = session.client.diff_datasets(a, b)
-    session.answer(found, _differences(found))
+    session.answer(found, _diff_lines(found))
 
 
-def _differences(found: DatasetDiff) -> Iterator[str]:
+def _diff_lines(found: DatasetDiff) -> Iterator[str]:
     change = found.change
     yield from (f"+ {identity}" for identity in change.added)
     yield from (f"- {identity}" for identity in change.removed)
@@ -234,8 +234,8 @@ def _differences(found: DatasetDiff) -> Iterator[str]:
 
 
 def export(session: Session, name: Name) -> None:
-    """Prints JSON lines with all answers, ordered by id: the same bytes for the same rows. Their
-    import gives an equal dataset.
+    """Rows include all answers and are ordered by id: the same rows give the same bytes. An import
+    of them gives an equal dataset.
     """
     for piece in session.client.export_dataset(name):
         sys.stdout.buffer.write(piece)

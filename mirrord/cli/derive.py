@@ -72,10 +72,10 @@ def derive(
         raise UsageError(fact, hint="name a writable file") from error
     for where, fault in faults.items():
         session.note(f"{where}: {fault}")
-    for line in _remarks(deriver.report):
+    for line in _remark_lines(deriver.report):
         session.note(line)
     if output is not None:
-        session.answer(_answer(deriver.report, len(faults)), _counts(deriver.report))
+        session.answer(_answer(deriver.report, len(faults)), _count_lines(deriver.report))
 
 
 # -- versions -------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _version_in(tree: Path, repo: str) -> Version | None:
 # -- the answer -----------------------------------------------------------------------------------
 
 
-def _counts(report: Derived) -> Iterator[str]:
+def _count_lines(report: Derived) -> Iterator[str]:
     lacking = Counter[str]()
     for (column, _), times in report.lacking.items():
         lacking[column] += times
@@ -135,7 +135,7 @@ def _counts(report: Derived) -> Iterator[str]:
     yield from table(("COLUMN", "ADDED", "AGREES", "DISAGREES", "NOT DERIVED"), rows)
 
 
-def _remarks(report: Derived) -> Iterator[str]:
+def _remark_lines(report: Derived) -> Iterator[str]:
     for each in report.disagreements:
         values = f"recorded {_text(each.recorded)}, {each.rule} gives {_text(each.derived)}"
         yield f"{each.instance}: {each.column}: {values}"

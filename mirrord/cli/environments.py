@@ -8,7 +8,7 @@ from typing import Annotated
 from ..errors import IntegrityError, UsageError
 from ..protocol import BuildReport, Environment
 from .operations import conclude
-from .output import count, described, listing, short, size
+from .output import count, facts_of, listing, short, size
 from .session import Argument, NoWait, Option, Session
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
@@ -20,7 +20,7 @@ def build(
     session: Session,
     names: Annotated[list[str], Argument(_NAMES_HELP, "[NAME]...")] = [],  # noqa: B006
     dataset: Annotated[
-        str | None, Option("All instances of this dataset, or the dataset of NAME.")
+        str | None, Option("All instances of this dataset, or the dataset of NAME.", "NAME")
     ] = None,
     prewarm: Annotated[bool, Option("Also prepare each instance of the dataset.")] = False,
     again: Annotated[bool, Option("Retry failed builds.")] = False,
@@ -38,14 +38,14 @@ def build(
     operation = session.client.build_environments(
         *names, dataset=dataset, prewarm=prewarm, again=again, frozen=frozen
     )
-    report = conclude(session, operation, no_wait, BuildReport, _built)
+    report = conclude(session, operation, no_wait, BuildReport, _build_lines)
     for failure in report.failed if report else ():
         session.note(failure.detail)
     if report and report.failed:
         raise SystemExit(IntegrityError.exit_status)
 
 
-def _built(report: BuildReport) -> Iterator[str]:
+def _build_lines(report: BuildReport) -> Iterator[str]:
     yield from report.ready
     if report.prepared:
         yield f"prepared {count(len(report.prepared), 'commit')}"
@@ -64,7 +64,6 @@ def add(
 
 
 def list_all(session: Session) -> None:
-    """Lists ready environments, failed builds and running builds."""
     found = session.client.list_environments()
     columns = "ENVIRONMENT=name STATE PYTHON FILES SIZE=size_bytes HELD=holders BUILT=built_at"
     session.answer(found, listing(found, columns))
@@ -73,10 +72,10 @@ def list_all(session: Session) -> None:
 def show(session: Session, key: Name) -> None:
     """With --json, the recipe is included."""
     found = session.client.get_environment(key)
-    session.answer(found, _described(found))
+    session.answer(found, _environment_lines(found))
 
 
-def _described(found: Environment) -> Iterator[str]:
+def _environment_lines(found: Environment) -> Iterator[str]:
     at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
     names = "environment=name state python interpreter built_at built=built_at used=used_at"
     names += " held=holders files size manifest left_out findings error"
@@ -85,7 +84,7 @@ def _described(found: Environment) -> Iterator[str]:
     leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared) or None
     own: dict[str, object] = {"built_at": at, "left_out": left_out, "findings": leaks}
     own |= {"size": shared} if found.state == "ready" else dict.fromkeys(("files", "size"))
-    yield from described(found, names, **own)
+    yield from facts_of(found, names, **own)
     if found.prepared:
         yield ""
         yield from listing(found.prepared, "MIRROR COMMIT=commit:short LAYER ERROR")

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from .. import errors
 from ..bubblewrap import become, end, find_started
+from ..client.rooms import Limits
 from ..client.sandboxes import box_of
-from ..client.sandboxes.rooms import Limits
 from ..host.processes import hide_argument
 from ..model import Bind, View, shown
 from ..units import parse_size

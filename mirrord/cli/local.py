@@ -107,14 +107,14 @@ def doctor(
         done = [each._asdict() for each in repaired]
         session.print_json({"repairs": done, "checks": found} if fix else found)
     else:
-        for line in (*_repaired(repaired), *_checked(checks)):
+        for line in (*_repair_lines(repaired), *_check_lines(checks)):
             print_line(line)
     has_failed = any(each.state == "failed" for each in repaired)
     if has_failed or any(check.verdict == "fail" for check in checks):
         raise SystemExit(errors.ResourceError.exit_status)
 
 
-def _repaired(repaired: list[Repaired]) -> Iterator[str]:
+def _repair_lines(repaired: list[Repaired]) -> Iterator[str]:
     for each in repaired:
         detail = f": {each.detail}" if each.detail else ""
         yield f"{each.state.ljust(7)}  {printable(each.what)}{printable(detail)}"
@@ -122,7 +122,7 @@ def _repaired(repaired: list[Repaired]) -> Iterator[str]:
         yield ""
 
 
-def _checked(checks: list[Check]) -> Iterator[str]:
+def _check_lines(checks: list[Check]) -> Iterator[str]:
     width = max(len(check.name) for check in checks)
     for check in checks:
         verdict = check.verdict.ljust(4)
@@ -235,10 +235,9 @@ DryRun = Annotated[bool, Option("Print the steps, and change nothing.")]
 
 
 def install(session: Session, *, dry_run: DryRun = False) -> None:
-    """Writes units, users, directories and a missing configuration, and starts the services.
-
-    The units start the Python environment that this mirrord is installed in. Run it again after an
-    upgrade: it writes the units of the new version and restarts the services.
+    """The units start the Python environment that this mirrord is installed in. A missing
+    configuration is written too. Run it again after an upgrade: it writes the units of the new
+    version and restarts the services.
     """
     if not dry_run:
         installer.refuse_host()

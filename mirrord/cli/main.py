@@ -145,7 +145,6 @@ class _Group(click.Group):
 
 
 def build() -> click.Group:
-    """Return the whole command line."""
     summary = "Git-native mirrors and sealed checkouts, served by one daemon per machine."
     settings: dict[str, Any] = {"no_args_is_help": True, "context_settings": _SETTINGS}
     epilog = f"\b\nExit status:\n{exit_lines(EXIT_STATUSES)}"

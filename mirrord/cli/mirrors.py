@@ -11,10 +11,10 @@ from ..model import AuditLevel, CommitRole
 from ..protocol import Audit, BundleImported, Mirror, Operation, RefDiff, Repair, Restored
 from .checkouts import restore_paths
 from .operations import conclude, finish, finish_all, started, watching
-from .output import cell, count, described, listing, problem_of
+from .output import cell, count, facts_of, listing, problem_of
 from .session import Argument, MirrorArgument, NoWait, Option, Session
 
-Repos = Annotated[list[str], Argument("owner/name of [upstream] url.", "REPO...")]
+Repos = Annotated[list[str], Argument("owner/name; [upstream] url is the upstream.", "REPO...")]
 RecordArgument = Annotated[str, Argument("A record, by id or time (ISO 8601).")]
 _LOSS_HELP = "Follow an upstream that lost most of its refs; the mirror keeps their tips."
 AcceptLoss = Annotated[bool, Option(_LOSS_HELP)]
@@ -24,14 +24,14 @@ CommitArgument = Annotated[str, Argument("A full commit id.")]
 def add(
     session: Session,
     repos: Repos,
-    url: Annotated[str | None, Option("Another upstream, for a single REPO.")] = None,
+    url: Annotated[str | None, Option("Another upstream, for a single REPO.", "URL")] = None,
     no_wait: NoWait = False,
 ) -> None:
     """An existing mirror with the same upstream is synced again."""
     if url and len(repos) > 1:
         hint = "add them one by one, each with its own --url"
         raise UsageError("cannot use one --url for several mirrors", hint=hint)
-    _run(session, (partial(session.client.add_mirror, repo, url) for repo in repos), no_wait)
+    _start_all(session, (partial(session.client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
 def sync(
@@ -47,10 +47,10 @@ def sync(
     client = session.client
     wanted = names or [mirror.name for mirror in client.list_mirrors()]
     starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
-    _run(session, starts, no_wait)
+    _start_all(session, starts, no_wait)
 
 
-def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
+def _start_all(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
     """Start operations and wait for them; print their mirrors, or the running operations."""
     operations: list[Operation] = []
     status = 0
@@ -69,7 +69,7 @@ def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: b
             yield from listing(operations, "OPERATION=id KIND SUBJECT STATE")
         elif operations:
             subjects = {operation.subject.lower() for operation in operations}
-            yield from _lines(
+            yield from _mirror_table(
                 m for m in session.client.list_mirrors() if m.name.lower() in subjects
             )
 
@@ -84,10 +84,10 @@ def _run(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: b
 
 def list_all(session: Session) -> None:
     mirrors = session.client.list_mirrors()
-    session.answer(mirrors, _lines(mirrors))
+    session.answer(mirrors, _mirror_table(mirrors))
 
 
-def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
+def _mirror_table(mirrors: Iterable[Mirror]) -> Iterator[str]:
     counts = "REFS=ref_count PINS=pin_count KEPT=kept_count SIZE=size_bytes"
     columns = f"MIRROR=name STATE {counts} SYNCED=synced_at PROBLEM"
     return listing(mirrors, columns, PROBLEM=problem_of)
@@ -96,15 +96,15 @@ def _lines(mirrors: Iterable[Mirror]) -> Iterator[str]:
 def show(session: Session, name: MirrorArgument) -> None:
     """Status 8 if git cannot open the mirror."""
     mirror = session.client.get_mirror(name)
-    session.answer(mirror, _described(mirror))
+    session.answer(mirror, _mirror_lines(mirror))
     if mirror.error and isinstance(from_problem({"code": mirror.error.code}), IntegrityError):
         raise SystemExit(IntegrityError.exit_status)
 
 
-def _described(mirror: Mirror) -> Iterator[str]:
+def _mirror_lines(mirror: Mirror) -> Iterator[str]:
     counts = "refs=ref_count pins=pin_count kept_refs=kept_count size=size_bytes"
     names = f"mirror=name upstream=url state default_branch {counts} synced=synced_at"
-    yield from described(
+    yield from facts_of(
         mirror, f"{names} attempted=attempted_at problem=error.detail hint=error.hint"
     )
     if mirror.ref_faults:
@@ -113,7 +113,7 @@ def _described(mirror: Mirror) -> Iterator[str]:
 
 
 def remove(session: Session, name: MirrorArgument) -> None:
-    """Refuses a mirror with pins or checkouts: remove the datasets first."""
+    """Remove the datasets that pin its commits first."""
     session.client.remove_mirror(name)
     session.answer(None, [])
     session.note(f"removed mirror {name}")
@@ -126,7 +126,7 @@ def pin(
     session: Session,
     name: MirrorArgument,
     commit: CommitArgument,
-    reason: Annotated[str, Option("Reason, shown by `mirrord pins`.")] = "",
+    reason: Annotated[str, Option("Reason, shown by `mirrord pins`.", "REASON")] = "",
 ) -> None:
     """Fetches the commit if the mirror lacks it, and pins it once its closure is verified."""
     made = session.client.pin(name, commit, reason)
@@ -139,7 +139,7 @@ def unpin(
     commit: CommitArgument,
     owner: Annotated[
         str | None,
-        Option("dataset/NAME or person/UID, for administrators; default: you."),
+        Option("dataset/NAME or person/UID, for administrators; default: you.", "OWNER"),
     ] = None,
 ) -> None:
     """Pins of other owners still keep the commit alive."""
@@ -160,24 +160,24 @@ def pins(
 
 
 def refs_log(session: Session, name: MirrorArgument) -> None:
-    """Lists records, newest first; each sync that changes a ref makes one."""
+    """Newest first. Each sync that changes a ref makes a record."""
     records = session.client.log_refs(name)
     session.answer(records, listing(records, "RECORD=id AT REFS=ref_count SUMMARY"))
 
 
 def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
     found = session.client.diff_refs(name, a, b)
-    session.answer(found, _changes(found))
+    session.answer(found, _change_lines(found))
 
 
 def refs_restore(
     session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
 ) -> None:
     """Prints the moved refs. Their old tips are kept. The next sync follows upstream again."""
-    conclude(session, session.client.restore_refs(name, at), no_wait, RefDiff, _changes)
+    conclude(session, session.client.restore_refs(name, at), no_wait, RefDiff, _change_lines)
 
 
-def _changes(found: RefDiff) -> Iterator[str]:
+def _change_lines(found: RefDiff) -> Iterator[str]:
     columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF"
     return listing(found.changes, columns, OLD_TIP=lambda each: "kept" if each.kept else None)
 
@@ -205,7 +205,7 @@ def bundle(
         raise UsageError(f"cannot write {file}: it is a directory", hint="name a file in it")
     with watching(session, f"bundling {name}") as watch:
         made = session.client.create_bundle(name, file, since=since, progress=watch)
-    session.answer(made, described(made, "file mirror size=size_bytes record since"))
+    session.answer(made, facts_of(made, "file mirror size=size_bytes record since"))
 
 
 def bundle_import(
@@ -223,10 +223,10 @@ def bundle_import(
         raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
     with watching(session, f"sending {file.name}") as watch:
         operation = session.client.import_bundle(file, mirror=mirror, progress=watch)
-    conclude(session, operation, no_wait, BundleImported, _merged)
+    conclude(session, operation, no_wait, BundleImported, _bundle_lines)
 
 
-def _merged(result: BundleImported) -> Iterator[str]:
+def _bundle_lines(result: BundleImported) -> Iterator[str]:
     verb = "created" if result.created else "merged into"
     counts = f"{len(result.kept)} kept, {count(result.pins, 'pin')}"
     yield f"{verb} mirror {result.mirror}: {result.summary}, {counts}"
@@ -277,18 +277,18 @@ def _restore_mirrors(session: Session, names: list[str], no_wait: bool) -> None:
     result = Restored.from_json(finish(session, operation).result)
     for each in result.failed:
         session.fail(from_problem(each.error.to_json()))
-    session.answer(result, _restored(result))
+    session.answer(result, _restore_lines(result))
     if result.failed:
         raise SystemExit(from_problem(result.failed[0].error.to_json()).exit_status)
     if result.audit:
-        _end(result.audit)
+        _exit_on_findings(result.audit)
 
 
-def _restored(result: Restored) -> Iterator[str]:
+def _restore_lines(result: Restored) -> Iterator[str]:
     for each in result.mirrors:
-        yield from _merged(each)
+        yield from _bundle_lines(each)
     if result.audit:
-        yield from _findings(result.audit)
+        yield from _audit_lines(result.audit)
         yield f"audit {result.audit.id}"
 
 
@@ -298,7 +298,9 @@ Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]..
 def audit(
     session: Session,
     names: Names = None,
-    dataset: Annotated[str | None, Option("Only commits that this dataset records.")] = None,
+    dataset: Annotated[
+        str | None, Option("Only commits that this dataset records.", "NAME")
+    ] = None,
     level: Annotated[
         AuditLevel | None, Option("Level of the checks; default: as configured.")
     ] = None,
@@ -310,15 +312,15 @@ def audit(
     """
     heal = False if no_heal else None
     operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
-    found = _finished(session, operation, no_wait)
+    found = _finish_audit(session, operation, no_wait)
     if found:
-        for line in _repairs(found):
+        for line in _repair_lines(found):
             session.note(line)
-        session.answer(found, _findings(found))
-        _end(found)
+        session.answer(found, _audit_lines(found))
+        _exit_on_findings(found)
 
 
-def _finished(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
+def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
     if no_wait:
         session.answer(operation, started(operation))
         return None
@@ -326,17 +328,17 @@ def _finished(session: Session, operation: Operation, no_wait: bool) -> Audit | 
     return session.client.get_audit(str((ended.result or {})["id"]))
 
 
-def _end(found: Audit) -> None:
+def _exit_on_findings(found: Audit) -> None:
     if found.open_count:
         raise SystemExit(IntegrityError.exit_status)
 
 
-def _repairs(found: Audit) -> Iterator[str]:
+def _repair_lines(found: Audit) -> Iterator[str]:
     for repair in found.repairs:
-        yield from map(cell, _repair(repair))
+        yield from map(cell, _describe_repair(repair))
 
 
-def _findings(found: Audit) -> Iterator[str]:
+def _audit_lines(found: Audit) -> Iterator[str]:
     for f in found.findings:
         commit = f" {f.commit}" if f.commit else ""
         instances = f" ({', '.join(f.instances)})" if f.instances else ""
@@ -355,8 +357,7 @@ def _findings(found: Audit) -> Iterator[str]:
     yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
 
 
-def _repair(repair: Repair) -> Iterator[str]:
-    """Describe what a heal repaired in a mirror, and what it could not."""
+def _describe_repair(repair: Repair) -> Iterator[str]:
     for donor, number in repair.objects.items():
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
@@ -398,7 +399,7 @@ def heal(
     else:
         with watching(session, f"sending {bundle.name}") as watch:
             operation = session.client.heal_with_bundle(mirrors[0], bundle, progress=watch)
-    found = _finished(session, operation, no_wait)
+    found = _finish_audit(session, operation, no_wait)
     if found:
-        session.answer(found, chain(_repairs(found), _findings(found)))
-        _end(found)
+        session.answer(found, chain(_repair_lines(found), _audit_lines(found)))
+        _exit_on_findings(found)

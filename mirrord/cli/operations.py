@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 from ..errors import MirrordError, OperationNotFoundError
 from ..protocol import Answer, Operation, Progress
-from .output import cell, described, listing
+from .output import cell, facts_of, listing
 from .session import Argument, Option, Session, as_json, print_line
 
 A = TypeVar("A", bound=Answer)
@@ -93,7 +93,6 @@ def conclude(
 
 
 def started(operation: Operation) -> list[str]:
-    """Return the answer for a running operation."""
     return [f"operation {operation.id} {operation.state}"]
 
 
@@ -104,12 +103,12 @@ def list_all(
     session: Session,
     running: Annotated[bool, Option("Only running operations.")] = False,
 ) -> None:
-    """Lists your operations, for administrators all. A restart of the daemon clears the list."""
+    """Users see their own operations, administrators all. A restart clears the list."""
     known = [o for o in session.client.list_operations() if not running or o.state == "running"]
-    session.answer(known, rows(known))
+    session.answer(known, operation_table(known))
 
 
-def rows(operations: Iterable[Operation]) -> Iterator[str]:
+def operation_table(operations: Iterable[Operation]) -> Iterator[str]:
     columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
     return listing(operations, columns, PROGRESS=lambda found: amount(found.progress))
 
@@ -119,7 +118,7 @@ def show(session: Session, operation_id: Id) -> None:
     found = session.client.get_operation(operation_id)
     names = "operation=id kind subject state progress started=started_at ended=finished_at"
     names += " problem=error.detail hint=error.hint"
-    session.answer(found, described(found, names, progress=amount(found.progress) or None))
+    session.answer(found, facts_of(found, names, progress=amount(found.progress) or None))
 
 
 def watch(session: Session, operation_id: Id) -> None:

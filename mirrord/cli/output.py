@@ -50,7 +50,7 @@ def listing(items: Iterable[T], columns: str, **computed: Callable[[T], object])
     return table(header, [[read(item) for read in readers] for item in items])
 
 
-def described(item: object, names: str, **computed: object) -> Iterator[str]:
+def facts_of(item: object, names: str, **computed: object) -> Iterator[str]:
     """Yield facts about a message; `names` and `computed` are as the columns of `listing`."""
     words = [word.partition("=") for word in names.split()]
     return facts(

@@ -171,7 +171,6 @@ class GradedPrediction:
 
     @property
     def reason(self) -> str:
-        """The reason why there is no grade."""
         if self.counts:
             return f"line {self.counts} counts"
         return self.error.message if self.error else ""
@@ -260,12 +259,10 @@ class GradingReport(Report[GradedPrediction]):
         }
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer of --json."""
         rows = [outcome.to_json() for outcome in self.rows]
         return {"predictions": to_json(rows), "totals": to_json(self.totals())}
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer as text."""
         models = len({each.model for each in self.rows if each.model}) > 1
         rows = []
         for each in self.rows:

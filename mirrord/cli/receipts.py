@@ -60,13 +60,13 @@ def _verify(session: Session, file: str, signers: Path | None, identity: str) ->
         )
     notes: list[str] = []
     try:
-        given = _read(read_file(file))
+        given = _parse(read_file(file))
     except MalformedError as error:
-        report = ReceiptReport(holds=False, mismatches=[_fault("format", str(error))])
+        report = ReceiptReport(holds=False, mismatches=[_mismatch("format", str(error))])
     else:
         is_good, detail = _judge_signature(given, signers, identity)
         report = session.client.verify_receipt(given)
-        faults = [] if is_good else [_fault("signature", detail)]
+        faults = [] if is_good else [_mismatch("signature", detail)]
         notes = [detail] if is_good else []
         report = replace(
             report,
@@ -74,12 +74,12 @@ def _verify(session: Session, file: str, signers: Path | None, identity: str) ->
             mismatches=[*faults, *report.mismatches],
             checked=["format", *(["signature"] if given.signature else []), *report.checked],
         )
-    session.answer(report, [*_lines(report), *notes])
+    session.answer(report, [*_report_lines(report), *notes])
     if not report.holds:
         raise SystemExit(IntegrityError.exit_status)
 
 
-def _read(content: bytes) -> Receipt:
+def _parse(content: bytes) -> Receipt:
     """Parse a receipt, in any layout of JSON; raises MalformedError.
 
     Unknown members are refused, because nothing verifies them.
@@ -114,11 +114,11 @@ def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tup
     return is_good, detail
 
 
-def _fault(member: str, fact: str) -> Mismatch:
+def _mismatch(member: str, fact: str) -> Mismatch:
     return Mismatch(member=member, stated=None, found=fact)
 
 
-def _lines(report: ReceiptReport) -> Iterator[str]:
+def _report_lines(report: ReceiptReport) -> Iterator[str]:
     for each in report.mismatches:
         stated = "" if each.stated is None else f"stated {each.stated}, found "
         yield f"{each.member}: {stated}{each.found or 'nothing'}"

@@ -34,7 +34,7 @@ def rehearse(
     instances: Annotated[
         list[str] | None, Argument("Instances; default: all.", "[INSTANCE]...")
     ] = None,
-    dataset: Annotated[str | None, Option("All instances of this dataset.")] = None,
+    dataset: Annotated[str | None, Option("All instances of this dataset.", "NAME")] = None,
     jobs: Annotated[str, Option("Instances to test at a time.", "N")] = "8",
     report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
     resume: Annotated[Path | None, Option(_RESUME_HELP, "FILE")] = None,
@@ -165,7 +165,6 @@ class Results(reports.Report[protocol.Rehearsed]):
         return {**super().facts(), "datasets": [(name, [*rows]) for name, rows in datasets]}
 
     def answer(self) -> dict[str, Any]:
-        """Return the answer of --json."""
         rows = [{**row.to_json(), "ok": row.ok} for row in self.rows]
         return {"instances": rows, "totals": protocol.to_json(self.totals())}
 
@@ -184,7 +183,7 @@ class Results(reports.Report[protocol.Rehearsed]):
         if bad := self.bad():
             yield ""
             yield from listing(bad, "INSTANCE RESULT=status REASON")
-            yield from _unexpected(bad)
+            yield from _unexpected_lines(bad)
         counted = [
             f"{found:,} {state}"
             for state in Readiness
@@ -201,7 +200,7 @@ def _failed_step(row: protocol.Rehearsed) -> str:
     return next((step.name for step in row.steps if step.outcome in outcomes), str(row.status))
 
 
-def _unexpected(rows: list[protocol.Rehearsed]) -> Iterator[str]:
+def _unexpected_lines(rows: list[protocol.Rehearsed]) -> Iterator[str]:
     """Yield unexpected results of tests, with the last lines of their log."""
     for row in rows:
         for each in row.unexpected:

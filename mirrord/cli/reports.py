@@ -147,7 +147,6 @@ class Report(ABC, Generic[R]):
         return page
 
     def facts(self) -> dict[str, Any]:
-        """Return the variables of the template."""
         return {"totals": self.totals(), "rows": self.rows}
 
 

@@ -75,7 +75,6 @@ class Session:
             self.note(f"this run is not on the page: {error.message}")
 
     def fail(self, error: MirrordError) -> None:
-        """Print an error and its hint."""
         if self.json:
             print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
             return

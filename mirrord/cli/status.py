@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from ..errors import NoDaemonError, ResourceError, UsageError
 from ..protocol import Event, Garbage, Mirror, Operation, Status, Usage
 from . import operations
-from .output import cell, count, described, facts, listing, problem_of, size, table, when
+from .output import cell, count, facts, facts_of, listing, problem_of, size, table, when
 from .session import Option, Session, as_json, print_line, read_duration
 
 _POLL_S = 0.1
@@ -54,7 +54,7 @@ def status(
         )
     found = _wait_for_status(session, wait)
     while True:
-        _print(session, found, every=every, problems=problems)
+        _print_status(session, found, every=every, problems=problems)
         if not watch:
             return
         time.sleep(_WATCH_S)
@@ -67,13 +67,13 @@ def status(
 
 
 def fleet(session: Session) -> None:
-    """Lists the nodes that share catalog and store, and their claims."""
+    """They share catalog and store; also lists their claims."""
     found = session.client.fleet()
     if not found.store:
         session.answer(found, ["not a fleet: [store] url is not set"])
         return
     node_names = {node.holder: node.name for node in found.nodes}
-    lines = [*described(found, "node store fault generations behind"), ""]
+    lines = [*facts_of(found, "node store fault generations behind"), ""]
     columns = "node=name id version seen mirrors behind fault"
     lines += listing(found.nodes, columns, seen=lambda node: f"{node.age_s:.0f} s")
     if found.claims:
@@ -101,7 +101,7 @@ def _wait_for_status(session: Session, wait: str | None) -> Status:
         time.sleep(_POLL_S)
 
 
-def _print(session: Session, found: Status, *, every: bool, problems: bool) -> None:
+def _print_status(session: Session, found: Status, *, every: bool, problems: bool) -> None:
     attention = list(problems_of(found))
     if problems and session.json:
         session.print_json([each._asdict() for each in attention])
@@ -110,7 +110,7 @@ def _print(session: Session, found: Status, *, every: bool, problems: bool) -> N
     else:
         known = session.client.list_operations() if found.operations_running else []
         running = [each for each in known if each.state == "running"]
-        session.answer(found, _described(found, attention, running, every))
+        session.answer(found, _status_lines(found, attention, running, every))
 
 
 # -- what needs attention --------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def problems_of(found: Status) -> Iterator[Attention]:
     for reason in reasons:
         if not reason.startswith(_WARNING):
             yield Attention("degraded", reason, _action_for(reason))
-    yield from _of_audit(found)
-    yield from _of_mirrors(found.mirrors)
+    yield from _audit_problems(found)
+    yield from _mirror_problems(found.mirrors)
     for dataset in found.datasets:
         faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
         if fact := ", ".join(count(number, noun) for number, noun in faults if number):
@@ -150,7 +150,7 @@ def _action_for(reason: str) -> str:
     return "journalctl -t mirrord -p warning"
 
 
-def _of_audit(found: Status) -> Iterator[Attention]:
+def _audit_problems(found: Status) -> Iterator[Attention]:
     audit = found.last_audit
     if audit is None:
         return
@@ -166,7 +166,7 @@ def _of_audit(found: Status) -> Iterator[Attention]:
         yield Attention("problem", fact, "mirrord audit")
 
 
-def _of_mirrors(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
+def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
     """Yield one for each kind of problem of mirrors."""
     by_problem: dict[str, list[str]] = {}
     for mirror in mirrors:
@@ -191,7 +191,7 @@ def _attention_lines(problems: list[Attention]) -> Iterator[str]:
 # -- the whole status ------------------------------------------------------------------------------
 
 
-def _described(
+def _status_lines(
     found: Status, problems: list[Attention], running: list[Operation], every: bool
 ) -> Iterator[str]:
     yield from _attention_lines(problems[:_ROWS_SHOWN])
@@ -200,20 +200,20 @@ def _described(
     if problems:
         yield ""
     yield from _summary(found)
-    yield from _shown(operations.rows(running), len(running), every)
+    yield from _first_rows(operations.operation_table(running), len(running), every)
     all_mirrors = every or len(found.mirrors) <= _ROWS_SHOWN
     mirrors = [each for each in found.mirrors if all_mirrors or problem_of(each)]
     columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"
     lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
-    yield from _shown(lines, len(mirrors), every)
+    yield from _first_rows(lines, len(mirrors), every)
     all_datasets = every or len(found.datasets) <= _ROWS_SHOWN
     datasets = [d for d in found.datasets if all_datasets or d.fault_count or d.unpinned_count]
     columns = "DATASET=name FORMAT INSTANCES=instance_count BAD_ROWS=fault_count"
     lines = listing(datasets, f"{columns} UNPINNED=unpinned_count IMPORTED=imported_at")
-    yield from _shown(lines, len(datasets), every)
+    yield from _first_rows(lines, len(datasets), every)
     jobs = [job for job in found.jobs if every or job.last_error]
     lines = listing(jobs, "JOB=name NEXT=next_at LAST=last_at PROBLEM=last_error")
-    yield from _shown(lines, len(jobs), every)
+    yield from _first_rows(lines, len(jobs), every)
 
 
 def _summary(found: Status) -> Iterator[str]:
@@ -227,17 +227,17 @@ def _summary(found: Status) -> Iterator[str]:
             ("health", found.health.status),
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
-            ("mirrors", _counted(found.mirrors)),
+            ("mirrors", _count_mirrors(found.mirrors)),
             ("datasets", f"{len(found.datasets):,} with {count(instances, 'instance')}"),
             ("checkouts", held),
             ("operations", f"{found.operations_running:,} running, {queued}"),
-            ("last audit", _last_audit(found)),
-            ("jobs", _next_job(found)),
+            ("last audit", _describe_audit(found)),
+            ("jobs", _describe_jobs(found)),
         ]
     )
 
 
-def _shown(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
+def _first_rows(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
     """Yield an empty line and a table, without --all its first rows."""
     shown_count = row_count if every else min(row_count, _ROWS_SHOWN)
     if row_count:
@@ -246,20 +246,20 @@ def _shown(lines: Iterator[str], row_count: int, every: bool) -> Iterator[str]:
         yield f"… and {row_count - shown_count:,} more: mirrord status --all"
 
 
-def _counted(mirrors: Sequence[Mirror]) -> str:
+def _count_mirrors(mirrors: Sequence[Mirror]) -> str:
     states = Counter(mirror.state for mirror in mirrors)
     counts = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
     pins, disk = sum(m.pin_count for m in mirrors), sum(m.size_bytes or 0 for m in mirrors)
     return f"{counts}; {count(pins, 'pin')}, {size(disk)}" if mirrors else "none"
 
 
-def _next_job(found: Status) -> str:
+def _describe_jobs(found: Status) -> str:
     planned = [(job.next_at, job.name) for job in found.jobs if job.next_at]
     first = min(planned, default=None)
     return f"{len(found.jobs):,}{f', next {first[1]} at {when(first[0])}' if first else ''}"
 
 
-def _last_audit(found: Status) -> str:
+def _describe_audit(found: Status) -> str:
     audit = found.last_audit
     if audit is None:
         return "none yet"
@@ -280,7 +280,7 @@ def du(
     verbose: Annotated[bool, Option(_VERBOSE_HELP, flags="--verbose -v")] = False,
 ) -> None:
     """SHARED bytes are also in other lines of the same kind; RECLAIMABLE is what gc would free.
-    Lists your checkouts, for administrators everything.
+    Users see their own checkouts, administrators everything.
     """
     found = session.client.usage(verbose=verbose)
     session.answer(found, _usage_lines(found))
@@ -312,7 +312,7 @@ def gc(
     session: Session,
     dry_run: Annotated[bool, Option("Print what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Removes templates, sealed stores and closure packs that no checkout needs, released trees,
+    """These are templates, sealed stores and closure packs that no checkout needs, released trees,
     leftovers and trash, but nothing that is recorded, pinned or leased. The next checkout of a
     removed template takes as long as the first.
     """
@@ -357,7 +357,7 @@ def events(
     ] = False,
     after: Annotated[str | None, Option("Start after this event.", "BOOT:ID")] = None,
 ) -> None:
-    """Prints events since the start of the daemon. With --json, one object per line."""
+    """Starts with the events since the start of the daemon. With --json, one object per line."""
     for event in session.client.events(after=after, follow=follow):
         print_line(as_json(event) if session.json else _event_line(event))
 

@@ -74,7 +74,6 @@ def support_bundle(
 
 
 def _parts(session: Session) -> dict[str, Callable[[], str]]:
-    """Return functions that return the content of a file, or raise."""
     scrub, client = Scrubber(), session.client
 
     def answer_of(request: Callable[[], Any]) -> Callable[[], str]:
@@ -258,7 +257,6 @@ class Scrubber:
         return "#" + "".join("ghkmnpqrstuvwxyz"[byte >> 4] for byte in digest[:10])
 
     def value(self, value: Any) -> Any:
-        """Scrub every text of a JSON value."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):

@@ -71,7 +71,7 @@ pins; mirrors:pins; 349; List the pins of a mirror, or of all.
 audit; mirrors:audit; 34789; Check that every recorded commit can be served.
 heal; mirrors:heal; 346789; Repair missing and damaged objects of mirrors.
 checkout; checkouts:checkout; 346789; Lease a working tree and print its path.
-reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance or a snapshot.
+reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance.
 fork; checkouts:fork; 345789; Lease a copy of a checkout and print its path.
 snapshot; checkouts:snapshot; 34579; Save the content of a checkout under a name.
 snapshots; checkouts:snapshots; 349; List the snapshots of a checkout.
@@ -80,7 +80,7 @@ layers; checkouts:layers; 34579; List or remove prepared layers.
 diff; checkouts:diff; 3479; Print the changes since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
 restore; mirrors:restore; 345789; Restore files in a checkout, or mirrors from the store.
-grade; checkouts:grade; 3456789; Lease a tree with an agent's change and the instance's tests.
+grade; checkouts:grade; 3456789; Lease a tree with an agent's change and the tests.
 attach; checkouts:attach; 34579; Attach a checkout to a path of a mount namespace.
 release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Renew the lease of a checkout.
@@ -123,5 +123,4 @@ VERBS = tuple(_iter_verbs())
 
 
 def exit_lines(statuses: Iterable[int]) -> str:
-    """Return a line with the meaning of each status."""
     return "\n".join(f"  {status}  {EXIT_STATUSES[status]}" for status in statuses)

@@ -1,13 +1,13 @@
 #!/usr/bin/python3 -IS
-"""git-remote-mirrord: what git runs to read `mirrord::ADDRESS`, as its caller, and to read only.
+"""git-remote-mirrord: the remote helper by which git reads `mirrord::ADDRESS`.
 
-Serves a sealed store: of the checkout that this process lives in (MIRRORD_TREE, default /testbed;
-MIRRORD_REPOSITORY and MIRRORD_INSTANCE say what it is), else of a checkout of the instance, made
-for this call. Never a mirror: git's protocol gives any object to who knows its id. git sees a
-directory of ours with links to the store, so no configuration and no hook of an agent counts.
+Serves the sealed store of the checkout around this process (MIRRORD_TREE, default /testbed, of
+MIRRORD_REPOSITORY and MIRRORD_INSTANCE), else that of a temporary checkout of the instance. Never
+serves a mirror, because git's protocol sends any object whose id is known. git reads a directory of
+ours with links to the store, so configuration and hooks of an agent have no effect.
 
-This file alone runs in sandboxes and containers: it imports the standard library of Python 3.8, and
-the client where it asks a daemon.
+This file runs alone in sandboxes and containers: it imports only the standard library of Python
+3.8, and the client to ask a daemon.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BRANCH = "refs/heads/main"
 
 
 class AddressRefusedError(Exception):
-    """A sentence for whoever called git."""
+    """An address that is not served; the message is for the user of git."""
 
 
 def main() -> None:
-    """Answer git's commands on stdin (gitremote-helpers); argv has the remote and its address."""
+    """Answer git's commands on stdin, see gitremote-helpers(7); argv has remote and address."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         sys.exit(_converse(sys.argv[-1]))
@@ -47,21 +47,21 @@ def _converse(address: str) -> int:
             _answer("connect\n\n")
         elif command == "connect git-upload-pack":
             with _store(address) as git, _served(git) as directory:
-                _answer("\n")  # from here on stdin and stdout are git's
+                _answer("\n")  # git uses stdin and stdout from now on
                 return subprocess.run(
                     ["git", "upload-pack", directory],
                     env={k: v for k, v in os.environ.items() if not k.startswith("GIT_")},
                     check=False,
                 ).returncode
         else:
-            what = "push to" if command == "connect git-receive-pack" else f"{command} at"
-            hint = "take changes out with `mirrord diff`"
-            raise AddressRefusedError(f"cannot {what} {address!r}: it can be read only; {hint}")
+            verb = "push to" if command == "connect git-receive-pack" else f"{command} at"
+            hint = "save changes with `mirrord diff`"
+            raise AddressRefusedError(f"cannot {verb} {address!r}: it is read-only; {hint}")
     return 0
 
 
 def _read_line() -> str:
-    """One line, and no byte of what follows: that is for git."""
+    """Read a line and no byte more: what follows is for git."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -77,25 +77,25 @@ def _answer(text: str) -> None:
 
 @contextmanager
 def _store(address: str) -> Iterator[Path]:
-    """The `.git` that an address means: a forge's URL, a repository's name or an instance's."""
+    """Yield the `.git` for an address: a URL of a forge, the name of a repository or instance."""
     repository = os.environ.get("MIRRORD_REPOSITORY", "").lower()
     instance = os.environ.get("MIRRORD_INSTANCE", "")
     tree = Path(os.environ.get("MIRRORD_TREE", "/testbed"))
-    is_forge = _FORGE.fullmatch(address)
-    name = (is_forge[1] if is_forge else address).lower()
+    forge_url = _FORGE.fullmatch(address)
+    name = (forge_url[1] if forge_url else address).lower()
     is_own = name in {repository, repository.replace("/", "__"), instance.lower()} - {""}
     if is_own and (tree / ".git").exists():
         yield _sealed(tree / ".git")
         return
     if is_own and instance:
         address = instance
-    elif is_forge:
-        fact = f"this is a checkout of {repository}" if repository else "no checkout is here"
+    elif forge_url:
+        fact = f"this is a checkout of {repository}" if repository else "this is not a checkout"
         raise AddressRefusedError(f"cannot read {address!r}: {fact}; name an instance")
     try:
         errors, client = import_module("mirrord.errors"), import_module("mirrord").Client()
     except ImportError as error:
-        fact = "the tree here is of another one, and there is no mirrord to ask"
+        fact = "it is not this checkout, and mirrord is not installed here"
         raise AddressRefusedError(f"cannot find {address!r}: {fact}") from error
     try:
         with client, client.checkout(address, bind="process") as checkout:
@@ -105,17 +105,17 @@ def _store(address: str) -> Iterator[Path]:
 
 
 def _sealed(git: Path) -> Path:
-    """Refuse a store that leads elsewhere, as that of a linked checkout does: to a mirror."""
+    """Return a sealed store; raises AddressRefusedError for one with links, as to a mirror."""
     objects = git / "objects"
     leads_out = git.is_symlink() or objects.is_symlink() or (objects / "info/alternates").exists()
     if leads_out or not objects.is_dir():
-        raise AddressRefusedError(f"cannot serve {git}: it is no sealed store")
+        raise AddressRefusedError(f"cannot serve {git}: it is not a sealed store")
     return git
 
 
 @contextmanager
 def _served(git: Path) -> Iterator[str]:
-    """A bare repository of ours with the store's objects, HEAD as a branch, and its tags."""
+    """Yield a temporary bare repository with the store's objects, HEAD as a branch, and tags."""
     with tempfile.TemporaryDirectory(prefix="mirrord-git-") as made:
         packed = _lines(git / "packed-refs")
         (Path(made) / "refs").mkdir()
@@ -128,14 +128,15 @@ def _served(git: Path) -> Iterator[str]:
 
 
 def _head(git: Path, packed: list[str]) -> str:
-    """The commit of HEAD; a branch that an agent made counts."""
+    """Return the commit of HEAD, which may be on a branch of the agent."""
     text = "".join(_lines(git / "HEAD"))
     ref = text[len("ref: ") :] if text.startswith("ref: refs/") and ".." not in text else ""
     if ref:
-        known = (line[:40] for line in packed if line[41:] == ref)
-        text = "".join(_lines(git / ref)) or next(known, "")
+        text = "".join(_lines(git / ref)) or next(
+            (line[:40] for line in packed if line[41:] == ref), ""
+        )
     if not _COMMIT.fullmatch(text):
-        raise AddressRefusedError(f"cannot serve {git}: its HEAD names no commit")
+        raise AddressRefusedError(f"cannot serve {git}: its HEAD is not a commit")
     return text
 
 

@@ -1,7 +1,7 @@
-"""Requests as bytes and answers as messages or errors, over HTTP/1.1.
+"""HTTP/1.1: requests as bytes, answers as messages or errors.
 
-In place of httpx: httpcore's pool (1.0) walks all its connections for each request, and 64 tasks
-over one client made 49 requests a second.
+Replaces httpx: the pool of httpcore 1.0 scans all connections for each request, which limited 64
+tasks over one client to 49 requests a second.
 """
 
 import errno
@@ -24,15 +24,15 @@ HEAD_LIMIT_BYTES = 64 * 1024
 
 
 class BrokenError(Exception):
-    """The connection ended within an exchange."""
+    """The connection ended during an exchange."""
 
 
 class RefusedError(BrokenError):
-    """Nothing was sent: a retry cannot act twice. Its cause is the system's error."""
+    """Nothing was sent, so a retry cannot act twice. The cause is an OSError."""
 
 
 class LateError(BrokenError):
-    """The daemon was silent for longer than the client allows."""
+    """The daemon was silent for longer than the timeout."""
 
 
 class GarbledError(BrokenError):
@@ -40,7 +40,7 @@ class GarbledError(BrokenError):
 
 
 class HttpRequest(NamedTuple):
-    """A request before its body. `target` is quoted already."""
+    """A request without its body; `target` is quoted."""
 
     method: str
     target: str
@@ -50,14 +50,14 @@ class HttpRequest(NamedTuple):
         return f"{self.method} {self.target}"
 
     def head(self, framing: str) -> bytes:
-        """`framing` is the header that tells the length of the body."""
+        """Return the bytes of the head; `framing` is the header for the body's length."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         text = f"{self.method} {self.target} HTTP/1.1\r\nhost: mirrord\r\n{lines}{framing}\r\n"
         return text.encode("ascii")
 
 
 class Head(NamedTuple):
-    """The head of an answer. `length` is None for a body in chunks or to the connection's end."""
+    """The head of an answer. `length` is None for a body in chunks or until the connection ends."""
 
     request: HttpRequest
     status: int
@@ -65,7 +65,7 @@ class Head(NamedTuple):
     length: int | None
     is_chunked: bool
     is_last: bool
-    """Whether the connection can carry no further request."""
+    """True if the connection carries no further request."""
 
 
 class Response(NamedTuple):
@@ -80,7 +80,7 @@ class Response(NamedTuple):
 
 
 def target(path: Sequence[str], query: Mapping[str, object]) -> str:
-    """The segments of a path below the API's, or one absolute path; the query without Nones."""
+    """Return the target for segments of a path below the API, or an absolute path."""
     is_absolute = path[0].startswith("/")
     where = path[0] if is_absolute else "/".join((API, *(quote(each, safe="") for each in path)))
     pairs = {
@@ -92,7 +92,7 @@ def target(path: Sequence[str], query: Mapping[str, object]) -> str:
 
 
 def read_head(request: HttpRequest, data: bytes) -> Head:
-    """The head of an answer from its bytes, without the empty line; raises GarbledError."""
+    """Parse the head of an answer, given without its empty line; raises GarbledError."""
     first, *lines = data.decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     if not version.startswith("HTTP/1.") or not rest[:3].isdigit():
@@ -113,7 +113,6 @@ def read_head(request: HttpRequest, data: bytes) -> Head:
 
 
 def chunk_size(line: bytes) -> int:
-    """The size of a chunk from its first line."""
     try:
         return int(line.partition(b";")[0], 16)
     except ValueError as error:
@@ -125,7 +124,7 @@ Q = TypeVar("Q", bound=Request)
 
 _REFUSALS = {
     errno.ENOENT: "there is no such socket",
-    errno.ECONNREFUSED: "nobody listens there",
+    errno.ECONNREFUSED: "no process listens there",
     errno.ENOTSOCK: "not a socket",
     errno.EAGAIN: "it does not accept connections",
     errno.EPIPE: "it closed the connection",
@@ -133,7 +132,7 @@ _REFUSALS = {
 
 
 def message(kind: type[Q], **fields: Any) -> Q:
-    """A message to the daemon; raises InvalidRequestError, as the daemon would."""
+    """Return a request; raises InvalidRequestError, as the daemon would."""
     try:
         return kind.from_json(fields)
     except MalformedError as error:
@@ -142,7 +141,7 @@ def message(kind: type[Q], **fields: Any) -> Q:
 
 
 def read_one(response: Response, kind: type[A]) -> A:
-    """The answer as one message; raises NoDaemonError for an answer that is not mirrord's."""
+    """Parse an answer; raises NoDaemonError if it is not mirrord's."""
     try:
         return kind.from_json(json.loads(response.body))
     except ValueError as error:
@@ -150,7 +149,7 @@ def read_one(response: Response, kind: type[A]) -> A:
 
 
 def read_list(response: Response, kind: type[A]) -> list[A]:
-    """The answer as a bare array of messages."""
+    """Parse an answer that is an array."""
     try:
         items = json.loads(response.body)
         if not isinstance(items, list):
@@ -161,14 +160,14 @@ def read_list(response: Response, kind: type[A]) -> list[A]:
 
 
 def is_error(response: Response, accepted: tuple[int, ...]) -> bool:
-    """Whether to raise it. A degraded daemon's health is a 503 too, but no problem document."""
+    """True for an error. The health of a degraded daemon is a 503 without a problem document."""
     kind = response.head.headers.get("content-type", "")
     is_problem = kind.startswith("application/problem+json")
     return response.status >= 400 and (is_problem or response.status not in accepted)
 
 
 def problem_of(response: Response) -> errors.MirrordError:
-    """The error of an answer of 400 and above, as the class that the daemon raised."""
+    """Return the error that the daemon raised, in its class."""
     try:
         problem = json.loads(response.body)
     except ValueError as error:
@@ -179,7 +178,7 @@ def problem_of(response: Response) -> errors.MirrordError:
 
 
 def _not_mirrord(response: Response, why: str) -> errors.NoDaemonError:
-    fact = f"status {response.status} and not a message of mirrord"
+    fact = f"status {response.status}, not a message of mirrord"
     return _garbled(response.head.request, fact, why)
 
 
@@ -192,20 +191,20 @@ def _garbled(request: HttpRequest, fact: str, why: str) -> errors.NoDaemonError:
 
 
 def failure_of(error: BrokenError, request: HttpRequest, path: Path) -> errors.MirrordError:
-    """The error for an answer that did not come."""
+    """Return the error for a missing answer."""
     if isinstance(error, RefusedError):
         return _unreachable(error.__cause__, path)
     if isinstance(error, LateError):
         return errors.DeadlineError(
-            f"cannot wait for the answer to {request}: the daemon at {path} took longer than this "
-            "client allows",
-            hint="give the client a longer timeout; the request may still succeed",
+            f"cannot wait for the answer to {request}: the daemon at {path} took longer than the "
+            "client's timeout",
+            hint="use a longer timeout; the request may still succeed",
         )
     if isinstance(error, GarbledError):
         return _garbled(request, "it is not HTTP/1.1", str(error))
     return errors.NoDaemonError(
         f"cannot read the answer to {request}: the daemon at {path} closed the connection",
-        hint="it stopped or crashed, see its log; the request may or may not have succeeded",
+        hint="it stopped or crashed, see its log; the request may have succeeded",
     )
 
 
@@ -232,7 +231,7 @@ def _unreachable(cause: BaseException | None, path: Path) -> errors.MirrordError
 
 
 def retry_pauses(patience_seconds: float) -> Iterator[float]:
-    """Growing pauses before each retry, `patience_seconds` in all."""
+    """Yield growing pauses before retries, `patience_seconds` in total."""
     pause, left = 0.02, patience_seconds
     while left > 0:
         yield min(pause, left)
@@ -240,15 +239,15 @@ def retry_pauses(patience_seconds: float) -> Iterator[float]:
         pause = min(pause * 1.6, 0.5)
 
 
-_NOT_BEGUN = (errors.TooManyRequestsError, errors.OverloadedError, errors.TooManyConnectionsError)
+_BUSY_ERRORS = (errors.TooManyRequestsError, errors.OverloadedError, errors.TooManyConnectionsError)
 
 
 @dataclass
 class Refusals:
-    """How one request that the daemon did not begin is sent again, as late as the daemon asks.
+    """The retries of a request that a busy daemon did not begin, after the pause that it asks for.
 
-    At most `retries` times, and within `timeout_s` in all. Those who were refused at once come
-    again at different times.
+    There are at most `retries`, within `timeout_s` in total. Pauses are random, so that clients
+    that were refused together do not return together.
     """
 
     retries: int | None
@@ -257,11 +256,11 @@ class Refusals:
     began_at: float = field(default_factory=time.monotonic)
 
     def pause_s(self, error: errors.MirrordError) -> float | None:
-        """How long to wait before the next time; None to give up."""
-        asked_s = error.facts.get("retry_after")
-        if not isinstance(error, _NOT_BEGUN) or not isinstance(asked_s, int | float):
+        """Return the pause before the next retry in seconds, None to give up."""
+        retry_after_s = error.facts.get("retry_after")
+        if not isinstance(error, _BUSY_ERRORS) or not isinstance(retry_after_s, int | float):
             return None
-        pause_s = asked_s * (1 + random.random())  # noqa: S311  nobody gains by guessing it
+        pause_s = retry_after_s * (1 + random.random())  # noqa: S311  (not a secret)
         is_late = time.monotonic() + pause_s > self.began_at + self.timeout_s
         if is_late or self.count == self.retries:
             return None
@@ -270,13 +269,13 @@ class Refusals:
 
 
 def body_of(request: Request) -> bytes | None:
-    """A request's JSON without absent members; None, which saves a system call, without any."""
+    """Return the JSON of a request without None members; None, which saves a write, if empty."""
     given = {name: value for name, value in request.to_json().items() if value is not None}
     return json.dumps(given, separators=(",", ":")).encode() if given else None
 
 
 def seconds_of(duration: timedelta | float | str | None) -> float | None:
-    """A ttl in seconds; raises UsageError."""
+    """Return a ttl in seconds; raises UsageError."""
     try:
         read = parse_duration(duration) if isinstance(duration, str) else duration
     except ValueError as error:
@@ -285,7 +284,7 @@ def seconds_of(duration: timedelta | float | str | None) -> float | None:
 
 
 def label_of(label: str | None) -> str | None:
-    """The label of a new checkout: this one, else that of MIRRORD_LABEL, which schedulers set."""
+    """Return the label, by default that of MIRRORD_LABEL, which schedulers set."""
     return os.environ.get("MIRRORD_LABEL") or None if label is None else label
 
 
@@ -294,7 +293,7 @@ def patch_bytes(patch: bytes | str) -> bytes:
 
 
 def policy_text(policy: str | Mapping[str, str] | None) -> str | None:
-    """A policy as requests spell it: `drop`, `tests=report,git=drop`."""
+    """Return a policy as in requests, such as `drop` or `tests=report,git=drop`."""
     if policy is None or isinstance(policy, str):
         return policy if policy is None else str(policy)
     return ",".join(f"{kind}={each}" for kind, each in policy.items())
@@ -307,14 +306,14 @@ def iter_file(path: Path) -> Iterator[bytes]:
 
 
 class EventReader:
-    """Reads events from pieces of a `text/event-stream`; skips comments, the heartbeat."""
+    """Parses events from pieces of a `text/event-stream`; comments are heartbeats."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[Event]:
-        """The events that `piece` completes."""
+        """Yield the events that `piece` completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

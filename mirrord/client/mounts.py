@@ -1,8 +1,8 @@
-"""Attach mounts that the daemon gave, as descriptors, in this process's mount namespace or another.
+"""Attach mounts, received as descriptors from the daemon, in a mount namespace.
 
-In another process's namespace the place is looked up as that process sees it, through no symbolic
-link, by a child that enters the namespace (setns(2) takes a process of one thread) and whose time
-is bounded: a file system of the other's may answer never.
+In the namespace of another process the place is looked up as that process sees it, without
+following symbolic links, by a child that enters the namespace (setns(2) needs a single-threaded
+process). The child has a deadline, because a file system of the other process may hang.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _CLONE_NEWNS = 0x20000  # linux/sched.h
 _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
 _STACKED_MAX = 8
 _ENTERED_SECONDS = 10
-_OURS = re.compile(
+_CHECKOUT_ROOT = re.compile(
     rb"/checkouts/((?:\.trash-)*[a-z2-7]{16})(?:/(tree|environment))?(?://deleted)?$"
 )
 
@@ -44,7 +44,7 @@ class _MountAttr(ctypes.Structure):
 
 
 class Attached(NamedTuple):
-    """A checkout that is attached in this mount namespace; `.trash-…` once it was released."""
+    """A checkout that is attached in this mount namespace; `.trash-…` after its release."""
 
     checkout: str
     target: Target
@@ -52,11 +52,11 @@ class Attached(NamedTuple):
 
 
 def attach(mount: int, path: Path, pid: int | None = None, *, read_only: bool = False) -> None:
-    """Make a mount visible at a directory, in the place of what was attached there before.
+    """Attach a mount to a directory, replacing a checkout that is attached there.
 
-    With `pid`, at `path` as that process sees it, in its mount namespace. With `read_only` it
-    follows nothing: what a reset would mount could be written to. Raises AccessError,
-    PathNotFoundError, NotFoundError, UsageError.
+    With `pid`, `path` is in the mount namespace of that process. With `read_only` it does not
+    follow resets, because what a reset mounts is writable. Raises AccessError, PathNotFoundError,
+    NotFoundError, UsageError.
     """
     try:
         if read_only:
@@ -72,15 +72,15 @@ def attach(mount: int, path: Path, pid: int | None = None, *, read_only: bool = 
 
 
 def detach(path: Path) -> None:
-    """Unmount all that is attached at a directory, even in use; fine where nothing is.
+    """Unmount all checkouts that are attached to a directory, even in use.
 
-    Raises ConflictError where something else is mounted there.
+    Raises ConflictError if another mount is there.
     """
     for _ in range(_STACKED_MAX):
         try:
             place = os.open(path, _PLACE)
             try:
-                if not _is_ours(place, "/proc/self"):
+                if not _is_checkout(place, "/proc/self"):
                     break
             finally:
                 os.close(place)
@@ -95,12 +95,12 @@ def detach(path: Path) -> None:
 
 
 def find_attached() -> dict[Path, Attached]:
-    """What is attached in this mount namespace, by its place."""
+    """Return the checkouts that are attached in this mount namespace, by path."""
     found = {}
     with open("/proc/self/mountinfo", "rb") as file:
         for fields in map(bytes.split, file):
-            if ours := _OURS.search(_unescape(fields[3])):
-                checkout, target = (os.fsdecode(each or b"directory") for each in ours.groups())
+            if match := _CHECKOUT_ROOT.search(_unescape(fields[3])):
+                checkout, target = (os.fsdecode(each or b"directory") for each in match.groups())
                 read_only = b"ro" in fields[5].split(b",")
                 place = Path(os.fsdecode(_unescape(fields[4])))
                 found[place] = Attached(checkout, Target(target), read_only)
@@ -108,11 +108,11 @@ def find_attached() -> dict[Path, Attached]:
 
 
 def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
-    """Mount on the directory, once what is ours there is unmounted; `proc` is /proc/self."""
+    """Unmount checkouts from the directory and mount there; `proc` is a path of /proc/self."""
     for _ in range(_STACKED_MAX):
         place = open_place()
         try:
-            if not _is_ours(place, proc) or _libc.umount2(
+            if not _is_checkout(place, proc) or _libc.umount2(
                 f"{proc}/fd/{place}".encode(), _MNT_DETACH
             ):
                 how = _F_EMPTY_PATH | _T_EMPTY_PATH
@@ -123,13 +123,10 @@ def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
-def _is_ours(place: int, proc: str) -> bool:
-    """Whether a mount that was attached before is topmost on a directory.
-
-    It is an overlay of ours, or what is left of it when its checkout was released.
-    """
+def _is_checkout(place: int, proc: str) -> bool:
+    """True if the topmost mount on a directory is an attached checkout, or a released one."""
     mounted = _mount_id(place, proc)
-    with suppress(PermissionError):  # only of what is below an overlay of ours
+    with suppress(PermissionError):  # the parent may be another user's
         above = os.open("..", _PLACE, dir_fd=place)
         try:
             if mounted == _mount_id(above, proc):
@@ -140,7 +137,9 @@ def _is_ours(place: int, proc: str) -> bool:
         for fields in map(bytes.split, file):
             if fields[0] == mounted:
                 kind, source = fields[fields.index(b"-") + 1 :][:2]
-                return (kind, source) == (b"overlay", b"mirrord") or bool(_OURS.search(fields[3]))
+                return (kind, source) == (b"overlay", b"mirrord") or bool(
+                    _CHECKOUT_ROOT.search(fields[3])
+                )
     return False
 
 
@@ -150,13 +149,13 @@ def _mount_id(fd: int, proc: str) -> bytes:
 
 
 def _replace_in(pid: int, mount: int, path: Path) -> None:
-    """Do it in a child, in the namespace of another process; its exit status is the errno."""
+    """Attach in the namespace of another process, by a child whose exit status is the errno."""
     descriptors: list[int] = []
     try:
         descriptors.append(process := os.pidfd_open(pid))
         descriptors.append(root := os.open(f"/proc/{pid}/root", _PLACE & ~os.O_NOFOLLOW))
         descriptors.append(proc := os.open("/proc", _PLACE))
-        signal.pidfd_send_signal(process, 0)  # the root is this process's: it has not ended
+        signal.pidfd_send_signal(process, 0)  # still running, so the root is its
         if (child := os.fork()) == 0:
             _enter_and_replace(process, root, proc, mount, path)
         _, status = os.waitpid(child, 0)
@@ -169,13 +168,13 @@ def _replace_in(pid: int, mount: int, path: Path) -> None:
 
 
 def _enter_and_replace(process: int, root: int, proc: int, mount: int, path: Path) -> None:
-    """Never returns."""
+    """Attach in the child; never returns."""
     number = errno.EIO
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ENTERED_SECONDS)
         _must(_libc.setns(process, _CLONE_NEWNS))
-        os.fchdir(proc)  # ours: the other's may be anything
+        os.fchdir(proc)  # our /proc: that of the namespace may be anything
         _replace(mount, lambda: _open_in(root, path), "self")
         number = 0
     except OSError as error:
@@ -198,29 +197,30 @@ def _must(result: int) -> int:
 
 
 def _unescape(field: bytes) -> bytes:
-    """Read a path of mountinfo: space, tab, newline and backslash are octal."""
+    """Unescape a path of mountinfo: space, tab, newline and backslash are octal."""
     return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), field)
 
 
 _NEEDS = {
     False: "attaching needs CAP_SYS_ADMIN in the user namespace of this mount namespace: be root,"
-    " or enter both first, as `unshare --user --map-root-user --mount` does",
-    True: "attaching in the namespace of another process is for root",
+    " or enter new ones with `unshare --user --map-root-user --mount`",
+    True: "only root may attach in the namespace of another process",
 }
 
 
 def _refused(path: Path, pid: int | None, number: int, verb: str = "attach") -> errors.MirrordError:
-    """What an errno means."""
     where = f"{path}" if pid is None else f"{path} of process {pid}"
     fact = f"cannot {verb} a checkout at {where}: {os.strerror(number)}"
     match number:
         case errno.EPERM | errno.EACCES:
             return errors.AccessError(fact, hint=_NEEDS[pid is not None])
         case errno.ENOENT:
-            return errors.PathNotFoundError(fact, hint="make the directory first")
+            return errors.PathNotFoundError(fact, hint="create the directory first")
         case errno.ENOTDIR | errno.ELOOP:
-            return errors.UsageError(fact, hint="name a directory, through no symbolic link")
+            return errors.UsageError(
+                fact, hint="name a directory, without symbolic links on its path"
+            )
         case errno.ESRCH:
-            return errors.NotFoundError(fact, hint="name the process by its number outside")
+            return errors.NotFoundError(fact, hint="give the pid of this pid namespace")
         case _:
-            return errors.ResourceError(fact, hint="the kernel's log may say more", errno=number)
+            return errors.ResourceError(fact, hint="check dmesg", errno=number)

@@ -1,4 +1,4 @@
-"""Primitives that differ between asyncio and threads; `primitives_sync` has those for threads."""
+"""What differs between the clients, for asyncio; `primitives_sync` has it for threads."""
 
 import asyncio
 import socket
@@ -18,7 +18,7 @@ H = TypeVar("H", bound=AbstractAsyncContextManager[object])
 
 
 class Pending(Generic[H]):
-    """A request not sent yet: `await` it for the handle, or enter the handle with `async with`."""
+    """A request that is not sent yet: await it for its handle, or use it in `async with`."""
 
     def __init__(self, awaitable: Awaitable[H]) -> None:
         self._awaitable = awaitable
@@ -37,9 +37,9 @@ class Pending(Generic[H]):
 
 
 async def async_in_thread(work: Callable[[], T], cancel: Callable[[], object] | None = None) -> T:
-    """Work in a thread of its own: one that waits keeps no other from its turn.
+    """Run `work` in a new thread, so that it never waits for another's.
 
-    A cancelled task calls `cancel`, and ends when the work has.
+    If the task is cancelled, it calls `cancel` and waits for the end of the work.
     """
     future: Future[T] = Future()
 
@@ -60,7 +60,7 @@ async def async_in_thread(work: Callable[[], T], cancel: Callable[[], object] | 
                 cancel()
             cancelled = error
     if cancelled is not None:
-        waiting.exception()  # seen
+        waiting.exception()  # mark it as retrieved
         raise cancelled
     return waiting.result()
 
@@ -69,14 +69,17 @@ async def async_pause(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-async def async_receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
-    """The next bytes of a non-blocking socket; empty at the end; TimeoutError after `timeout` s."""
+async def async_receive(connected: socket.socket, limit: int, timeout: float | None) -> bytes:
+    """Return up to `limit` bytes of a non-blocking socket, empty at its end.
+
+    Raises TimeoutError after `timeout` seconds.
+    """
     async with asyncio.timeout(timeout):
-        return await asyncio.get_running_loop().sock_recv(connected, most)
+        return await asyncio.get_running_loop().sock_recv(connected, limit)
 
 
 async def async_readable(connected: socket.socket, timeout: float | None) -> None:
-    """Wait until a non-blocking socket has bytes or has ended; TimeoutError after `timeout` s."""
+    """Wait until a socket has bytes or ended; raises TimeoutError after `timeout` seconds."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connected, ready.set)
     try:
@@ -89,15 +92,15 @@ async def async_readable(connected: socket.socket, timeout: float | None) -> Non
 async def async_send(
     connected: socket.socket, data: bytes | memoryview, timeout: float | None
 ) -> None:
-    """Write all to a non-blocking socket; raises TimeoutError after `timeout` seconds."""
+    """Write to a non-blocking socket; raises TimeoutError after `timeout` seconds."""
     async with asyncio.timeout(timeout):
         await asyncio.get_running_loop().sock_sendall(connected, data)
 
 
 async def async_to_end(work: Coroutine[object, object, T]) -> T:
-    """Finish a release although its task is cancelled, even repeatedly; then raise that.
+    """Finish a release even if the task is cancelled, then raise CancelledError.
 
-    Bounded in time.
+    Raises TimeoutError after 30 seconds.
     """
     task = asyncio.ensure_future(asyncio.wait_for(work, _RELEASE_SECONDS))
     cancelled = None
@@ -114,7 +117,7 @@ async def async_to_end(work: Coroutine[object, object, T]) -> T:
 async def async_pieces(
     content: Iterable[bytes], sent: Callable[[int], None]
 ) -> AsyncIterator[bytes]:
-    """The pieces of `content`, each made in a thread; `sent` gets how many bytes went out."""
+    """Yield `content`, read in threads; `sent` is called with the number of bytes so far."""
     done, pieces = 0, iter(content)
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece
@@ -125,7 +128,7 @@ async def async_pieces(
 async def async_write(
     path: Path, content: AsyncIterator[bytes], written: Callable[[int], object]
 ) -> int:
-    """Write to a private file that appears under its name when it is whole; returns its size."""
+    """Write a file of mode 0600, which appears once it is complete; returns its size."""
     done = 0
     with whole_file(path) as file:
         async for chunk in content:
@@ -136,18 +139,18 @@ async def async_write(
 
 
 class AsyncWorker:
-    """A task beside the caller's, and a bell that ends its pauses."""
+    """A background task, and an event that ends its waits."""
 
     def __init__(self, work: "Callable[[AsyncWorker], Coroutine[object, object, None]]") -> None:
-        self._bell = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(work(self), name="mirrord-renewal")
 
     @property
     def is_running(self) -> bool:
         return not self._task.done()
 
-    def ring(self) -> None:
-        self._bell.set()
+    def wake(self) -> None:
+        self._wakeup.set()
 
     async def end(self) -> None:
         self._task.cancel()
@@ -155,5 +158,5 @@ class AsyncWorker:
 
     async def wait(self, seconds: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._bell.wait(), seconds)
-        self._bell.clear()
+            await asyncio.wait_for(self._wakeup.wait(), seconds)
+        self._wakeup.clear()

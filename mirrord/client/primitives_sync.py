@@ -1,4 +1,4 @@
-"""Primitives that differ between asyncio and threads: those for threads. Loads no asyncio."""
+"""What differs between the clients, for threads. Does not load asyncio."""
 
 import os
 import select
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T], cancel: Callable[[], object] | None = None) -> T:
-    """Work here: only a task can be cancelled."""
+    """Run `work` in this thread: only tasks can be cancelled."""
     return work()
 
 
@@ -22,23 +22,26 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def receive(connected: socket.socket, most: int, timeout: float | None) -> bytes:
-    """The next bytes of a non-blocking socket; empty at the end; TimeoutError after `timeout` s."""
+def receive(connected: socket.socket, limit: int, timeout: float | None) -> bytes:
+    """Return up to `limit` bytes of a non-blocking socket, empty at its end.
+
+    Raises TimeoutError after `timeout` seconds.
+    """
     readable(connected, timeout)
-    return connected.recv(most)
+    return connected.recv(limit)
 
 
 def readable(connected: socket.socket, timeout: float | None) -> None:
-    """Wait until a non-blocking socket has bytes or has ended; TimeoutError after `timeout` s."""
+    """Wait until a socket has bytes or ended; raises TimeoutError after `timeout` seconds."""
     _wait_for(connected, select.POLLIN, timeout)
 
 
 def send(connected: socket.socket, data: bytes | memoryview, timeout: float | None) -> None:
-    """Write all to a non-blocking socket; TimeoutError when the peer stalls for `timeout` s."""
-    rest = memoryview(data)
-    while rest:
+    """Write to a non-blocking socket; raises TimeoutError if the peer stalls `timeout` seconds."""
+    unsent = memoryview(data)
+    while unsent:
         with suppress(BlockingIOError):
-            rest = rest[connected.send(rest) :]
+            unsent = unsent[connected.send(unsent) :]
             continue
         _wait_for(connected, select.POLLOUT, timeout)
 
@@ -51,7 +54,7 @@ def _wait_for(connected: socket.socket, event: int, timeout: float | None) -> No
 
 
 def pieces(content: Iterable[bytes], sent: Callable[[int], None]) -> Iterator[bytes]:
-    """The pieces of `content`; `sent` gets how many bytes went out."""
+    """Yield `content`; `sent` is called with the number of bytes so far."""
     done = 0
     for piece in content:
         yield piece
@@ -60,7 +63,7 @@ def pieces(content: Iterable[bytes], sent: Callable[[int], None]) -> Iterator[by
 
 
 def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]) -> int:
-    """Write to a private file that appears under its name when it is whole; returns its size."""
+    """Write a file of mode 0600, which appears once it is complete; returns its size."""
     done = 0
     with whole_file(path) as file:
         for chunk in content:
@@ -72,8 +75,8 @@ def write(path: Path, content: Iterator[bytes], written: Callable[[int], object]
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
-    """A file beside `path`, renamed to it at the end; gone when the block raises."""
-    # tempfile loads bz2, lzma and hashlib: 8 ms of a verb.
+    """Yield a file beside `path`, renamed to it at the end, removed if the block raises."""
+    # tempfile loads bz2, lzma and hashlib, which takes 8 ms.
     name = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -89,10 +92,10 @@ def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
 
 
 class Worker:
-    """A daemon thread, and an event that ends its pauses."""
+    """A daemon thread, and an event that ends its waits."""
 
     def __init__(self, work: "Callable[[Worker], None]") -> None:
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
         self._thread = threading.Thread(
             target=work, args=(self,), name="mirrord-renewal", daemon=True
         )
@@ -102,14 +105,14 @@ class Worker:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def ring(self) -> None:
-        self._bell.set()
+    def wake(self) -> None:
+        self._wakeup.set()
 
     def end(self) -> None:
-        """Waits for a request that is under way, but not for a daemon that hangs."""
-        self._bell.set()
+        """End the thread; waits for a request in progress, at most a second."""
+        self._wakeup.set()
         self._thread.join(1.0)
 
     def wait(self, seconds: float) -> None:
-        self._bell.wait(seconds)
-        self._bell.clear()
+        self._wakeup.wait(seconds)
+        self._wakeup.clear()

@@ -1,7 +1,4 @@
-"""What a rehearsal writes down of one instance, and how it judges the log of its tests.
-
-Pure, but for the file of a log.
-"""
+"""Candidates and records of a rehearsal, and the verdict on logs of tests. Does no requests."""
 
 import re
 import shlex
@@ -16,8 +13,8 @@ from ..model import History, Readiness
 from ..testlogs import Want
 
 FATAL = (errors.NoDaemonError, errors.StoppingError, errors.AccessError)
-# what says nothing about an instance
-_HINDRANCES = (
+# errors that say nothing about an instance
+_UNRELATED_ERRORS = (
     errors.ResourceError,
     errors.InternalError,
     errors.CheckoutBusyError,
@@ -27,10 +24,10 @@ _HINDRANCES = (
 
 
 class Candidate(NamedTuple):
-    """An instance to rehearse, without its patches: `patches` has the names of those it has.
+    """An instance to rehearse; `patches` has the names of its patches.
 
-    `state` changes with its row, its mirror and the daemon's version. An instance that cannot be
-    read has an `error`, and nothing else.
+    `state` is a hash that changes with its row, its mirror and the daemon's version. An instance
+    that cannot be read has only an `error`.
     """
 
     instance: str
@@ -47,11 +44,11 @@ class Candidate(NamedTuple):
 
 
 PATCHES = ("@test_patch", "@patch")
-"""In the order in which a grader applies them."""
+"""In the order of a grader."""
 
 
 class Record:
-    """The steps of one instance, and the first error."""
+    """The steps of an instance, and the first error."""
 
     def __init__(self) -> None:
         self.steps: list[protocol.RehearsalStep] = []
@@ -63,7 +60,7 @@ class Record:
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[None]:
-        """Time a step. Its failure is recorded, and ends the instance where it is `needed`."""
+        """Time and record a step; a failure is raised only if later steps need it."""
         began = time.perf_counter()
         try:
             yield
@@ -95,36 +92,33 @@ class Record:
     @property
     def status(self) -> Readiness:
         if self.error:
-            is_about_us = isinstance(self.error, _HINDRANCES) or not self.is_known
-            return Readiness.UNTRIED if is_about_us else Readiness.FAILED
+            is_unrelated = isinstance(self.error, _UNRELATED_ERRORS) or not self.is_known
+            return Readiness.UNTRIED if is_unrelated else Readiness.FAILED
         is_partly = any(step.outcome == "but" for step in self.steps)
         return Readiness.PARTLY if is_partly else Readiness.READY
 
     @property
     def reason(self) -> str:
-        """What is wrong with each step that is not as it should be."""
+        """The details of all steps with problems."""
         bad = [step for step in self.steps if step.outcome in ("failed", "but")]
         if not bad:
             return self.error.message if self.error else ""
         return "; ".join(f"{step.name}: {step.detail}" for step in bad)
 
 
-def must_equal(what: str, found: str, expected: str | None) -> None:
-    """Raises ProofFailedError."""
+def require_equal(noun: str, found: str, expected: str | None) -> None:
+    """Raise ProofFailedError unless the values are equal."""
     if found != expected:
-        raise errors.ProofFailedError(f"cannot prove {what}: it is {found}, not {expected}")
+        raise errors.ProofFailedError(f"cannot prove {noun}: it is {found}, not {expected}")
 
 
 # -- tests -----------------------------------------------------------------------------------------
 
-_SHOWN, _EXPLAINED = 100, 5
+_UNEXPECTED_MAX, _EXPLAINED_MAX = 100, 5
 
 
 class Phase(NamedTuple):
-    """One run of an instance's tests: which patches are applied, and how its tests come out.
-
-    Tests of PASS_TO_PASS are kept in both.
-    """
+    """A run of an instance's tests: the applied patches, and the wanted result of FAIL_TO_PASS."""
 
     step: str
     patches: tuple[str, ...]
@@ -138,30 +132,29 @@ PHASES = (
 
 
 def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
-    """The recipe's command with the files of the test patch; without one, of the tests listed."""
+    """Return the recipe's command with the files of the test patch, else of the listed tests."""
     arguments = testlogs.arguments_of(row.test_patch or "", row.repo)
     if not arguments:
         listed = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
         arguments = [test.partition("::")[0] for test in listed if "::" in test]
-    words = shlex.join(dict.fromkeys(arguments))
-    return f"exec 2>&1\n{recipe.test_command} {words}"
+    return f"exec 2>&1\n{recipe.test_command} {shlex.join(dict.fromkeys(arguments))}"
 
 
 def judge_tests(
     phase: Phase, row: protocol.Instance, parser: testlogs.Parser, log: str
 ) -> tuple[list[protocol.UnexpectedTest], str]:
-    """The tests that are not as the row says, and half a sentence about them, empty for none."""
+    """Return unexpected results of tests, and a fact about them, empty if there are none."""
     found = parser(log)
     unexpected: list[protocol.UnexpectedTest] = []
-    said = []
+    facts = []
     for name, tests, want in (
         ("FAIL_TO_PASS", row.fail_to_pass or [], phase.want),
         ("PASS_TO_PASS", row.pass_to_pass or [], Want.KEEP),
     ):
         verb: Literal["fail", "pass"] = "fail" if want is Want.FAIL else "pass"
         misses = list(testlogs.iter_misses(tests, found, want))
-        for test, outcome in misses[: _SHOWN - len(unexpected)]:
-            is_explained = verb == "pass" and len(unexpected) < _EXPLAINED
+        for test, outcome in misses[: _UNEXPECTED_MAX - len(unexpected)]:
+            is_explained = verb == "pass" and len(unexpected) < _EXPLAINED_MAX
             unexpected.append(
                 protocol.UnexpectedTest(
                     step=phase.step,
@@ -173,11 +166,11 @@ def judge_tests(
             )
         if misses:
             first = misses[0].test
-            said.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
-    return unexpected, " and ".join(said)
+            facts.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
+    return unexpected, " and ".join(facts)
 
 
 def log_path(directory: Path, instance: str, step: str) -> Path:
-    """Where the log of a run is kept; an id may have slashes in it, or be `..`."""
+    """Return the path of a log; ids may contain slashes, or be `..`."""
     name = re.sub(r"[^\w @+.-]|^\.", lambda match: f"%{ord(match[0]):02X}", instance)[:200]
     return directory / name / f"{step.replace(' ', '-')}.log"

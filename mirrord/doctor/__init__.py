@@ -1,6 +1,6 @@
-"""What this host can and cannot do for a daemon with these settings, and what to change.
+"""Check what this host can and cannot do for a daemon with given settings, and what to change.
 
-Changes nothing and needs no daemon. A check that fails itself is an answer too.
+Changes nothing and needs no daemon. A check that cannot run is reported as a warning.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .repairs import config_file
 
 
 class Check(NamedTuple):
-    """One question, its verdict, the fact behind it, and a remedy unless it is ok."""
+    """A verdict with the fact behind it, and a remedy unless it is ok."""
 
     name: str
     verdict: Verdict
@@ -25,9 +25,9 @@ class Check(NamedTuple):
 
 
 def examine(settings: Settings, config_path: Path | None = None) -> list[Check]:
-    """Run every check; `config_path` is where the settings were read."""
+    """Run all checks; `config_path` is the file of the settings."""
     checks = []
-    of_file: dict[str, _Examination] = {"configuration": partial(config_file, path=config_path)}
+    of_file: dict[str, _Check] = {"configuration": partial(config_file, path=config_path)}
     for name, check in (of_file | _CHECKS).items():
         try:
             checks.append(Check(name, *check(settings)))
@@ -37,8 +37,8 @@ def examine(settings: Settings, config_path: Path | None = None) -> list[Check]:
     return checks
 
 
-_Examination = Callable[[Settings], Result]
-_CHECKS: dict[str, _Examination] = {
+_Check = Callable[[Settings], Result]
+_CHECKS: dict[str, _Check] = {
     "git": host.git,
     "setpriv": host.setpriv,
     "python packages": host.packages,

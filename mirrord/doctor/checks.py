@@ -1,4 +1,4 @@
-"""What a check answers, and what most checks need."""
+"""The result of a check, and helpers of checks."""
 
 import os
 import shutil
@@ -16,18 +16,18 @@ Result = tuple[Verdict, str, str]
 
 
 class Step(NamedTuple):
-    """A change of the host, as a sentence without a subject: `remove …`, `set …`."""
+    """A change of the host; `what` is imperative, such as `remove …`."""
 
     what: str
     act: Callable[[], object]
 
 
-def judge(well: bool, fact: str, remedy: str, *, otherwise: Verdict = "fail") -> Result:
-    return ("ok", fact, "") if well else (otherwise, fact, remedy)
+def judge(is_ok: bool, fact: str, remedy: str, *, otherwise: Verdict = "fail") -> Result:
+    return ("ok", fact, "") if is_ok else (otherwise, fact, remedy)
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
+    """Return the path, or its nearest parent that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
@@ -38,11 +38,11 @@ def entries(path: Path) -> Iterator[os.DirEntry[str]]:
 
 
 _TIMEOUT_S = 20.0
-_MOST_BYTES = 8 << 20
+_OUTPUT_MAX_BYTES = 8 << 20
 
 
 def run(program: str, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
-    """What a program prints, at most 8 MiB; raises ResourceError where it fails or is missing."""
+    """Return what a program prints, the last 8 MiB; raises ResourceError if it fails."""
     path = shutil.which(program, path=search_path())
     if path is None:
         raise ResourceError(f"cannot run {program}: it is not installed")
@@ -58,8 +58,8 @@ def run(program: str, *arguments: str, timeout_s: float = _TIMEOUT_S) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ResourceError(f"cannot run {program}: {error}") from error
     if done.returncode:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        fact = told[-1] if told else f"status {done.returncode}"
-        hint = f"`{' '.join((program, *arguments))}` by hand may say more"
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        fact = lines[-1] if lines else f"status {done.returncode}"
+        hint = f"run `{' '.join((program, *arguments))}` by hand"
         raise ResourceError(f"cannot run {program}: {fact}", hint=hint)
-    return done.stdout[-_MOST_BYTES:].decode(errors="replace")
+    return done.stdout[-_OUTPUT_MAX_BYTES:].decode(errors="replace")

@@ -1,6 +1,5 @@
-"""Checks of the file system below the state directory: tried where that is possible, else by name.
-
-All that is tried happens in a scratch directory, which is gone at the end.
+"""Checks of the file system of the state directory, by its type and by trials in a scratch
+directory, which is removed at the end.
 """
 
 import fcntl
@@ -25,128 +24,125 @@ from .checks import Result, existing, judge
 
 SCRATCH_PREFIX = ".doctor-"
 _GIB = 1024**3
-_LOCAL = "put state_dir on a local ext4, xfs or btrfs"
-_REMOTE = "its server decides about locks, renames and times, and no overlay is made above it"
-_BY_NAME = {
+_USE_LOCAL = "put state_dir on a local ext4, xfs or btrfs"
+_REMOTE = "locks, renames and times depend on its server, and overlays on it do not work"
+_UNSUITABLE = {
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p", "afs"), _REMOTE),
-    **dict.fromkeys(
-        ("lustre", "ceph", "gpfs", "beegfs"), f"{_REMOTE}; Unix sockets hang on some of them"
-    ),
+    **dict.fromkeys(("lustre", "ceph", "gpfs", "beegfs"), f"{_REMOTE}; Unix sockets hang on some"),
     **dict.fromkeys(("vfat", "exfat", "ntfs3"), "it has no owners, modes or links"),
-    **dict.fromkeys(("tmpfs", "ramfs"), "a restart of the machine empties it, and it takes memory"),
-    "overlay": "it goes with its container, and checkouts above it cannot be overlays",
+    **dict.fromkeys(("tmpfs", "ramfs"), "a reboot empties it, and it uses memory"),
+    "overlay": "it is removed with its container, and checkouts on it cannot be overlays",
 }
-"""File systems that work until they do not: no trial shows that."""
+"""File systems with problems that trials do not show."""
 
 _SLOW_OPTIONS = {
-    "discard": "each removal waits for the disk: mount without it, and enable fstrim.timer",
-    "sync": "each write waits for the disk: mount without it",
-    "dirsync": "each new name waits for the disk: mount without it",
+    "discard": "removals wait for the disk: mount without it, and enable fstrim.timer",
+    "sync": "writes wait for the disk: mount without it",
+    "dirsync": "new names wait for the disk: mount without it",
     "strictatime": "each read is a write: mount with relatime or noatime",
-    "nobarrier": "a power cut can damage what was flushed: mount without it",
-    "noexec": "no program of a tree can run: mount with exec",
+    "nobarrier": "a power cut can damage flushed data: mount without it",
+    "noexec": "programs in a tree cannot run: mount with exec",
 }
 
 
 @contextmanager
 def scratch(settings: Settings) -> Iterator[Path]:
-    """A directory where the state directory is, or will be; a killed doctor leaves it."""
+    """Yield a directory where the state directory is or will be; a killed doctor leaves it."""
     above = existing(settings.state_dir)
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=above) as name:
         yield Path(name)
 
 
-# -- by name --------------------------------------------------------------------------------------
+# -- by type and mount ----------------------------------------------------------------------------
 
 
 def file_system(settings: Settings) -> Result:
     kind = find_mount(settings.state_dir).kind
     family = "9p" if kind.startswith("9p") else kind
-    known = _BY_NAME.get(family) or (_REMOTE if kind.startswith("fuse") else None)
-    return judge(known is None, f"{kind}: {known}" if known else kind, _LOCAL, otherwise="warn")
+    known = _UNSUITABLE.get(family) or (_REMOTE if kind.startswith("fuse") else None)
+    return judge(known is None, f"{kind}: {known}" if known else kind, _USE_LOCAL, otherwise="warn")
 
 
 def options(settings: Settings) -> Result:
     mount = find_mount(settings.state_dir)
     if "ro" in mount.options:
-        remedy = "see the kernel's log: ext4 does that to itself where a disk fails; then remount"
+        remedy = "check dmesg: ext4 becomes read-only when a disk fails; then remount it"
         return "fail", f"{mount.at} is read-only", remedy
     found = sorted(mount.options & _SLOW_OPTIONS.keys())
-    fact = f"{mount.at} is mounted with {', '.join(found)}" if found else f"of {mount.at}"
+    fact = f"{mount.at} is mounted with {', '.join(found)}" if found else f"{mount.at}: none slow"
     remedy = "; ".join(f"{name}: {_SLOW_OPTIONS[name]}" for name in found)
     return judge(not found, fact, remedy, otherwise="warn")
 
 
 def journal(settings: Settings) -> Result:
-    """By what ext4 says in sysfs (Linux 5.1): `<none>`, or its journal's process."""
+    """Check that ext4 has a journal; sysfs names its process or `<none>` (Linux 5.1)."""
     mount = find_mount(settings.state_dir)
     if mount.kind != "ext4":
-        return "ok", f"{mount.kind} is no ext4", ""
+        return "ok", f"not needed: {mount.kind}", ""
     device = Path("/sys/dev/block", mount.device).resolve().name
-    said = Path("/sys/fs/ext4", device, "journal_task").read_text(encoding="ascii").strip()
-    if said != "<none>":
+    task = Path("/sys/fs/ext4", device, "journal_task").read_text(encoding="ascii").strip()
+    if task != "<none>":
         return "ok", "ext4 has a journal", ""
     fact = (
-        "ext4 without a journal: each mkdir looks through all inodes that were freed within the"
-        " last seconds, 1.2 ms instead of 0.03 in our measurements, and a power cut costs an fsck"
+        "ext4 without a journal: each mkdir searches all inodes that were freed in the last seconds"
+        " (1.2 ms instead of 0.03 in our measurements), and a power cut requires an fsck"
     )
-    remedy = f"unmount it, then `tune2fs -O has_journal {mount.source}`; or another disk"
+    remedy = f"unmount it, then `tune2fs -O has_journal {mount.source}`; or use another disk"
     return "warn", fact, remedy
 
 
 def quotas(settings: Settings) -> Result:
-    """What bounds the disk of one user; project quotas do not: an owner may change the project."""
-    if "usrquota" in find_mount(settings.state_dir).options:  # so ext4 and xfs write it
-        return "ok", "the kernel enforces those of users", ""
+    """Check that a user's disk usage is limited; an owner may change project quotas."""
+    if "usrquota" in find_mount(settings.state_dir).options:  # on ext4 and xfs
+        return "ok", "the kernel enforces user quotas", ""
     if settings.access.bytes_per_user:
-        fact = "none of the kernel's: users are weighed every minute ([access] bytes_per_user)"
+        fact = "none of the kernel; mirrord checks usage every minute ([access] bytes_per_user)"
         return "ok", fact, ""
     remedy = "set [access] bytes_per_user, or mount it with usrquota (ext4) or uquota (xfs)"
-    return "warn", "nothing bounds what one user writes", remedy
+    return "warn", "no limit on what a user writes", remedy
 
 
 def space(settings: Settings) -> Result:
     bounds = settings.checkouts
     found = measure(existing(settings.state_dir), bounds.disk_reserve)
     fact = (
-        f"{found.free_bytes / _GIB:.1f} GiB are free, [checkouts]"
-        f" template_bytes is {bounds.template_bytes / _GIB:.1f} GiB,"
-        f" {found.reserve_bytes / _GIB:.1f} GiB are reserved"
+        f"{found.free_bytes / _GIB:.1f} GiB free, {found.reserve_bytes / _GIB:.1f} GiB reserved,"
+        f" [checkouts] template_bytes is {bounds.template_bytes / _GIB:.1f} GiB"
     )
     if found.shortage:
-        return "fail", fact, "make room: new work is refused (disk_reserve); `mirrord gc` and `du`"
-    remedy = "make room, or lower [checkouts] template_bytes"
-    well = found.free_bytes - found.reserve_bytes > bounds.template_bytes / 10
-    return judge(well, fact, remedy, otherwise="warn")
+        return "fail", fact, "free space, see `mirrord du`: new work is refused (disk_reserve)"
+    remedy = "free space, or lower [checkouts] template_bytes"
+    is_enough = found.free_bytes - found.reserve_bytes > bounds.template_bytes / 10
+    return judge(is_enough, fact, remedy, otherwise="warn")
 
 
 def inodes(settings: Settings) -> Result:
     held = os.statvfs(existing(settings.state_dir))
     if held.f_files == 0:
-        return "ok", "without limit", ""
-    remedy = "make room: each template holds a file for every file of its tree"
+        return "ok", "no limit", ""
+    remedy = "free inodes: a template has a file for every file of its tree"
     return judge(held.f_favail > 200_000, f"{held.f_favail:,} free", remedy, otherwise="warn")
 
 
-# -- by trying ------------------------------------------------------------------------------------
+# -- by trials ------------------------------------------------------------------------------------
 
 
 def abilities(settings: Settings) -> Result:
-    """What mirrord, git and SQLite do with files."""
+    """Try what mirrord, git and SQLite do with files."""
     essential: list[str] = []
     other: list[str] = []
     with scratch(settings) as place:
-        for name, (attempt, is_essential) in _ABILITIES.items():
+        for name, (trial, is_essential) in _ABILITIES.items():
             try:
-                works = attempt(place)
+                works = trial(place)
             except OSError:
                 works = False
             if not works:
                 (essential if is_essential else other).append(name)
     if not essential and not other:
-        return "ok", f"all {len(_ABILITIES)} that were tried work", ""
-    fact = f"these do not work: {', '.join([*essential, *other])}"
-    return ("fail" if essential else "warn"), fact, _LOCAL
+        return "ok", f"all {len(_ABILITIES)} trials succeeded", ""
+    fact = f"not working: {', '.join([*essential, *other])}"
+    return ("fail" if essential else "warn"), fact, _USE_LOCAL
 
 
 def _hard_links(place: Path) -> bool:
@@ -172,7 +168,7 @@ def _letter_case(place: Path) -> bool:
 
 
 def _locks(place: Path) -> bool:
-    """Of both kinds: the daemon's, and SQLite's."""
+    """Try flock, as the daemon does, and POSIX locks, as SQLite does."""
     with (place / "lock").open("w") as one, (place / "lock").open("w") as other:
         fcntl.flock(one, fcntl.LOCK_EX)
         try:
@@ -184,7 +180,7 @@ def _locks(place: Path) -> bool:
 
 
 def _shared_memory(place: Path) -> bool:
-    """As SQLite's write-ahead log."""
+    """Try what SQLite's write-ahead log needs."""
     with (place / "shared").open("wb+") as file:
         file.truncate(mmap.PAGESIZE)
         with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
@@ -193,7 +189,7 @@ def _shared_memory(place: Path) -> bool:
 
 
 def _sockets(place: Path) -> bool:
-    """By the directory's descriptor: a socket's path is short."""
+    """Use the directory's descriptor, because the path of a socket has at most 107 bytes."""
     with opened(os.open(place, os.O_PATH)) as fd, ExitStack() as stack:
         path = f"/proc/self/fd/{fd}/socket"
         server, client = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
@@ -205,14 +201,14 @@ def _sockets(place: Path) -> bool:
 
 
 def _fine_times(place: Path) -> bool:
-    """Where files changed within a second look unchanged, every reset reads them."""
+    """Without fine times, every reset reads files that changed within the last second."""
     (place / "time").touch()
     os.utime(place / "time", ns=(1, 123_456_789))
     return (place / "time").stat().st_mtime_ns == 123_456_789
 
 
 def _clock(place: Path) -> bool:
-    """A server has its own."""
+    """Compare with the clock of a file server."""
     (place / "now").touch()
     return abs((place / "now").stat().st_mtime - time.time()) < 2
 
@@ -225,14 +221,14 @@ def _replacing(place: Path) -> bool:
 
 
 def _attributes(place: Path) -> bool:
-    """As agents' trees may have; overlays keep theirs apart, as `trusted.`."""
+    """Try attributes of agents' files; those of overlays are in `trusted.`."""
     (place / "attribute").touch()
     os.setxattr(place / "attribute", "user.mirrord", b"x")
     return os.getxattr(place / "attribute", "user.mirrord") == b"x"
 
 
 def _whiteouts(place: Path) -> bool:
-    """How an overlay says that a file of a lower layer is gone."""
+    """Try what overlays use for removed files."""
     os.mknod(place / "whiteout", stat.S_IFCHR, 0)
     return stat.S_ISCHR((place / "whiteout").lstat().st_mode)
 
@@ -253,46 +249,46 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], bool]] = {
 }
 
 
-_COST_FILES = 200
-_PART_S = 0.3
+_TRIAL_FILES = 200
+_TRIAL_S = 0.3
 _ROUNDS = 15
-_SLOW = 5  # so many times what is normal is worth a warning
+_SLOW_FACTOR = 5  # warn above this many times the normal duration
 
 
-class Part(NamedTuple):
-    """`normal_ms` is the most that a quiet machine with a local disk takes."""
+class Timing(NamedTuple):
+    """A duration; `normal_ms` is the maximum on an idle machine with a local disk."""
 
     name: str
     ms: float
     normal_ms: float
 
     def __str__(self) -> str:
-        took = f"{self.ms:.0f}" if self.ms >= 10 else f"{self.ms:.2g}"
-        return f"{self.name} {took} ms (normal: up to {self.normal_ms:g})"
+        ms = f"{self.ms:.0f}" if self.ms >= 10 else f"{self.ms:.2g}"
+        return f"{self.name} {ms} ms (normal: up to {self.normal_ms:g})"
 
 
 def speed(settings: Settings) -> Result:
     with scratch(settings) as place:
-        parts = [Part("a directory", _mkdir_ms(place), 0.1)]
-        written_ms, looked_ms = _tree_ms(place)
+        timings = [Timing("making a directory", _mkdir_ms(place), 0.1)]
+        write_ms, stat_ms = _tree_ms(place)
         if may_mount():
             try:
                 mounted_ms, reset_ms = _overlay_ms(place)
             except MirrordError:  # the check of overlays says why
                 pass
             else:
-                parts.append(Part("an overlay made and taken down", mounted_ms, 1))
-                parts.append(Part("one put in its place", reset_ms, 1))
-        parts.append(Part("1,000 files written", written_ms, 200))
-        parts.append(Part("looked at", looked_ms, 20))
-    slow = [part.name for part in parts if part.ms > _SLOW * part.normal_ms]
+                timings.append(Timing("mounting and unmounting an overlay", mounted_ms, 1))
+                timings.append(Timing("replacing an overlay", reset_ms, 1))
+        timings.append(Timing("writing 1,000 files", write_ms, 200))
+        timings.append(Timing("stat of 1,000 files", stat_ms, 20))
+    slow = [each.name for each in timings if each.ms > _SLOW_FACTOR * each.normal_ms]
     remedy = f"slow: {', '.join(slow)}; is the machine busy? see the checks of the file system"
-    return judge(not slow, ", ".join(map(str, parts)), remedy, otherwise="warn")
+    return judge(not slow, ", ".join(map(str, timings)), remedy, otherwise="warn")
 
 
 def _median_ms(attempt: Callable[[int], None]) -> float:
-    """Of as many rounds as there is time for, at least one."""
-    taken, end = [], time.perf_counter() + _PART_S
+    """Return the median of up to 15 rounds within 0.3 s."""
+    taken, end = [], time.perf_counter() + _TRIAL_S
     for number in range(_ROUNDS):
         began = time.perf_counter()
         attempt(number)
@@ -303,8 +299,8 @@ def _median_ms(attempt: Callable[[int], None]) -> float:
 
 
 def _mkdir_ms(place: Path) -> float:
-    """After removals, as in a daemon at work: an ext4 without a journal looks through those."""
-    end = time.perf_counter() + _PART_S
+    """Time mkdir after removals, as in a busy daemon: ext4 without a journal searches those."""
+    end = time.perf_counter() + _TRIAL_S
     for number in range(300):
         path = place / f"removed-{number}"
         path.mkdir()
@@ -315,21 +311,21 @@ def _mkdir_ms(place: Path) -> float:
 
 
 def _tree_ms(place: Path) -> tuple[float, float]:
-    """Write a tree and look at all of it, for a thousand files."""
+    """Return the times to write and to stat a thousand files."""
     tree, content = place / "layer", b"x" * 4096
     tree.mkdir()
     began = time.perf_counter()
-    for number in range(_COST_FILES):
+    for number in range(_TRIAL_FILES):
         (tree / f"file-{number}").write_bytes(content)
     written = time.perf_counter()
     for entry in os.scandir(tree):
         entry.stat(follow_symlinks=False)
-    looked = time.perf_counter()
-    return (written - began) * 1e6 / _COST_FILES, (looked - written) * 1e6 / _COST_FILES
+    ended = time.perf_counter()
+    return (written - began) * 1e6 / _TRIAL_FILES, (ended - written) * 1e6 / _TRIAL_FILES
 
 
 def _overlay_ms(place: Path) -> tuple[float, float]:
-    """Mount overlays and take them down; put one in another's place, as a reset does."""
+    """Return the times to mount and unmount an overlay, and to replace one as a reset does."""
 
     def overlay(name: str) -> int:
         paths = [place / "layer", *(place / f"{name}-{part}" for part in ("upper", "work"))]

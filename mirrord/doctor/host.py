@@ -1,4 +1,4 @@
-"""Checks of the host: programs, libraries, the kernel, what it allows this process, its limits."""
+"""Checks of the host: programs, libraries, and the kernel with its privileges and limits."""
 
 import importlib
 import os
@@ -51,25 +51,25 @@ def git(settings: Settings) -> Result:
     if (patch or [0])[0] >= _GIT_FIXED.get((major, minor), 0):
         return "ok", text, ""
     if package := _git_package():
-        return "ok", f"{text}, {package}: its distribution mends it without a new number", ""
+        return "ok", f"{text}, {package}: distributions fix it under the same version", ""
     first = f"{major}.{minor}.{_GIT_FIXED[major, minor]}"
     return "warn", f"{text} {_GIT_FAULTS}", f"install {first} or newer, or a distribution's package"
 
 
-# The first release of each series that has what 2.45.1 mended; all later series have it.
-# Distributions mend theirs without a new number (Debian 12: 2.39.5-0+deb12u3).
+# The first release of each series with the fixes of 2.45.1; later series have them. Distributions
+# fix it under the same version (Debian 12: 2.39.5-0+deb12u3).
 _GIT_FIXED = {
     (2, 39): 4, (2, 40): 2, (2, 41): 1, (2, 42): 2, (2, 43): 4, (2, 44): 1, (2, 45): 1,
 }  # fmt: skip
 _GIT_FAULTS = (
-    "runs programs of an upstream that is another user's local repository (CVE-2024-32004,"
+    "may run programs of an upstream that is another user's local repository (CVE-2024-32004,"
     " CVE-2024-32465)"
 )
 _PACKAGES = "/var/lib/rpm", "/usr/lib/sysimage/rpm", "/lib/apk/db", "/var/lib/pacman/local"
 
 
 def _git_package() -> str | None:
-    """What a distribution calls the git that is used."""
+    """Return the version of the distribution's git package, None if git is from elsewhere."""
     path = shutil.which("git", path=search_path()) or ""
     if Path(path).parent not in (Path("/usr/bin"), Path("/bin")):
         return None
@@ -83,11 +83,11 @@ def _git_package() -> str | None:
 def setpriv(settings: Settings) -> Result:
     found = shutil.which("setpriv", path=search_path())
     fact = found or "setpriv is not installed"
-    return judge(found is not None, fact, "install util-linux: it ends git with the daemon")
+    return judge(found is not None, fact, "install util-linux: git would outlive a killed daemon")
 
 
 def packages(settings: Settings) -> Result:
-    """By distribution: the client's has no module of its name."""
+    """Check distributions, not modules: that of the client has no module of its name."""
     missing, lines = [], []
     with suppress(PackageNotFoundError):
         lines = requires("mirrord") or []
@@ -101,11 +101,11 @@ def packages(settings: Settings) -> Result:
 
 
 def builds(settings: Settings) -> Result:
-    """What builds of environments need, besides sandboxes."""
+    """Check what builds of environments need besides sandboxes."""
     uid, _ = build_owner()
     index = settings.environments.index.removeprefix("file://")
     if index.startswith("/") and not Path(index).is_dir():
-        return "warn", f"the index {index} is no directory", "see [environments] index"
+        return "warn", f"index {index} is not a directory", "set [environments] index"
     try:
         return "ok", f"as uid {uid}, by {find_uv()}", ""
     except MirrordError as error:
@@ -113,13 +113,13 @@ def builds(settings: Settings) -> Result:
 
 
 def certificates(settings: Settings) -> Result:
-    well = Path("/etc/ssl/certs").is_dir()
-    fact = f"/etc/ssl/certs {'exists' if well else 'is missing'}"
-    return judge(well, fact, "install ca-certificates: git cannot fetch over HTTPS without them")
+    exists = Path("/etc/ssl/certs").is_dir()
+    fact = f"/etc/ssl/certs {'exists' if exists else 'is missing'}"
+    return judge(exists, fact, "install ca-certificates: git cannot fetch over HTTPS without them")
 
 
 def libgit2(settings: Settings) -> Result:
-    """In a worker process, as the daemon does."""
+    """Load it in a worker process, as the daemon does."""
 
     async def ask_worker() -> str:
         workers = Workers(size=1)
@@ -141,19 +141,19 @@ def _load_objects() -> str:
 
 def kernel(settings: Settings) -> Result:
     release = platform.release()
-    well = _version(release) >= (5, 19)  # idmapped mounts as lower layers of an overlay
-    remedy = "Linux 5.19 and newer give overlay checkouts to other users than the daemon's"
-    return judge(well, f"Linux {release}", remedy, otherwise="warn")
+    is_recent = _version(release) >= (5, 19)  # idmapped mounts as lower layers of an overlay
+    remedy = "use Linux 5.19 or newer for overlay checkouts of other users than the daemon's"
+    return judge(is_recent, f"Linux {release}", remedy, otherwise="warn")
 
 
 def overlay(settings: Settings) -> Result:
-    """Makes one in the state directory, for this user and for another, as the daemon does."""
+    """Mount one in the state directory, for this user and another, as the daemon does."""
     verdict: Verdict = "fail" if settings.checkouts.backend is Backend.OVERLAY else "warn"
     above = existing(settings.state_dir)
     try:
         mounter = choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
         if not isinstance(mounter, LocalMounter):
-            return "ok", "the mount service makes them", ""
+            return "ok", "mounted by the mount service", ""
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
             mounter = LocalMounter(Path(scratch))
             try:
@@ -161,34 +161,35 @@ def overlay(settings: Settings) -> Result:
             finally:
                 mounter.close(unbind=True)
     except MirrordError as error:
-        remedy = f"{error.hint or 'see the kernel log'}; without it the pool backend serves"
+        remedy = f"{error.hint or 'check dmesg'}; without overlays the pool backend serves"
         return verdict, error.message, remedy
     fact = f"mounted one: {unmapped}" if unmapped else "mounted one"
-    remedy = "only the daemon's own user has overlay checkouts; the pool backend serves others"
+    remedy = "only the daemon's user gets overlay checkouts; the pool backend serves others"
     return judge(not unmapped, fact, remedy, otherwise="warn")
 
 
 def privileges(settings: Settings) -> Result:
-    well = may_mount()
-    remedy = "run as root or beside the mount service: otherwise there is no overlay, and the pool"
-    remedy += " serves only the daemon's own user"
-    fact = f"uid {os.geteuid()}, {'may' if well else 'may not'} mount"
-    return judge(well, fact, remedy, otherwise="warn")
+    allowed = may_mount()
+    remedy = "run as root or with the mount service; otherwise there are no overlays, and the pool"
+    remedy += " backend serves only the daemon's user"
+    fact = f"uid {os.geteuid()}, {'may' if allowed else 'may not'} mount"
+    return judge(allowed, fact, remedy, otherwise="warn")
 
 
 def mount_namespace(settings: Settings) -> Result:
     if not os.access("/proc/1/ns/mnt", os.F_OK):
-        return "ok", "not known: this process may not look at pid 1", ""
+        return "ok", "unknown: this process may not read the namespace of pid 1", ""
     shared = shares_mounts(1)
-    remedy = "no process outside sees mounts made here: mount without file system sandboxing"
+    remedy = "other processes do not see mounts made here: run it without file system sandboxing"
     return judge(shared, "shared with pid 1" if shared else "private", remedy, otherwise="warn")
 
 
 def mount_limit(settings: Settings) -> Result:
-    limit, most = _kernel_setting("fs/mount-max"), settings.checkouts.max
-    fact = f"fs.mount-max is {limit}, [checkouts] max is {most}"
-    remedy = f"set fs.mount-max to {most + 1000} or more, or lower [checkouts] max"
-    return judge(limit >= most + 1000, fact, remedy, otherwise="warn")
+    limit, checkouts_max = _kernel_setting("fs/mount-max"), settings.checkouts.max
+    needed = checkouts_max + 1000
+    fact = f"fs.mount-max is {limit}, [checkouts] max is {checkouts_max}"
+    remedy = f"set fs.mount-max to {needed} or more, or lower [checkouts] max"
+    return judge(limit >= needed, fact, remedy, otherwise="warn")
 
 
 def inotify(settings: Settings) -> Result:
@@ -200,32 +201,34 @@ def inotify(settings: Settings) -> Result:
 
 def open_files(settings: Settings) -> Result:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    well = hard == resource.RLIM_INFINITY or hard >= 4096
+    is_enough = hard == resource.RLIM_INFINITY or hard >= 4096
     remedy = "raise it with LimitNOFILE= or `ulimit -Hn 65536`"
-    return judge(well, f"at most {hard}", remedy, otherwise="warn")
+    return judge(is_enough, f"at most {hard}", remedy, otherwise="warn")
 
 
 def processes(settings: Settings) -> Result:
-    """Workers, git and the threads of both; root has no limit."""
+    """Check the limit for workers, git and their threads; root has none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    well = limit in (resource.RLIM_INFINITY, -1) or limit >= 512 or os.geteuid() == 0
+    is_enough = limit in (resource.RLIM_INFINITY, -1) or limit >= 512 or os.geteuid() == 0
     remedy = "raise it with TasksMax= and LimitNPROC=, or `ulimit -u 4096`"
-    return judge(well, f"at most {limit}" if limit >= 0 else "no limit", remedy, otherwise="warn")
+    return judge(
+        is_enough, f"at most {limit}" if limit >= 0 else "no limit", remedy, otherwise="warn"
+    )
 
 
 def namespaces(settings: Settings) -> Result:
-    """What keeps sandboxes and idmapped mounts from being made; kernels lack some of these."""
+    """Check settings that sandboxes and idmapped mounts need; not every kernel has them."""
     found, remedies = [], []
-    for name, least in _NAMESPACES.items():
+    for name, minimum in _NAMESPACES.items():
         with suppress(FileNotFoundError):
             value = _kernel_setting(name)
             key = name.replace("/", ".")
             found.append(f"{key} is {value}")
-            if value < least:
-                remedies.append(f"`sysctl -w {key}={max(least, 1)}`")
+            if value < minimum:
+                remedies.append(f"`sysctl -w {key}={minimum}`")
     with suppress(FileNotFoundError):
         if _kernel_setting(_RESTRICTED):
-            found.append("AppArmor allows user namespaces to few programs")
+            found.append("AppArmor restricts user namespaces")
             remedies.append("give bwrap an AppArmor profile with `userns,`")
     return judge(not remedies, ", ".join(found), "; ".join(remedies), otherwise="warn")
 
@@ -242,23 +245,25 @@ def security_modules(settings: Settings) -> Result:
     try:
         modules = Path("/sys/kernel/security/lsm").read_text(encoding="ascii").strip()
     except OSError:
-        modules = "not shown to this user"
+        modules = "not readable by this user"
     with suppress(OSError):
         if Path("/sys/fs/selinux/enforce").read_text(encoding="ascii").strip() == "1":
-            remedy = "containers see no checkout without a label: `chcon -Rt container_file_t`, :z"
-            return "warn", f"SELinux enforces ({modules})", remedy
+            remedy = "label checkouts for containers: `chcon -Rt container_file_t`, or :z"
+            return "warn", f"SELinux is enforcing ({modules})", remedy
     return "ok", modules, ""
 
 
 def control_groups(settings: Settings) -> Result:
-    """Whether this user's sandboxes get a group with limits that tell when one strikes."""
+    """Check that this user's sandboxes can have control groups, which count met limits."""
     root = Path("/sys/fs/cgroup")
     is_unified = (root / "cgroup.controllers").exists()
     places = [root] if is_unified else [root / "memory", root / "pids"]
     if all(os.access(place, os.W_OK) for place in places):
-        return "ok", f"version {2 if is_unified else 1}, groups can be made", ""
-    fact = "none can be made: sandboxes have limits for each process, and nothing tells of strikes"
-    return "warn", fact, "for limits of all, run sandboxes as root"
+        return "ok", f"version {2 if is_unified else 1}, writable", ""
+    fact = (
+        "not writable: limits of sandboxes apply to each process, and met limits are not reported"
+    )
+    return "warn", fact, "run sandboxes as root for limits of all their processes"
 
 
 def clock(settings: Settings) -> Result:
@@ -267,5 +272,6 @@ def clock(settings: Settings) -> Result:
     if newest > now + 60:
         fact = f"the state directory was written {round(newest - now)} s in the future"
         return "fail", fact, "set the clock, or wait until it is right"
-    well, fact = now > 1_735_689_600, time.strftime("%Y-%m-%d %H:%M:%S %Z")  # since 2025-01-01
-    return judge(well, fact, "set the clock: leases and reset proofs depend on it")
+    is_plausible = now > 1_735_689_600  # 2025-01-01
+    fact = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return judge(is_plausible, fact, "set the clock: leases and reset proofs depend on it")

@@ -1,6 +1,6 @@
-"""What can be put right without a decision: modes, missing directories and accounts, leftovers.
+"""Repairs that need no decision: modes, missing directories and accounts, leftovers.
 
-Never touches a mirror, a pin, a row or a checkout with a lease. `find_repairs` changes nothing.
+They never touch a mirror, a pin, a row or a leased checkout. `find_repairs` changes nothing.
 """
 
 import fcntl
@@ -30,11 +30,12 @@ from .units import find_unit
 
 _SYSUSERS = Path("sysusers.d/mirrord.conf")
 _TMPFILES = Path("tmpfiles.d/mirrord.conf")
-_CONFIGURED = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
+_SCRATCH_MAX_AGE_S = 60.0
+_CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
 
 
 class Repaired(NamedTuple):
-    """`detail` says why it failed."""
+    """A repair and its result; `detail` is the error of a failed one."""
 
     what: str
     state: Literal["planned", "done", "failed"]
@@ -42,7 +43,10 @@ class Repaired(NamedTuple):
 
 
 def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[Step]:
-    """Leftovers last: removing them may need the modes. `alone`: inside of `no_daemon`."""
+    """Return the repairs. Leftovers are last: removing them may need repaired modes.
+
+    `alone` is what `no_daemon` yields.
+    """
     return [
         *_accounts(settings),
         *_directories(settings),
@@ -53,7 +57,7 @@ def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -
 
 
 def repair(settings: Settings, config_path: Path | None, *, dry_run: bool) -> list[Repaired]:
-    """Do all of it, or say what would be done; one that fails stops no other."""
+    """Do all repairs, or with `dry_run` only list them; a failure does not stop the rest."""
     done = []
     with no_daemon(settings) as alone:
         for each in find_repairs(settings, config_path, alone=alone):
@@ -62,7 +66,7 @@ def repair(settings: Settings, config_path: Path | None, *, dry_run: bool) -> li
                 continue
             try:
                 each.act()
-            except FileNotFoundError:  # somebody else did
+            except FileNotFoundError:  # it is gone already
                 done.append(Repaired(each.what, "done"))
             except (OSError, MirrordError) as error:
                 done.append(Repaired(each.what, "failed", str(error)))
@@ -77,14 +81,14 @@ def config_file(settings: Settings, path: Path | None) -> Result:
     mode = stat.S_IMODE(path.stat().st_mode)
     fact = f"{path}, mode {mode:04o}"
     if mode & 0o002:
-        return "fail", f"{fact}: everybody may change it", f"chmod o-w {path}"
+        return "fail", f"{fact}: all users may change it", f"chmod o-w {path}"
     if list(_config_mode(path)):
-        return "warn", f"{fact}, and it holds a password or token", f"chmod o-r {path}"
+        return "warn", f"{fact}, and it has a password or token", f"chmod o-r {path}"
     return "ok", fact, ""
 
 
 def _config_mode(path: Path | None) -> Iterator[Step]:
-    """Who else may read it learns the credentials in URLs."""
+    """Yield a repair of a mode that lets others change the file or read credentials in URLs."""
     with suppress(OSError):
         if path is None:
             return
@@ -98,7 +102,7 @@ def _config_mode(path: Path | None) -> Iterator[Step]:
 
 
 def _accounts(settings: Settings) -> Iterator[Step]:
-    """Only root can; systemd's own way where the package has it."""
+    """Yield repairs of missing users and groups, for root; with systemd-sysusers if installed."""
     if os.geteuid() != 0:
         return
     if _installed(_SYSUSERS) and not _exists(pwd.getpwnam, "mirrord"):
@@ -126,7 +130,7 @@ def _directories(settings: Settings) -> Iterator[Step]:
 
 
 def _modes(settings: Settings) -> Iterator[Step]:
-    """Those that a start sets, where they are this process's to set."""
+    """Yield repairs of directories' modes, as a start sets them, if this process may."""
     layout = Layout(settings.state_dir)
     for directory, wanted in layout.modes().items():
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -137,7 +141,7 @@ def _modes(settings: Settings) -> Iterator[Step]:
 
 
 def _set_mode(path: Path, mode: int, flags: int = 0) -> Step:
-    """A directory of the daemon's user is no link to another's when root comes to it."""
+    """Set a mode without following links: the daemon's user could lead root elsewhere."""
 
     def act() -> None:
         with opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)) as fd:
@@ -148,7 +152,7 @@ def _set_mode(path: Path, mode: int, flags: int = 0) -> Step:
 
 
 def _installed(name: Path) -> bool:
-    return any((place / name).exists() for place in _CONFIGURED)
+    return any((place / name).exists() for place in _CONFIG_PLACES)
 
 
 def _exists(look_up: Callable[[str], object], name: str) -> bool:
@@ -159,12 +163,12 @@ def _exists(look_up: Callable[[str], object], name: str) -> bool:
     return True
 
 
-# -- what earlier daemons, doctors and clients left; of the state directory what no daemon holds --
+# -- leftovers of earlier daemons, doctors and clients ---------------------------------------------
 
 
 @contextmanager
 def no_daemon(settings: Settings) -> Iterator[bool]:
-    """Keeps a daemon from starting; answers False where one runs, or may."""
+    """Keep a daemon from starting; yields False if one runs or may run."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         lock = os.open(settings.state_dir / "daemon.lock", flags)
@@ -184,33 +188,31 @@ def no_daemon(settings: Settings) -> Iterator[bool]:
 
 
 def find_leftovers(settings: Settings, *, alone: bool) -> list[Step]:
-    """Mounts first: what is mounted on cannot be removed. `alone`: inside of `no_daemon`."""
+    """Return the removal of leftovers, those of the state directory only if `alone`."""
     sandboxes = [
         Step(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
         for path in sweep_scratch(dry_run=True)
     ]
-    return [*_of_state(settings), *sandboxes] if alone else sandboxes
+    return [*_state_leftovers(settings), *sandboxes] if alone else sandboxes
 
 
 def remaining(settings: Settings) -> Result:
     with no_daemon(settings) as alone:
         found = find_leftovers(settings, alone=alone)
     fact = "; ".join(each.what for each in found[:3]) + ("; …" if len(found) > 3 else "")
-    remedy = "a start of the daemon, a sandbox, or `mirrord doctor --fix` does that"
+    remedy = "run `mirrord doctor --fix`, or start the daemon"
     return judge(not found, f"to do: {fact}" if found else "none", remedy, otherwise="warn")
 
 
-def _of_state(settings: Settings) -> Iterator[Step]:
+def _state_leftovers(settings: Settings) -> Iterator[Step]:
     layout = Layout(settings.state_dir)
     above = existing(settings.state_dir)
     scratches = [Path(entry.path) for entry in entries(above) if _is_scratch(entry)]
     top = str(layout.checkouts)
-    for point in [
-        *mounts_below(top),
-        *(p for place in scratches for p in mounts_below(str(place))),
-    ]:
-        if point != top and not _has_lease(layout, Path(point)):
-            yield Step(f"unmount {point}, which belongs to no checkout", partial(umount, point))
+    for root in (top, *map(str, scratches)):  # first: a mount point cannot be removed
+        for point in mounts_below(root):
+            if point != top and not _has_lease(layout, Path(point)):
+                yield Step(f"unmount {point}, which belongs to no checkout", partial(umount, point))
     for directory in (
         *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, layout.templates),
         *layout.templates.glob("[!.]*"),
@@ -223,23 +225,20 @@ def _of_state(settings: Settings) -> Iterator[Step]:
     for path in scratches:
         yield Step(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
     if settings.socket.is_socket() and _is_dead(settings.socket):
-        what = f"remove {settings.socket}, at which nobody listens"
+        what = f"remove {settings.socket}, which has no listener"
         yield Step(what, settings.socket.unlink)
 
 
 def _is_scratch(entry: os.DirEntry[str]) -> bool:
-    """A doctor needs seconds."""
+    """True for the directory of a doctor that should have ended long ago."""
     with suppress(OSError):
-        return entry.name.startswith(SCRATCH_PREFIX) and _is_old(entry.stat().st_ctime)
+        is_old = entry.stat().st_ctime < time.time() - _SCRATCH_MAX_AGE_S
+        return entry.name.startswith(SCRATCH_PREFIX) and is_old
     return False
 
 
-def _is_old(at: float) -> bool:
-    return at < time.time() - 60
-
-
 def _has_lease(layout: Layout, path: Path) -> bool:
-    """Whether a mount is below the directory of a checkout that the next daemon adopts."""
+    """True for a mount of a checkout that the next daemon takes over."""
     if not path.is_relative_to(layout.checkouts):
         return False
     private = layout.leases / path.relative_to(layout.checkouts).parts[0]

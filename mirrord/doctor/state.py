@@ -1,4 +1,4 @@
-"""Checks of the installation: the state directory, its catalog, and the way to the daemon."""
+"""Checks of the installation: state directory, catalog, store, and the way to the daemon."""
 
 import fcntl
 import grp
@@ -34,22 +34,23 @@ from .units import find_unit, unit_uid
 def state_dir(settings: Settings) -> Result:
     path = settings.state_dir
     if not path.exists():
-        well = os.access(existing(path), os.W_OK)
-        return judge(well, f"{path} does not exist yet", f"make {path}, owned by the daemon's user")
+        can_make = os.access(existing(path), os.W_OK)
+        remedy = f"create {path}, owned by the daemon's user"
+        return judge(can_make, f"{path} does not exist yet", remedy)
     held = path.stat()
     mode = stat.S_IMODE(held.st_mode)
     fact = f"{path}, mode {mode:04o}, owner {held.st_uid}"
     if held.st_uid not in (0, os.geteuid(), unit_uid()):
-        return "fail", fact, "run the daemon as the owner, or give it another state_dir"
-    return judge(not mode & 0o022, fact, f"take write permission from others: chmod 0711 {path}")
+        return "fail", fact, "run the daemon as the owner, or set another state_dir"
+    return judge(not mode & 0o022, fact, f"others may write to it: chmod 0711 {path}")
 
 
 def parents(settings: Settings) -> Result:
-    """A user who may rename a parent may replace the whole state directory."""
+    """Check who may rename a parent, and so replace the whole state directory."""
     modes = [(parent, parent.stat().st_mode) for parent in existing(settings.state_dir).parents]
     unsafe = [str(path) for path, mode in modes if mode & 0o022 and not mode & stat.S_ISVTX]
-    fact = f"others may write to {', '.join(unsafe)}" if unsafe else "only their owners may write"
-    remedy = "move state_dir below directories that only root or its owner may write"
+    fact = f"others may write to {', '.join(unsafe)}" if unsafe else "writable by their owners only"
+    remedy = "move state_dir below directories that only root or its owner may write to"
     return judge(not unsafe, fact, remedy)
 
 
@@ -57,20 +58,20 @@ def one_file_system(settings: Settings) -> Result:
     layout, home = Layout(settings.state_dir), existing(settings.state_dir).stat().st_dev
     parts = layout.mirrors, layout.templates, layout.checkouts, layout.leases, layout.quarantine
     found = [path for path in (*parts, layout.datasets, layout.bundles) if path.exists()]
-    away = [path.name for path in found if path.stat().st_dev != home]
-    fact = f"elsewhere: {', '.join(away)}" if away else "one file system"
-    remedy = "keep all of state_dir on one file system: it renames and hard-links between them"
-    return judge(not away, fact, remedy)
+    foreign = [path.name for path in found if path.stat().st_dev != home]
+    fact = f"on other file systems: {', '.join(foreign)}" if foreign else "on one file system"
+    remedy = "keep state_dir on one file system: files are renamed and hard-linked between parts"
+    return judge(not foreign, fact, remedy)
 
 
 def access_lists(settings: Settings) -> Result:
-    """Makes one: each checkout has an entry for its owner."""
+    """Try one: each checkout has an entry for its owner."""
     above = existing(settings.state_dir)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=above) as scratch:
         try:
             grant_search(scratch, 65534)
         except BackendUnavailableError as error:
-            fact = "none: only root and the daemon's own user can have checkouts"
+            fact = "not supported: only root and the daemon's user can have checkouts"
             return "fail", fact, error.hint or ""
     return "ok", "only its owner can enter a checkout", ""
 
@@ -78,14 +79,16 @@ def access_lists(settings: Settings) -> Result:
 def set_id_bits(settings: Settings) -> Result:
     checkouts = settings.state_dir / "checkouts"
     if checkouts.exists() and os.statvfs(checkouts).f_flag & HARMLESS == HARMLESS:
-        return "ok", f"without effect in {checkouts}, and devices too", ""
+        return "ok", f"{checkouts} is mounted with nosuid,nodev", ""
     try:
         choose_mounter(settings.state_dir, settings.socket.parent / "mount.sock")
     except BackendUnavailableError:
-        remedy = "run the daemon as root or beside mirrord-mount.service, which see to that; or"
-        remedy += f" mount a file system of its own at {checkouts} with nosuid,nodev"
-        return "warn", f"with effect in {checkouts}, and devices too", remedy
-    return "ok", "without effect in checkouts as soon as a daemon runs, and devices too", ""
+        remedy = (
+            "run the daemon as root or with mirrord-mount.service, which mount it so; or mount a"
+        )
+        remedy += f" separate file system with nosuid,nodev at {checkouts}"
+        return "warn", f"{checkouts} allows set-id programs and devices", remedy
+    return "ok", "a running daemon mounts checkouts with nosuid,nodev", ""
 
 
 def unfinished(settings: Settings) -> Result:
@@ -101,8 +104,8 @@ def unfinished(settings: Settings) -> Result:
 # -- the catalog ----------------------------------------------------------------------------------
 
 _REBUILD = (
-    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again;"
-    " add mirrors again that had a URL of their own, and import other dataset files by hand"
+    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again; add"
+    " mirrors with other URLs again, and import other dataset files by hand"
 )
 _RECORDED = (
     "SELECT 'dataset/' || datasets.name, mirror_key, commit_id FROM recorded_commits"
@@ -112,10 +115,10 @@ _RECORDED = (
 
 
 def catalog(settings: Settings) -> Result:
-    """Whether it can be read, and whether it knows what the mirrors know.
+    """Check that it can be read, and that it records all mirrors and pins on disk.
 
-    Pins are refs in the mirrors: a catalog that is lost or older than they lacks mirrors, or the
-    owners of their pins. A running import looks the same until it ends.
+    Pins are refs of mirrors: a lost or older catalog lacks mirrors, or owners of pins. A running
+    import looks the same until it ends.
     """
     if settings.catalog.url:
         return _shared_catalog(settings.catalog.url)
@@ -123,54 +126,53 @@ def catalog(settings: Settings) -> Result:
     names = [entry.name for entry in entries(mirrors)]
     missing = _read_pins(mirrors, names)
     if not path.exists() or not path.stat().st_size:
-        fact = f"it does not exist, and {len(names)} mirrors do"
+        fact = f"it does not exist, but {len(names)} mirrors do"
         return judge(not names, fact, _remedy(missing))
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            said = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             known = {row[0].lower() for row in connection.execute("SELECT name FROM mirrors")}
             missing -= set(connection.execute(_RECORDED))
     except sqlite3.DatabaseError as error:
-        said = str(error)
-    if said != "ok":
-        remedy = f"stop the daemon, move {path}* away, start it again; then: {_remedy(missing)}"
-        return "fail", f"it is damaged: {said}", remedy
+        verdict = str(error)
+    if verdict != "ok":
+        remedy = f"stop the daemon and move {path}* away; then {_remedy(missing)}"
+        return "fail", f"it is damaged: {verdict}", remedy
     if unknown := [name for name in names if name.lower() not in known]:
-        fact = f"{len(known)} mirrors, {len(unknown)} on disk that it does not know"
+        fact = f"{len(known)} mirrors, but {len(unknown)} on disk are not recorded"
         return "warn", fact, _remedy(missing)
     if not missing:
-        return "ok", f"{len(known)} mirrors; it knows what each pin is for", ""
+        return "ok", f"{len(known)} mirrors; all pins are recorded", ""
     counts = sorted(Counter(owner.removeprefix("dataset/") for owner, _, _ in missing).items())
     listed = ", ".join(f"{count} of {owner}" for owner, count in counts)
-    fact = f"older than the mirrors, or lost: they pin commits that it does not record, {listed}"
+    fact = f"lost, or older than the mirrors: pinned commits are not recorded, {listed}"
     return "warn", fact, _remedy(missing)
 
 
 def _shared_catalog(url: str) -> Result:
-    """Whether PostgreSQL answers; as the daemon is asked, but without the daemon's credentials."""
-    database = import_module("mirrord.catalog.database")  # only here: it takes 0.2 s to load
+    """Check that PostgreSQL answers, without the daemon's systemd credentials."""
+    database = import_module("mirrord.catalog.database")  # takes 0.2 s to load
     try:
         revision = database.read_revision(url)
     except MirrordError as error:
         return "fail", error.message, error.hint or ""
     if revision is None:
-        return "ok", "the database is empty; the first daemon makes the tables", ""
+        return "ok", "the database is empty; the first daemon creates the tables", ""
     return "ok", f"PostgreSQL answers; its schema is {revision}", ""
 
 
 def store(settings: Settings) -> Result:
-    """Whether the store of a fleet answers, and refuses to write what is there already."""
+    """Check that the fleet's store answers and supports conditional writes."""
     if not settings.store.url:
         return "ok", "none is configured", ""
     try:
-        # only here: it takes 0.1 s to load; and it is an extra
-        objects = import_module("mirrord.fleet.objects")
+        objects = import_module("mirrord.fleet.objects")  # an extra; takes 0.1 s to load
         objects.ObjectStore(settings.store.url).check()
     except ImportError:
         return "fail", "obstore is not installed", "pip install 'mirrord[fleet]'"
     except MirrordError as error:
         return "fail", error.message, error.hint or ""
-    return "ok", f"{settings.store.url} answers, and refuses what two would write", ""
+    return "ok", f"{settings.store.url} answers, with conditional writes", ""
 
 
 def _remedy(missing: set[tuple[str, str, str]]) -> str:
@@ -178,12 +180,12 @@ def _remedy(missing: set[tuple[str, str, str]]) -> str:
     if not owners:
         return _REBUILD
     imports = [f"mirrord dataset import FILE --name {each.partition('/')[2]}" for each in owners]
-    stay = "Until then their pins stay; a bundle of a mirror has its rows too"
-    return f"{_REBUILD}: {'; '.join(imports)}. {stay}"
+    fact = "Until then their pins stay; a bundle of a mirror also has its rows"
+    return f"{_REBUILD}: {'; '.join(imports)}. {fact}"
 
 
 def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
-    """Owner, mirror key and commit of each pin; a mirror that git cannot read is the audit's."""
+    """Return owner, mirror key and commit of each pin; mirrors that git cannot read are skipped."""
     found = set()
     for name in names:
         try:
@@ -205,17 +207,18 @@ def socket_path(settings: Settings) -> Result:
     if len(os.fsencode(path)) > 107:  # sockaddr_un, less its final zero
         return "fail", f"{path} is longer than 107 bytes", "choose a shorter `socket`"
     if (unit := find_unit("mirrord.socket")) and f"ListenStream={path}\n" in unit.read_text():
-        return "ok", f"{path}, made by {unit.name}", ""
+        return "ok", f"{path}, created by {unit.name}", ""
     parent = existing(path.parent)
-    # of the daemon's user: another's where the state directory is
+    # the daemon's uid is that of the state directory
     uid = settings.state_dir.stat().st_uid if settings.state_dir.exists() else os.geteuid()
-    is_ours = uid == os.geteuid()
-    well = os.access(parent, os.W_OK) if is_ours else uid in (0, parent.stat().st_uid)
-    return judge(well, str(path), f"uid {uid} may not write to {parent}: choose another `socket`")
+    is_own = uid == os.geteuid()
+    can_write = os.access(parent, os.W_OK) if is_own else uid in (0, parent.stat().st_uid)
+    remedy = f"uid {uid} may not write to {parent}: choose another `socket`"
+    return judge(can_write, str(path), remedy)
 
 
 def socket_mode(settings: Settings) -> Result:
-    """Whether those who may use the daemon reach it."""
+    """Check that members of the group can connect."""
     try:
         held = settings.socket.stat()
     except FileNotFoundError:
@@ -223,15 +226,15 @@ def socket_mode(settings: Settings) -> Result:
     mode, name = stat.S_IMODE(held.st_mode), settings.access.group
     fact = f"mode {mode:04o}, group {held.st_gid}"
     with suppress(KeyError):
-        is_theirs = mode & 0o060 == 0o060 and held.st_gid == grp.getgrnam(name).gr_gid
-        well = mode & 0o006 == 0o006 or is_theirs
-        remedy = f"members of {name} cannot connect: SocketMode=0666, or a restart of the daemon"
-        return judge(well, fact, remedy, otherwise="warn")
+        is_of_group = mode & 0o060 == 0o060 and held.st_gid == grp.getgrnam(name).gr_gid
+        is_open = mode & 0o006 == 0o006 or is_of_group
+        remedy = f"members of {name} cannot connect: set SocketMode=0666, or restart the daemon"
+        return judge(is_open, fact, remedy, otherwise="warn")
     return "ok", fact, ""
 
 
 def daemon(settings: Settings) -> Result:
-    """Asks twice: at the socket, and by the state directory's lock."""
+    """Look for a daemon by the lock of the state directory, and at the socket."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     with (
         suppress(FileNotFoundError),
@@ -240,16 +243,16 @@ def daemon(settings: Settings) -> Result:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "just starting"
-            return "ok", f"one runs: {holder}", ""
+            holder = os.pread(lock, 400, 0).decode(errors="replace").strip() or "starting"
+            return "ok", f"running: {holder}", ""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(2)
         try:
             probe.connect(str(settings.socket))
         except OSError:
-            return "ok", "none runs", ""
+            return "ok", "not running", ""
     remedy = f"another daemon listens at {settings.socket}: choose another `socket`"
-    return "fail", "none runs", remedy
+    return "fail", "not running", remedy
 
 
 def group(settings: Settings) -> Result:
@@ -257,41 +260,41 @@ def group(settings: Settings) -> Result:
     try:
         return "ok", f"{name}, gid {grp.getgrnam(name).gr_gid}", ""
     except KeyError:
-        fact = f"group {name} does not exist: only root and the daemon's user may use it"
-        return "warn", fact, f"make it with `groupadd --system {name}`"
+        fact = f"group {name} does not exist: only root and the daemon's user may use mirrord"
+        return "warn", fact, f"create it with `groupadd --system {name}`"
 
 
 def binds(settings: Settings) -> Result:
-    """Whether a container has a tree mounted that resets left behind, or will."""
+    """Check for containers that mounted a tree in a way that resets do not reach."""
     checkouts = Layout(settings.state_dir).checkouts
-    lost = [f"process {pid} at {path}" for pid, path in find_left_behind(checkouts).items()]
-    fact = f"resets do not reach the trees mounted by {', '.join(lost[:5])}"
-    fact = fact if lost else "resets reach all that are mounted"
+    stale = [f"process {pid} at {path}" for pid, path in find_left_behind(checkouts).items()]
+    fact = f"resets do not reach the trees mounted by {', '.join(stale[:5])}"
+    fact = fact if stale else "resets reach all mounts"
     remedy = "bind the checkout's `directory` with rslave, or use `mirrord attach --pid`"
-    return judge(not lost, fact, remedy, otherwise="warn")
+    return judge(not stale, fact, remedy, otherwise="warn")
 
 
 def volumes(settings: Settings) -> Result:
-    """Whether docker and podman, those that are installed, would find the driver."""
+    """Check that docker and podman find the volume driver."""
     if not settings.docker.volumes:
-        return "ok", "not served: [docker] volumes is false", ""
+        return "ok", "disabled: [docker] volumes is false", ""
     if os.geteuid() != 0:
-        fact = f"an ordinary user cannot serve at {DOCKER_SOCKET}"
+        fact = f"only root can listen at {DOCKER_SOCKET}"
         return "warn", fact, "run the daemon as root, or enable mirrord-docker.socket"
     if not DOCKER_SOCKET.is_socket():
-        fact = f"nobody serves at {DOCKER_SOCKET}"
-        return "warn", fact, "start the daemon; under systemd enable mirrord-docker.socket before"
+        fact = f"no driver listens at {DOCKER_SOCKET}"
+        return "warn", fact, "start the daemon; under systemd first enable mirrord-docker.socket"
     if not shutil.which("podman", path=search_path()) or str(DOCKER_SOCKET) in _podman_plugins():
         return "ok", f"served at {DOCKER_SOCKET}", ""
-    wanted = f'[engine.volume_plugins] mirrord = "{DOCKER_SOCKET}"'
-    return "warn", "podman does not know the driver", f"write in a {_PODMAN}/*.conf: {wanted}"
+    setting = f'[engine.volume_plugins] mirrord = "{DOCKER_SOCKET}"'
+    return "warn", "podman does not know the driver", f"write to {_PODMAN}/mirrord.conf: {setting}"
 
 
 _PODMAN = "/etc/containers/containers.conf.d"
 
 
 def _podman_plugins() -> set[str]:
-    """The sockets of volume drivers that podman is configured with, for all users."""
+    """Return the sockets of volume drivers in podman's configuration for all users."""
     found = set()
     for file in (Path("/etc/containers/containers.conf"), *Path(_PODMAN).glob("*.conf")):
         with suppress(OSError, ValueError):
@@ -301,10 +304,10 @@ def _podman_plugins() -> set[str]:
 
 
 def confinement(settings: Settings) -> Result:
-    """What sandboxes need: bubblewrap, and namespaces for users."""
+    """Check what sandboxes need: bubblewrap, and user namespaces."""
     if obstacle := find_obstacle():
-        remedy = "no sandbox runs here: install `bubblewrap`, allow users to make user namespaces"
+        remedy = "install `bubblewrap`, and allow user namespaces; sandboxes do not run otherwise"
         return "warn", obstacle, remedy
     if shutil.which("newuidmap", path=search_path()) is None:
-        return "ok", "for your own uid and for root; newuidmap is not installed", ""
-    return "ok", "for your own uid, for subordinate uids and for root", ""
+        return "ok", "for this uid and root; newuidmap is not installed", ""
+    return "ok", "for this uid, subordinate uids and root", ""

@@ -1,4 +1,4 @@
-"""Checks of what systemd knows of mirrord, read from its files: units and drop-ins."""
+"""Checks of mirrord's systemd units and drop-ins, by their files."""
 
 import pwd
 import re
@@ -20,10 +20,10 @@ NAMES = (
     *("mirrord-build@.service", "mirrord-build.socket", "mirrord-docker.socket"),
 )
 _PACKAGE = Path(__file__).parents[1]
-SHIPPED = [_PACKAGE / "share/systemd", _PACKAGE.parent / "systemd"]  # of a wheel, of the source
+SHIPPED = [_PACKAGE / "share/systemd", _PACKAGE.parent / "systemd"]  # in a wheel, in the source
 _PROGRAM = re.compile(r"(?m)^Exec\w+=/\S+")
-# Each gives a service a mount namespace of its own.
-_APART = re.compile(
+# Each gives a service a private mount namespace.
+_PRIVATE_MOUNTS = re.compile(
     r"(?m)^(Protect(?:System|Home|ControlGroups|Kernel\w+|Proc)|Private(?:Tmp|Devices|Mounts|Users)"
     r"|(?:ReadOnly|ReadWrite|Inaccessible|Exec|NoExec|Bind|BindReadOnly)Paths|TemporaryFileSystem"
     r"|Root(?:Directory|Image)|DynamicUser|MountFlags)\s*=\s*(?!no\b|false\b|off\b|0\b|$)"
@@ -35,7 +35,7 @@ def find_unit(name: str) -> Path | None:
 
 
 def unit_uid() -> int:
-    """Whose the daemon of the unit is; root's where there is none."""
+    """Return the uid that the unit runs the daemon as, 0 if there is no unit."""
     unit = find_unit("mirrord.service")
     with suppress(KeyError):
         if unit and (found := re.search(r"(?m)^User=(\S+)", unit.read_text())):
@@ -56,28 +56,28 @@ def units(settings: Settings) -> Result:
     wanted = [each for place in PLACES for each in place.glob("*.wants/mirrord.s*")]
     fact = f"{len(found)} of {len(NAMES)} in {found[0].parent}"
     if not wanted:
-        remedy = "`systemctl enable --now mirrord`, or it is gone after a restart of the machine"
+        remedy = "`systemctl enable --now mirrord`; it does not start at boot otherwise"
         return "warn", f"{fact}, not enabled", remedy
     if not find_unit("mirrord-mount.service"):
-        remedy = "install mirrord-mount.service: the daemon's own unit may not mount"
+        remedy = "install mirrord-mount.service: the daemon's unit may not mount"
         return "warn", f"{fact}, without the mount service", remedy
     if others := [str(path) for path in found if not _is_shipped(path)]:
-        remedy = "install them again, then `systemctl daemon-reload`; keep changes in drop-ins"
+        remedy = "reinstall them, then `systemctl daemon-reload`; keep changes in drop-ins"
         return "warn", f"not those of mirrord {__version__}: {', '.join(others)}", remedy
     return "ok", f"{fact}, enabled", ""
 
 
 def drop_ins(settings: Settings) -> Result:
-    """What an administrator added to units, perhaps for an earlier release."""
+    """Check drop-ins of the administrator, which may be for an earlier release."""
     found = [path for place in PLACES[:2] for path in sorted(place.glob("mirrord*.d/*.conf"))]
     for path in found:
         unit = path.parent.name.removesuffix(".d")
         text = path.read_text(encoding="utf-8", errors="replace")
         if find_unit(unit) is None:
             return "warn", f"{path} is for a unit that is not installed", "remove it"
-        if unit == "mirrord-mount.service" and (key := _APART.search(text)):
-            fact = f"{path} sets {key[1]}=: nobody sees what the mount service mounts"
-            return "fail", fact, f"take {key[1]}= out, then `systemctl daemon-reload`, restart it"
+        if unit == "mirrord-mount.service" and (key := _PRIVATE_MOUNTS.search(text)):
+            fact = f"{path} sets {key[1]}=, which hides the mounts of the mount service"
+            return "fail", fact, f"remove {key[1]}=, then `systemctl daemon-reload` and restart it"
         if missing := [program for program in _programs(path) if not program.exists()]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "change or remove it, then `systemctl daemon-reload`"
@@ -86,7 +86,7 @@ def drop_ins(settings: Settings) -> Result:
 
 
 def _is_shipped(path: Path) -> bool:
-    """Whether a unit is this release's, wherever its programs are; True where none is shipped."""
+    """True if a unit is that of this release but for the paths of programs, or none is shipped."""
     for source in SHIPPED:
         with suppress(FileNotFoundError):
             one, other = (_PROGRAM.sub("", each.read_text()) for each in (path, source / path.name))
@@ -95,7 +95,7 @@ def _is_shipped(path: Path) -> bool:
 
 
 def _programs(path: Path) -> Iterator[Path]:
-    """What a unit or a drop-in starts."""
+    """Yield the programs that a unit or drop-in starts."""
     text = path.read_text(encoding="utf-8", errors="replace")
     for words in re.findall(r"(?m)^Exec\w+\s*=\s*[-@:+!]*(/\S+)", text):
         yield Path(words)

@@ -1,11 +1,10 @@
-"""Adapters: what each harness calls its environment, sandbox, runtime or container, over mirrord.
+"""Adapters: environments, sandboxes, runtimes and containers of harnesses, implemented by mirrord.
 
-Each imports its harness, so import the one you use; docs/integrations.md has them all. `kubernetes`
-is a CSI plugin, a process of its own. The others stand on the public client alone and take three
-settings: `socket`, `checkout` (arguments of `Client.checkout`: `environment`, `owner`, `ttl`,
-`dataset`) and `sandbox` (arguments of `Sandbox`: `network`, `memory_bytes`, `processes`,
-`variables`). They hold a checkout from the harness's start to its stop, and release it there; when
-the harness is killed, its sandboxes and checkouts end too.
+Each module imports its harness; see docs/integrations.md. `kubernetes` is a CSI plugin, a separate
+process. The others use only the public client, and take three settings: `socket`, `checkout`
+(arguments of `Client.checkout`, such as `environment`, `owner`, `ttl`, `dataset`) and `sandbox`
+(arguments of `Sandbox`: `network`, `memory_bytes`, `processes`, `variables`). They hold a checkout
+from start to stop. If the harness is killed, its sandboxes and checkouts end too.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -24,7 +23,7 @@ async def open_sandbox(
     checkout: Mapping[str, Any] | None = None,
     sandbox: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[AsyncSandbox]:
-    """A sandbox over a new checkout of an instance, which is released at the end."""
+    """Yield a sandbox over a new checkout of an instance, and release it at the end."""
     async with (
         AsyncClient(socket) as client,
         client.checkout(instance, **{"bind": Bind.PROCESS, **(checkout or {})}) as held,

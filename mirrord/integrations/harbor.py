@@ -3,8 +3,8 @@
     harbor run -p TASKS -a AGENT --environment-kwarg 'checkout={"environment": "auto"}' \
         --environment-import-path mirrord.integrations.harbor:MirrordEnvironment
 
-The name of the task is that of the instance. A Dockerfile of the task is not built: its tree is the
-checkout at /testbed, its packages those of the environment.
+The name of the task is the id of the instance. A task's Dockerfile is not built: the tree is the
+checkout at /testbed, and packages are those of its environment.
 """
 
 import io
@@ -25,7 +25,7 @@ from . import open_sandbox
 
 
 class MirrordEnvironment(BaseEnvironment):
-    """One checkout with its sandbox, from `start` to `stop`."""
+    """A checkout with a sandbox, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class MirrordEnvironment(BaseEnvironment):
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
-        """Nothing of the task's own environment is used."""
+        """Accept any definition: that of the task is not used."""
 
     async def start(self, force_build: bool) -> None:
-        """Check the instance out, and make Harbor's directories."""
+        """Check out the instance, and make Harbor's directories."""
         limits: dict[str, Any] = {
             "network": self._network_policy.network_mode != NetworkMode.NO_NETWORK
         }
@@ -87,14 +87,14 @@ class MirrordEnvironment(BaseEnvironment):
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command. A sandbox has one user: whatever `user` is, it is the checkout's owner."""
+        """Run a command as the checkout's owner; `user` is ignored."""
         where = cwd or self.task_env_config.workdir or TESTBED
         done = await self.sandbox.exec(
             command, cwd=where, variables=self._merge_env(env), timeout=timeout_sec
         )
         out, error = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.struck:
-            error += f"\nthe limit of {done.struck} struck"
+            error += f"\nthe command met its limit of {done.struck}"
         return ExecResult(stdout=out, stderr=error, return_code=done.exit_code)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:

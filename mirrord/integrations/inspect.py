@@ -1,4 +1,4 @@
-"""inspect-ai: the sandbox `mirrord`, found by its entry point.
+"""inspect-ai: the sandbox `mirrord`, an entry point.
 
     Task(dataset, sandbox="mirrord")                       # or ("mirrord", "sandbox.json")
 
@@ -30,7 +30,7 @@ from . import open_sandbox
 
 
 class MirrordSandboxConfig(BaseModel, frozen=True):
-    """The settings of all adapters."""
+    """The settings that all adapters have."""
 
     socket: str | None = None
     checkout: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: BaseModel | str | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Check the sample's instance out."""
+        """Check out the sample's instance."""
         if isinstance(config, str):
             config = MirrordSandboxConfig(**json.loads(Path(config).read_text(encoding="utf-8")))
         settings = config.model_dump() if config else {}
@@ -83,9 +83,9 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Run a command as the checkout's owner; raises TimeoutError, as inspect-ai wants it."""
+        """Run a command as the checkout's owner; raises TimeoutError, as inspect-ai expects."""
         if user is not None:
-            raise SandboxUserUnsupportedError(f"a sandbox has one user, and no {user!r}")
+            raise SandboxUserUnsupportedError(f"cannot run as {user!r}: a sandbox has one user")
         done = await self.sandbox.exec(
             cmd,
             input=input.encode() if isinstance(input, str) else input,
@@ -116,7 +116,7 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
 
 @contextmanager
 def _as_os_error(file: str) -> Iterator[None]:
-    """Raise what inspect-ai wants of each reason, such as IsADirectoryError."""
+    """Raise the OSError that inspect-ai expects, such as IsADirectoryError."""
     try:
         yield
     except PathNotFoundError as error:

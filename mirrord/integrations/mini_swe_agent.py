@@ -1,8 +1,7 @@
 """mini-swe-agent: its commands run in a sandbox over a checkout.
 
-Its batch runner tells an environment which instance it runs in one way alone: the command
-`run.env_startup_command`, rendered with the row. So before a checkout is held, the first command is
-the name of the instance:
+Its batch runner passes the instance to an environment only through `run.env_startup_command`, a
+command that is rendered with the row. So without an instance, the first command is the id of one:
 
     mini-extra swebench -c swebench.yaml -c run.env_startup_command='{{instance_id}}' \\
         --environment-class mirrord.integrations.mini_swe_agent.MirrordEnvironment
@@ -19,7 +18,7 @@ from ..places import TESTBED
 
 
 class MirrordEnvironmentConfig(BaseModel):
-    """`environment` in a configuration; `timeout` in seconds, `env` for each command."""
+    """`environment` of a configuration; `timeout` is in seconds, `env` is for each command."""
 
     instance: str = ""
     socket: str | None = None
@@ -31,7 +30,7 @@ class MirrordEnvironmentConfig(BaseModel):
 
 
 class MirrordEnvironment(LocalEnvironment):
-    """One checkout with its sandbox, from the name of the instance to `cleanup`."""
+    """A checkout with a sandbox, from the id of the instance to `cleanup`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(config_class=MirrordEnvironmentConfig, **settings)
@@ -52,7 +51,7 @@ class MirrordEnvironment(LocalEnvironment):
     def execute(
         self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None
     ) -> dict[str, Any]:
-        """Run a command; its output holds standard error too."""
+        """Run a command; its output includes standard error."""
         command = action.get("command", "")
         if self.sandbox is None:
             self._open(command.strip())
@@ -70,13 +69,13 @@ class MirrordEnvironment(LocalEnvironment):
         output = {
             "output": done.stdout.decode(errors="replace"),
             "returncode": -1 if done.struck else done.exit_code,
-            "exception_info": f"the limit of {done.struck} struck" if done.struck else "",
+            "exception_info": f"the command met its limit of {done.struck}" if done.struck else "",
         }
         self._check_finished(output)
         return output
 
     def diff(self) -> bytes:
-        """The patch as mirrord sees it, whatever the agent submits."""
+        """Return the patch of all changes, whatever the agent submits."""
         assert self.sandbox is not None
         return self.sandbox.checkout.diff()
 

@@ -1,4 +1,4 @@
-"""NeMo Gym: the sandbox provider `mirrord`, found by its entry point.
+"""NeMo Gym: the sandbox provider `mirrord`, an entry point.
 
     AsyncSandbox({"mirrord": {"checkout": {"environment": "auto"}}})
 
@@ -22,7 +22,7 @@ from .. import AsyncSandbox, CheckoutNotFoundError, MirrordError
 from ..places import TESTBED
 from . import open_sandbox
 
-Held = tuple[AsyncExitStack, AsyncSandbox]  # of a handle
+Held = tuple[AsyncExitStack, AsyncSandbox]  # `raw` of a handle
 
 
 class MirrordProvider:
@@ -39,7 +39,7 @@ class MirrordProvider:
         self._socket, self._checkout, self._sandbox = socket, checkout or {}, sandbox or {}
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
-        """Check the instance out; resources of the spec that a sandbox can limit are its limits."""
+        """Check out the instance; the sandbox has the memory limit of the spec."""
         limits: dict[str, Any] = {"variables": spec.env} if spec.env else {}
         if spec.resources.memory_mib:
             limits["memory_bytes"] = spec.resources.memory_mib * 1024**2
@@ -66,7 +66,7 @@ class MirrordProvider:
         timeout_s: float | None = None,
         user: str | int | None = None,
     ) -> SandboxExecResult:
-        """Run a command. A sandbox has one user, whatever `user` is: the checkout's owner."""
+        """Run a command as the checkout's owner; `user` is ignored."""
         done = await _box(handle).exec(
             command, cwd=cwd or TESTBED, variables=env, timeout=timeout_s
         )
@@ -98,7 +98,7 @@ class MirrordProvider:
         await held[0].aclose()
 
     async def aclose(self) -> None:
-        """Each handle has its own connection, which ends with it."""
+        """Do nothing: each handle has its own client."""
 
 
 def _box(handle: SandboxHandle) -> AsyncSandbox:

@@ -1,9 +1,9 @@
-"""Ray: actors whose rollouts are checkouts of the mirrord on their own node.
+"""Ray: actors whose rollouts are checkouts of the daemon on their node.
 
     ray start --address=HEAD:6379 $(python -m mirrord.integrations.ray)
 
-That tells Ray what a node has. mirrord places nothing: Ray puts an actor where the resource
-`mirrord_checkouts` is left, or by a label such as `mirrord/psf__requests` where a mirror is warm.
+The options name what a node has. Ray then places an actor where the resource `mirrord_checkouts` is
+available, or by a label such as `mirrord/psf__requests` where a mirror has warm templates.
 """
 
 import argparse
@@ -18,26 +18,26 @@ from typing import Any
 import ray
 
 from .. import Bind, Client, MirrordError, Sandbox, protocol
-from ..client.sandboxes.calls import Executed
+from ..client.sandboxes import Executed
 
 CHECKOUTS = "mirrord_checkouts"
-"""The resource of a node: one for each checkout that its daemon may still hand out."""
+"""The resource of a node: the number of checkouts that its daemon can still lease."""
 
 LABELS_MAX = 64
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # what Ray takes as a key
 
 
 def node_resources(socket: Path | str | None = None) -> dict[str, float]:
-    """What `ray start --resources` is told: how many checkouts are left now."""
+    """Return the value of `ray start --resources`: the number of free checkouts."""
     with Client(socket) as client:
         status = client.status()
     return {CHECKOUTS: float(max(status.checkout_max - status.checkout_count, 0))}
 
 
 def node_labels(socket: Path | str | None = None, *, most: int = LABELS_MAX) -> dict[str, str]:
-    """What `ray start --labels` is told: mirrors with warm commits, those that were used last.
+    """Return the value of `ray start --labels`: `most` mirrors with recently used templates.
 
-    Administrators alone are told of any.
+    Empty unless the caller is an administrator.
     """
     with Client(socket) as client:
         rows = client.usage(verbose=True).rows
@@ -47,11 +47,10 @@ def node_labels(socket: Path | str | None = None, *, most: int = LABELS_MAX) -> 
 
 
 class Rollouts:
-    """Holds checkouts of this node's daemon, each with a sandbox for its commands; ids name them.
+    """Holds checkouts of this node's daemon, each with a sandbox, by their ids.
 
-    `socket` is by default that of the node: MIRRORD_SOCKET where `ray start` ran, else the
-    configured one. Leases are renewed by the client, and end with the actor's process, however that
-    ends. Their label is `ray/` and the actor's id.
+    `socket` is by default MIRRORD_SOCKET of `ray start`, else the configured one. The client renews
+    the leases; they end with the actor's process. Their label is `ray/` and the actor's id.
     """
 
     def __init__(
@@ -73,42 +72,38 @@ class Rollouts:
         return held.lease
 
     def run(self, checkout: str, command: str | Sequence[str], **limits: Any) -> Executed:
-        """Run a command in the sandbox; `limits` are those of `Sandbox.exec`."""
+        """Run a command in the sandbox; `limits` are arguments of `Sandbox.exec`."""
         return self._held[checkout].exec(command, **limits)
 
     def diff(self, checkout: str) -> bytes:
-        """What changed since the base commit, as a patch."""
         return self._client.diff_checkout(checkout)
 
     def reset(
         self, checkout: str, instance: str | None = None, **target: str | None
     ) -> protocol.Proof:
-        """End all processes and reset the tree, perhaps to another instance of its mirror."""
+        """End all processes, and reset the checkout or move it to another instance."""
         return self._held[checkout].reset(instance, **target)
 
     def grade(
         self, checkout: str, command: str | Sequence[str], *, policy: Any = None, **limits: Any
     ) -> Executed:
-        """Run the tests on what was changed, in a grader's tree with the instance's tests.
-
-        For administrators. It is a checkout beside the one that it grades, for that time.
-        """
-        lent = self._client.grade_checkout(checkout, policy=policy, bind=self._checkout["bind"])
-        with lent as grade, Sandbox(grade, **self._sandbox) as box:
+        """Run the tests in a temporary grade of a checkout; for administrators."""
+        leased = self._client.grade_checkout(checkout, policy=policy, bind=self._checkout["bind"])
+        with leased as grade, Sandbox(grade, **self._sandbox) as box:
             return box.exec(command, **limits)
 
     def release(self, checkout: str) -> None:
-        """End all processes and give the tree back."""
+        """End all processes and release the checkout."""
         self._held.pop(checkout).close()
         self._client.release_checkout(checkout)
 
 
 RolloutActor = ray.remote(resources={CHECKOUTS: 1}, num_cpus=0)(Rollouts)
-"""Rollouts as an actor with room for one checkout; `options` asks for more, or for processors."""
+"""Rollouts as an actor with one checkout; use `options` for more checkouts, or for CPUs."""
 
 
 def main() -> None:
-    """Print what `ray start` is told of this node."""
+    """Print the options of `ray start` for this node."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--socket", type=Path)
     socket = parser.parse_args().socket
@@ -116,10 +111,10 @@ def main() -> None:
         resources, labels = node_resources(socket), node_labels(socket)
     except MirrordError as error:
         sys.exit(f"mirrord: {error.message}")
-    words = [f"--resources={json.dumps(resources, separators=(',', ':'))}"]
+    options = [f"--resources={json.dumps(resources, separators=(',', ':'))}"]
     if labels:
-        words.append(f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}")
-    sys.stdout.write(" ".join(words) + "\n")
+        options.append(f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}")
+    sys.stdout.write(" ".join(options) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     SWEEnv(deployment=MirrordDeployment("psf__requests-2317"), repo=None, post_startup_commands=[])
 
-A session is a shell that stays in the sandbox. It has no terminal: interactive commands fail.
+A session is a shell in the sandbox. It has no terminal: interactive commands fail.
 """
 
 import secrets
@@ -19,8 +19,8 @@ from .. import AsyncSandbox
 from ..places import TESTBED
 from . import open_sandbox
 
-# The shell reads its next line from a pipe that never ends, and evaluates the file `command`.
-# In the background it would ignore SIGINT, and so would all that it starts.
+# The shell reads lines from a pipe that never ends, and evaluates the file `command`.
+# A background shell and its children ignore SIGINT unless `env` restores the default.
 _OPEN = """\
 mkdir -p "$1" && cd "$1" && mkfifo lines printed && cd "$2" || exit
 setsid env --default-signal=INT,QUIT bash --norc <>"$1/lines" 1<>"$1/printed" 2>&1 &
@@ -39,7 +39,7 @@ kill -INT $@ && sleep 0.5 && kill -KILL $@ 2>/dev/null
 
 
 class SandboxSession(Session):
-    """A shell in a sandbox, with its pipes and pid in a directory of its own there."""
+    """A shell in a sandbox; a directory there has its pipes and its pid."""
 
     def __init__(self, box: AsyncSandbox, request: rex.CreateBashSessionRequest) -> None:
         self._box, self._request = box, request
@@ -52,7 +52,7 @@ class SandboxSession(Session):
         return rex.CreateBashSessionResponse(output=started[0])
 
     async def run(self, action: rex.BashAction | rex.BashInterruptAction) -> rex.BashObservation:
-        """Raises CommandTimeoutError; interrupt the command then."""
+        """Run a command; raises CommandTimeoutError while it is still running: interrupt it."""
         if isinstance(action, rex.BashInterruptAction):
             await self._bash(_INTERRUPT)
             return rex.BashObservation(output=(await self._evaluate("", action.timeout + 5))[0])
@@ -69,8 +69,8 @@ class SandboxSession(Session):
 
     async def _evaluate(self, command: str, timeout: float | None) -> tuple[str, int]:
         mark = secrets.token_hex(16)
-        printed, is_late = await self._bash(_RUN, mark, command=command, timeout=timeout)
-        if is_late:
+        printed, has_timed_out = await self._bash(_RUN, mark, command=command, timeout=timeout)
+        if has_timed_out:
             raise exceptions.CommandTimeoutError(f"{command!r} ran for more than {timeout} s")
         output, found, code = printed.rpartition(f"\n{mark}")
         if not found:
@@ -80,14 +80,14 @@ class SandboxSession(Session):
     async def _bash(
         self, script: str, *words: str, command: str = "", timeout: float | None = None
     ) -> tuple[str, bool]:
-        """Run a script on the directory; answers what it printed, and whether it ran too long."""
+        """Run a script on the directory; returns its output, and whether it timed out."""
         argv = ["bash", "-c", script, "bash", self._directory, *words]
         done = await self._box.exec(argv, input=command.encode(), timeout=timeout)
         return _text(done.stdout), done.struck == "time"
 
 
 class MirrordRuntime(LocalRuntime):
-    """Sessions, commands and files of one sandbox, which the deployment closes."""
+    """Sessions, commands and files of a sandbox, which the deployment closes."""
 
     def __init__(self, sandbox: AsyncSandbox) -> None:
         super().__init__()
@@ -100,16 +100,16 @@ class MirrordRuntime(LocalRuntime):
         return await session.start()
 
     async def execute(self, command: rex.Command) -> rex.CommandResponse:
-        """Run a command by itself."""
-        what, limit = command.command, command.timeout
-        argv = ["sh", "-c", what] if command.shell or isinstance(what, str) else what
+        """Run a command outside of sessions."""
+        line, limit = command.command, command.timeout
+        argv = ["sh", "-c", line] if command.shell or isinstance(line, str) else line
         script = f"{shlex.join(argv)}{' 2>&1' if command.merge_output_streams else ''}"
         done = await self._box.exec(script, timeout=limit, cwd=command.cwd, variables=command.env)
         if done.struck == "time":
-            raise exceptions.CommandTimeoutError(f"{what!r} ran for more than {limit} s")
+            raise exceptions.CommandTimeoutError(f"{line!r} ran for more than {limit} s")
         out, error, code = _text(done.stdout), _text(done.stderr), done.exit_code
         if command.check and code:
-            raise exceptions.NonZeroExitCodeError(f"{what!r} ended with {code}: {out}{error}")
+            raise exceptions.NonZeroExitCodeError(f"{line!r} ended with {code}: {out}{error}")
         return rex.CommandResponse(stdout=out, stderr=error, exit_code=code)
 
     async def read_file(self, request: rex.ReadFileRequest) -> rex.ReadFileResponse:
@@ -127,7 +127,7 @@ class MirrordRuntime(LocalRuntime):
 
 
 class MirrordDeployment(LocalDeployment):
-    """One checkout with its sandbox, from `start` to `stop`."""
+    """A checkout with a sandbox, from `start` to `stop`."""
 
     def __init__(self, instance: str, **settings: Any) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""swebench: its own evaluation without docker; a container is a checkout in a sandbox.
+"""swebench: its evaluation without docker; a container is a checkout in a sandbox.
 
     python -m mirrord.integrations.swebench -d DATASET -p predictions.jsonl -id RUN
 
-Arguments are those of `python -m swebench.harness.run_evaluation`, and ours: `--socket`, and
-`--checkout` and `--sandbox` in JSON. No image is pulled: what one would hold comes from the
-environment of the instance, by default `{"environment": "auto"}`. Logs and reports are where
-swebench writes them.
+Arguments are those of `python -m swebench.harness.run_evaluation`, and `--socket`, `--checkout` and
+`--sandbox`, the latter two in JSON. No image is pulled: packages come from the environment of the
+instance, by default `{"environment": "auto"}`. Logs and reports are where swebench writes them.
 """
 
 import argparse
@@ -31,7 +30,7 @@ Start = Callable[[str, ExitStack], Sandbox]
 
 
 class Container:
-    """Of docker's interface what the evaluation calls."""
+    """The part of docker's interface that the evaluation uses."""
 
     def __init__(self, client: "DockerClient", name: str, start: Callable[[ExitStack], Sandbox]):
         self.client, self.name, self.id = client, name, secrets.token_hex(32)
@@ -45,7 +44,7 @@ class Container:
     def exec_run(
         self, cmd: str | Sequence[str], workdir: str | None = None, **_: object
     ) -> ExecResult:
-        """Run a command to its end, with both streams as one; `user` and `detach` do nothing."""
+        """Run a command, with merged streams; `user` and `detach` are ignored."""
         argv = shlex.split(cmd) if isinstance(cmd, str) else cmd
         assert self._sandbox is not None
         merged = ["bash", "-c", 'exec "$@" 2>&1', "bash", *argv]
@@ -64,7 +63,7 @@ class Container:
 
 
 class DockerClient:
-    """What `docker.from_env()` returns to the evaluation; has every image, and none to remove."""
+    """Replaces the client of `docker.from_env()`; pretends to have every image."""
 
     def __init__(self, start: Start, instances: Sequence[str]) -> None:
         self._start = start
@@ -74,12 +73,12 @@ class DockerClient:
         self._commands: dict[str, tuple[str, str]] = {}
         self.images = SimpleNamespace(get=str, pull=str, list=lambda **_: [])
         self.containers = SimpleNamespace(
-            create=self._create, get=_find_nothing, list=lambda **_: [*self.made.values()]
+            create=self._create, get=_raise_not_found, list=lambda **_: [*self.made.values()]
         )
         self.api = SimpleNamespace(
             exec_create=self._exec_create,
             exec_start=self._exec_start,
-            exec_inspect=lambda _: {"Pid": 0},  # the sandbox ends what is left
+            exec_inspect=lambda _: {"Pid": 0},  # the sandbox kills its processes
         )
 
     def _create(self, *, name: str, **_: object) -> Container:
@@ -101,7 +100,7 @@ class DockerClient:
         yield self.made[container].exec_run(command).output
 
 
-def _find_nothing(name: str) -> None:
+def _raise_not_found(name: str) -> None:
     raise docker.errors.NotFound(name)
 
 
@@ -111,12 +110,12 @@ def without_docker(
     checkout: Mapping[str, Any] | None = None,
     sandbox: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Within, `swebench.harness.run_evaluation` finds sandboxes where it looks for docker."""
-    leased = {"environment": "auto", "bind": Bind.PROCESS, **(checkout or {})}
+    """Make `swebench.harness.run_evaluation` use sandboxes instead of docker in the block."""
+    options = {"environment": "auto", "bind": Bind.PROCESS, **(checkout or {})}
     with Client(socket) as client:
 
         def start(instance: str, stack: ExitStack) -> Sandbox:
-            held = stack.enter_context(client.checkout(instance, **leased))
+            held = stack.enter_context(client.checkout(instance, **options))
             return stack.enter_context(Sandbox(held, **(sandbox or {})))
 
         def clean_up(_client: object, container: Container | None, _logger: object) -> None:
@@ -138,9 +137,8 @@ def main() -> None:
     parser.add_argument("--socket")
     parser.add_argument("--checkout", type=json.loads)
     parser.add_argument("--sandbox", type=json.loads)
-    ours, theirs = parser.parse_known_args()
-    sys.argv[1:] = theirs
-    with without_docker(**vars(ours)):
+    settings, sys.argv[1:] = parser.parse_known_args()
+    with without_docker(**vars(settings)):
         runpy.run_path(run_evaluation.__file__, run_name="__main__")
 
 

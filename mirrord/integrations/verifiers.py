@@ -1,12 +1,11 @@
-"""verifiers (v1): a runtime whose box is a checkout in a sandbox, to be lent to an agent.
+"""verifiers (v1): a runtime whose box is a checkout in a sandbox.
 
     async with open_runtime("psf__requests-2317") as runtime:
         trace = await agent.run(task, runtime=runtime)
 
-verifiers knows the types of runtimes that are its own, and reads traces by them. So this one says
-that it is a container of docker, with the instance as its image and the id of the checkout as its
-own. A harness that runs its program inside needs `sandbox={"network": True}`, to reach the model
-through verifiers on the host.
+verifiers reads traces by the types of its own runtimes. So this one describes itself as a docker
+container, with the instance as its image and the id of the checkout as its id. A harness that runs
+its program inside needs `sandbox={"network": True}` to reach the model through verifiers.
 """
 
 from collections.abc import AsyncIterator
@@ -27,7 +26,7 @@ from . import open_sandbox
 
 
 class MirrordRuntime(Runtime):
-    """The instance at /testbed, which is the working directory. Settings are those of all."""
+    """A checkout at /testbed, the working directory; settings are those of all adapters."""
 
     def __init__(self, instance: str, name: str | None = None, **settings: Any) -> None:
         super().__init__(name)
@@ -73,7 +72,7 @@ class MirrordRuntime(Runtime):
 async def open_runtime(
     instance: str, *, env: dict[str, str] | None = None, **settings: Any
 ) -> AsyncIterator[MirrordRuntime]:
-    """A runtime that has started, and stops at the end; `env` is for each process in it."""
+    """Yield a started runtime, and stop it at the end; `env` is for each of its processes."""
     runtime = MirrordRuntime(instance, **settings)
     register(runtime)
     runtime.env = dict(env or {})

@@ -13,7 +13,7 @@ import pytest
 from daemons import Daemon, daemon
 
 from mirrord import protocol
-from mirrord.cli.status import _described, problems_of
+from mirrord.cli.status import _status_lines, problems_of
 from mirrord.cli.table import VERBS
 from mirrord.model import AuditLevel, Backend
 
@@ -43,7 +43,7 @@ def test_two_thousand_mirrors_are_a_few_lines() -> None:
     found = _status(2000, failed_count=700)
     (problem,) = problems_of(found)
     assert problem.fact == ("700 mirrors: upstream-not-found: o__r0, o__r1, o__r2 and 697 more")
-    lines = list(_described(found, [problem], [], every=False))
+    lines = list(_status_lines(found, [problem], [], every=False))
     assert lines[0].startswith("problem: 700 mirrors")
     assert len(lines) <= 30
 

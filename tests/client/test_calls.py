@@ -91,7 +91,10 @@ def test_a_socket_without_a_listener_is_no_daemon(path: Path) -> None:
     """A daemon that was killed leaves its socket."""
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with Client(path) as client, pytest.raises(errors.NoDaemonError, match="nobody listens there"):
+    with (
+        Client(path) as client,
+        pytest.raises(errors.NoDaemonError, match="no process listens there"),
+    ):
         client.status()
 
 
@@ -449,7 +452,7 @@ def test_waiting_has_a_bound_if_one_is_given(path: Path) -> None:
     with (
         serving(path, _operations({})),
         Client(path) as client,
-        pytest.raises(errors.DeadlineError, match="still runs"),
+        pytest.raises(errors.DeadlineError, match="still running"),
     ):
         client.wait("op1", timeout=timedelta(milliseconds=30))
 

@@ -133,8 +133,8 @@ def test_submodules_are_cloned_where_their_protocol_is_allowed(world: World) -> 
     ("address", "told"),
     [
         ("https://github.com/acme/other", "this is a checkout of acme/widget; name an instance"),
-        ("mirrord::acme__widget-8", "the tree here is of another one"),
-        ("mirrord::", "the tree here is of another one"),
+        ("mirrord::acme__widget-8", "it is not this checkout"),
+        ("mirrord::", "it is not this checkout"),
     ],
 )
 def test_wrong_names_are_refused(world: World, address: str, told: str) -> None:
@@ -155,15 +155,15 @@ def test_a_store_that_leads_elsewhere_is_not_served(world: World, tmp_path: Path
     objects, moved = world.tree / ".git/objects", tmp_path / "moved"
     objects.rename(moved)
     objects.symlink_to(moved)
-    assert "no sealed store" in world.git("ls-remote", URL).stderr
+    assert "not a sealed store" in world.git("ls-remote", URL).stderr
     objects.unlink()
     moved.rename(objects)
     (objects / "info").mkdir(exist_ok=True)
     (objects / "info/alternates").write_text("/elsewhere\n")
-    assert "no sealed store" in world.git("ls-remote", URL).stderr
+    assert "not a sealed store" in world.git("ls-remote", URL).stderr
     shutil.rmtree(world.tree / ".git")
     (world.tree / ".git").write_text("gitdir: /elsewhere\n")
-    assert "no sealed store" in world.git("ls-remote", URL).stderr
+    assert "not a sealed store" in world.git("ls-remote", URL).stderr
 
 
 # -- through a daemon ------------------------------------------------------------------------------

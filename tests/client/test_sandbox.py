@@ -24,7 +24,7 @@ from waiting import until
 import mirrord
 from mirrord import Executed, Sandbox
 from mirrord.bubblewrap import find_obstacle
-from mirrord.client.sandboxes.calls import OUTPUT_BYTES, Output
+from mirrord.client.sandboxes import OUTPUT_BYTES, Output
 
 pytestmark = [
     pytest.mark.root,

@@ -137,7 +137,7 @@ def test_what_builds_of_environments_lack_is_told(
         return {each.name: each for each in examine(settings)}["builds"]
 
     assert check(f"file://{tmp_path}").verdict == "ok"
-    assert "is no directory" in check(f"{tmp_path}/absent").fact
+    assert "is not a directory" in check(f"{tmp_path}/absent").fact
     monkeypatch.setitem(sys.modules, "uv", None)
     found = check("")
     assert (found.verdict, found.fact) == ("warn", "uv is not installed")
@@ -146,7 +146,7 @@ def test_what_builds_of_environments_lack_is_told(
 
 def test_a_daemon_that_holds_the_state_directory_is_named(tmp_path: Path) -> None:
     """By what it wrote into its lock."""
-    assert _checks(tmp_path)["daemon"].fact == "none runs"
+    assert _checks(tmp_path)["daemon"].fact == "not running"
     with state_lock(tmp_path):
         assert '"pid"' in _checks(tmp_path)["daemon"].fact
 

@@ -54,7 +54,7 @@ def test_an_ext4_without_a_journal_is_told_with_what_to_do(
 def test_mount_options_that_cost_are_told(mounted: Mounted) -> None:
     settings = mounted(*_EXT4, options="loop,sync,noexec")
     found, fact, remedy = disk.options(settings)
-    assert (found, "noexec, sync" in fact, "no program" in remedy) == ("warn", True, True)
+    assert (found, "noexec, sync" in fact, "programs in a tree" in remedy) == ("warn", True, True)
     run("mount", "-o", "remount,ro", settings.state_dir)
     assert disk.options(settings)[0] == "fail"
 
@@ -65,13 +65,13 @@ def test_what_does_not_work_is_found_by_trying(mounted: Mounted) -> None:
     settings = mounted(*_EXT4, "-I", "128")
     assert disk.file_system(settings)[0] == "ok"
     found, fact, _ = disk.abilities(settings)
-    assert (found, fact) == ("warn", "these do not work: times in nanoseconds")
+    assert (found, fact) == ("warn", "not working: times in nanoseconds")
     assert [path.name for path in settings.state_dir.iterdir()] == ["lost+found"]
 
 
 def test_a_local_file_system_can_all(tmp_path: Path) -> None:
     found, fact, _ = disk.abilities(Settings(state_dir=tmp_path / "absent"))
-    assert (found, fact) == ("ok", "all 12 that were tried work")
+    assert (found, fact) == ("ok", "all 12 trials succeeded")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,18 +83,18 @@ def test_one_that_does_not_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("mirrord.doctor.disk.fcntl.flock", refuse)
     found, fact, remedy = disk.abilities(Settings(state_dir=tmp_path))
-    assert (found, fact) == ("fail", "these do not work: locks")
+    assert (found, fact) == ("fail", "not working: locks")
     assert "ext4" in remedy
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("nfs4", "its server decides"),
+        ("nfs4", "depend on its server"),
         ("lustre", "Unix sockets hang"),
-        ("fuse.sshfs", "its server decides"),
-        ("9p", "its server decides"),
-        ("overlay", "goes with its container"),
+        ("fuse.sshfs", "depend on its server"),
+        ("9p", "depend on its server"),
+        ("overlay", "removed with its container"),
         ("tmpfs", "empties it"),
     ],
 )
@@ -111,8 +111,8 @@ def test_what_no_trial_shows_is_known_by_name(
     ("options", "bound", "verdict", "words"),
     [
         ({"rw", "usrquota"}, 0, "ok", "the kernel enforces"),
-        ({"rw", "prjquota"}, 1 << 30, "ok", "weighed every minute"),
-        ({"rw", "noquota"}, 0, "warn", "nothing bounds"),
+        ({"rw", "prjquota"}, 1 << 30, "ok", "checks usage every minute"),
+        ({"rw", "noquota"}, 0, "warn", "no limit"),
     ],
 )
 def test_what_bounds_the_disk_of_a_user_is_told(
@@ -139,7 +139,7 @@ def test_a_checkouts_cost_is_measured_and_nothing_is_left(tmp_path: Path) -> Non
     """How much it is depends on what else runs."""
     verdict, fact, _ = disk.speed(Settings(state_dir=tmp_path))
     assert verdict in {"ok", "warn"}
-    assert "a directory" in fact
+    assert "making a directory" in fact
     assert "normal: up to 0.1" in fact
     assert ("an overlay" in fact) == may_mount()
     assert list(tmp_path.iterdir()) == []

@@ -56,7 +56,7 @@ def _damage(settings: Settings) -> list[Path]:
 def test_a_dry_run_lists_it_and_changes_nothing(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirrord.doctor.repairs._is_old", lambda _: True)
+    monkeypatch.setattr("mirrord.doctor.repairs._SCRATCH_MAX_AGE_S", -60.0)
     doomed = _damage(settings)
     planned = repair(settings, None, dry_run=True)
     assert {each.state for each in planned} == {"planned"}
@@ -70,7 +70,7 @@ def test_a_dry_run_lists_it_and_changes_nothing(
 
 def test_what_was_listed_is_done_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout with a lease stays."""
-    monkeypatch.setattr("mirrord.doctor.repairs._is_old", lambda _: True)
+    monkeypatch.setattr("mirrord.doctor.repairs._SCRATCH_MAX_AGE_S", -60.0)
     doomed = _damage(settings)
     assert {each.state for each in repair(settings, None, dry_run=False)} == {"done"}
     assert not any(os.path.lexists(path) for path in doomed)

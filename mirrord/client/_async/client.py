@@ -1,4 +1,4 @@
-"""The daemon as an object: one method per endpoint. Long work returns an operation."""
+"""The client: one method per endpoint. Methods that start long work return its operation."""
 
 import os
 import time
@@ -25,12 +25,15 @@ _POLL_SECONDS = 0.25
 
 
 class AsyncClient:
-    """One daemon. Close it, or use a `with` block; any number of concurrent tasks share it.
+    """A client of one daemon. Close it, or use a `with` block; concurrent tasks may share it.
 
-    `socket` is MIRRORD_SOCKET by default, else the configured one. `timeout` bounds the daemon's
-    silence within one answer; `patience` bounds the wait for a restarting daemon, of requests that
-    can safely be sent again. Requests that a busy daemon refuses are sent again when it says, for
-    `timeout` in all, and at most `retries` times: with 0 such a refusal is raised at once.
+    `socket` is by default MIRRORD_SOCKET, else that of the configuration. `timeout` limits the
+    daemon's silence within an answer. Requests that can safely be sent again wait up to `patience`
+    for a restarting daemon. Requests that a busy daemon refuses are sent again when it says so,
+    within `timeout` in total and at most `retries` times; 0 raises the refusal at once.
+
+    Methods raise subclasses of MirrordError: NoDaemonError if no daemon answers, DeadlineError
+    after `timeout`, else the error that the daemon reports.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop renewing leases, and close the connections."""
+        """Stop renewing leases and close the connections."""
         await self._renewal.stop()
         await self._connection.close()
 
@@ -70,45 +73,45 @@ class AsyncClient:
         return http.read_one(await self._connection.request("POST", *path, **request), kind)
 
     async def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
-        """Post a message, made of its members."""
+        """Post a message with these members; returns the operation."""
         return await self._post(protocol.Operation, *path, body=http.message(kind, **members))
 
     # -- the daemon
 
     async def health(self) -> protocol.Health:
-        """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
+        """Return whether the daemon can serve; if it is degraded, with reasons."""
         return await self._get(protocol.Health, "health", accepted=(503,))
 
     async def status(self) -> protocol.Status:
         return await self._get(protocol.Status, "status")
 
     async def activity(self, *, history: bool = False) -> protocol.Activity:
-        """What the daemon does now; `history` adds a point for each minute of the last day."""
+        """Return current activity; `history` adds a point for each minute of the last day."""
         return await self._get(protocol.Activity, "activity", history=history)
 
     async def fleet(self) -> protocol.FleetStatus:
-        """The daemons that share mirrors with this one; empty where it has no store."""
+        """Return the nodes of the daemon's fleet; none if it has no store."""
         return await self._get(protocol.FleetStatus, "fleet")
 
     async def configuration(self) -> protocol.Configuration:
-        """The settings in effect; for administrators."""
+        """Return the settings in effect; for administrators."""
         return await self._get(protocol.Configuration, "config")
 
     async def reload(self) -> protocol.ReloadAnswer:
-        """Read the configuration again; an invalid file raises and changes nothing."""
+        """Reload the configuration; raises InvalidConfigError, and then changes nothing."""
         return await self._post(protocol.ReloadAnswer, "reload")
 
     async def usage(self, *, verbose: bool = False) -> protocol.Usage:
-        """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
+        """Return disk usage and what `gc` would free, in bytes; `verbose` adds rows of items."""
         return await self._get(protocol.Usage, "usage", verbose=verbose)
 
     async def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
-        """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
+        """Remove caches that are not in use; with `dry_run` only list them."""
         body = http.message(protocol.CollectGarbage, dry_run=dry_run)
         return await self._post(protocol.Garbage, "gc", body=body)
 
     async def metrics(self) -> str:
-        """All metrics in Prometheus text."""
+        """Return all metrics in Prometheus' text format."""
         return (await self._connection.request("GET", "/metrics")).body.decode()
 
     # -- mirrors
@@ -120,7 +123,7 @@ class AsyncClient:
         return await self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     async def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
-        """Add a mirror and sync it for the first time."""
+        """Add a mirror (owner/name) and sync it; `url` replaces the configured upstream."""
         return await self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
     async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
@@ -132,15 +135,15 @@ class AsyncClient:
         await self._connection.request("DELETE", "mirrors", _mirror(name))
 
     async def log_refs(self, name: str) -> list[protocol.RefRecord]:
-        """The mirror's ref history, newest first."""
+        """Return the records of a mirror's ref history, newest first."""
         return await self._list(protocol.RefRecord, "mirrors", _mirror(name), "refs", "log")
 
     async def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
-        """The changes between two records of the ref history."""
+        """Return the changes between two records of the ref history, given by ids or times."""
         return await self._get(protocol.RefDiff, "mirrors", _mirror(name), "refs", "diff", a=a, b=b)
 
     async def restore_refs(self, name: str, at: str) -> protocol.Operation:
-        """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
+        """Restore a mirror's refs from a record of its history; replaced tips are kept."""
         path = ("mirrors", _mirror(name), "refs", "restore")
         return await self._start(protocol.RestoreRefs, *path, at=at)
 
@@ -154,10 +157,10 @@ class AsyncClient:
         since: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.BundleFile:
-        """Write a mirror with its pins, kept refs, ref history and records into a git bundle.
+        """Write a mirror with its pins, kept refs, ref history and rows into a git bundle.
 
-        `since` is the record (an id, a time, `latest`) that the receiver has. The file appears when
-        it is whole.
+        `since` is a record (an id, a time, or `latest`) that the receiver has. The file appears
+        once it is complete. `progress` counts bytes.
         """
         path = ("mirrors", _mirror(name), "bundle")
         async with self._connection.stream(*path, since=since) as (head, body):
@@ -174,12 +177,12 @@ class AsyncClient:
         mirror: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
+        """Import a bundle into `mirror`, by default the mirror that the bundle names."""
         content = _upload(Path(file), progress)
         return await self._post(protocol.Operation, "bundles", content=content, mirror=mirror)
 
     async def start_restore(self, *mirrors: str) -> protocol.Operation:
-        """Restore these mirrors, or all, from the daemon's store, and audit them."""
+        """Restore mirrors, by default all, from the daemon's store, and audit them."""
         return await self._start(protocol.StartRestore, "restores", mirrors=list(mirrors))
 
     # -- pins
@@ -188,12 +191,12 @@ class AsyncClient:
         return await self._list(protocol.Pin, "pins", mirror=mirror)
 
     async def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
-        """Keep a commit alive under your own name; its closure is verified first."""
+        """Pin a commit (a full id) as its owner; its closure is verified first."""
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
         return await self._post(protocol.Pin, "pins", body=body)
 
     async def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
-        """Remove your own pin, or as an administrator that of `owner`."""
+        """Remove your pin, or as an administrator that of `owner`."""
         await self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
@@ -215,12 +218,12 @@ class AsyncClient:
         dry_run: bool = False,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
+        """Import a dataset: the daemon mirrors its repositories and pins its commits.
 
-        `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
-        the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
-        `mapping` is TOML that says which column is what, in place of a format. With `dry_run` the
-        operation's result is a DatasetDiff, and nothing changes.
+        `file` is a path, or the content in pieces; `mirrord.sources.opening.open_sources` reads
+        task folders and `hf://`. `source` is its name in the catalog, by default the file's name.
+        `mapping` is TOML that maps columns to fields, instead of a format. The operation's result
+        is a DatasetImported; with `dry_run` nothing changes, and the result is a DatasetDiff.
         """
         if isinstance(file, Path | str):
             source, content = source or Path(file).name, _upload(Path(file), progress)
@@ -231,7 +234,7 @@ class AsyncClient:
         return await self._post(protocol.Operation, "datasets", content=content, **query)
 
     async def prepare_dataset(self, name: str, *instances: str) -> protocol.Operation:
-        """Make the first checkouts of a dataset's instances, or of all, warm on this node now.
+        """Build the templates of a dataset's instances, by default all, on this node.
 
         The operation's result is a Prewarmed.
         """
@@ -239,30 +242,30 @@ class AsyncClient:
         return await self._start(protocol.PrepareDataset, *path, instances=list(instances))
 
     async def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
-        """The rows that `b` has and `a` has not, and the other way round; for administrators."""
+        """Return the rows that differ between two datasets; for administrators."""
         return await self._get(protocol.DatasetDiff, "datasets", a, "diff", to=b)
 
     async def export_dataset(self, name: str) -> AsyncGenerator[bytes]:
-        """The rows with all answers, as pieces of canonical JSON lines; for administrators."""
+        """Yield all rows, answers included, as canonical JSON lines; for administrators."""
         async with self._connection.stream("datasets", name, "export") as (_, body):
             async for piece in body:
                 yield piece
 
     async def remove_dataset(self, name: str) -> None:
-        """Remove a dataset, and the pins that nobody else owns."""
+        """Remove a dataset and its pins; those of other owners stay."""
         await self._connection.request("DELETE", "datasets", name)
 
     async def list_formats(self) -> list[protocol.FormatInfo]:
         return await self._list(protocol.FormatInfo, "datasets", "formats")
 
     async def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
-        """All instances, or one dataset's; for administrators."""
+        """Return the names of all instances, or those of a dataset; for administrators."""
         return await self._list(protocol.InstanceName, "instances", dataset=dataset)
 
     async def get_instance(
         self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
-        """One instance; its patches only in the grader view, with the right to see them."""
+        """Return an instance; its patches are only in the grader view, for administrators."""
         query = {"view": view.value, "dataset": dataset}
         return await self._get(protocol.Instance, "instances", instance, **query)
 
@@ -275,7 +278,7 @@ class AsyncClient:
         level: model.AuditLevel | None = None,
         heal: bool | None = None,
     ) -> protocol.Operation:
-        """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
+        """Audit the recorded commits of these mirrors, of a dataset, or all."""
         scope = {"mirrors": list(mirrors), "dataset": dataset}
         return await self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
@@ -286,20 +289,20 @@ class AsyncClient:
         return await self._get(protocol.Audit, "audits", audit)
 
     async def list_reports(self) -> list[protocol.Report]:
-        """Of rehearsals and gradings, the newest first."""
+        """Return reports of rehearsals and gradings, newest first."""
         return await self._list(protocol.Report, "reports")
 
     async def add_report(self, report: protocol.AddReport) -> protocol.Report:
         return await self._post(protocol.Report, "reports", body=report)
 
     async def start_heal(self, *mirrors: str) -> protocol.Operation:
-        """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
+        """Audit mirrors, by default all, at level `content`, repair findings, and audit again."""
         return await self._start(protocol.StartHeal, "heals", mirrors=list(mirrors))
 
     async def heal_with_bundle(
         self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
-        """Heal one mirror with a bundle, of any repository, as one more donor."""
+        """Heal a mirror with a bundle of any repository as another donor."""
         content = _upload(Path(file), progress)
         path = ("mirrors", _mirror(mirror), "heal")
         return await self._post(protocol.Operation, *path, content=content)
@@ -310,7 +313,7 @@ class AsyncClient:
         return await self._list(protocol.Environment, "environments")
 
     async def get_environment(self, name: str) -> protocol.Environment:
-        """What KEY or KEY@DIGEST means, an environment or a failed build, with its recipe."""
+        """Return an environment or a failed build, by KEY or KEY@DIGEST, with its recipe."""
         return await self._get(protocol.Environment, "environments", name)
 
     async def build_environments(
@@ -321,31 +324,32 @@ class AsyncClient:
         again: bool = False,
         frozen: bool = False,
     ) -> protocol.Operation:
-        """Build what is missing of the environments of instances, keys or a dataset.
+        """Build missing environments of instances, keys or a dataset.
 
-        The operation's result is a BuildReport. With `prewarm` every instance of the dataset gets
-        its prepared layer, as named ones do; with `again` failed builds are tried once more; with
-        `frozen` packages are of the instance's date.
+        The operation's result is a BuildReport. Named instances get a prepared layer; with
+        `prewarm` so does every instance of the dataset. `again` retries failed builds; `frozen`
+        uses no packages newer than the instance.
         """
-        given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        return await self._start(protocol.BuildEnvironments, "environments", **given, frozen=frozen)
+        members = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
+        kind = protocol.BuildEnvironments
+        return await self._start(kind, "environments", **members, frozen=frozen)
 
     async def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
-        """Keep the recipes of a TOML file, which come before those of rows."""
+        """Import the recipes of a TOML file; they take precedence over those of rows."""
         content, name = _upload(Path(file), None), Path(file).name
         path = ("environments", "recipes")
         found = await self._connection.request("POST", *path, content=content, filename=name)
         return http.read_list(found, protocol.Recipe)
 
     async def environment_log(self, name: str, *, follow: bool = False) -> AsyncGenerator[bytes]:
-        """What a build printed, in pieces; with `follow` until it ends."""
+        """Yield the log of a build in pieces; with `follow` until it ends."""
         path = ("environments", name, "log")
         async with self._connection.stream(*path, follow=follow or None) as (_, body):
             async for piece in body:
                 yield piece
 
     async def remove_environment(self, name: str) -> None:
-        """Remove what no checkout uses of a name; by a key alone, its imported recipe too."""
+        """Remove an environment that no checkout uses; by KEY also its imported recipe."""
         await self._connection.request("DELETE", "environments", name)
 
     # -- checkouts
@@ -371,22 +375,24 @@ class AsyncClient:
     ) -> Pending[AsyncCheckout]:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
-        `dataset` says whose instance, where several record the id differently. `ttl` is how long it
-        is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
-        this client renews it until the handle is released or garbage collected. `owner` is the uid
-        that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
-        `AsyncCheckout.attach`, even where this mount namespace does not show checkouts. `layer` is
-        a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
-        `label`, by default MIRRORD_LABEL, is a word of one's own; `list_checkouts` finds it, its
-        forks and its grades by it.
+        `dataset` is that of the instance, if several record its id differently. `ttl` is the length
+        of the lease: a timedelta, seconds, or a duration such as "30m". With `auto_renew` this
+        client renews the lease until the handle is released or garbage collected. `owner` is the
+        uid that owns the tree. With `bind` "process" the lease ends with this process. `attach`
+        makes a checkout for `AsyncCheckout.attach`, even if this mount namespace does not show its
+        path. `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto"
+        for that of the instance. `label`, by default MIRRORD_LABEL, is a word by which
+        `list_checkouts` finds the checkout, its forks and its grades.
         """
-        asked: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
-        asked |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
-        asked |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
-        asked |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
-        body = http.message(protocol.StartCheckout, **asked)
-        how = {"body": body, "auto_renew": auto_renew}
-        return Pending(self._lease(AsyncCheckout, protocol.Checkout, "checkouts", **how))
+        members: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
+        members |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
+        members |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
+        members |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
+        request = {
+            "body": http.message(protocol.StartCheckout, **members),
+            "auto_renew": auto_renew,
+        }
+        return Pending(self._lease(AsyncCheckout, protocol.Checkout, "checkouts", **request))
 
     async def _lease(
         self, handle: type[H], kind: type[protocol.Checkout], *path: str, **request: Any
@@ -409,18 +415,18 @@ class AsyncClient:
         bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Pending[AsyncCheckout]:
-        """Lease another tree with the content of a checkout as it is, or as a snapshot has it.
+        """Lease a copy of a checkout or of one of its snapshots.
 
-        Its `lease` says what was copied. The rest is as for `checkout`.
+        `lease.copied` of the fork says what was copied. The rest is as for `checkout`.
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        how = {"body": body, "auto_renew": auto_renew}
+        request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "fork")
-        return Pending(self._lease(AsyncCheckout, protocol.Fork, *path, **how))
+        return Pending(self._lease(AsyncCheckout, protocol.Fork, *path, **request))
 
     async def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
-        """Keep the content of a checkout under a name, by default a new one."""
+        """Save the content of a checkout under a name, by default s1, s2 and so on."""
         body = http.message(protocol.MakeSnapshot, name=name)
         return await self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
@@ -431,25 +437,25 @@ class AsyncClient:
         await self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     async def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
-        """Keep what was changed in a checkout, for others of its commit."""
+        """Save the changes of a checkout as a prepared layer for others of its commit."""
         body = http.message(protocol.SaveLayer, name=name)
         return await self._post(protocol.PreparedLayer, "checkouts", checkout, "layers", body=body)
 
     async def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
-        """The prepared layers that the caller may use; for an administrator all."""
+        """Return the prepared layers that the caller may use; for administrators all."""
         return await self._list(protocol.PreparedLayer, "layers", mirror=mirror)
 
     async def remove_layer(self, layer: str) -> None:
-        """Remove a prepared layer, by its id; no checkout may have it."""
+        """Remove a prepared layer, by its id; raises ConflictError if a checkout has it."""
         await self._connection.request("DELETE", "layers", layer)
 
     async def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> AsyncCheckout:
-        """The handle of a held checkout, perhaps another process's, which then renews it."""
+        """Return a handle of a held checkout, by its id; another client may renew it."""
         lease = await self.get_checkout(checkout)
         return self._held(AsyncCheckout(self, lease, None), auto_renew)
 
     async def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
-        """The caller's own, perhaps with a label; for an administrator everybody's."""
+        """Return the caller's checkouts, for administrators all; `label` selects those with it."""
         return await self._list(protocol.Checkout, "checkouts", label=label)
 
     async def get_checkout(self, checkout: str) -> protocol.Checkout:
@@ -466,9 +472,9 @@ class AsyncClient:
         layer: str | None = None,
         environment: str | None = None,
     ) -> protocol.ResetAnswer:
-        """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
-        choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
-        body = http.message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
+        """Reset a checkout, or move it to another instance or commit, or back `to` a snapshot."""
+        target = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
+        body = http.message(protocol.ResetCheckout, **target, layer=layer, environment=environment)
         return await self._post(protocol.ResetAnswer, "checkouts", checkout, "reset", body=body)
 
     async def renew_checkout(
@@ -496,7 +502,7 @@ class AsyncClient:
         reverse: bool = False,
         strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
     ) -> protocol.ApplyAnswer:
-        """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
+        """Apply a patch, or `@test_patch` or `@patch` of the instance."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         query: dict[str, Any] = {"reverse": reverse, "named": named, "strategy": strategy}
         query["content"] = None if named else http.patch_bytes(patch)
@@ -508,16 +514,16 @@ class AsyncClient:
         return (await self._post(protocol.RestoreAnswer, *path, body=body)).paths
 
     async def get_seal(self, checkout: str) -> protocol.SealReport:
-        """Judge the sealed store that a checkout shows; for administrators."""
+        """Verify the seal of a checkout; for administrators."""
         return await self._get(protocol.SealReport, "checkouts", checkout, "seal")
 
     async def get_receipt(self, checkout: str) -> protocol.Receipt:
-        """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
+        """Return the receipt of a checkout's state; keep its `canonical()` bytes."""
         return await self._get(protocol.Receipt, "checkouts", checkout, "receipt")
 
     async def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror that it names; its signature is not looked at."""
-        known = replace(receipt, grade=None, signature=None)  # the rest says nothing to a mirror
+        """Compare a receipt with its mirror; the signature is not verified."""
+        known = replace(receipt, grade=None, signature=None)  # a mirror cannot verify these
         return await self._post(protocol.ReceiptReport, "receipts", "verify", body=known)
 
     def grade(
@@ -538,17 +544,18 @@ class AsyncClient:
         label: str | None = None,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
-        """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
+        """Lease a tree with a patch for an instance, or NAME@COMMITISH, and the instance's tests.
 
         `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
-        `strategy` "tolerant" takes what `patch` with fuzz takes. The rest is as for `checkout`.
+        With `strategy` "tolerant" the patch applies as `patch` with fuzz does. The rest is as for
+        `checkout`. Raises PatchConflictError, SteeringRefusedError.
         """
         query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
         query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
         query |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": str(bind)}
         query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
-        how = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
-        return Pending(self._lease(AsyncGrade, protocol.Grade, "grades", **query, **how))
+        request = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
+        return Pending(self._lease(AsyncGrade, protocol.Grade, "grades", **query, **request))
 
     def grade_checkout(
         self,
@@ -561,12 +568,12 @@ class AsyncClient:
         bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
-        """Lease a grader's tree with what a checkout's owner changed, and the instance's tests."""
-        asked = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
-        body = http.message(protocol.StartGrade, **asked, ttl=http.seconds_of(ttl), bind=bind)
-        how = {"body": body, "auto_renew": auto_renew}
+        """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
+        members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
+        body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
+        request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")
-        return Pending(self._lease(AsyncGrade, protocol.Grade, *path, **how))
+        return Pending(self._lease(AsyncGrade, protocol.Grade, *path, **request))
 
     async def attach_checkout(
         self,
@@ -577,26 +584,25 @@ class AsyncClient:
         pid: int | None = None,
         read_only: bool = False,
     ) -> None:
-        """Make a checkout's tree, its environment, or the directory of both visible at a directory
-        of this mount namespace.
+        """Attach a checkout's tree, its environment, or the directory of both to a directory.
 
-        There it follows resets, and goes with the namespace; what was attached at the place before
-        is replaced. With `pid`, for root, in the mount namespace of that process. With `read_only`
-        it cannot be written to there, and follows no reset.
+        The mount follows resets, ends with the mount namespace, and replaces a checkout that is
+        attached there. With `pid`, for root only, `path` is in the namespace of that process. With
+        `read_only` it does not follow resets.
         """
         body = http.message(protocol.AttachCheckout, target=target)
         while True:
             descriptors: list[int] = []
             try:
-                how = {"body": body, "descriptors": descriptors}
+                request = {"body": body, "descriptors": descriptors}
                 answer = await self._post(
-                    protocol.Attachment, "checkouts", checkout, "attach", **how
+                    protocol.Attachment, "checkouts", checkout, "attach", **request
                 )
                 mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
                 for each in descriptors:
                     os.close(each)
-            # it follows resets only once it is attached
+            # a reset before it was attached did not reach the mount: attach it again
             if (await self.get_checkout(checkout)).resets == answer.resets:
                 return
 
@@ -612,10 +618,10 @@ class AsyncClient:
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
     ) -> AsyncRehearsal:
-        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators.
+        """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
-        `run` has their tests run, in environments that are built where they are not, and keeps what
-        they print in a directory, `logs`.
+        With `run` it builds their environments and runs their tests, each run for at most
+        `test_timeout`; logs go to the directory `logs`.
         """
         rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
         await rehearsal.prepare(instances, dataset)
@@ -640,10 +646,10 @@ class AsyncClient:
         progress: Callable[[protocol.Operation], None] | None = None,
         timeout: timedelta | None = None,
     ) -> protocol.Operation:
-        """The operation once it is done; raises the error it failed with.
+        """Wait for an operation and return it; raises the error of a failed one.
 
-        Raises CancelledError when a restart of the daemon ended it. `progress` gets the operation
-        at each poll.
+        Raises CancelledError if it was cancelled or the daemon restarted, DeadlineError after
+        `timeout`. `progress` is called with the operation at each poll.
         """
         known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
@@ -667,8 +673,8 @@ class AsyncClient:
                 break
             if deadline and time.monotonic() > deadline:
                 raise errors.DeadlineError(
-                    f"cannot wait longer for operation {identity}: it still runs",
-                    hint="it continues; wait again",
+                    f"cannot wait longer for operation {identity}: it is still running",
+                    hint="wait again",
                 )
             await async_pause(next(pauses, _POLL_SECONDS))
         if found.error is not None:
@@ -681,10 +687,10 @@ class AsyncClient:
     async def events(
         self, *, after: str | None = None, follow: bool = True
     ) -> AsyncGenerator[protocol.Event]:
-        """Events as they happen, through restarts of the daemon.
+        """Yield events as they happen, through restarts of the daemon.
 
-        Starts after `after` (BOOT:ID or ID), by default now. `follow=False` yields the events that
-        the daemon remembers, and ends.
+        Starts after the event `after` (BOOT:ID or ID), by default now. With `follow=False` it ends
+        after the events that the daemon remembers.
         """
         last = after
         pauses = http.retry_pauses(self._patience.total_seconds())
@@ -705,18 +711,18 @@ class AsyncClient:
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:
-                fact = f"cannot follow events: the daemon at {self.socket} went away"
+                fact = f"cannot follow events: the daemon at {self.socket} stopped"
                 raise errors.NoDaemonError(fact, hint="see its log")
             await async_pause(seconds)
 
 
 def _mirror(name: str) -> str:
-    """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
+    """Return a mirror's name as one segment of a path; the daemon validates it."""
     return name.replace("/", "__", 1)
 
 
 def _upload(path: Path, progress: ReportProgress | None) -> AsyncIterator[bytes]:
-    """The bytes of a file in pieces; `progress` gets how many were sent."""
+    """Yield a file in pieces; `progress` counts the bytes that were sent."""
     return async_pieces(http.iter_file(path), _counted(path.stat().st_size, progress))
 
 

@@ -1,8 +1,8 @@
-"""Requests to one daemon at one socket: idle channels, retries, and the exchange on each channel.
+"""Requests to a daemon at a socket: idle channels, retries, and the exchange on a channel.
 
-A channel waits on the bare socket, not on a stream of the event loop: it belongs to no loop, and
-both clients see the kernel's own errors. A Unix socket refuses bytes as soon as its peer is closed,
-so a first write that fails has sent nothing.
+Channels use bare sockets instead of asyncio's streams: they belong to no event loop, and both
+clients see the kernel's errors. A Unix socket refuses bytes as soon as its peer is closed, so a
+first write that fails has sent nothing.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from ..primitives_async import async_pause, async_readable, async_receive, async
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01
 _READ_BYTES = 256 * 1024
-# Less than the daemon's 75: we never write into a connection that it is closing.
-_KEEP_SECONDS = 60.0
-_KEEP_MOST = 256
+# Less than the daemon's 75 s, so that no request goes to a connection that it is closing.
+_IDLE_SECONDS = 60.0
+_IDLE_MAX = 256
 
 
 class AsyncConnection:
-    """Sends requests; `timeout` bounds the daemon's silence, `patience` the wait for its restart.
+    """Sends requests. `timeout` limits the daemon's silence, `patience` the wait for its restart.
 
-    A request is sent again only where that cannot act twice: when it never left, when it is a GET
-    and the daemon went away, or, at most `retries` times, when the daemon had too much to do. Only
-    a client that reached its daemon once waits for it; the first refusal is raised at once. Idle
-    channels are a list, last in, first out: channels that a burst opened grow old and are closed.
-    Both ends of a list are atomic, so threads need no lock.
+    A request is sent again only if that cannot act twice: it was never sent, it is a GET and the
+    daemon stopped, or, at most `retries` times, the daemon was too busy to begin it. A client that
+    never reached its daemon does not wait for it. Idle channels are used last in, first out, so
+    those of a burst grow old and are closed. `append` and `pop` of a list are atomic: threads need
+    no lock.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AsyncConnection:
         self._pid = os.getpid()
 
     async def close(self) -> None:
-        """Close the idle channels; the client may be used again and then opens new ones."""
+        """Close the idle channels; later requests open new ones."""
         while self._idle:
             self._idle.pop().close()
 
@@ -64,9 +64,9 @@ class AsyncConnection:
         descriptors: list[int] | None = None,
         **query: object,
     ) -> http.Response:
-        """Send, and read the whole answer; raises its error unless its status is accepted.
+        """Send a request and read the answer; raises its error unless its status is `accepted`.
 
-        Descriptors that come with the answer are added to `descriptors`, also before an error.
+        Descriptors that come with the answer are appended to `descriptors`, even before an error.
         """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
@@ -84,10 +84,10 @@ class AsyncConnection:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
             except ResourceError as error:
-                again_s = refusals.pause_s(error)
-                if again_s is None or isinstance(content, AsyncIterator):
+                pause_s = refusals.pause_s(error)
+                if pause_s is None or isinstance(content, AsyncIterator):
                     raise
-                seconds = again_s
+                seconds = pause_s
             except http.BrokenError as error:
                 is_safe = method == "GET" or isinstance(error, http.RefusedError)
                 may_retry = self._reached and is_safe and not isinstance(error, http.LateError)
@@ -99,9 +99,9 @@ class AsyncConnection:
     async def stream(
         self, *path: str, headers: dict[str, str] | None = None, **query: object
     ) -> AsyncGenerator[tuple[http.Head, AsyncGenerator[bytes]]]:
-        """The head of an answer, and its body as it comes, however slowly.
+        """Yield the head of an answer, and its body as it arrives, without a timeout.
 
-        It is sent again only where the daemon had too much to do.
+        A request is sent again only if the daemon was too busy to begin it.
         """
         request = http.HttpRequest("GET", http.target(path, query), headers or {})
         refusals = http.Refusals(self._retries, self._timeout)
@@ -141,7 +141,7 @@ class AsyncConnection:
             channel.close()
             raise
         self._reached = True
-        if channel.is_reusable(response.head) and len(self._idle) < _KEEP_MOST:
+        if channel.is_reusable(response.head) and len(self._idle) < _IDLE_MAX:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)
         else:
@@ -149,9 +149,9 @@ class AsyncConnection:
         return response
 
     async def _take(self) -> "AsyncChannel":
-        if self._pid != os.getpid():  # a fork: the parent reads these
+        if self._pid != os.getpid():  # after a fork the channels are the parent's
             self._pid, self._idle = os.getpid(), []
-        oldest = time.monotonic() - _KEEP_SECONDS
+        oldest = time.monotonic() - _IDLE_SECONDS
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
@@ -162,10 +162,9 @@ class AsyncConnection:
 
 
 class AsyncChannel:
-    """One connection, which carries one exchange at a time.
+    """A connection, which carries one exchange at a time.
 
-    Close it after any error, a cancellation included: the rest of an answer would be read as the
-    next one.
+    Close it after any error or cancellation: the rest of an answer would be read as the next one.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -179,7 +178,7 @@ class AsyncChannel:
 
     @classmethod
     async def open(cls, path: Path) -> Self:
-        """Connect; raises RefusedError."""
+        """Connect to a socket; raises RefusedError."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connected.setblocking(False)
@@ -189,7 +188,7 @@ class AsyncChannel:
                     connected.connect(str(path))
                     return cls(connected)
                 except BlockingIOError:
-                    # EAGAIN means a full backlog: a Unix socket never connects later.
+                    # EAGAIN: the backlog is full. A Unix socket does not connect later by itself.
                     if time.monotonic() > deadline:
                         raise
                     await async_pause(_BACKLOG_PAUSE_SECONDS)
@@ -213,29 +212,29 @@ class AsyncChannel:
         body: bytes | AsyncIterator[bytes] | None,
         timeout: float | None,
     ) -> None:
-        """Send a request; ends early, without error, when the daemon answers or hangs up first.
+        """Send a request; returns early, without error, if the daemon answers or hangs up before.
 
-        `timeout` bounds each wait for the daemon in this exchange.
+        `timeout` limits each wait for the daemon in this exchange.
         """
         self._timeout = timeout
         self._is_sent_whole = self._is_read_whole = False
         if body is None or isinstance(body, bytes):
             framing = "" if body is None else f"content-length: {len(body)}\r\n"
-            rest = await self._begin(request.head(framing) + (body or b""))
-            self._is_sent_whole = not rest or await self._went_out(rest)
+            unsent = await self._begin(request.head(framing) + (body or b""))
+            self._is_sent_whole = not unsent or await self._send_all(unsent)
             return
-        if rest := await self._begin(request.head("transfer-encoding: chunked\r\n")):
-            await self._went_out(rest)
+        if unsent := await self._begin(request.head("transfer-encoding: chunked\r\n")):
+            await self._send_all(unsent)
         async for chunk in body:
             if not chunk:  # an empty chunk would end the body
                 continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-            if self.is_readable() or not await self._went_out(framed):
+            if self.is_readable() or not await self._send_all(framed):
                 return
-        self._is_sent_whole = await self._went_out(b"0\r\n\r\n")
+        self._is_sent_whole = await self._send_all(b"0\r\n\r\n")
 
     async def _begin(self, data: bytes) -> memoryview:
-        """Write what the socket's buffer takes; returns the rest. On an error nothing was sent."""
+        """Write what the socket takes; returns the rest. After an error nothing was sent."""
         try:
             sent = self._socket.send(data)
         except BlockingIOError:
@@ -244,17 +243,17 @@ class AsyncChannel:
             raise http.RefusedError from error
         return memoryview(data)[sent:]
 
-    async def _went_out(self, data: bytes | memoryview) -> bool:
+    async def _send_all(self, data: bytes | memoryview) -> bool:
         try:
             await async_send(self._socket, data, self._timeout)
         except (BrokenPipeError, ConnectionResetError):
-            return False  # its reason may have arrived before
+            return False  # the daemon may have answered why
         except TimeoutError as error:
             raise http.LateError from error
         return True
 
     def is_readable(self) -> bool:
-        """Whether an answer came, or the daemon closed it: all that it sends to an idle one."""
+        """True if an answer arrived or the daemon closed the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -264,7 +263,7 @@ class AsyncChannel:
     async def read_head(self, request: http.HttpRequest) -> http.Head:
         while True:
             head = http.read_head(request, await self._until(b"\r\n\r\n"))
-            if head.status >= 200:  # 1xx announce the real one
+            if head.status >= 200:  # 1xx precede the answer
                 return head
 
     async def read_rest(self, head: http.Head) -> http.Response:
@@ -272,7 +271,7 @@ class AsyncChannel:
             while len(self._buffer) < head.length:
                 await self._fill()
             self._is_read_whole = True
-            return http.Response(head, self._taken(head.length))
+            return http.Response(head, self._take_buffered(head.length))
         return http.Response(head, b"".join([piece async for piece in self.iter_body(head)]))
 
     async def iter_body(self, head: http.Head) -> AsyncGenerator[bytes]:
@@ -282,30 +281,30 @@ class AsyncChannel:
                     yield piece
                 await self._until(b"\r\n")
             while await self._until(b"\r\n"):
-                """Trailers."""
+                pass  # trailers
         elif head.length is not None:
             async for piece in self._iter_exactly(head.length):
                 yield piece
         else:
             with contextlib.suppress(http.BrokenError):
                 while True:
-                    yield await self._some(_READ_BYTES)
+                    yield await self._read_some(_READ_BYTES)
         self._is_read_whole = True
 
     async def _iter_exactly(self, size: int) -> AsyncGenerator[bytes]:
         while size:
-            piece = await self._some(size)
+            piece = await self._read_some(size)
             size -= len(piece)
             yield piece
 
-    async def _some(self, most: int) -> bytes:
+    async def _read_some(self, limit: int) -> bytes:
         if not self._buffer:
             await self._fill()
-        return self._taken(most)
+        return self._take_buffered(limit)
 
-    def _taken(self, most: int) -> bytes:
-        piece = bytes(self._buffer[:most])
-        del self._buffer[:most]
+    def _take_buffered(self, limit: int) -> bytes:
+        piece = bytes(self._buffer[:limit])
+        del self._buffer[:limit]
         return piece
 
     async def _until(self, end: bytes) -> bytes:
@@ -313,9 +312,7 @@ class AsyncChannel:
             if len(self._buffer) > http.HEAD_LIMIT_BYTES:
                 raise http.GarbledError(f"a head of more than {http.HEAD_LIMIT_BYTES} bytes")
             await self._fill()
-        found = bytes(self._buffer[:at])
-        del self._buffer[: at + len(end)]
-        return found
+        return self._take_buffered(at + len(end))[:at]
 
     async def _fill(self) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Rehearsals: whether instances work, here and now, each from its mirror to a reset.
+"""Rehearsals: test that instances work, each from its mirror to a reset.
 
-Everything is asked of the daemon as a grader would: a checkout, both patches and their reverse, a
-diff, a reset. Mirrors are audited once for all instances, at level closure where nobody did lately.
-Tests run in a sandbox of this process, in a checkout with the instance's environment.
+A rehearsal does what a grader does: a checkout, both patches and their reverse, a diff, a reset.
+Mirrors are audited once for all instances, at level closure unless a recent audit did so. Tests run
+in a sandbox of this process, in a checkout with the instance's environment.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from .client import AsyncClient
     from .sandbox import AsyncSandbox
 
-_WALK_AGE = timedelta(hours=1)
+_AUDIT_MAX_AGE = timedelta(hours=1)
 _TTL = timedelta(minutes=30)
 
 
 class AsyncRehearsal:
-    """What instances can be rehearsed, with the facts about their mirrors.
+    """The instances of a rehearsal, `candidates`, with facts about their mirrors.
 
-    `candidates` are in an order in which templates are built soonest: their commits lie near those
-    of the ones before.
+    Candidates are ordered by date, so that templates are built from those of near commits.
     """
 
     def __init__(
@@ -50,24 +49,24 @@ class AsyncRehearsal:
         self.candidates: list[rehearsing.Candidate] = []
 
     async def prepare(self, instances: Sequence[str], dataset: str | None) -> None:
-        """Read the rows, and begin the audit of their mirrors."""
+        """Read the rows and start the audit of their mirrors."""
         client = self._client
         self._mirrors = {each.name.lower(): each for each in await client.list_mirrors()}
         version = (await client.health()).version
-        named: list[tuple[str, str | None]] = [(each, dataset) for each in instances]
-        if not named:
+        keys: list[tuple[str, str | None]] = [(each, dataset) for each in instances]
+        if not keys:
             datasets = [] if dataset else await client.list_datasets()
             for name in [dataset] if dataset else [each.name for each in datasets]:
-                named += [(found.id, name) for found in await client.list_instances(name)]
-        found = [await self._look(*each, version) for each in dict.fromkeys(named)]
+                keys += [(found.id, name) for found in await client.list_instances(name)]
+        found = [await self._read(*key, version) for key in dict.fromkeys(keys)]
         self.candidates = sorted(found, key=lambda each: (each.created_at, each.instance))
         wanted = {each.mirror.lower() for each in found if each.mirror}
         names = sorted(self._mirrors[key].name for key in wanted if self._is_mirrored(key))
         if names:
-            level = AuditLevel.QUICK if await self._were_walked(names) else AuditLevel.CLOSURE
+            level = AuditLevel.QUICK if await self._were_audited(names) else AuditLevel.CLOSURE
             self._audit = await client.start_audit(*names, level=level, heal=False)
 
-    async def _look(self, instance: str, dataset: str | None, version: str) -> rehearsing.Candidate:
+    async def _read(self, instance: str, dataset: str | None, version: str) -> rehearsing.Candidate:
         try:
             row = await self._client.get_instance(instance, view=View.GRADER, dataset=dataset)
         except rehearsing.FATAL:
@@ -77,7 +76,7 @@ class AsyncRehearsal:
         mirror = self._mirrors.get(row.mirror.lower())
         synced = mirror.synced_at.isoformat() if mirror and mirror.synced_at else ""
         facts = [row.to_json(), synced, version, *(["run"] if self._run else [])]
-        has = dict(zip(rehearsing.PATCHES, (row.test_patch, row.patch), strict=True))
+        patches = dict(zip(rehearsing.PATCHES, (row.test_patch, row.patch), strict=True))
         return rehearsing.Candidate(
             instance=row.id,
             dataset=row.dataset,
@@ -85,7 +84,7 @@ class AsyncRehearsal:
             repo=row.repo,
             base_commit=row.base_commit,
             commits=tuple(row.commits or ()),
-            patches=tuple(name for name, patch in has.items() if patch and patch.strip()),
+            patches=tuple(name for name, patch in patches.items() if patch and patch.strip()),
             history=row.history,
             created_at=row.created_at.isoformat() if row.created_at else "",
             state=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32],
@@ -95,10 +94,10 @@ class AsyncRehearsal:
         found = self._mirrors.get(mirror.lower())
         return found is not None and found.synced_at is not None
 
-    async def _were_walked(self, names: Sequence[str]) -> bool:
-        """Whether an audit walked all closures of these mirrors lately, and after their syncs."""
+    async def _were_audited(self, names: Sequence[str]) -> bool:
+        """True if a recent audit, after the last syncs, checked all closures of these mirrors."""
         synced = [self._mirrors[name.lower()].synced_at for name in names]
-        latest = max([utc_now() - _WALK_AGE, *(at for at in synced if at)])
+        latest = max([utc_now() - _AUDIT_MAX_AGE, *(at for at in synced if at)])
         return any(
             audit.level is not AuditLevel.QUICK
             and audit.dataset is None
@@ -109,7 +108,7 @@ class AsyncRehearsal:
         )
 
     async def _find_problems(self) -> dict[tuple[str, str], str]:
-        """Why recorded commits cannot be served, by mirror in lower case and commit."""
+        """Return why recorded commits cannot be served, by mirror (lower case) and commit."""
         if self._problems is None and self._audit is not None:
             ended = await self._client.wait(self._audit)
             audit = await self._client.get_audit(str((ended.result or {})["id"]))
@@ -123,7 +122,7 @@ class AsyncRehearsal:
     # -- one instance ------------------------------------------------------------------------------
 
     async def rehearse(self, candidate: rehearsing.Candidate) -> protocol.Rehearsed:
-        """Try an instance. What fails is in the answer; raises where no instance can be tried."""
+        """Rehearse an instance. Its failures are in the answer; raises if none can be rehearsed."""
         began = time.perf_counter()
         record = rehearsing.Record()
         try:
@@ -155,10 +154,10 @@ class AsyncRehearsal:
         with record.step("mirrored", needed=True):
             if not self._is_mirrored(candidate.mirror):
                 mirror = self._mirrors.get(candidate.mirror.lower())
-                why = mirror.error.detail if mirror and mirror.error else "it was never synced"
+                reason = mirror.error.detail if mirror and mirror.error else "it was never synced"
                 raise errors.MirrorNotFoundError(
                     f"cannot rehearse {candidate.instance}: {candidate.mirror} is not mirrored:"
-                    f" {why}",
+                    f" {reason}",
                     hint=f"run `mirrord mirror add {candidate.repo}`",
                 )
         with record.step("checkout", needed=True):
@@ -169,10 +168,10 @@ class AsyncRehearsal:
         if self._run and record.error is None:
             await self._run_tests(candidate, record)
 
-    async def _check_out(self, candidate: rehearsing.Candidate, **more: Any) -> AsyncCheckout:
+    async def _check_out(self, candidate: rehearsing.Candidate, **options: Any) -> AsyncCheckout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
-        choices |= more
-        choices |= {"auto_renew": False, "history": candidate.history}  # as agents have it
+        choices |= options
+        choices |= {"auto_renew": False, "history": candidate.history}  # agents have this history
         try:
             return await self._client.checkout(candidate.instance, bind=self._bind, **choices)
         except errors.ProcessGoneError:  # the daemon cannot see this process
@@ -182,10 +181,10 @@ class AsyncRehearsal:
     async def _try_tree(
         self, checkout: AsyncCheckout, candidate: rehearsing.Candidate, record: rehearsing.Record
     ) -> None:
-        """Each check is made although others have failed, as far as it does not need them.
+        """Run all checks, even after failures of others that they do not need.
 
-        One diff proves two things: it is empty only where the tree was its commit's to begin with,
-        and where the reverse of the patches leads back.
+        An empty diff proves both that the tree was that of its commit, and that the patches were
+        reversed.
         """
         with record.step("seal"):
             report = await self._client.get_seal(checkout.id)
@@ -201,7 +200,7 @@ class AsyncRehearsal:
                 await checkout.apply(named)
                 applied.append(named)
         with record.step("tree"):
-            rehearsing.must_equal("its commit", checkout.commit, candidate.base_commit)
+            rehearsing.require_equal("its commit", checkout.commit, candidate.base_commit)
             for named in reversed(applied):
                 await checkout.apply(named, reverse=True)
             await _must_be_clean(checkout, applied)
@@ -209,14 +208,14 @@ class AsyncRehearsal:
             for named in applied[:1]:
                 await checkout.apply(named)
             proof = await checkout.reset()
-            rehearsing.must_equal("the tree after the reset", proof.tree, checkout.tree)
+            rehearsing.require_equal("the tree after the reset", proof.tree, checkout.tree)
             if checkout.history is not History.SQUASHED:
-                rehearsing.must_equal("HEAD after the reset", proof.head, checkout.commit)
+                rehearsing.require_equal("HEAD after the reset", proof.head, checkout.commit)
 
     async def _judge_commits(
         self, candidate: rehearsing.Candidate, record: rehearsing.Record
     ) -> None:
-        """The checkout has proven the base commit; here the audit speaks of all by their role."""
+        """Add what the audit found; the checkout has already proven the base commit."""
         problems = await self._find_problems()
         key = candidate.mirror.lower()
         found = [
@@ -234,8 +233,8 @@ class AsyncRehearsal:
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
         with record.step("environment", needed=True):
             record.environment, recipe = await self._build(candidate)
-        more = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
-        async with await self._check_out(candidate, **more) as checkout:
+        options = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
+        async with await self._check_out(candidate, **options) as checkout:
             for phase in rehearsing.PHASES:
                 if missing := set(phase.patches) - {*candidate.patches, rehearsing.PATCHES[0]}:
                     record.add(phase.step, "nothing", f"the row has no {missing.pop()}")
@@ -248,7 +247,7 @@ class AsyncRehearsal:
                     await self._run_phase(phase, checkout, row, recipe, record)
 
     async def _build(self, candidate: rehearsing.Candidate) -> tuple[str, protocol.Recipe]:
-        """The environment of an instance, built where it is not, and its recipe."""
+        """Return the name of an instance's environment, built if missing, and its recipe."""
         identity, dataset = candidate.instance, candidate.dataset
         ended = await self._client.wait(
             await self._client.build_environments(identity, dataset=dataset)
@@ -258,7 +257,7 @@ class AsyncRehearsal:
             hint = f"see `mirrord environment log {failed.key}`"
             raise errors.EnvironmentFailedError(failed.detail, hint=hint)
         environment = await self._client.get_environment(report.ready[0])
-        assert environment.recipe is not None  # lists alone have none
+        assert environment.recipe is not None  # only lists leave it out
         return environment.name, environment.recipe
 
     async def _run_phase(
@@ -269,8 +268,8 @@ class AsyncRehearsal:
         recipe: protocol.Recipe,
         record: rehearsing.Record,
     ) -> None:
-        """Run the tests and keep their log. Raises ProofFailedError where a test is unexpected."""
-        module = importlib.import_module(".sandbox", __package__)  # the other verbs need none
+        """Run the tests and keep their log; raises ProofFailedError for unexpected results."""
+        module = importlib.import_module(".sandbox", __package__)  # loaded only to run tests
         box: AsyncSandbox = module.AsyncSandbox(checkout, variables=recipe.variables)
         async with box as sandbox:
             seconds = self._test_timeout.total_seconds()
@@ -284,20 +283,20 @@ class AsyncRehearsal:
         if ended.struck:
             raise errors.DeadlineError(
                 f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
-                hint="give them more time with --timeout",
+                hint="raise --timeout",
             )
         parser = find_parser(recipe.log_parser)
-        assert parser is not None  # the daemon has checked it
-        unexpected, said = rehearsing.judge_tests(phase, row, parser, log)
+        assert parser is not None  # the daemon validated it
+        unexpected, fact = rehearsing.judge_tests(phase, row, parser, log)
         record.unexpected += unexpected
-        if said:
-            raise errors.ProofFailedError(f"cannot confirm the row: {said}")
+        if fact:
+            raise errors.ProofFailedError(f"cannot confirm the row: {fact}")
 
 
 async def _must_be_clean(checkout: AsyncCheckout, applied: Sequence[str]) -> None:
     if patch := await checkout.diff():
-        after = f"after {' and '.join(applied)} and back" if applied else "as it is handed out"
+        when = f"after {' and '.join(applied)} were reversed" if applied else "after its checkout"
         text = patch.decode(errors="replace")
         paths = ", ".join(sorted({*re.findall(r"^diff --git a/(\S+)", text, re.MULTILINE)}))
-        fact = f"cannot prove the tree equal to its base commit {after}: {paths[:200]} differ"
+        fact = f"cannot prove the tree equal to its base commit {when}: {paths[:200]} differ"
         raise errors.ProofFailedError(fact)

@@ -1,5 +1,5 @@
 # @generated from ../_async/checkout.py by tests/support/unasync.py: edit that file, then run it.
-"""The handle of a checkout, and the renewal of all leases that one client holds."""
+"""Handles of checkouts and grades, and the renewal of the leases of a client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..primitives_sync import Worker
 if TYPE_CHECKING:
     from .client import Client
 
-_LEAST_SECONDS = 0.05
+_RENEWAL_MIN_SECONDS = 0.05
 
 log = logging.getLogger("mirrord")
 
@@ -28,8 +28,8 @@ log = logging.getLogger("mirrord")
 T = TypeVar("T")
 
 
-class _OfLease(Generic[T]):
-    """A member of the lease, as it was at the last answer."""
+class _LeaseMember(Generic[T]):
+    """A member of the lease, as of the last answer."""
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self._name = name
@@ -39,10 +39,11 @@ class _OfLease(Generic[T]):
 
 
 class Checkout:
-    """A leased working tree. Leaving the `with` block releases it.
+    """A leased working tree; leaving the `with` block releases it.
 
-    The daemon releases it at `expires_at`. The client renews it as long as this handle exists,
-    unless it was taken without `auto_renew`.
+    The daemon releases it at `expires_at` (aware UTC). With `auto_renew` the client renews the
+    lease as long as this handle exists. Methods raise subclasses of MirrordError, such as
+    CheckoutNotFoundError once the lease has ended; `lease` is the daemon's last answer.
     """
 
     def __init__(self, client: Client, lease: protocol.Checkout, ttl: float | None) -> None:
@@ -50,33 +51,33 @@ class Checkout:
         self._ttl = ttl
         self.lease = lease
 
-    id = _OfLease[str]()
-    mirror = _OfLease[str]()
-    commit = _OfLease[str]()
-    """The base commit."""
-    tree = _OfLease[str]()
+    id = _LeaseMember[str]()
+    mirror = _LeaseMember[str]()
+    commit = _LeaseMember[str]()
+    """The full id of the base commit."""
+    tree = _LeaseMember[str]()
     """The verified hash of the base commit's tree."""
-    instance = _OfLease[str | None]()
-    layer = _OfLease[str | None]()
-    """The prepared layer that it starts with: `reset` goes back to it, `diff` is without it."""
-    environment = _OfLease[str | None]()
-    """KEY@DIGEST of the environment, whose prefix is `directory / "environment"`."""
-    history = _OfLease[model.History]()
-    view = _OfLease[model.View]()
-    backend = _OfLease[model.Backend]()
-    created_at = _OfLease[datetime]()
-    expires_at = _OfLease[datetime]()
-    parent = _OfLease[str | None]()
-    """The id of the checkout that this one was forked from, or grades."""
+    instance = _LeaseMember[str | None]()
+    layer = _LeaseMember[str | None]()
+    """The prepared layer that it started with; `reset` and `diff` are relative to it."""
+    environment = _LeaseMember[str | None]()
+    """KEY@DIGEST of the environment; its prefix is `directory / "environment"`."""
+    history = _LeaseMember[model.History]()
+    view = _LeaseMember[model.View]()
+    backend = _LeaseMember[model.Backend]()
+    created_at = _LeaseMember[datetime]()
+    expires_at = _LeaseMember[datetime]()
+    parent = _LeaseMember[str | None]()
+    """The id of the checkout that this one is a fork or a grade of."""
 
     @property
     def path(self) -> Path:
-        """The tree. It stays at this path through resets."""
+        """The path of the tree; resets do not change it."""
         return Path(self.lease.path)
 
     @property
     def directory(self) -> Path:
-        """Holds tree and environment; mounted elsewhere with `rslave`, it follows every reset."""
+        """The directory of tree and environment; bind it with `rslave` to follow resets."""
         return Path(self.lease.directory)
 
     def reset(
@@ -89,12 +90,11 @@ class Checkout:
         layer: str | None = None,
         environment: str | None = None,
     ) -> protocol.Proof:
-        """Reset the tree, move it to another instance or commit of the same mirror, or back `to` a
-        snapshot, by its name.
+        """Reset the checkout, or move it to another instance or commit of the same mirror, or back
+        `to` a snapshot. Unsaved changes are lost.
 
-        The environment is made new with it, and stays the same one unless another is named; so
-        does the layer at the same commit. Returns the proof that the tree and its .git equal the
-        template's, or the snapshot's.
+        The environment is reset too; layer and environment stay unless others are named. Returns
+        the proof that tree and .git equal those of the template or snapshot.
         """
         choice = {"commit": commit, "dataset": dataset, "to": to, "layer": layer}
         answer = self._client.reset_checkout(self.id, instance, environment=environment, **choice)
@@ -108,36 +108,37 @@ class Checkout:
         *,
         auto_renew: bool = True,
     ) -> Checkout:
-        """Lease another tree with the same content, or with that of a snapshot.
+        """Lease a copy of this checkout, or of one of its snapshots.
 
-        It has this one's owner, history, view and backend. What was copied is in its `lease`.
+        The fork has the same owner, history, view and backend; `lease.copied` counts the files.
         """
         return self._client.fork_checkout(
             self.id, snapshot=snapshot, ttl=ttl, auto_renew=auto_renew
         )
 
     def snapshot(self, name: str | None = None) -> protocol.Snapshot:
-        """Keep the content under a name, by default a new one; `reset(to=name)` goes back to it."""
+        """Save the content under a name, by default s1, s2 and so on, for `reset(to=name)`."""
         return self._client.make_snapshot(self.id, name)
 
     def snapshots(self) -> list[protocol.Snapshot]:
-        """Those of this checkout, oldest first."""
+        """Return the snapshots of this checkout, oldest first."""
         return self._client.list_snapshots(self.id)
 
     def remove_snapshot(self, name: str) -> None:
-        """Forget a snapshot; forks of it stay as they are."""
+        """Remove a snapshot; forks of it stay."""
         self._client.remove_snapshot(self.id, name)
 
     def save(self, name: str) -> protocol.PreparedLayer:
-        """Keep what was changed, in the environment too, as a prepared layer: other checkouts of
-        this commit start with it by `layer=name`. A layer never changes.
+        """Save the changes, those of the environment included, as a prepared layer.
+
+        Other checkouts of the commit start with it by `layer=name`. A layer never changes.
         """
         return self._client.save_layer(self.id, name)
 
     def diff(self, *, format: model.DiffFormat = model.DiffFormat.PATCH) -> bytes:  # noqa: A002
-        """The changes since the base commit and the prepared layer, as a patch that git accepts.
+        """Return the changes since the base commit and the layer, as a patch that git accepts.
 
-        Or as `git diff` prints them with `--stat` or `--name-status`.
+        `format` also selects the output of `git diff --stat` or `--name-status`.
         """
         return self._client.diff_checkout(self.id, format=format)
 
@@ -148,20 +149,21 @@ class Checkout:
         reverse: bool = False,
         strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
     ) -> model.FoundStrategy:
-        """Apply a patch; `@test_patch` and `@patch` of the instance need the grader view.
+        """Apply a patch, or `@test_patch` or `@patch` of the instance (grader view).
 
-        Returns what made it fit: with `strategy="tolerant"` that may be another than `exact`.
+        All of it is applied, or PatchConflictError is raised. Returns the strategy that applied it,
+        `exact` unless `strategy` is `tolerant`.
         """
         answer = self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
         self.lease = answer
         return answer.strategy
 
     def restore(self, commit: str, *paths: str) -> list[str]:
-        """Bring files of a pinned commit into the tree (grader view); returns their paths."""
+        """Restore files of a pinned commit in the tree (grader view); returns their paths."""
         return self._client.restore_paths(self.id, commit, *paths)
 
     def receipt(self) -> protocol.Receipt:
-        """What this is now, and how that was proven; keep its `canonical()` bytes."""
+        """Return the receipt of the current state; keep its `canonical()` bytes."""
         return self._client.get_receipt(self.id)
 
     def grade(
@@ -174,7 +176,10 @@ class Checkout:
         bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Grade:
-        """Lease a grader's tree with what was changed here, and the instance's tests."""
+        """Lease a tree with the changes of this checkout and the instance's tests.
+
+        Arguments are those of `Client.grade`. Run the tests as another user than the agent.
+        """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
@@ -185,12 +190,11 @@ class Checkout:
         environment: Path | str | None = None,
         pid: int | None = None,
     ) -> None:
-        """Make the tree visible at the directory `path` of this process's mount namespace, and the
-        environment at another.
+        """Attach the tree to the directory `path` of this mount namespace, and the environment to
+        another directory. They follow resets there.
 
-        There they follow every reset, and go with the namespace. Needs CAP_SYS_ADMIN in it, as
-        after `unshare --user --map-root-user --mount`. With `pid`, for root, in the namespace of
-        that process, at the paths that it sees.
+        Needs CAP_SYS_ADMIN in the namespace, as after `unshare --user --map-root-user --mount`.
+        With `pid`, for root only, the paths are those that the process sees in its namespace.
         """
         if environment is not None:
             target = model.Target.ENVIRONMENT
@@ -198,13 +202,13 @@ class Checkout:
         self._client.attach_checkout(self.id, path, pid=pid)
 
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
-        """Move the deadline to `ttl` from now, by default the last one given; returns it."""
+        """Renew the lease for `ttl`, by default the last one given; returns the new deadline."""
         self._ttl = self._ttl if ttl is None else seconds_of(ttl)
         self.lease = self._client.renew_checkout(self.id, self._ttl)
         return self.lease.expires_at
 
     def release(self) -> None:
-        """Release the checkout; does nothing when it is released or expired."""
+        """Release the checkout; does nothing if it was released or has expired."""
         try:
             self._client.release_checkout(self.id)
         except CheckoutNotFoundError:
@@ -227,9 +231,9 @@ class Checkout:
 
 
 class Grade(Checkout):
-    """A checkout for the grader: the base commit, the agent's change, the instance's tests.
+    """A checkout with the base commit, the agent's change and the instance's tests.
 
-    `report` is the daemon's whole answer.
+    `report` is the daemon's full answer.
     """
 
     def __init__(self, client: Client, report: protocol.Grade, ttl: float | None) -> None:
@@ -238,25 +242,25 @@ class Grade(Checkout):
 
     @property
     def steering(self) -> list[protocol.Steering]:
-        """What of the agent's could steer the tests, by rule, and what was done about it."""
+        """Changes that could steer the tests, each with its rule and what was done about it."""
         return self.report.steering
 
     @property
     def dropped(self) -> list[str]:
-        """Paths of the agent's change that this tree does not have."""
+        """Paths of the change that the policy dropped from this tree."""
         return self.report.dropped
 
     @property
     def strategy(self) -> model.FoundStrategy | None:
-        """How the patch applied; None for the grade of a checkout."""
+        """The strategy that applied the patch; None for the grade of a checkout."""
         return self.report.strategy
 
 
 class Renewal:
-    """Renews the leases of a client at a third of what is left, with one worker for all.
+    """Renews the leases of a client when a third of the remaining time has passed.
 
-    Handles are held weakly: a lease whose handle is gone ends at its deadline. A failed renewal is
-    logged and tried again until then. The lock is for threads, and is never held over a wait.
+    Handles are referenced weakly: a lease without a handle ends at its deadline. A failed renewal
+    is logged and retried until the deadline. The lock is for threads, and never held over a wait.
     """
 
     def __init__(self) -> None:
@@ -266,30 +270,28 @@ class Renewal:
         self._worker: Worker | None = None
 
     def hold(self, checkout: Checkout) -> None:
-        """Renew it from now on."""
         with self._lock:
             self._held[checkout.id] = checkout
-            self._due[checkout.id] = _next_turn(checkout.expires_at)
+            self._due[checkout.id] = _next_renewal(checkout.expires_at)
             if self._worker is None or not self._worker.is_running:
                 self._worker = Worker(self._work)
             else:
-                self._worker.ring()
+                self._worker.wake()
 
     def move(self, checkout: str, expires_at: datetime) -> None:
-        """Follow a lease with a new deadline."""
+        """Follow the new deadline of a lease."""
         with self._lock:
             if checkout in self._due:
-                self._due[checkout] = _next_turn(expires_at)
+                self._due[checkout] = _next_renewal(expires_at)
                 if self._worker is not None:
-                    self._worker.ring()
+                    self._worker.wake()
 
     def drop(self, checkout: str) -> None:
         with self._lock:
             if self._due.pop(checkout, None) is not None and self._worker is not None:
-                self._worker.ring()
+                self._worker.wake()
 
     def stop(self) -> None:
-        """Renew no lease from now on."""
         with self._lock:
             self._due.clear()
             worker, self._worker = self._worker, None
@@ -317,7 +319,7 @@ class Renewal:
             checkout.renew()
         except MirrordError as error:
             if identity not in self._due:
-                return  # released meanwhile
+                return  # it was released meanwhile
             message = "cannot renew checkout %s, which expires at %s: %s"
             log.warning(message, identity, checkout.expires_at, error)
             if isinstance(error, CheckoutNotFoundError) or checkout.expires_at <= model.utc_now():
@@ -325,6 +327,6 @@ class Renewal:
             self.move(identity, checkout.expires_at)
 
 
-def _next_turn(expires_at: datetime) -> float:
+def _next_renewal(expires_at: datetime) -> float:
     left = (expires_at - model.utc_now()).total_seconds()
-    return time.monotonic() + max(left / 3, _LEAST_SECONDS)
+    return time.monotonic() + max(left / 3, _RENEWAL_MIN_SECONDS)

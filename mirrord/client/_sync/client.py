@@ -1,5 +1,5 @@
 # @generated from ../_async/client.py by tests/support/unasync.py: edit that file, then run it.
-"""The daemon as an object: one method per endpoint. Long work returns an operation."""
+"""The client: one method per endpoint. Methods that start long work return its operation."""
 
 import os
 import time
@@ -26,12 +26,15 @@ _POLL_SECONDS = 0.25
 
 
 class Client:
-    """One daemon. Close it, or use a `with` block; any number of threads share it.
+    """A client of one daemon. Close it, or use a `with` block; threads may share it.
 
-    `socket` is MIRRORD_SOCKET by default, else the configured one. `timeout` bounds the daemon's
-    silence within one answer; `patience` bounds the wait for a restarting daemon, of requests that
-    can safely be sent again. Requests that a busy daemon refuses are sent again when it says, for
-    `timeout` in all, and at most `retries` times: with 0 such a refusal is raised at once.
+    `socket` is by default MIRRORD_SOCKET, else that of the configuration. `timeout` limits the
+    daemon's silence within an answer. Requests that can safely be sent again wait up to `patience`
+    for a restarting daemon. Requests that a busy daemon refuses are sent again when it says so,
+    within `timeout` in total and at most `retries` times; 0 raises the refusal at once.
+
+    Methods raise subclasses of MirrordError: NoDaemonError if no daemon answers, DeadlineError
+    after `timeout`, else the error that the daemon reports.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Stop renewing leases, and close the connections."""
+        """Stop renewing leases and close the connections."""
         self._renewal.stop()
         self._connection.close()
 
@@ -71,45 +74,45 @@ class Client:
         return http.read_one(self._connection.request("POST", *path, **request), kind)
 
     def _start(self, kind: type[Q], *path: str, **members: Any) -> protocol.Operation:
-        """Post a message, made of its members."""
+        """Post a message with these members; returns the operation."""
         return self._post(protocol.Operation, *path, body=http.message(kind, **members))
 
     # -- the daemon
 
     def health(self) -> protocol.Health:
-        """Whether the daemon can serve; `degraded` comes with reasons and is no error."""
+        """Return whether the daemon can serve; if it is degraded, with reasons."""
         return self._get(protocol.Health, "health", accepted=(503,))
 
     def status(self) -> protocol.Status:
         return self._get(protocol.Status, "status")
 
     def activity(self, *, history: bool = False) -> protocol.Activity:
-        """What the daemon does now; `history` adds a point for each minute of the last day."""
+        """Return current activity; `history` adds a point for each minute of the last day."""
         return self._get(protocol.Activity, "activity", history=history)
 
     def fleet(self) -> protocol.FleetStatus:
-        """The daemons that share mirrors with this one; empty where it has no store."""
+        """Return the nodes of the daemon's fleet; none if it has no store."""
         return self._get(protocol.FleetStatus, "fleet")
 
     def configuration(self) -> protocol.Configuration:
-        """The settings in effect; for administrators."""
+        """Return the settings in effect; for administrators."""
         return self._get(protocol.Configuration, "config")
 
     def reload(self) -> protocol.ReloadAnswer:
-        """Read the configuration again; an invalid file raises and changes nothing."""
+        """Reload the configuration; raises InvalidConfigError, and then changes nothing."""
         return self._post(protocol.ReloadAnswer, "reload")
 
     def usage(self, *, verbose: bool = False) -> protocol.Usage:
-        """What is on disk, and what a gc would free of it; `verbose` with a row for each thing."""
+        """Return disk usage and what `gc` would free, in bytes; `verbose` adds rows of items."""
         return self._get(protocol.Usage, "usage", verbose=verbose)
 
     def gc(self, *, dry_run: bool = False) -> protocol.Garbage:
-        """Drop what is only a cache and not in use, or with `dry_run` say what that is."""
+        """Remove caches that are not in use; with `dry_run` only list them."""
         body = http.message(protocol.CollectGarbage, dry_run=dry_run)
         return self._post(protocol.Garbage, "gc", body=body)
 
     def metrics(self) -> str:
-        """All metrics in Prometheus text."""
+        """Return all metrics in Prometheus' text format."""
         return (self._connection.request("GET", "/metrics")).body.decode()
 
     # -- mirrors
@@ -121,7 +124,7 @@ class Client:
         return self._get(protocol.Mirror, "mirrors", _mirror(name))
 
     def add_mirror(self, repo: str, url: str | None = None) -> protocol.Operation:
-        """Add a mirror and sync it for the first time."""
+        """Add a mirror (owner/name) and sync it; `url` replaces the configured upstream."""
         return self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
     def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
@@ -133,15 +136,15 @@ class Client:
         self._connection.request("DELETE", "mirrors", _mirror(name))
 
     def log_refs(self, name: str) -> list[protocol.RefRecord]:
-        """The mirror's ref history, newest first."""
+        """Return the records of a mirror's ref history, newest first."""
         return self._list(protocol.RefRecord, "mirrors", _mirror(name), "refs", "log")
 
     def diff_refs(self, name: str, a: str, b: str) -> protocol.RefDiff:
-        """The changes between two records of the ref history."""
+        """Return the changes between two records of the ref history, given by ids or times."""
         return self._get(protocol.RefDiff, "mirrors", _mirror(name), "refs", "diff", a=a, b=b)
 
     def restore_refs(self, name: str, at: str) -> protocol.Operation:
-        """Put the mirror's refs back to a record of its history; the replaced tips are kept."""
+        """Restore a mirror's refs from a record of its history; replaced tips are kept."""
         path = ("mirrors", _mirror(name), "refs", "restore")
         return self._start(protocol.RestoreRefs, *path, at=at)
 
@@ -155,10 +158,10 @@ class Client:
         since: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.BundleFile:
-        """Write a mirror with its pins, kept refs, ref history and records into a git bundle.
+        """Write a mirror with its pins, kept refs, ref history and rows into a git bundle.
 
-        `since` is the record (an id, a time, `latest`) that the receiver has. The file appears when
-        it is whole.
+        `since` is a record (an id, a time, or `latest`) that the receiver has. The file appears
+        once it is complete. `progress` counts bytes.
         """
         path = ("mirrors", _mirror(name), "bundle")
         with self._connection.stream(*path, since=since) as (head, body):
@@ -175,12 +178,12 @@ class Client:
         mirror: str | None = None,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a bundle to the daemon, into the mirror it names or into `mirror`."""
+        """Import a bundle into `mirror`, by default the mirror that the bundle names."""
         content = _upload(Path(file), progress)
         return self._post(protocol.Operation, "bundles", content=content, mirror=mirror)
 
     def start_restore(self, *mirrors: str) -> protocol.Operation:
-        """Restore these mirrors, or all, from the daemon's store, and audit them."""
+        """Restore mirrors, by default all, from the daemon's store, and audit them."""
         return self._start(protocol.StartRestore, "restores", mirrors=list(mirrors))
 
     # -- pins
@@ -189,12 +192,12 @@ class Client:
         return self._list(protocol.Pin, "pins", mirror=mirror)
 
     def pin(self, mirror: str, commit: str, reason: str = "") -> protocol.Pin:
-        """Keep a commit alive under your own name; its closure is verified first."""
+        """Pin a commit (a full id) as its owner; its closure is verified first."""
         body = http.message(protocol.AddPin, mirror=mirror, commit=commit, reason=reason)
         return self._post(protocol.Pin, "pins", body=body)
 
     def unpin(self, mirror: str, commit: str, owner: str | None = None) -> None:
-        """Remove your own pin, or as an administrator that of `owner`."""
+        """Remove your pin, or as an administrator that of `owner`."""
         self._connection.request("DELETE", "pins", _mirror(mirror), commit, owner=owner)
 
     # -- datasets
@@ -216,12 +219,12 @@ class Client:
         dry_run: bool = False,
         progress: ReportProgress | None = None,
     ) -> protocol.Operation:
-        """Stream a dataset file to the daemon, which mirrors, fetches and pins what it records.
+        """Import a dataset: the daemon mirrors its repositories and pins its commits.
 
-        `file` may be the bytes of one, in pieces. `source` is what the catalog calls it, by default
-        the file's name. `mirrord.sources.opening.open_sources` reads task folders and `hf://`.
-        `mapping` is TOML that says which column is what, in place of a format. With `dry_run` the
-        operation's result is a DatasetDiff, and nothing changes.
+        `file` is a path, or the content in pieces; `mirrord.sources.opening.open_sources` reads
+        task folders and `hf://`. `source` is its name in the catalog, by default the file's name.
+        `mapping` is TOML that maps columns to fields, instead of a format. The operation's result
+        is a DatasetImported; with `dry_run` nothing changes, and the result is a DatasetDiff.
         """
         if isinstance(file, Path | str):
             source, content = source or Path(file).name, _upload(Path(file), progress)
@@ -232,7 +235,7 @@ class Client:
         return self._post(protocol.Operation, "datasets", content=content, **query)
 
     def prepare_dataset(self, name: str, *instances: str) -> protocol.Operation:
-        """Make the first checkouts of a dataset's instances, or of all, warm on this node now.
+        """Build the templates of a dataset's instances, by default all, on this node.
 
         The operation's result is a Prewarmed.
         """
@@ -240,30 +243,30 @@ class Client:
         return self._start(protocol.PrepareDataset, *path, instances=list(instances))
 
     def diff_datasets(self, a: str, b: str) -> protocol.DatasetDiff:
-        """The rows that `b` has and `a` has not, and the other way round; for administrators."""
+        """Return the rows that differ between two datasets; for administrators."""
         return self._get(protocol.DatasetDiff, "datasets", a, "diff", to=b)
 
     def export_dataset(self, name: str) -> Generator[bytes, None, None]:
-        """The rows with all answers, as pieces of canonical JSON lines; for administrators."""
+        """Yield all rows, answers included, as canonical JSON lines; for administrators."""
         with self._connection.stream("datasets", name, "export") as (_, body):
             for piece in body:
                 yield piece
 
     def remove_dataset(self, name: str) -> None:
-        """Remove a dataset, and the pins that nobody else owns."""
+        """Remove a dataset and its pins; those of other owners stay."""
         self._connection.request("DELETE", "datasets", name)
 
     def list_formats(self) -> list[protocol.FormatInfo]:
         return self._list(protocol.FormatInfo, "datasets", "formats")
 
     def list_instances(self, dataset: str | None = None) -> list[protocol.InstanceName]:
-        """All instances, or one dataset's; for administrators."""
+        """Return the names of all instances, or those of a dataset; for administrators."""
         return self._list(protocol.InstanceName, "instances", dataset=dataset)
 
     def get_instance(
         self, instance: str, *, view: model.View = model.View.AGENT, dataset: str | None = None
     ) -> protocol.Instance:
-        """One instance; its patches only in the grader view, with the right to see them."""
+        """Return an instance; its patches are only in the grader view, for administrators."""
         query = {"view": view.value, "dataset": dataset}
         return self._get(protocol.Instance, "instances", instance, **query)
 
@@ -276,7 +279,7 @@ class Client:
         level: model.AuditLevel | None = None,
         heal: bool | None = None,
     ) -> protocol.Operation:
-        """Check that recorded commits can be served: of these mirrors, of this dataset, or all."""
+        """Audit the recorded commits of these mirrors, of a dataset, or all."""
         scope = {"mirrors": list(mirrors), "dataset": dataset}
         return self._start(protocol.StartAudit, "audits", **scope, level=level, heal=heal)
 
@@ -287,20 +290,20 @@ class Client:
         return self._get(protocol.Audit, "audits", audit)
 
     def list_reports(self) -> list[protocol.Report]:
-        """Of rehearsals and gradings, the newest first."""
+        """Return reports of rehearsals and gradings, newest first."""
         return self._list(protocol.Report, "reports")
 
     def add_report(self, report: protocol.AddReport) -> protocol.Report:
         return self._post(protocol.Report, "reports", body=report)
 
     def start_heal(self, *mirrors: str) -> protocol.Operation:
-        """Audit all content of these mirrors, or of all, repair what is found, and audit again."""
+        """Audit mirrors, by default all, at level `content`, repair findings, and audit again."""
         return self._start(protocol.StartHeal, "heals", mirrors=list(mirrors))
 
     def heal_with_bundle(
         self, mirror: str, file: Path | str, *, progress: ReportProgress | None = None
     ) -> protocol.Operation:
-        """Heal one mirror with a bundle, of any repository, as one more donor."""
+        """Heal a mirror with a bundle of any repository as another donor."""
         content = _upload(Path(file), progress)
         path = ("mirrors", _mirror(mirror), "heal")
         return self._post(protocol.Operation, *path, content=content)
@@ -311,7 +314,7 @@ class Client:
         return self._list(protocol.Environment, "environments")
 
     def get_environment(self, name: str) -> protocol.Environment:
-        """What KEY or KEY@DIGEST means, an environment or a failed build, with its recipe."""
+        """Return an environment or a failed build, by KEY or KEY@DIGEST, with its recipe."""
         return self._get(protocol.Environment, "environments", name)
 
     def build_environments(
@@ -322,31 +325,32 @@ class Client:
         again: bool = False,
         frozen: bool = False,
     ) -> protocol.Operation:
-        """Build what is missing of the environments of instances, keys or a dataset.
+        """Build missing environments of instances, keys or a dataset.
 
-        The operation's result is a BuildReport. With `prewarm` every instance of the dataset gets
-        its prepared layer, as named ones do; with `again` failed builds are tried once more; with
-        `frozen` packages are of the instance's date.
+        The operation's result is a BuildReport. Named instances get a prepared layer; with
+        `prewarm` so does every instance of the dataset. `again` retries failed builds; `frozen`
+        uses no packages newer than the instance.
         """
-        given = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
-        return self._start(protocol.BuildEnvironments, "environments", **given, frozen=frozen)
+        members = {"names": list(names), "dataset": dataset, "prewarm": prewarm, "again": again}
+        kind = protocol.BuildEnvironments
+        return self._start(kind, "environments", **members, frozen=frozen)
 
     def import_recipes(self, file: Path | str) -> list[protocol.Recipe]:
-        """Keep the recipes of a TOML file, which come before those of rows."""
+        """Import the recipes of a TOML file; they take precedence over those of rows."""
         content, name = _upload(Path(file), None), Path(file).name
         path = ("environments", "recipes")
         found = self._connection.request("POST", *path, content=content, filename=name)
         return http.read_list(found, protocol.Recipe)
 
     def environment_log(self, name: str, *, follow: bool = False) -> Generator[bytes, None, None]:
-        """What a build printed, in pieces; with `follow` until it ends."""
+        """Yield the log of a build in pieces; with `follow` until it ends."""
         path = ("environments", name, "log")
         with self._connection.stream(*path, follow=follow or None) as (_, body):
             for piece in body:
                 yield piece
 
     def remove_environment(self, name: str) -> None:
-        """Remove what no checkout uses of a name; by a key alone, its imported recipe too."""
+        """Remove an environment that no checkout uses; by KEY also its imported recipe."""
         self._connection.request("DELETE", "environments", name)
 
     # -- checkouts
@@ -372,22 +376,24 @@ class Client:
     ) -> Checkout:
         """Lease a tree at an instance's base commit, at NAME@COMMITISH, or at `commit` of `mirror`.
 
-        `dataset` says whose instance, where several record the id differently. `ttl` is how long it
-        is held unless renewed: a timedelta, seconds, or a duration such as "30m". With `auto_renew`
-        this client renews it until the handle is released or garbage collected. `owner` is the uid
-        that owns the tree; `bind` "process" ends it with this process; `attach` makes one for
-        `Checkout.attach`, even where this mount namespace does not show checkouts. `layer` is
-        a prepared layer to start with; `environment` KEY, KEY@DIGEST, or "auto": the instance's.
-        `label`, by default MIRRORD_LABEL, is a word of one's own; `list_checkouts` finds it, its
-        forks and its grades by it.
+        `dataset` is that of the instance, if several record its id differently. `ttl` is the length
+        of the lease: a timedelta, seconds, or a duration such as "30m". With `auto_renew` this
+        client renews the lease until the handle is released or garbage collected. `owner` is the
+        uid that owns the tree. With `bind` "process" the lease ends with this process. `attach`
+        makes a checkout for `Checkout.attach`, even if this mount namespace does not show its
+        path. `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto"
+        for that of the instance. `label`, by default MIRRORD_LABEL, is a word by which
+        `list_checkouts` finds the checkout, its forks and its grades.
         """
-        asked: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
-        asked |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
-        asked |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
-        asked |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
-        body = http.message(protocol.StartCheckout, **asked)
-        how = {"body": body, "auto_renew": auto_renew}
-        return self._lease(Checkout, protocol.Checkout, "checkouts", **how)
+        members: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
+        members |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
+        members |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
+        members |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
+        request = {
+            "body": http.message(protocol.StartCheckout, **members),
+            "auto_renew": auto_renew,
+        }
+        return self._lease(Checkout, protocol.Checkout, "checkouts", **request)
 
     def _lease(
         self, handle: type[H], kind: type[protocol.Checkout], *path: str, **request: Any
@@ -410,18 +416,18 @@ class Client:
         bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Checkout:
-        """Lease another tree with the content of a checkout as it is, or as a snapshot has it.
+        """Lease a copy of a checkout or of one of its snapshots.
 
-        Its `lease` says what was copied. The rest is as for `checkout`.
+        `lease.copied` of the fork says what was copied. The rest is as for `checkout`.
         """
         kind = protocol.ForkCheckout
         body = http.message(kind, snapshot=snapshot, ttl=http.seconds_of(ttl), bind=bind)
-        how = {"body": body, "auto_renew": auto_renew}
+        request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "fork")
-        return self._lease(Checkout, protocol.Fork, *path, **how)
+        return self._lease(Checkout, protocol.Fork, *path, **request)
 
     def make_snapshot(self, checkout: str, name: str | None = None) -> protocol.Snapshot:
-        """Keep the content of a checkout under a name, by default a new one."""
+        """Save the content of a checkout under a name, by default s1, s2 and so on."""
         body = http.message(protocol.MakeSnapshot, name=name)
         return self._post(protocol.Snapshot, "checkouts", checkout, "snapshots", body=body)
 
@@ -432,25 +438,25 @@ class Client:
         self._connection.request("DELETE", "checkouts", checkout, "snapshots", name)
 
     def save_layer(self, checkout: str, name: str) -> protocol.PreparedLayer:
-        """Keep what was changed in a checkout, for others of its commit."""
+        """Save the changes of a checkout as a prepared layer for others of its commit."""
         body = http.message(protocol.SaveLayer, name=name)
         return self._post(protocol.PreparedLayer, "checkouts", checkout, "layers", body=body)
 
     def list_layers(self, mirror: str | None = None) -> list[protocol.PreparedLayer]:
-        """The prepared layers that the caller may use; for an administrator all."""
+        """Return the prepared layers that the caller may use; for administrators all."""
         return self._list(protocol.PreparedLayer, "layers", mirror=mirror)
 
     def remove_layer(self, layer: str) -> None:
-        """Remove a prepared layer, by its id; no checkout may have it."""
+        """Remove a prepared layer, by its id; raises ConflictError if a checkout has it."""
         self._connection.request("DELETE", "layers", layer)
 
     def open_checkout(self, checkout: str, *, auto_renew: bool = False) -> Checkout:
-        """The handle of a held checkout, perhaps another process's, which then renews it."""
+        """Return a handle of a held checkout, by its id; another client may renew it."""
         lease = self.get_checkout(checkout)
         return self._held(Checkout(self, lease, None), auto_renew)
 
     def list_checkouts(self, label: str | None = None) -> list[protocol.Checkout]:
-        """The caller's own, perhaps with a label; for an administrator everybody's."""
+        """Return the caller's checkouts, for administrators all; `label` selects those with it."""
         return self._list(protocol.Checkout, "checkouts", label=label)
 
     def get_checkout(self, checkout: str) -> protocol.Checkout:
@@ -467,9 +473,9 @@ class Client:
         layer: str | None = None,
         environment: str | None = None,
     ) -> protocol.ResetAnswer:
-        """Reset a checkout, move it to another instance or commit, or back `to` a snapshot."""
-        choice = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
-        body = http.message(protocol.ResetCheckout, **choice, layer=layer, environment=environment)
+        """Reset a checkout, or move it to another instance or commit, or back `to` a snapshot."""
+        target = {"instance": instance, "commit": commit, "dataset": dataset, "to": to}
+        body = http.message(protocol.ResetCheckout, **target, layer=layer, environment=environment)
         return self._post(protocol.ResetAnswer, "checkouts", checkout, "reset", body=body)
 
     def renew_checkout(
@@ -497,7 +503,7 @@ class Client:
         reverse: bool = False,
         strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
     ) -> protocol.ApplyAnswer:
-        """Apply a patch, or one of the instance's own: `@test_patch`, `@patch`."""
+        """Apply a patch, or `@test_patch` or `@patch` of the instance."""
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         query: dict[str, Any] = {"reverse": reverse, "named": named, "strategy": strategy}
         query["content"] = None if named else http.patch_bytes(patch)
@@ -509,16 +515,16 @@ class Client:
         return (self._post(protocol.RestoreAnswer, *path, body=body)).paths
 
     def get_seal(self, checkout: str) -> protocol.SealReport:
-        """Judge the sealed store that a checkout shows; for administrators."""
+        """Verify the seal of a checkout; for administrators."""
         return self._get(protocol.SealReport, "checkouts", checkout, "seal")
 
     def get_receipt(self, checkout: str) -> protocol.Receipt:
-        """What a checkout is now, and how that was proven; keep its `canonical()` bytes."""
+        """Return the receipt of a checkout's state; keep its `canonical()` bytes."""
         return self._get(protocol.Receipt, "checkouts", checkout, "receipt")
 
     def verify_receipt(self, receipt: protocol.Receipt) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror that it names; its signature is not looked at."""
-        known = replace(receipt, grade=None, signature=None)  # the rest says nothing to a mirror
+        """Compare a receipt with its mirror; the signature is not verified."""
+        known = replace(receipt, grade=None, signature=None)  # a mirror cannot verify these
         return self._post(protocol.ReceiptReport, "receipts", "verify", body=known)
 
     def grade(
@@ -539,17 +545,18 @@ class Client:
         label: str | None = None,
         auto_renew: bool = True,
     ) -> Grade:
-        """Lease a grader's tree with a patch for an instance, or NAME@COMMITISH, and its tests.
+        """Lease a tree with a patch for an instance, or NAME@COMMITISH, and the instance's tests.
 
         `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
-        `strategy` "tolerant" takes what `patch` with fuzz takes. The rest is as for `checkout`.
+        With `strategy` "tolerant" the patch applies as `patch` with fuzz does. The rest is as for
+        `checkout`. Raises PatchConflictError, SteeringRefusedError.
         """
         query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
         query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
         query |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": str(bind)}
         query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
-        how = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
-        return self._lease(Grade, protocol.Grade, "grades", **query, **how)
+        request = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
+        return self._lease(Grade, protocol.Grade, "grades", **query, **request)
 
     def grade_checkout(
         self,
@@ -562,12 +569,12 @@ class Client:
         bind: model.Bind = model.Bind.LEASE,
         auto_renew: bool = True,
     ) -> Grade:
-        """Lease a grader's tree with what a checkout's owner changed, and the instance's tests."""
-        asked = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
-        body = http.message(protocol.StartGrade, **asked, ttl=http.seconds_of(ttl), bind=bind)
-        how = {"body": body, "auto_renew": auto_renew}
+        """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
+        members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
+        body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
+        request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")
-        return self._lease(Grade, protocol.Grade, *path, **how)
+        return self._lease(Grade, protocol.Grade, *path, **request)
 
     def attach_checkout(
         self,
@@ -578,24 +585,23 @@ class Client:
         pid: int | None = None,
         read_only: bool = False,
     ) -> None:
-        """Make a checkout's tree, its environment, or the directory of both visible at a directory
-        of this mount namespace.
+        """Attach a checkout's tree, its environment, or the directory of both to a directory.
 
-        There it follows resets, and goes with the namespace; what was attached at the place before
-        is replaced. With `pid`, for root, in the mount namespace of that process. With `read_only`
-        it cannot be written to there, and follows no reset.
+        The mount follows resets, ends with the mount namespace, and replaces a checkout that is
+        attached there. With `pid`, for root only, `path` is in the namespace of that process. With
+        `read_only` it does not follow resets.
         """
         body = http.message(protocol.AttachCheckout, target=target)
         while True:
             descriptors: list[int] = []
             try:
-                how = {"body": body, "descriptors": descriptors}
-                answer = self._post(protocol.Attachment, "checkouts", checkout, "attach", **how)
+                request = {"body": body, "descriptors": descriptors}
+                answer = self._post(protocol.Attachment, "checkouts", checkout, "attach", **request)
                 mounts.attach(descriptors[0], Path(path), pid, read_only=read_only)
             finally:
                 for each in descriptors:
                     os.close(each)
-            # it follows resets only once it is attached
+            # a reset before it was attached did not reach the mount: attach it again
             if (self.get_checkout(checkout)).resets == answer.resets:
                 return
 
@@ -611,10 +617,10 @@ class Client:
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
     ) -> Rehearsal:
-        """Prepare to rehearse instances: these, all of a dataset, or all; for administrators.
+        """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
-        `run` has their tests run, in environments that are built where they are not, and keeps what
-        they print in a directory, `logs`.
+        With `run` it builds their environments and runs their tests, each run for at most
+        `test_timeout`; logs go to the directory `logs`.
         """
         rehearsal = Rehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
         rehearsal.prepare(instances, dataset)
@@ -639,10 +645,10 @@ class Client:
         progress: Callable[[protocol.Operation], None] | None = None,
         timeout: timedelta | None = None,
     ) -> protocol.Operation:
-        """The operation once it is done; raises the error it failed with.
+        """Wait for an operation and return it; raises the error of a failed one.
 
-        Raises CancelledError when a restart of the daemon ended it. `progress` gets the operation
-        at each poll.
+        Raises CancelledError if it was cancelled or the daemon restarted, DeadlineError after
+        `timeout`. `progress` is called with the operation at each poll.
         """
         known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
@@ -666,8 +672,8 @@ class Client:
                 break
             if deadline and time.monotonic() > deadline:
                 raise errors.DeadlineError(
-                    f"cannot wait longer for operation {identity}: it still runs",
-                    hint="it continues; wait again",
+                    f"cannot wait longer for operation {identity}: it is still running",
+                    hint="wait again",
                 )
             pause(next(pauses, _POLL_SECONDS))
         if found.error is not None:
@@ -680,10 +686,10 @@ class Client:
     def events(
         self, *, after: str | None = None, follow: bool = True
     ) -> Generator[protocol.Event, None, None]:
-        """Events as they happen, through restarts of the daemon.
+        """Yield events as they happen, through restarts of the daemon.
 
-        Starts after `after` (BOOT:ID or ID), by default now. `follow=False` yields the events that
-        the daemon remembers, and ends.
+        Starts after the event `after` (BOOT:ID or ID), by default now. With `follow=False` it ends
+        after the events that the daemon remembers.
         """
         last = after
         pauses = http.retry_pauses(self._patience.total_seconds())
@@ -704,18 +710,18 @@ class Client:
                 if last is None or not follow:
                     raise
             if (seconds := next(pauses, None)) is None:
-                fact = f"cannot follow events: the daemon at {self.socket} went away"
+                fact = f"cannot follow events: the daemon at {self.socket} stopped"
                 raise errors.NoDaemonError(fact, hint="see its log")
             pause(seconds)
 
 
 def _mirror(name: str) -> str:
-    """A mirror's name in any spelling, as one segment of a path; the daemon judges it."""
+    """Return a mirror's name as one segment of a path; the daemon validates it."""
     return name.replace("/", "__", 1)
 
 
 def _upload(path: Path, progress: ReportProgress | None) -> Iterator[bytes]:
-    """The bytes of a file in pieces; `progress` gets how many were sent."""
+    """Yield a file in pieces; `progress` counts the bytes that were sent."""
     return pieces(http.iter_file(path), _counted(path.stat().st_size, progress))
 
 

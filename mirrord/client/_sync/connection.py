@@ -1,9 +1,9 @@
 # @generated from ../_async/connection.py by tests/support/unasync.py: edit that file, then run it.
-"""Requests to one daemon at one socket: idle channels, retries, and the exchange on each channel.
+"""Requests to a daemon at a socket: idle channels, retries, and the exchange on a channel.
 
-A channel waits on the bare socket, not on a stream of the event loop: it belongs to no loop, and
-both clients see the kernel's own errors. A Unix socket refuses bytes as soon as its peer is closed,
-so a first write that fails has sent nothing.
+Channels use bare sockets instead of asyncio's streams: they belong to no event loop, and both
+clients see the kernel's errors. A Unix socket refuses bytes as soon as its peer is closed, so a
+first write that fails has sent nothing.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from ..primitives_sync import pause, readable, receive, send
 _CONNECT_SECONDS = 10.0
 _BACKLOG_PAUSE_SECONDS = 0.01
 _READ_BYTES = 256 * 1024
-# Less than the daemon's 75: we never write into a connection that it is closing.
-_KEEP_SECONDS = 60.0
-_KEEP_MOST = 256
+# Less than the daemon's 75 s, so that no request goes to a connection that it is closing.
+_IDLE_SECONDS = 60.0
+_IDLE_MAX = 256
 
 
 class Connection:
-    """Sends requests; `timeout` bounds the daemon's silence, `patience` the wait for its restart.
+    """Sends requests. `timeout` limits the daemon's silence, `patience` the wait for its restart.
 
-    A request is sent again only where that cannot act twice: when it never left, when it is a GET
-    and the daemon went away, or, at most `retries` times, when the daemon had too much to do. Only
-    a client that reached its daemon once waits for it; the first refusal is raised at once. Idle
-    channels are a list, last in, first out: channels that a burst opened grow old and are closed.
-    Both ends of a list are atomic, so threads need no lock.
+    A request is sent again only if that cannot act twice: it was never sent, it is a GET and the
+    daemon stopped, or, at most `retries` times, the daemon was too busy to begin it. A client that
+    never reached its daemon does not wait for it. Idle channels are used last in, first out, so
+    those of a burst grow old and are closed. `append` and `pop` of a list are atomic: threads need
+    no lock.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Connection:
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Close the idle channels; the client may be used again and then opens new ones."""
+        """Close the idle channels; later requests open new ones."""
         while self._idle:
             self._idle.pop().close()
 
@@ -65,9 +65,9 @@ class Connection:
         descriptors: list[int] | None = None,
         **query: object,
     ) -> http.Response:
-        """Send, and read the whole answer; raises its error unless its status is accepted.
+        """Send a request and read the answer; raises its error unless its status is `accepted`.
 
-        Descriptors that come with the answer are added to `descriptors`, also before an error.
+        Descriptors that come with the answer are appended to `descriptors`, even before an error.
         """
         kind = "application/octet-stream" if body is None else "application/json"
         headers = {} if body is None and content is None else {"content-type": kind}
@@ -85,10 +85,10 @@ class Connection:
                 if method != "GET" or (seconds := next(pauses, None)) is None:
                     raise
             except ResourceError as error:
-                again_s = refusals.pause_s(error)
-                if again_s is None or isinstance(content, Iterator):
+                pause_s = refusals.pause_s(error)
+                if pause_s is None or isinstance(content, Iterator):
                     raise
-                seconds = again_s
+                seconds = pause_s
             except http.BrokenError as error:
                 is_safe = method == "GET" or isinstance(error, http.RefusedError)
                 may_retry = self._reached and is_safe and not isinstance(error, http.LateError)
@@ -100,9 +100,9 @@ class Connection:
     def stream(
         self, *path: str, headers: dict[str, str] | None = None, **query: object
     ) -> Generator[tuple[http.Head, Generator[bytes, None, None]], None, None]:
-        """The head of an answer, and its body as it comes, however slowly.
+        """Yield the head of an answer, and its body as it arrives, without a timeout.
 
-        It is sent again only where the daemon had too much to do.
+        A request is sent again only if the daemon was too busy to begin it.
         """
         request = http.HttpRequest("GET", http.target(path, query), headers or {})
         refusals = http.Refusals(self._retries, self._timeout)
@@ -142,7 +142,7 @@ class Connection:
             channel.close()
             raise
         self._reached = True
-        if channel.is_reusable(response.head) and len(self._idle) < _KEEP_MOST:
+        if channel.is_reusable(response.head) and len(self._idle) < _IDLE_MAX:
             channel.idle_since = time.monotonic()
             self._idle.append(channel)
         else:
@@ -150,9 +150,9 @@ class Connection:
         return response
 
     def _take(self) -> "Channel":
-        if self._pid != os.getpid():  # a fork: the parent reads these
+        if self._pid != os.getpid():  # after a fork the channels are the parent's
             self._pid, self._idle = os.getpid(), []
-        oldest = time.monotonic() - _KEEP_SECONDS
+        oldest = time.monotonic() - _IDLE_SECONDS
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread took the last one
                 channel = self._idle.pop()
@@ -163,10 +163,9 @@ class Connection:
 
 
 class Channel:
-    """One connection, which carries one exchange at a time.
+    """A connection, which carries one exchange at a time.
 
-    Close it after any error, a cancellation included: the rest of an answer would be read as the
-    next one.
+    Close it after any error or cancellation: the rest of an answer would be read as the next one.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -180,7 +179,7 @@ class Channel:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Connect; raises RefusedError."""
+        """Connect to a socket; raises RefusedError."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connected.setblocking(False)
@@ -190,7 +189,7 @@ class Channel:
                     connected.connect(str(path))
                     return cls(connected)
                 except BlockingIOError:
-                    # EAGAIN means a full backlog: a Unix socket never connects later.
+                    # EAGAIN: the backlog is full. A Unix socket does not connect later by itself.
                     if time.monotonic() > deadline:
                         raise
                     pause(_BACKLOG_PAUSE_SECONDS)
@@ -214,29 +213,29 @@ class Channel:
         body: bytes | Iterator[bytes] | None,
         timeout: float | None,
     ) -> None:
-        """Send a request; ends early, without error, when the daemon answers or hangs up first.
+        """Send a request; returns early, without error, if the daemon answers or hangs up before.
 
-        `timeout` bounds each wait for the daemon in this exchange.
+        `timeout` limits each wait for the daemon in this exchange.
         """
         self._timeout = timeout
         self._is_sent_whole = self._is_read_whole = False
         if body is None or isinstance(body, bytes):
             framing = "" if body is None else f"content-length: {len(body)}\r\n"
-            rest = self._begin(request.head(framing) + (body or b""))
-            self._is_sent_whole = not rest or self._went_out(rest)
+            unsent = self._begin(request.head(framing) + (body or b""))
+            self._is_sent_whole = not unsent or self._send_all(unsent)
             return
-        if rest := self._begin(request.head("transfer-encoding: chunked\r\n")):
-            self._went_out(rest)
+        if unsent := self._begin(request.head("transfer-encoding: chunked\r\n")):
+            self._send_all(unsent)
         for chunk in body:
             if not chunk:  # an empty chunk would end the body
                 continue
             framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-            if self.is_readable() or not self._went_out(framed):
+            if self.is_readable() or not self._send_all(framed):
                 return
-        self._is_sent_whole = self._went_out(b"0\r\n\r\n")
+        self._is_sent_whole = self._send_all(b"0\r\n\r\n")
 
     def _begin(self, data: bytes) -> memoryview:
-        """Write what the socket's buffer takes; returns the rest. On an error nothing was sent."""
+        """Write what the socket takes; returns the rest. After an error nothing was sent."""
         try:
             sent = self._socket.send(data)
         except BlockingIOError:
@@ -245,17 +244,17 @@ class Channel:
             raise http.RefusedError from error
         return memoryview(data)[sent:]
 
-    def _went_out(self, data: bytes | memoryview) -> bool:
+    def _send_all(self, data: bytes | memoryview) -> bool:
         try:
             send(self._socket, data, self._timeout)
         except (BrokenPipeError, ConnectionResetError):
-            return False  # its reason may have arrived before
+            return False  # the daemon may have answered why
         except TimeoutError as error:
             raise http.LateError from error
         return True
 
     def is_readable(self) -> bool:
-        """Whether an answer came, or the daemon closed it: all that it sends to an idle one."""
+        """True if an answer arrived or the daemon closed the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -265,7 +264,7 @@ class Channel:
     def read_head(self, request: http.HttpRequest) -> http.Head:
         while True:
             head = http.read_head(request, self._until(b"\r\n\r\n"))
-            if head.status >= 200:  # 1xx announce the real one
+            if head.status >= 200:  # 1xx precede the answer
                 return head
 
     def read_rest(self, head: http.Head) -> http.Response:
@@ -273,7 +272,7 @@ class Channel:
             while len(self._buffer) < head.length:
                 self._fill()
             self._is_read_whole = True
-            return http.Response(head, self._taken(head.length))
+            return http.Response(head, self._take_buffered(head.length))
         return http.Response(head, b"".join(self.iter_body(head)))
 
     def iter_body(self, head: http.Head) -> Generator[bytes, None, None]:
@@ -283,30 +282,30 @@ class Channel:
                     yield piece
                 self._until(b"\r\n")
             while self._until(b"\r\n"):
-                """Trailers."""
+                pass  # trailers
         elif head.length is not None:
             for piece in self._iter_exactly(head.length):
                 yield piece
         else:
             with contextlib.suppress(http.BrokenError):
                 while True:
-                    yield self._some(_READ_BYTES)
+                    yield self._read_some(_READ_BYTES)
         self._is_read_whole = True
 
     def _iter_exactly(self, size: int) -> Generator[bytes, None, None]:
         while size:
-            piece = self._some(size)
+            piece = self._read_some(size)
             size -= len(piece)
             yield piece
 
-    def _some(self, most: int) -> bytes:
+    def _read_some(self, limit: int) -> bytes:
         if not self._buffer:
             self._fill()
-        return self._taken(most)
+        return self._take_buffered(limit)
 
-    def _taken(self, most: int) -> bytes:
-        piece = bytes(self._buffer[:most])
-        del self._buffer[:most]
+    def _take_buffered(self, limit: int) -> bytes:
+        piece = bytes(self._buffer[:limit])
+        del self._buffer[:limit]
         return piece
 
     def _until(self, end: bytes) -> bytes:
@@ -314,9 +313,7 @@ class Channel:
             if len(self._buffer) > http.HEAD_LIMIT_BYTES:
                 raise http.GarbledError(f"a head of more than {http.HEAD_LIMIT_BYTES} bytes")
             self._fill()
-        found = bytes(self._buffer[:at])
-        del self._buffer[: at + len(end)]
-        return found
+        return self._take_buffered(at + len(end))[:at]
 
     def _fill(self) -> None:
         try:

@@ -1,5 +1,5 @@
 # @generated from ../_async/sandbox.py by tests/support/unasync.py: edit that file, then run it.
-"""A sandbox: commands that see a checkout and its environment at fixed paths, and nothing else."""
+"""A sandbox: runs commands that see only a checkout and its environment, at fixed paths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
 from ..primitives_sync import in_thread
-from ..sandboxes import Keeper, box_of, choose_environment
-from ..sandboxes.calls import Capped, Executed, Output, SandboxCall, pack, unpack
+from ..sandboxes import (
+    Capped,
+    Executed,
+    Keeper,
+    Output,
+    SandboxCall,
+    box_of,
+    choose_environment,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from .checkout import Checkout
 
-_READ_BYTES = 256 * 1024 * 1024
+_READ_MAX_BYTES = 256 * 1024 * 1024
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'
 _UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
 _PACK = """\
@@ -30,15 +39,14 @@ exec tar -c -P -- "$1"
 class Sandbox:
     """Runs commands in a checkout, which is at /testbed with its environment active.
 
-    They run as the checkout's owner, without rights, in namespaces of their own, and without a
-    network unless asked: with `network` they have the host's. HOME, /tmp and processes in the
-    background stay from one command to the next, until `reset`, `close`, or a reset that anybody
-    else asked for: the next command then finds the new tree. Everything ends with this process,
-    too. Commands may run side by side. `memory_bytes` and `processes` bound all of them together;
-    where this process may make no control group, each process its memory.
+    Commands run as the checkout's owner, unprivileged, in private namespaces, and without a network
+    unless `network` shares the host's. HOME, /tmp and background processes last until `reset`,
+    `close`, the end of this process, or a reset by another client, after which commands see the new
+    tree. Commands may run concurrently. `memory_bytes` and `processes` limit all of them together;
+    without a writable control group, `memory_bytes` limits each process.
 
-    The environment is the checkout's, and writable until a reset. `environment` names the one that
-    it must have, KEY or KEY@DIGEST, or is a directory of the caller's own, shown read-only.
+    The checkout's environment is writable until a reset. `environment` is the KEY or KEY@DIGEST
+    that it must have, or a directory to show read-only instead.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class Sandbox:
 
     @property
     def checkout(self) -> Checkout:
-        """The one that commands see."""
+        """The checkout that commands see."""
         return self._checkout
 
     def exec(
@@ -74,28 +82,28 @@ class Sandbox:
         variables: Mapping[str, str] | None = None,
         input: bytes | None = None,  # noqa: A002
     ) -> Executed:
-        """Run a command to its end; a text runs in bash.
+        """Run a command and return its result; a string runs in bash.
 
-        `timeout` is in seconds; then the command is killed with the processes of its group. `cwd`
-        is relative to the tree.
+        After `timeout` seconds its process group is killed. `cwd` is relative to the tree. Raises
+        BackendUnavailableError if sandboxes cannot run, CheckoutNotFoundError after a release.
         """
         source = io.BytesIO(input) if input else None
-        limits: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
-        return self._run(SandboxCall(command, source=source, **limits))
+        options: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
+        return self._run(SandboxCall(command, source=source, **options))
 
     def read(self, path: str) -> bytes:
-        """The content of a file, as a command sees it."""
-        content = Output(2 * _READ_BYTES)
-        call = SandboxCall(["head", "-c", str(_READ_BYTES + 1), "--", path], stdout=content)
+        """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
+        content = Output(2 * _READ_MAX_BYTES)
+        call = SandboxCall(["head", "-c", str(_READ_MAX_BYTES + 1), "--", path], stdout=content)
         found = self._must("read", path, call)
-        if len(found.stdout) > _READ_BYTES:
-            hint = "take it with `download`"
-            fact = f"cannot read {path}: it has more than {_READ_BYTES} bytes"
+        if len(found.stdout) > _READ_MAX_BYTES:
+            hint = "use `download`"
+            fact = f"cannot read {path}: it has more than {_READ_MAX_BYTES} bytes"
             raise errors.ResourceError(fact, hint=hint)
         return found.stdout
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, and the directories on its way, as a command would."""
+        """Write a file, and its missing parents; raises PathNotFoundError."""
         call = SandboxCall(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
         self._must("write", path, call)
 
@@ -109,7 +117,7 @@ class Sandbox:
     def download(self, path: str, local: Path | str) -> None:
         """Copy a file, or the files and links of a directory, to the new path `local`.
 
-        Whoever follows one of the links on the host follows an agent's.
+        Links are the agent's: do not follow them on the host.
         """
         with tempfile.TemporaryFile() as packed:
             call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed))
@@ -120,7 +128,7 @@ class Sandbox:
         done = self._run(call)
         if done.exit_code:
             fact = done.stderr.decode(errors="replace").strip() or f"status {done.exit_code}"
-            hint = "relative paths begin at the tree"
+            hint = "relative paths start at the tree"
             raise errors.PathNotFoundError(f"cannot {verb} {path} in a sandbox: {fact}", hint=hint)
         return done
 
@@ -128,12 +136,12 @@ class Sandbox:
         return in_thread(lambda: self._keeper.run(call), call.cancel)
 
     def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
-        """End all processes, then reset the checkout as its own `reset` does."""
+        """End all processes and reset the checkout; arguments are those of its `reset`."""
         in_thread(self._keeper.close)
         return self._checkout.reset(instance, **target)
 
     def close(self) -> None:
-        """End all processes; HOME and /tmp are gone. The next command begins again."""
+        """End all processes and remove HOME and /tmp; the next command starts a new sandbox."""
         in_thread(self._keeper.close)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""The CSI plugin of a node: serves gRPC at a Unix socket, and renews what is published.
+"""The CSI node plugin: serves gRPC at a Unix socket, and renews the leases of published volumes.
 
-Ends on SIGTERM; volumes stay as they are.
+Ends on SIGTERM; volumes stay published.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from ...units import parse_duration
 from .server import NAME, add_services
 from .volumes import PodVolumes
 
-_CALLS_MAX = 128  # at once: more than pods that start together; a kubelet has 110 in all
-_RETRY = timedelta(seconds=30)
+_THREADS_MAX = 128  # a kubelet has at most 110 pods
+_RETRY_AFTER = timedelta(seconds=30)
 
 log = logging.getLogger("mirrord.kubernetes")
 
@@ -28,34 +28,36 @@ log = logging.getLogger("mirrord.kubernetes")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="mirrord.integrations.kubernetes", description=NAME)
     parser.add_argument("--endpoint", required=True, help="unix:///csi/csi.sock")
-    parser.add_argument("--node", required=True, help="the node's name")
-    parser.add_argument("--socket", help="the daemon's; default: MIRRORD_SOCKET, or as configured")
+    parser.add_argument("--node", required=True, help="name of the node")
     parser.add_argument(
-        "--kubelet", type=Path, default=Path("/var/lib/kubelet"), help="the kubelet's directory"
+        "--socket", help="socket of the daemon; default: MIRRORD_SOCKET, or as configured"
+    )
+    parser.add_argument(
+        "--kubelet", type=Path, default=Path("/var/lib/kubelet"), help="directory of the kubelet"
     )
     parser.add_argument(
         "--ttl",
         type=parse_duration,
         default=timedelta(days=1),
-        help="how long a volume outlives its mount, and the plugin's absence",
+        help="length of leases, which outlive mounts and plugin by that time",
     )
-    chosen = parser.parse_args()
-    if not chosen.endpoint.startswith("unix:"):
-        parser.error("--endpoint: only a Unix socket, unix:///…, keeps others out")
-    if chosen.ttl < timedelta(seconds=1):
-        parser.error("--ttl: at least a second")
+    options = parser.parse_args()
+    if not options.endpoint.startswith("unix:"):
+        parser.error("--endpoint: must be a Unix socket, unix:///…, which keeps others out")
+    if options.ttl < timedelta(seconds=1):
+        parser.error("--ttl: must be at least a second")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    # the kubelet asks a busy daemon again, ever more slowly, and one that starts
-    with Client(chosen.socket, patience=timedelta(), retries=0) as client:
-        volumes = PodVolumes(client, chosen.kubelet, chosen.ttl)
-        server = grpc.server(ThreadPoolExecutor(_CALLS_MAX))
-        add_services(server, chosen.node, volumes)
-        server.add_insecure_port(chosen.endpoint)
+    # the kubelet retries, with growing pauses, while the daemon is busy or starting
+    with Client(options.socket, patience=timedelta(), retries=0) as client:
+        volumes = PodVolumes(client, options.kubelet, options.ttl)
+        server = grpc.server(ThreadPoolExecutor(_THREADS_MAX))
+        add_services(server, options.node, volumes)
+        server.add_insecure_port(options.endpoint)
         server.start()
-        log.info("%s serves node %s at %s", NAME, chosen.node, chosen.endpoint)
+        log.info("%s serves node %s at %s", NAME, options.node, options.endpoint)
         pause = timedelta()
         while not stopping.wait(pause.total_seconds()):
             pause = _renew(volumes)
@@ -63,13 +65,13 @@ def main() -> None:
 
 
 def _renew(volumes: PodVolumes) -> timedelta:
-    """How long to wait before the next time."""
+    """Renew the leases; returns the pause before the next renewal."""
     pause = volumes.ttl / 4
     try:
-        return pause if volumes.renew() else min(pause, _RETRY)
+        return pause if volumes.renew() else min(pause, _RETRY_AFTER)
     except MirrordError as error:
         log.warning("cannot renew leases: %s", error)
-        return min(pause, _RETRY)
+        return min(pause, _RETRY_AFTER)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The services of CSI that a node plugin has, Identity and Node; errors become gRPC's codes."""
+"""The CSI services Identity and Node over gRPC; errors become status codes."""
 
 import errno
 import logging
@@ -49,7 +49,7 @@ A = TypeVar("A")
 
 
 def code_of(error: MirrordError | OSError) -> grpc.StatusCode:
-    """What of CSI's errors a failure is; the kubelet calls again in any case."""
+    """Return the status code of an error; the kubelet retries in any case."""
     if isinstance(error, OSError):
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.INTERNAL
@@ -60,7 +60,7 @@ def code_of(error: MirrordError | OSError) -> grpc.StatusCode:
     return _CODES.get(error.http_status, grpc.StatusCode.INTERNAL)
 
 
-def _answering(
+def _with_status(
     method: Callable[[S, Q, grpc.ServicerContext], A],
 ) -> Callable[[S, Q, grpc.ServicerContext], A]:
     @wraps(method)
@@ -78,41 +78,41 @@ def _answering(
 
 
 class Plugin(services.IdentityServicer, services.NodeServicer):
-    """Who the plugin is, whether its daemon serves, and the volumes of the pods of one node."""
+    """The plugin of a node: its identity and health, and the volumes of its pods."""
 
     def __init__(self, name: str, volumes: PodVolumes) -> None:
         self._name, self._volumes = name, volumes
 
-    @_answering
+    @_with_status
     def GetPluginInfo(self, _: Any, __: grpc.ServicerContext) -> csi.GetPluginInfoResponse:
         return csi.GetPluginInfoResponse(name=NAME, vendor_version=__version__)
 
-    @_answering
+    @_with_status
     def GetPluginCapabilities(
         self, _: Any, __: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
         return csi.GetPluginCapabilitiesResponse()
 
-    @_answering
+    @_with_status
     def Probe(self, _: Any, __: grpc.ServicerContext) -> csi.ProbeResponse:
-        """Not ready while no daemon answers; a degraded one serves."""
+        """Ready if the daemon answers, even if it is degraded."""
         try:
             self._volumes.client.health()
         except NoDaemonError:
             return csi.ProbeResponse(ready={"value": False})
         return csi.ProbeResponse(ready={"value": True})
 
-    @_answering
+    @_with_status
     def NodeGetInfo(self, _: Any, __: grpc.ServicerContext) -> csi.NodeGetInfoResponse:
         return csi.NodeGetInfoResponse(node_id=self._name)
 
-    @_answering
+    @_with_status
     def NodeGetCapabilities(
         self, _: Any, __: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
         return csi.NodeGetCapabilitiesResponse()
 
-    @_answering
+    @_with_status
     def NodePublishVolume(
         self, request: csi.NodePublishVolumeRequest, _: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
@@ -123,7 +123,7 @@ class Plugin(services.IdentityServicer, services.NodeServicer):
         )
         return csi.NodePublishVolumeResponse()
 
-    @_answering
+    @_with_status
     def NodeUnpublishVolume(
         self, request: csi.NodeUnpublishVolumeRequest, _: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
@@ -132,10 +132,10 @@ class Plugin(services.IdentityServicer, services.NodeServicer):
 
 
 def _check(wanted: csi.VolumeCapability) -> None:
-    """Refuse what a checkout cannot be; Kubernetes asks for SINGLE_NODE_WRITER."""
-    hint = "leave out fsType and mount options: a volume is a directory on one node"
+    """Raise if a checkout cannot have a capability; Kubernetes wants SINGLE_NODE_WRITER."""
+    hint = "remove fsType and mount options: a volume is a directory on a single node"
     if not wanted.HasField("mount") or wanted.mount.fs_type or wanted.mount.mount_flags:
-        raise InvalidRequestError("cannot publish the volume: it is no block device", hint=hint)
+        raise InvalidRequestError("cannot publish the volume: it is not a block device", hint=hint)
     if wanted.access_mode.mode not in _SINGLE_NODE:
         raise InvalidRequestError("cannot publish the volume: access from many nodes", hint=hint)
 

@@ -1,13 +1,13 @@
-"""What a sandbox is made of: a box with a shell in it that starts commands, each with pipes.
+"""Rooms: boxes of bubblewrap with a shell that starts commands, each with its own named pipes.
 
-The shell is the one process that came with the box. It reads names from its standard input, and for
-each runs the script of that name with the named pipes beside it, in a session of its own. So
-whatever a command starts is born in the box, with its limits and without rights, and nothing ever
-enters from outside. The pipes are in a directory of the host that the box sees read-only; this side
-opens each before it is named, and never again by its path.
+The shell is the only process that is started with the box. It reads names from its standard input,
+and runs the script of each name with the pipes beside it, in a new session. So every process is
+born in the box, unprivileged and within the limits, and none enters from outside. The pipes are in
+a host directory that the box sees read-only; this process opens each before it sends its name, and
+never again by its path.
 
-The box ends when its shell is killed, when this process ends however it ends, and in `end`. Then
-its processes have ended, and its HOME and /tmp are gone.
+A box ends when its shell is killed, when this process ends, and in `end`. Then all its processes
+are gone, and so are its HOME and /tmp.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...bubblewrap import Box, ScratchDirectory, end, explain, sweep_scratch
-from ...errors import BackendUnavailableError
+from ..bubblewrap import Box, ScratchDirectory, end, explain, sweep_scratch
+from ..errors import BackendUnavailableError
 
 _PIPES = "/run/mirrord"
 _CHUNK = 64 * 1024
 _ENDS = ("in", "out", "err", "end")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-# A line is the name of a script, "-PGID" to kill, or "+NAME" to read on what a process that stays
-# prints: a full or closed pipe would stop it.
+# A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
+# background process, which a full or closed pipe would stop.
 _SHELL = f"""\
 exec 2>/dev/null
 cd {_PIPES}
@@ -47,7 +47,7 @@ done
 
 
 class Pipes:
-    """The ends of a command's pipes on this side; `group` is its process group, once it began."""
+    """The host's ends of a command's pipes; `group` is its process group, 0 until it starts."""
 
     def __init__(self, directory: str, script: bytes) -> None:
         self.name = os.urandom(8).hex()
@@ -61,9 +61,9 @@ class Pipes:
 
     def _make_pipe(self, end: str) -> int:
         os.mkfifo(path := f"{self._path}.{end}")
-        # Both ways: opening one end alone would wait for the other.
+        # Read and write: opening a single end would wait for the other.
         made = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.fchmod(made, 0o666)  # for another uid; the directory cannot be listed
+        os.fchmod(made, 0o666)  # for another uid; the directory is not listable
         return made
 
     def close_input(self) -> None:
@@ -72,7 +72,7 @@ class Pipes:
             self.input = -1
 
     def close(self) -> bool:
-        """Close all; answers whether some process goes on that may still print."""
+        """Close all ends; returns True if a background process may still write."""
         readers = [os.open(f"/proc/self/fd/{each}", _READ) for each in (self.out, self.err)]
         self.close_input()
         for each in (self.out, self.err, self.end):
@@ -89,11 +89,11 @@ class Pipes:
 
 
 class EndedError(Exception):
-    """A box ended before it began a command: a command of before had killed its shell."""
+    """A box ended before it started a command, because an earlier command killed its shell."""
 
 
 class SandboxRoom:
-    """A box with its shell; `has_worked` once it began a command."""
+    """A box with its shell; `has_worked` once it started a command."""
 
     has_worked = False
 
@@ -101,13 +101,13 @@ class SandboxRoom:
         _sweep_once(os.getpid())
         self._directory = ScratchDirectory()
         self._limits = limits
-        self._lock, self._users = threading.Lock(), 1  # of the descriptors: calls, and until closed
+        self._lock, self._users = threading.Lock(), 1  # calls, and 1 until `close`
         try:
             box = replace(box, readable={**box.readable, _PIPES: Path(self._directory.path)})
             command = [*limits.inside, "bash", "-c", _SHELL]
             options: dict[str, Any] = {
                 "before": limits.before,
-                "start_new_session": True,  # Ctrl-C is for the client, which then ends the command
+                "start_new_session": True,  # Ctrl-C reaches only the client
                 "cwd": "/",
                 **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
             }
@@ -117,7 +117,7 @@ class SandboxRoom:
             raise
         assert self._process.stdin
         assert self._process.stdout
-        self._orders = self._process.stdin.fileno()
+        self._shell_input = self._process.stdin.fileno()
         self.life = self._process.stdout.fileno()
 
     @property
@@ -129,35 +129,35 @@ class SandboxRoom:
 
     @contextmanager
     def pipes(self, script: bytes) -> Iterator[Pipes]:
-        """Have a script run; the pipes are drained on by the shell where a process goes on."""
+        """Start a script; at the end the shell drains the pipes of background processes."""
         with self._lock:
             self._users += 1
         try:
             pipes = Pipes(self._directory.path, script)
-            self._order(pipes.name)
+            self._send(pipes.name)
             try:
                 yield pipes
             finally:
                 if pipes.close():
-                    self._order(f"+{pipes.name}")
+                    self._send(f"+{pipes.name}")
                 else:
                     pipes.remove()
         finally:
             self._leave()
 
     def kill(self, pipes: Pipes) -> None:
-        """Kill a command with the processes of its group, or the box where it did not begin."""
+        """Kill a command's process group, or end the box if it has not started."""
         if pipes.group:
-            self._order(f"-{pipes.group}")
+            self._send(f"-{pipes.group}")
         else:
             self.end()
 
-    def _order(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with suppress(BrokenPipeError):
-            os.write(self._orders, f"{line}\n".encode())
+            os.write(self._shell_input, f"{line}\n".encode())
 
-    def must_have_begun(self, pipes: Pipes) -> None:
-        """Raises EndedError, or BackendUnavailableError where the box could not be made."""
+    def raise_unless_started(self, pipes: Pipes) -> None:
+        """Raise EndedError or BackendUnavailableError if the command did not start."""
         if pipes.group:
             return
         self.end()
@@ -165,17 +165,16 @@ class SandboxRoom:
             raise EndedError
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
-        told = (self._process.stderr.read() or b"").decode(errors="replace")
-        raise BackendUnavailableError(
-            f"cannot make a sandbox: {explain(told)}", hint="`mirrord doctor` tries what it needs"
-        )
+        message = (self._process.stderr.read() or b"").decode(errors="replace")
+        fact = f"cannot make a sandbox: {explain(message)}"
+        raise BackendUnavailableError(fact, hint="see `mirrord doctor`")
 
     def end(self) -> None:
-        """End all processes, and wait until they have."""
+        """Kill all processes and wait for their end."""
         end(self._process)
 
     def close(self) -> None:
-        """End it; must be called once."""
+        """End the box. Call it exactly once."""
         self.end()
         self._leave()
 
@@ -197,18 +196,17 @@ class SandboxRoom:
 
 @cache
 def _starter(_pid: int) -> ThreadPoolExecutor:
-    """A thread as old as its process: a box ends with the thread that started it."""
+    """A thread that lives as long as its process: a box ends with the thread that started it."""
     return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
 
 
 @cache
 def _sweep_once(_pid: int) -> None:
-    """Remove what killed clients left."""
     sweep_scratch()
 
 
 def read_some(stream: int) -> bytes:
-    """What is in a pipe now, at most 64 KiB."""
+    """Read what is in a pipe now, at most 64 KiB."""
     try:
         return os.read(stream, _CHUNK)
     except BlockingIOError:
@@ -224,15 +222,14 @@ def _has_writer(reader: int) -> bool:
 
 _ROOT = Path("/sys/fs/cgroup")
 _NAME = "mirrord-sandbox-{}-{}"
-_OWN_PROCESSES = 5  # those around a command
+_OWN_PROCESSES = 5  # of the sandbox itself
 
 
 class Limits:
-    """`before` and `inside` are the starts of a command, on the host and in the box.
+    """Limits of a box; `before` and `inside` are prefixes of its command, on the host and in it.
 
-    A control group bounds all processes together. Where the kernel or its mounts allow none, each
-    process has its memory, and the kernel counts processes for each uid of a user namespace (Linux
-    5.14).
+    A control group limits all processes together. Without one, rlimits limit the memory of each
+    process, and the number of processes of each uid in a user namespace (Linux 5.14).
     """
 
     def __init__(self, memory_bytes: int | None, processes: int | None) -> None:
@@ -249,10 +246,10 @@ class Limits:
         except OSError:
             self.remove()
             options = {"memory": "data", "pids": "nproc"}
-            given = [f"--{options[name]}={limit}" for name, limit in limits.items()]
-            self.inside = ["prlimit", *given, "--"]
+            rlimits = [f"--{options[name]}={limit}" for name, limit in limits.items()]
+            self.inside = ["prlimit", *rlimits, "--"]
             return
-        # a program that enters the groups, then replaces itself by what follows
+        # enters the groups, then replaces itself with the command
         enter = 'until [ "$1" = -- ]; do echo 0 >"$1" || exit; shift; done; shift; exec "$@"'
         members = [f"{path}/cgroup.procs" for path in sorted(set(self._groups.values()))]
         self.before = ["sh", "-c", enter, "sh", *members, "--"]
@@ -272,17 +269,16 @@ class Limits:
                 continue
             name = "memory.max" if self._is_unified else "memory.limit_in_bytes"
             (path / name).write_text(str(limit))
-            with suppress(FileNotFoundError):  # a kernel without swap
+            with suppress(FileNotFoundError):  # a kernel without swap accounting
                 if self._is_unified:
                     (path / "memory.swap.max").write_text("0")
                 else:
                     (path / "memory.memsw.limit_in_bytes").write_text(str(limit))
 
     def _parents(self, limits: dict[str, int]) -> dict[str, Path]:
-        """For each controller the group in which ours is made."""
         if not self._is_unified:
             return {controller: _own_group(controller) for controller in limits}
-        # A group that holds processes, as our own, may pass no controller to others.
+        # A group with processes, such as our own, cannot enable controllers for children.
         parent = _ROOT / "mirrord"
         parent.mkdir(exist_ok=True)
         enabled = " ".join(f"+{controller}" for controller in limits)
@@ -290,7 +286,7 @@ class Limits:
         return dict.fromkeys(limits, parent)
 
     def strikes(self) -> dict[str, int]:
-        """How often each limit struck so far, `memory` and `processes`."""
+        """Return how often the limits of `memory` and `processes` were met so far."""
         events = "memory.events" if self._is_unified else "memory.oom_control"
         files = {
             "memory": ("memory", events, "oom_kill"),
@@ -304,7 +300,7 @@ class Limits:
         return found
 
     def remove(self) -> None:
-        """Remove the groups, whose processes have ended."""
+        """Remove the groups; their processes must have ended."""
         for path in set(self._groups.values()):
             with suppress(OSError):
                 path.rmdir()
@@ -312,12 +308,12 @@ class Limits:
 
 
 def _own_group(controller: str) -> Path:
-    """The group of this process in a hierarchy of version 1."""
+    """Return the group of this process in a hierarchy of version 1."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             found = _ROOT / controller / path.lstrip("/")
-            # in a container the path may be the host's
+            # in a container the path may be that of the host
             return found if found.is_dir() else _ROOT / controller
     raise FileNotFoundError(f"the kernel has no controller {controller}")
 
