@@ -234,10 +234,14 @@ def failure(
 
 def foreign_redirect(url: str, stderr: str) -> str | None:
     """Return the masked URL of a redirect to another host, or from https to http."""
+    before = urlsplit(url)
     for target in re.findall(r"(?m)^warning: redirecting to (\S+)", stderr):
-        asked, answered = urlsplit(url), urlsplit(target)
-        is_weaker = (asked.scheme, answered.scheme) == ("https", "http")
-        if asked.hostname != answered.hostname or is_weaker:
+        try:
+            after = urlsplit(target)
+        except ValueError:  # as `http://[`
+            return masked(target)
+        is_weaker = (before.scheme, after.scheme) == ("https", "http")
+        if before.hostname != after.hostname or is_weaker:
             return masked(target)
     return None
 

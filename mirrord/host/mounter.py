@@ -349,9 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     user, daemon = options.user, None
     with suppress(KeyError):
-        found = pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
+        found = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
         daemon = found.pw_uid, found.pw_gid
-    if daemon is None and user.isdigit():
+    if daemon is None and user.isdecimal():
         daemon = int(user), int(user)
     sockets = list(take_sockets().values())
     if daemon is None or (not sockets and options.socket is None):

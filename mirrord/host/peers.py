@@ -230,14 +230,14 @@ def _find_uid(name: str | int) -> int | None:
     try:
         return name if isinstance(name, int) else pwd.getpwnam(name).pw_uid
     except KeyError:
-        return int(name) if str(name).isdigit() else None
+        return int(name) if str(name).isdecimal() else None
 
 
 def _find_gid(name: str) -> int | None:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        return int(name) if name.isdigit() else None
+        return int(name) if name.isdecimal() else None
 
 
 # -- processes that leases are bound to ------------------------------------------------------------

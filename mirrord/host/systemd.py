@@ -20,7 +20,7 @@ def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, so
     """
     pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
     names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    if pid != str(os.getpid()) or not count.isdigit():
+    if pid != str(os.getpid()) or not count.isdecimal():
         return {}
     descriptors = range(3, 3 + int(count))
     names += [f"unknown{n}" for n in range(len(names), len(descriptors))]
@@ -59,7 +59,7 @@ class Notifier:
         """Take NOTIFY_SOCKET and WATCHDOG_USEC out of the environment."""
         address = environ.pop("NOTIFY_SOCKET", None)
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", str(os.getpid()))
-        is_watched = usec.isdigit() and pid == str(os.getpid())
+        is_watched = usec.isdecimal() and pid == str(os.getpid())
         return cls(address, timedelta(microseconds=int(usec)) if is_watched else None)
 
     @property

@@ -28,7 +28,13 @@ from mirrord.errors import (
     UpstreamTimeoutError,
 )
 from mirrord.git.command import Git, low_priority, run_git_sync
-from mirrord.git.errors import HttpAnswer, StderrReader, failure, retry_after_seconds
+from mirrord.git.errors import (
+    HttpAnswer,
+    StderrReader,
+    failure,
+    foreign_redirect,
+    retry_after_seconds,
+)
 from mirrord.git.process import Remote
 from mirrord.mirrors.upstream import blames_objects
 from mirrord.protocol import Progress
@@ -434,6 +440,16 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     assert retry_after_seconds("soon", now=now) is None
     for value in ("999999999", "Fri, 31 Dec 9999 23:59:59 -2300"):
         assert retry_after_seconds(value, now=now) == 86400, "it would overflow a date"
+
+
+def test_a_redirect_to_another_host_is_found() -> None:
+    def found(target: str) -> str | None:
+        return foreign_redirect("https://host/a", f"warning: redirecting to {target}")
+
+    assert found("https://host/b") is None
+    assert found("http://host/a") == "http://host/a"
+    assert found("https://me:secret@other/a") == "https://***@other/a"
+    assert found("http://[") == "http://["
 
 
 def test_progress_and_messages_are_distinguished() -> None:

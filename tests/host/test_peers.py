@@ -101,6 +101,12 @@ def test_a_missing_group_admits_no_member_and_is_logged() -> None:
     assert any("no-such-user" in text for text in access.warnings)
 
 
+def test_a_digit_that_is_no_number_is_an_unknown_name() -> None:
+    """`"²".isdigit()` is true, and `int("²")` an error."""
+    access = Access(lambda: settings(group="²", admins=["²"]), own_uid=42)
+    assert len(access.warnings) == 2
+
+
 def test_a_refresh_applies_new_settings() -> None:
     current = settings()
     access = Access(lambda: current, own_uid=os.geteuid())
