@@ -57,8 +57,10 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
     """Hide `secrets`, credentials in URLs, and the values of words such as `token=`."""
     if "@" in text:
         text = _USERINFO.sub(_masked_userinfo, text)
+    if "=" in text:
+        text = _QUERY.sub(r"\1***", text)
     if "=" in text or ":" in text:
-        text = _SECRET_PAIR.sub(r"\1\2***", _QUERY.sub(r"\1***", text))
+        text = _SECRET_PAIR.sub(r"\1\2***", text)
     for secret in secrets:
         if len(secret) > 3:  # a shorter one protects nothing, and would blank half the sentence
             text = text.replace(secret, "***")

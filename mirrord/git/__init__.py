@@ -1,1 +1,1 @@
-"""git and libgit2: one module starts git, one package uses pygit2, one keeps the workers."""
+"""git and libgit2: git processes, objects, worker processes, and turns for them."""

@@ -38,7 +38,7 @@ from .process import (
     NOTHING,
     PIPE,
     Child,
-    Process,
+    Popen,
     Remote,
     Stream,
     child_environment,
@@ -266,7 +266,7 @@ def _started(
     stdout_path: Path | None = None,
     quarantine: Path | None = None,
     memory_bytes: int | None = None,
-) -> Iterator[Process]:
+) -> Iterator[Popen]:
     argv = [*priority_prefix(), *_DIE_WITH_PARENT, "git"]
     if memory_bytes is not None:
         # RLIMIT_DATA counts private writable mappings since Linux 4.7, not the packs that git maps

@@ -29,7 +29,7 @@ from ..host.processes import search_path
 
 NOTHING = subprocess.DEVNULL
 PIPE = subprocess.PIPE
-Process = subprocess.Popen[bytes]
+Popen = subprocess.Popen[bytes]
 Stream = BinaryIO | int  # a file, NOTHING or PIPE
 
 _GRACE_S = 2.0
@@ -42,7 +42,7 @@ def start(
     cwd: Path,
     stdin: Stream = NOTHING,
     stdout: Stream = PIPE,
-) -> Process:
+) -> Popen:
     """Start a command in a session of its own, with stderr as a pipe and no terminal to prompt on.
 
     Its stdin is a file, never a pipe that must be fed while it runs.
@@ -72,7 +72,7 @@ class Child:
     started it ends.
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Popen) -> None:
         self._process = process
         self._ended = anyio.Event()
         try:
@@ -155,7 +155,7 @@ def in_memory(data: bytes) -> Iterator[BinaryIO]:
         yield file
 
 
-def run_to_end(process: Process, timeout: timedelta) -> tuple[int, bytes, bytes] | None:
+def run_to_end(process: Popen, timeout: timedelta) -> tuple[int, bytes, bytes] | None:
     """Wait without an event loop; return status, stdout and stderr, or None after a timeout."""
     with process:
         try:
@@ -168,7 +168,7 @@ def run_to_end(process: Process, timeout: timedelta) -> tuple[int, bytes, bytes]
     return process.returncode, stdout or b"", stderr
 
 
-def start_module(name: str, connection: socket.socket, arguments: Sequence[str]) -> Process:
+def start_module(name: str, connection: socket.socket, arguments: Sequence[str]) -> Popen:
     """Run a module of ours in a new interpreter; its first argument is the number of a socket.
 
     Without -P, Python would look for modules in the working directory first: a json.py in a
@@ -186,7 +186,7 @@ def start_module(name: str, connection: socket.socket, arguments: Sequence[str])
     )
 
 
-def await_end(process: Process) -> None:
+def await_end(process: Popen) -> None:
     """Wait for a process that was asked to end; kill it if it does not."""
     try:
         process.wait(_GRACE_S)

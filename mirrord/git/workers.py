@@ -28,7 +28,7 @@ from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrash
 from ..host.processes import memory_limit_bytes
 from ..model import utc_now
 from ..telemetry import log
-from .process import Process, await_end, start_module
+from .process import Popen, await_end, start_module
 from .turns import Askers, Turns
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._running: tuple[Process, socket.socket] | None = None
+        self._running: tuple[Popen, socket.socket] | None = None
         self._preload: Sequence[str] = ()
 
     def start(self, preload: Sequence[str] = ()) -> None:

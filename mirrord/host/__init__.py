@@ -1,1 +1,1 @@
-"""The host: raw system calls and what else only Linux knows, one module per subject."""
+"""Linux: system calls, mounts, files by descriptor, peers, processes, trash."""

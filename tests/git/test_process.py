@@ -21,7 +21,7 @@ from mirrord.errors import ResourceError
 from mirrord.git.process import (
     NOTHING,
     Child,
-    Process,
+    Popen,
     Stream,
     in_memory,
     run_to_end,
@@ -43,7 +43,7 @@ def run() -> Run:
     return start_loop
 
 
-def shell(script: str, stdin: Stream = NOTHING) -> Process:
+def shell(script: str, stdin: Stream = NOTHING) -> Popen:
     return start(["sh", "-c", script], {"PATH": os.environ["PATH"]}, Path("/"), stdin)
 
 

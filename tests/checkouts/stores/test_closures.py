@@ -21,7 +21,7 @@ from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptOb
 from mirrord.git import command, process
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
-from mirrord.git.process import Process
+from mirrord.git.process import Popen
 from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.jobs.operations import Deferred, answering
@@ -320,7 +320,7 @@ def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None
     start = process.start
     known = ("rev-list", "pack-objects", "verify-pack", "cat-file")
 
-    def counted(argv: Sequence[str], *rest: Any) -> Process:
+    def counted(argv: Sequence[str], *rest: Any) -> Popen:
         started.append(next(word for word in argv if word in known))
         return start(argv, *rest)
 
