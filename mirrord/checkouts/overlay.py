@@ -30,15 +30,9 @@ from ..host.files import (
     open_regular,
     opened,
 )
-from ..host.mounting import (
-    ENVIRONMENT,
-    TREE,
-    Mounter,
-    OverlayOrder,
-    choose_mounter,
-    probe_overlay,
-)
+from ..host.mounting import Mounter, choose_mounter, probe_overlay
 from ..host.mounts import read_overlays
+from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..protocol import Proof

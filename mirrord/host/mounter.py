@@ -31,7 +31,7 @@ from .. import errors
 from ..model import Target
 from . import mounts
 from .files import open_directory, open_regular, opened
-from .mounting import (
+from .overlays import (
     BOUND,
     ENVIRONMENT,
     IDMAPS,

@@ -8,8 +8,8 @@ import ctypes
 import errno
 import os
 import re
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -101,16 +101,23 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
             " that this kernel accepts",
             hint="upgrade to Linux 6.7, which takes them one by one, or use the pool backend",
         )
+    failed: list[BaseException] = []
 
     def create() -> None:
-        if _libc.unshare(_CLONE_FS):
-            raise _refused("leave", "the working directory", ctypes.get_errno())
-        os.chdir("/proc/self/fd")
-        _configure(context, _FSCONFIG_SET_STRING, "lowerdir", joined)
-        _configure(context, _FSCONFIG_CMD_CREATE)
+        try:
+            if _libc.unshare(_CLONE_FS):
+                raise _refused("leave", "the working directory", ctypes.get_errno())
+            os.chdir("/proc/self/fd")
+            _configure(context, _FSCONFIG_SET_STRING, "lowerdir", joined)
+            _configure(context, _FSCONFIG_CMD_CREATE)
+        except BaseException as error:  # noqa: BLE001  (the caller's thread raises it)
+            failed.append(error)
 
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(create).result()
+    thread = threading.Thread(target=create)  # concurrent.futures would load logging
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 def attach(mount: int, target: str, how: int = 0) -> None:

@@ -27,7 +27,8 @@ from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.git.workers import Workers
 from mirrord.host import mounts
-from mirrord.host.mounting import LocalMounter, OverlayOrder
+from mirrord.host.mounting import LocalMounter
+from mirrord.host.overlays import OverlayOrder
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout

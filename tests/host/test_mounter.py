@@ -34,7 +34,8 @@ from mirrord.errors import (
 )
 from mirrord.host import mounts
 from mirrord.host.files import opened
-from mirrord.host.mounting import LocalMounter, OverlayOrder, RemoteMounter, choose_mounter
+from mirrord.host.mounting import LocalMounter, RemoteMounter, choose_mounter
+from mirrord.host.overlays import OverlayOrder
 
 DAEMON, USER, STRANGER = 23456, (12345, 12346), 34567
 NAME = "a" * 16
@@ -162,7 +163,8 @@ def test_the_daemons_user_mounts_and_unmounts(lab: Lab, service: Service) -> Non
     script = """
 import os, shutil, sys
 from pathlib import Path
-from mirrord.host.mounting import OverlayOrder, RemoteMounter
+from mirrord.host.mounting import RemoteMounter
+from mirrord.host.overlays import OverlayOrder
 mounter = RemoteMounter(Path(sys.argv[1]))
 tree, layer = Path(sys.argv[3]), Path(sys.argv[4])
 mount = mounter.make(OverlayOrder(sys.argv[2], "layer", tuple(sys.argv[5:]), None))
@@ -715,7 +717,7 @@ def test_the_service_imports_little() -> None:
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
     ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
-    rooms = ("files", "mounter", "mounting", "mounts", "processes", "systemd")
+    rooms = ("files", "mounter", "mounts", "overlays", "processes", "systemd")
     assert ours == {
         "mirrord.errors",
         "mirrord.model",

@@ -16,7 +16,8 @@ from mountlab import GIT, KERNELS, TREE, Lab, mounted_below, mountlab
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
 from mirrord.host.files import opened
-from mirrord.host.mounting import LocalMounter, MappedTemplates, OverlayOrder
+from mirrord.host.mounting import LocalMounter
+from mirrord.host.overlays import MappedTemplates, OverlayOrder
 from mirrord.host.processes import Capability, has_capabilities
 from mirrord.host.trash import remove_tree
 

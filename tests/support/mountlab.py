@@ -13,7 +13,8 @@ from pathlib import Path
 
 from mirrord.host import mounts
 from mirrord.host.files import opened
-from mirrord.host.mounting import Mounter, OverlayOrder
+from mirrord.host.mounting import Mounter
+from mirrord.host.overlays import OverlayOrder
 from mirrord.host.processes import Owner
 from mirrord.model import new_checkout_id
 
