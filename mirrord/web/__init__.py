@@ -1,1 +1,1 @@
-"""The read-only page (`[web] listen`), for operators; whoever reaches the port reads it."""
+"""The read-only web page (`[web] listen`). Everybody who reaches the port can read it."""

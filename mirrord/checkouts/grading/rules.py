@@ -154,14 +154,14 @@ compiled-python (compiled): Python, in place of the source
   *.pyc *.pyo **/__pycache__/**
 compiled-code (compiled): Python, the JVM, node, linkers
   *.so *.so.* *.pyd *.dll *.dylib *.jar *.class *.node *.wasm *.whl *.a *.o *.exe
-symlink-outside (tree): whoever follows it, out of the tree
+symlink-outside (tree): anything that follows it, out of the tree
   **
   if symlink-outside
-large-file (tree): nobody by itself; over `grading.file_bytes`
+large-file (tree): nothing by itself; over `grading.file_bytes`
   **
   if large
-special-file (tree): nobody: a pipe, socket, device or set-id bit is no content
-displaced (tree): nobody: it stands where a path goes back to the base
+special-file (tree): nothing: a pipe, socket, device or set-id bit is not content
+displaced (tree): nothing: it replaced a path that was reset to the base
 test-patch-path (tests): the tests themselves: the instance's test patch writes there
 test-removed (tests): a runner, which then has fewer tests
   **
