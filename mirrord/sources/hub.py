@@ -78,10 +78,10 @@ def open_dataset(word: str) -> Source:
     hub = _Hub(name)
     folder = hub.download(["README.md", ".gitattributes"], name.revision)
     resolved = name._replace(revision=folder.name)
-    known = hub.list_files(folder.name)
-    files = _choose(resolved, known, _read_card(folder))
+    all_files = hub.list_files(folder.name)
+    files = _choose(resolved, all_files, _read_card(folder))
     if not files:
-        tasks = [str(PurePosixPath(file).parent) for file in known if _TASK.search(file)]
+        tasks = [str(PurePosixPath(file).parent) for file in all_files if _TASK.search(file)]
         if not tasks:
             raise _unusable(resolved, "it has no files of rows and no tasks")
         hub.download([f"{glob.escape(task)}/*" for task in tasks], folder.name)
@@ -126,20 +126,20 @@ class _Hub:
         return sorted(file.path for file in self._call("get_cached_repo_tree", revision=commit))
 
     def _call(self, function: str, **options: Any) -> Any:
-        known = self._errors
+        errors = self._errors
         kind, hint = UpstreamError, "try again; downloaded files are kept"
         try:
             return getattr(self._library, function)(self._name.repo, repo_type="dataset", **options)
-        except known.GatedRepoError as error:
+        except errors.GatedRepoError as error:
             hint = "accept its terms on the Hub, and set HF_TOKEN"
             kind, cause = UpstreamAuthError, error
-        except known.RepositoryNotFoundError as error:
+        except errors.RepositoryNotFoundError as error:
             hint = "check the name; a private dataset needs HF_TOKEN"
             kind, cause = UpstreamNotFoundError, error
-        except known.RevisionNotFoundError as error:
+        except errors.RevisionNotFoundError as error:
             hint = "name a branch, a tag or a commit after @"
             kind, cause = UpstreamNotFoundError, error
-        except (known.HTTPError, known.CachedRepoTreeNotFoundError, OSError) as error:
+        except (errors.HTTPError, errors.CachedRepoTreeNotFoundError, OSError) as error:
             cause = error
         fact = str(cause).strip().partition("\n")[0] or type(cause).__name__
         raise kind(f"cannot download {self._name}: {fact}", hint=hint) from cause
@@ -151,7 +151,7 @@ class _Hub:
 def _read_card(folder: Path) -> dict[str, Any]:
     """Read the YAML at the head of README.md, in which most datasets list the files by split."""
     card = folder / "README.md"
-    text = card.read_text(errors="replace") if card.is_file() else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     head = re.match(r"\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
     try:
         value = yaml.safe_load(head[1]) if head else None
@@ -160,7 +160,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _choose(name: HubName, known: list[str], card: Mapping[str, Any]) -> list[str]:
+def _choose(name: HubName, files: list[str], card: Mapping[str, Any]) -> list[str]:
     """Return the files of the split, by the card or by words in paths; empty if none has rows.
 
     Raises UsageError if the user has to choose.
@@ -178,23 +178,23 @@ def _choose(name: HubName, known: list[str], card: Mapping[str, Any]) -> list[st
         wanted = name.config or next(iter(defaults), only) or _DEFAULT
         config = configs[_one_of("config", wanted, name, list(configs))]
     elif name.config:
-        known = [file for file in known if name.config in PurePosixPath(file).parts]
-    splits = _listed_splits(config, known) or _splits_by_words(config, known)
+        files = [file for file in files if name.config in PurePosixPath(file).parts]
+    splits = _listed_splits(config, files) or _splits_by_words(config, files)
     if not splits:
         return []
     only = next(iter(splits)) if len(splits) == 1 else None
     return splits[_one_of("split", name.split or only, name, list(splits))]
 
 
-def _one_of(what: str, wanted: str | None, name: HubName, known: list[str]) -> str:
-    if wanted in known:
+def _one_of(what: str, wanted: str | None, name: HubName, choices: list[str]) -> str:
+    if wanted in choices:
         return wanted
     fact = f"there is no {wanted}" if getattr(name, what) else "it has several"
-    hint = f"add {what}= with one of {', '.join(known)}"
+    hint = f"add {what}= with one of {', '.join(choices)}"
     raise UsageError(f"cannot choose a {what} of {name}: {fact}", hint=hint)
 
 
-def _listed_splits(config: Mapping[str, Any], known: list[str]) -> dict[str, list[str]]:
+def _listed_splits(config: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]:
     """Return the files of a config's `data_files`, by split; without a split they are `train`."""
     match config.get("data_files"):
         case dict() as by_split:
@@ -210,21 +210,22 @@ def _listed_splits(config: Mapping[str, Any], known: list[str]) -> dict[str, lis
         patterns = [
             str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
         ]
-        found = [file for file in known if any(fnmatch.fnmatchcase(file, p) for p in patterns)]
+        found = [file for file in files if any(fnmatch.fnmatchcase(file, p) for p in patterns)]
         splits.setdefault(split, []).extend(found)
-    return {split: files for split, files in splits.items() if files}
+    return {split: found for split, found in splits.items() if found}
 
 
-def _splits_by_words(config: Mapping[str, Any], known: list[str]) -> dict[str, list[str]]:
+def _splits_by_words(config: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]:
     """Return files of rows below the config's `data_dir`, by the last split name in their path.
 
     Of several formats of a split the one with most files is taken.
     """
     above = str(config.get("data_dir") or "").strip("./")
     splits: dict[str, dict[str, list[str]]] = {}
-    for file in known:
+    for file in files:
         ending = _ROWS.search(file)
-        if ending and PurePosixPath(file).name not in _NO_ROWS and file.startswith(above):
+        path = PurePosixPath(file)
+        if ending and path.name not in _NO_ROWS and path.is_relative_to(above):
             words = [word for word in re.split(r"[^a-z0-9]+", file.lower()) if word in _SPLITS]
             formats = splits.setdefault(words[-1] if words else "train", {})
             formats.setdefault(ending[0], []).append(file)

@@ -82,6 +82,15 @@ DATASETS = {
     "o/plain": HubDataset(
         {COMMIT: {"train.jsonl": _lines("x1"), "README.md": b"no card", "notes.txt": b""}}
     ),
+    "o/directories": HubDataset(
+        {
+            COMMIT: {
+                "README.md": b"---\nconfigs:\n- config_name: en\n  data_dir: en\n---\n",
+                "en/test.jsonl": _lines("e1"),
+                "en_us/test.jsonl": _lines("u1"),
+            }
+        }
+    ),
     "o/tasks": HubDataset({COMMIT: _TASK}),
     "o/none": HubDataset({COMMIT: {"notes.txt": b"nothing"}}),
     "o/private": HubDataset({COMMIT: {"train.jsonl": _lines("p1")}}, token="hf_right"),
@@ -137,6 +146,11 @@ def test_splits_configs_and_revisions_are_chosen_and_the_label_names_the_commit(
     assert (_ids(plain), plain["name"]) == (["x1"], "plain")
     (task,) = tasks["rows"]
     assert (task["repo"], task["patch"]) == ("o/n", "diff --git a/x b/x\n")
+
+
+def test_the_files_of_a_config_are_those_in_its_directory(server: Hub, tmp_path: Path) -> None:
+    (found,) = _open(server, tmp_path, "hf://o/directories?config=en")
+    assert _ids(found) == ["e1"]
 
 
 def test_what_cannot_be_chosen_or_read_is_said(server: Hub, tmp_path: Path) -> None:
