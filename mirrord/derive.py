@@ -333,10 +333,10 @@ class Deriver:
         if chosen.dropped:
             rules["split_dropped"] = list(chosen.dropped)
         if is_split:
-            known = split(_joined(patch, ""), SplitRule.SWEBENCH_V2)  # v1 would drop paths
-            recorded = sorted((*known.sources, *known.tests))
+            solution = split(_joined(patch, ""), SplitRule.SWEBENCH_V2)  # v1 would drop paths
+            recorded = sorted((*solution.sources, *solution.tests))
             rule = str(self._rule)
-            self._settle(row, rules, Column.PATCH, sorted(chosen.sources), rule, [recorded])
+            self._settle(row, rules, Column.PATCH, sorted(chosen.sources), rule, recorded)
             return
         lacking = {column for column in ("patch", "test_patch") if not row.get(column)}
         row |= {column: getattr(chosen, column) for column in lacking}
@@ -350,18 +350,19 @@ class Deriver:
             self._lack(Column.ISSUES, "the row has no title, body or commits of a pull request")
             return
         found = resolved_issues(texts, str(row.get("repo")))
-        recorded = row.get("issue_numbers") or row.get("resolved_issues")
-        known = [sorted(re.findall(r"\d+", str(recorded)))] if recorded else []
-        value = sorted(found) if recorded else found
-        self._settle(row, rules, Column.ISSUES, value, "keywords", known)
+        if listed := row.get("issue_numbers") or row.get("resolved_issues"):
+            recorded = sorted(re.findall(r"\d+", str(listed)))
+            self._settle(row, rules, Column.ISSUES, sorted(found), "keywords", recorded)
+        else:
+            self._settle(row, rules, Column.ISSUES, found, "keywords", None)
 
     def _put_version(self, row: Row, rules: Row) -> None:
         found = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
         if not isinstance(found, Version):
             self._lack(Column.VERSION, found or "the row has no repo or base_commit")
             return
-        known = [str(row["version"])] if row.get("version") else []
-        self._settle(row, rules, Column.VERSION, found.text, found.rule, known)
+        recorded = str(row["version"]) if row.get("version") else None
+        self._settle(row, rules, Column.VERSION, found.text, found.rule, recorded)
 
     def _put_setup(self, setups: Mapping[tuple[str, str], str], row: Row, rules: Row) -> None:
         version = self._version_of(row)
@@ -369,8 +370,8 @@ class Deriver:
         if found is None:
             self._lack(Column.SETUP, "no row of its version has a date")
             return
-        known = [row[Column.SETUP]] if row.get(Column.SETUP) else []
-        self._settle(row, rules, Column.SETUP, found, f"last of version {version}", known)
+        recorded = row.get(Column.SETUP) or None
+        self._settle(row, rules, Column.SETUP, found, f"last of version {version}", recorded)
 
     def _setup_commits(self) -> dict[tuple[str, str], str]:
         """Return the last base commit, by `created_at`, of each repository and version."""
@@ -395,16 +396,16 @@ class Deriver:
         self.report.lacking[column, reason] += 1
 
     def _settle(
-        self, row: Row, rules: Row, column: Column, value: Any, rule: str, recorded: list[Any]
+        self, row: Row, rules: Row, column: Column, value: Any, rule: str, recorded: Any
     ) -> None:
         """Add a value if none is recorded, else compare it with the recorded one."""
-        if not recorded:
+        if recorded is None:
             row[column], rules[column] = value, rule
             self.report.added[column] += 1
-        elif recorded == [value]:
+        elif recorded == value:
             self.report.agreed[column] += 1
         else:
-            found = Disagreement(_id(row), column, recorded[0], value, rule)
+            found = Disagreement(_id(row), column, recorded, value, rule)
             self.report.disagreements.append(found)
 
 

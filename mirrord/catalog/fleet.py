@@ -237,9 +237,9 @@ def list_claims(connection: Connection) -> list[HeldClaim]:
 
 
 def _held_claims(connection: Connection, *conditions: ColumnElement[bool]) -> Iterable[HeldClaim]:
-    left = claims.c.expires_ms - _now()
-    query = select(claims.c.key, claims.c.node, claims.c.epoch, left).where(_is_held, *conditions)
-    for key, node, epoch, left_ms in connection.execute(query.order_by(claims.c.key)):
+    columns = (claims.c.key, claims.c.node, claims.c.epoch, claims.c.expires_ms - _now())
+    query = select(*columns).where(_is_held, *conditions).order_by(claims.c.key)
+    for key, node, epoch, left_ms in connection.execute(query):
         yield HeldClaim(key, node, epoch, left_ms / 1000)
 
 
@@ -288,8 +288,15 @@ def publish_generation(
         statement = insert_of(connection, generations).values(mirror_key=key, **values)
         change = statement.on_conflict_do_nothing()
     else:
-        same = (generations.c.epoch == previous.epoch, generations.c.number == previous.number)
-        change = update(generations).where(generations.c.mirror_key == key, *same).values(values)
+        change = (
+            update(generations)
+            .values(values)
+            .where(
+                generations.c.mirror_key == key,
+                generations.c.epoch == previous.epoch,
+                generations.c.number == previous.number,
+            )
+        )
     if connection.execute(change.returning(generations.c.number)).first() is None:
         return False
     note_changes(connection, f"{MIRROR}{key}")

@@ -113,13 +113,13 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
             return None
         dataset_id = _put_head(connection, head) if found is None else int(found.id)
         ids = select(instances.c.id).where(instances.c.dataset_id == dataset_id)
-        known = set(connection.execute(ids).scalars())
+        existing = set(connection.execute(ids).scalars())
         count = 0
         for batch in iter_batches(spool):
-            fresh = {row.id: (digest, row) for digest, row in batch if row.id not in known}
-            _insert_instances(connection, dataset_id, list(fresh.values()))
-            known |= fresh.keys()
-            count += len(fresh)
+            new = {row.id: (digest, row) for digest, row in batch if row.id not in existing}
+            _insert_instances(connection, dataset_id, list(new.values()))
+            existing |= new.keys()
+            count += len(new)
         note_changes(connection, f"dataset/{head.name}")
         return count
 

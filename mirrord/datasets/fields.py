@@ -40,7 +40,7 @@ _LITERAL_BYTES = 4 * 1024**2
 
 
 class RowError(Exception):
-    """Why a row is invalid, as half a sentence."""
+    """A row is invalid. The message is a clause, such as `repo is missing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Columns:
     sources: Mapping[str, tuple[str, ...]]
     defaults: Mapping[str, str]
 
-    def but(self, sources: Mapping[str, str], defaults: Mapping[str, str] | None = None) -> Columns:
+    def replace(self, sources: Mapping[str, str], defaults: Mapping[str, str]) -> Columns:
         """Return a copy with other sources and defaults of some fields."""
         changed = {field: (source,) for field, source in sources.items()}
-        return Columns({**self.sources, **changed}, {**self.defaults, **(defaults or {})})
+        return Columns({**self.sources, **changed}, {**self.defaults, **defaults})
 
     def names(self) -> set[str]:
         """Return all columns, and paths in columns, that are read."""

@@ -316,7 +316,7 @@ FORMATS = (
     DatasetFormat(
         "multi-swe-bench", "Multi-SWE-bench, Multi-SWE-RL", "org, repo and base",
         _has("org", "repo", "base"),
-        STANDARD.but(
+        STANDARD.replace(
             {
                 "repo": "{org}/{repo}", "base_commit": "base.sha", "patch": "fix_patch",
                 "fail_to_pass": "fixed_tests", "pass_to_pass": "p2p_tests",
@@ -330,19 +330,19 @@ FORMATS = (
     ),
     DatasetFormat(
         "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"),
-        STANDARD.but({"image_name": "dockerhub_tag"}), unwrap_pro,
+        STANDARD.replace({"image_name": "dockerhub_tag"}, {}), unwrap_pro,
     ),
     DatasetFormat(  # commits of the pull request
         "swe-bench-live", "SWE-bench-Live", "commit_urls", _has("commit_urls"),
-        STANDARD.but({"gold_commits": "commit_urls"}),
+        STANDARD.replace({"gold_commits": "commit_urls"}, {}),
     ),
     DatasetFormat(
         "swe-polybench", "SWE-PolyBench", "F2P and P2P", _has("F2P", "P2P"),
-        STANDARD.but({"fail_to_pass": "F2P", "pass_to_pass": "P2P"}),
+        STANDARD.replace({"fail_to_pass": "F2P", "pass_to_pass": "P2P"}, {}),
     ),
     DatasetFormat(
         "swe-smith", "SWE-smith", "a repo of swesmith/", _is_smith,
-        STANDARD.but({}, _INTRODUCES_BUG),
+        STANDARD.replace({}, _INTRODUCES_BUG),
     ),
     # test patches hold stubs of binary files
     DatasetFormat(
@@ -360,7 +360,7 @@ FORMATS = (
     DatasetFormat(
         "swe-minisandbox", "custom rows of SWE-MiniSandbox",
         "image_name, and python_version or no base_commit", _is_sandbox,
-        STANDARD.but({}, {**_INTRODUCES_BUG, "python_version": "3.11"}),
+        STANDARD.replace({}, {**_INTRODUCES_BUG, "python_version": "3.11"}),
     ),
     DatasetFormat(  # repositories are lower-cased
         "swe-bench-multilingual", "SWE-bench Multilingual",

@@ -105,8 +105,8 @@ def _normalise_rows(
                 row = replace(row, mirror=name, rules=applied)
             line = encode_row(row)
             digest = row_digest(line)
-            first, known, origin = seen.setdefault(row.id, (raw.line, digest, raw.origin))
-            if first != raw.line and known != digest:
+            first, kept_digest, origin = seen.setdefault(row.id, (raw.line, digest, raw.origin))
+            if first != raw.line and kept_digest != digest:
                 where = f"{origin.file}:{origin.line}" if origin else f"line {first}"
                 fact = f"instance_id is that of {where}, which has other values and is kept"
                 raise RowError(fact)
@@ -136,12 +136,12 @@ def _normalise_rows(
 
 
 def _row_fault(source: str, raw: RawRow, reason: str) -> RowFault:
-    identity = (raw.value or {}).get("instance_id")
-    known = None
-    if isinstance(identity, str) and identity:
-        known = identity[:200].encode("utf-8", "replace").decode()
+    value = (raw.value or {}).get("instance_id")
+    identity = None
+    if isinstance(value, str) and value:
+        identity = value[:200].encode("utf-8", "replace").decode()
     file, line = raw.origin or (source, raw.line)
-    return RowFault(file=file, line=line, instance=known, reason=reason)
+    return RowFault(file=file, line=line, instance=identity, reason=reason)
 
 
 def _unusable(source: str, faults: list[RowFault]) -> InvalidDatasetError:

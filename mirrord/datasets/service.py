@@ -445,13 +445,13 @@ class Datasets:
         self._uncleaned[owner] = keep
         try:
             rows = [row for row in await self._catalog.list_stale_pins() if row.owner == owner]
-            doomed = [row for row in rows if pin_key(row) not in keep]
-            if doomed:
+            unkept = [row for row in rows if pin_key(row) not in keep]
+            if unkept:
                 # without a journal, a kill between their rows and refs looks like a lost catalog
                 async with self._import_directory() as directory:
                     kept = keep & {*map(pin_key, rows)}
                     await anyio.to_thread.run_sync(write_journal, directory, owner, kept)
-                    if not await unpin(self._mirrors, doomed):
+                    if not await unpin(self._mirrors, unkept):
                         return
         except errors.StoppingError:
             raise
