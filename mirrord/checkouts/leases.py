@@ -1,10 +1,10 @@
 """Leases: who holds which checkout until when, and the two directories of a checkout.
 
-`checkouts/<id>` is the client's: only the owner and the daemon enter it, it stays the same over
-resets, and it holds `tree`. `leases/<id>` (0700) is private and the truth: no database knows a
-lease. A directory of either kind without a whole lease is half-made; `.trash-<id>` was released.
-Nothing is flushed but a renewal: a power cut may lose a lease that was made or reset seconds ago,
-never half one.
+`checkouts/<id>` is the client's: only its owner and the daemon enter it, it is the same directory
+for the whole lease, and it holds `tree`. `leases/<id>` (0700) is private and has the lease itself,
+which is in no database. A directory without a complete lease is half-made; `.trash-<id>` was
+released. Only a renewal is flushed: a power failure may lose a lease that was made or reset seconds
+ago, but never leaves half of one.
 """
 
 import json
@@ -30,10 +30,10 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LeaseState(StrEnum):
-    """LIVE: the tree is clean, or its owner's work. RESETTING: it is being brought to `commit`.
+    """LIVE: the tree has its commit and its owner's changes. RESETTING: it is being reset.
 
-    The state is the name of the lease's file, which one rename changes. A crash may leave both
-    files: nothing was touched yet, or all was done, so the lease is live.
+    The state is the name of the lease's file, so one rename changes it. A crash may leave both
+    files; then the tree was not touched yet, or the reset was complete, and the lease is live.
     """
 
     LIVE = "lease.json"
@@ -41,7 +41,7 @@ class LeaseState(StrEnum):
 
 
 class Directories(NamedTuple):
-    """The two directories of a checkout; they have the same name."""
+    """The two directories of a checkout, of the same name."""
 
     public: Path
     private: Path
@@ -51,11 +51,10 @@ class Directories(NamedTuple):
 
 
 class SavedLayer(NamedTuple):
-    """A prepared layer as a checkout has it, by the `id` of its record (`prepared.py`); the uid
-    `saved_by` asked for it.
+    """A prepared layer as a checkout has it: `id` is that of its record (`prepared.py`).
 
-    `tree` is git's tree of the commit with what it changed. `layers` are those over the commit,
-    `environment_layers` those over the environment, top first.
+    `saved_by` is the uid that saved it, `tree` git's tree of the commit with the layer's changes.
+    `layers` are over the commit, `environment_layers` over the environment, top first.
     """
 
     id: LayerId
@@ -78,8 +77,8 @@ class EnvironmentName(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A kept state of a checkout: a layer over the commit that the checkout had, with what the
-    copy was made of (`backend.Taken`); likewise over its environment.
+    """A saved state of a checkout: its commit and environment with a layer over each, and what the
+    copy has (`backend.Taken`).
     """
 
     name: str
@@ -100,7 +99,7 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """How the layer of a grade was made; `policy` as requests spell it, `dropped` cut."""
+    """How the layer of a grade was made; `dropped` has the first of the dropped paths."""
 
     layer: LayerId
     policy: str
@@ -113,9 +112,9 @@ class Graded:
 class Volume:
     """A name under which docker or podman mount a checkout, made with `options`.
 
-    `part` is what of the checkout it shows, `ttl_s` how long the lease lives after the last
-    unmount. `mounts` are the ids of those who have it mounted, during the boot `boot`. The lease
-    was taken for the volume that `holds` it, and ends with it.
+    It shows `part` of the checkout. After the last unmount the lease lives for `ttl_s`. `mounts`
+    are ids of the engine's, valid during the boot `boot`. A lease ends with the volume that `holds`
+    it, for which it was taken.
     """
 
     name: str
@@ -128,20 +127,19 @@ class Volume:
 
     @property
     def mounted_by(self) -> frozenset[str]:
-        """The ids of `mounts`, less those that a restart of the host undid."""
+        """The ids of the present mounts: a restart of the host undoes all."""
         return frozenset(self.mounts) if self.boot == boot_id() else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to one checkout. `commit` and `tree` are what it is, or while RESETTING becomes.
+    """The right to one checkout. `commit` and `tree` are its base, while RESETTING the new one.
 
-    The uid `taken_by` asked for it on behalf of `owner_uid`; it ends with the process `bound_to`;
-    `dataset` is the one whose `instance` it is. `resets` counts those since it was handed out,
-    `reset_at` is the time of the last. `layer` is what the tree has over its commit from the start
-    (`snapshots.py`), and over the prepared layer `saved`, to which diffs and resets are
-    relative; `environment_layer` likewise over the environment. `parent` is the checkout that it
-    was forked from, `volumes` are what container engines know it by.
+    The uid `taken_by` asked for it for `owner_uid`; it ends with the process `bound_to`. `instance`
+    is of `dataset`. Over the commit the tree has the prepared layer `saved`, to which diffs and
+    resets are relative, and over that `layer`, the content of a fork, snapshot or grade
+    (`snapshots.py`); `environment_layer` is likewise over the environment. `parent` is the checkout
+    that it was forked from.
     """
 
     id: CheckoutId
@@ -175,7 +173,7 @@ class Lease:
 
     @property
     def directory(self) -> Path:
-        """The directory to mount elsewhere: it follows every reset."""
+        """The directory to mount elsewhere: it shows every reset."""
         return self.directories.public
 
     @property
@@ -192,7 +190,7 @@ class Lease:
 
     @property
     def is_grader(self) -> bool:
-        """Whether strangers do not learn its instance: that it is graded is the grader's secret."""
+        """Whether to hide its instance from strangers, who must not learn that it is graded."""
         return self.view is View.GRADER or self.graded is not None
 
     @property
@@ -202,7 +200,7 @@ class Lease:
 
     @property
     def layers(self) -> frozenset[LayerId]:
-        """The layers that this lease keeps."""
+        """All layers that the lease keeps on disk."""
         found = set(self.own_layers)
         for saved in filter(None, (state.saved for state in self.states)):
             found.update(saved.layers, saved.environment_layers)
@@ -210,7 +208,7 @@ class Lease:
 
     @property
     def own_layers(self) -> frozenset[LayerId]:
-        """Those of them that belong to no prepared layer."""
+        """The layers of the lease that belong to no prepared layer."""
         if not (self.layer or self.snapshots or self.environment_layer):
             return frozenset()
         named = ((state.layer, state.environment_layer) for state in self.states)
@@ -218,33 +216,32 @@ class Lease:
 
     @property
     def environments(self) -> frozenset[str]:
-        """The digests of the environments that this lease keeps."""
+        """The digests of the environments that the lease keeps on disk."""
         named = (state.environment for state in self.states)
         return frozenset(environment.digest for environment in named if environment)
 
     @property
     def states(self) -> tuple["Lease | SavedState", ...]:
-        """What it is, and what it can go back to."""
+        """The present state and the snapshots."""
         return self, *self.snapshots
 
 
 def base_of(state: Lease | SavedState) -> dict[str, Any]:
-    """The members of a lease that has the commit, layers and environment of this one."""
+    """Return the members of a lease that say which commit, layers and environment it has."""
     names = ("commit", "tree", "instance", "dataset", "layer", "saved", "environment")
     return {name: getattr(state, name) for name in (*names, "environment_layer")}
 
 
 def resetting(lease: Lease) -> Lease:
-    """The lease as it stands while its tree is brought to its commit."""
     return replace(lease, state=LeaseState.RESETTING)
 
 
 class Leases:
-    """The leases of a state directory. Each call is a few system calls on the event loop's thread.
+    """The leases of a state directory. A call makes a few system calls on the event loop's thread.
 
-    `public` holds the checkouts. `count` is their number, those being made included; `held_by`
-    counts them by uid, as owner or taker, `taken_by` by taker. `layers` counts the leases that
-    keep a layer.
+    `public` is the directory of checkouts. `count` is their number, including those being made;
+    `held_by` counts them by owner and taker, `taken_by` by taker. `layers` counts the leases and
+    prepared layers that keep a layer.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -257,7 +254,7 @@ class Leases:
         self.layers: Counter[LayerId] = Counter()
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
-        """Read the leases of an earlier daemon; answers them, and the directories without one."""
+        """Read the leases of an earlier daemon; return them, and the directories without one."""
         self.public.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._private.mkdir(mode=0o700, exist_ok=True)
         trash = []
@@ -281,14 +278,14 @@ class Leases:
         return Directories(self.public / name, self._private / name)
 
     def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
-        """Count one checkout more, or with `n` -1 one less."""
+        """Count `n` more checkouts."""
         self.count += n
         self.taken_by[taken_by] += n
         for uid in {taken_by, owner_uid}:
             self.held_by[uid] += n
 
     def begin(self, lease: Lease) -> None:
-        """Make the directories of a new checkout, with the file that `put` turns into its lease."""
+        """Make the directories of a new checkout, and the file that `put` publishes."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
             os.mkdir(lease.private, 0o700)
             _write(f"{lease.private}/{lease.state}.new", lease)
@@ -300,7 +297,7 @@ class Leases:
         return self._live.get(checkout)
 
     def get(self, text: str) -> Lease:
-        """Find the lease by its id, or by any path into its checkout."""
+        """Return the lease of an id, or of any path into its checkout."""
         name = text
         if text.startswith("/"):
             path = Path(os.path.normpath(text))
@@ -312,12 +309,12 @@ class Leases:
         return lease
 
     def prepare(self, lease: Lease) -> None:
-        """Write and flush the file for the next `put`. Run it in a thread: the disk may be slow."""
+        """Write and flush the file for the next `put`. Run it in a thread: a flush takes long."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
             _write(f"{lease.private}/{lease.state}.new", lease, durably=True)
 
     def put(self, lease: Lease) -> None:
-        """Make the lease stand as `begin` or `prepare` wrote it."""
+        """Publish the lease that `begin` or `prepare` wrote."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
             _replace(f"{lease.private}/{lease.state}")
         if lease.id not in self._live:
@@ -325,7 +322,7 @@ class Leases:
         self._set(lease)
 
     def save(self, lease: Lease) -> None:
-        """Replace a standing lease by this one; one that differs by its state alone is renamed."""
+        """Replace a lease. If only its state changes, the file is renamed and not written."""
         before, path = self._live[lease.id], f"{lease.private}/{lease.state}"
         with full_disk_named(f"the lease of checkout {lease.id}"):
             if replace(before, state=lease.state) == lease:
@@ -338,7 +335,7 @@ class Leases:
         self._set(lease)
 
     def release(self, lease: Lease) -> Directories:
-        """End the lease at once, by renaming its directories; answers what is left to delete."""
+        """End the lease by renaming its directories; return what is left to remove."""
         gone = self.discard(lease.directories)
         if before := self._live.pop(lease.id, None):
             self.add(lease.taken_by, lease.owner_uid, -1)
@@ -353,9 +350,9 @@ class Leases:
             self.layers.subtract(before.layers if before else ())
 
     def discard(self, directories: Directories) -> Directories:
-        """Rename directories to trash, the private one first: the lease ends there.
+        """Rename the directories of a checkout to trash, the private one first, which ends it.
 
-        A mount inside the public one goes along: only a mount point itself cannot be renamed.
+        A mount below the public one moves with it: only a mount point itself cannot be renamed.
         """
         name = directories.public.name
         if name.startswith(TRASH_PREFIX):
@@ -368,7 +365,7 @@ class Leases:
 
 
 def not_found(text: str) -> CheckoutNotFoundError:
-    """One answer for a checkout that does not exist and for one of somebody else."""
+    """Return the error for a checkout that does not exist, or that the peer may not see."""
     return CheckoutNotFoundError(
         f"cannot find checkout {shown(text)}: you have no such checkout",
         hint="see `mirrord checkouts`; it may have expired",
@@ -388,7 +385,7 @@ def _write(path: str, lease: Lease, *, durably: bool = False) -> None:
 
 
 def _replace(path: str) -> None:
-    """Give the new file of a lease its name; where that fails, nothing of it is left."""
+    """Rename the new file of a lease to its name, or else remove it."""
     try:
         os.rename(f"{path}.new", path)
     except OSError:
@@ -398,7 +395,7 @@ def _replace(path: str) -> None:
 
 
 def _read(directories: Directories, state: LeaseState) -> Lease | None:
-    """The lease of a checkout; None where its file is missing, torn, or another checkout's."""
+    """Return the lease of a checkout; None if its file is missing, torn, or another checkout's."""
     try:
         facts = json.loads((directories.private / state).read_bytes())
         lease = Lease(**from_json(Lease, facts), directories=directories, state=state)
@@ -428,7 +425,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def to_json(value: Any, *without: str) -> bytes:
-    """A dataclass by its members, but for these."""
+    """Return a dataclass as JSON, without some of its members."""
     return json.dumps(_members(value, without), default=_members).encode()
 
 
@@ -442,8 +439,8 @@ def _members(value: Any, without: Collection[str] = ()) -> Any:
 
 
 def from_json(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
-    """The members of a dataclass; of its optional ones another version may have written none, and
-    some of its own.
+    """Return the members of a dataclass. Another version may have written more of them, or fewer
+    of the optional ones.
     """
     return {
         each.name: _READERS[each.name](value)

@@ -1,11 +1,11 @@
-"""The life of a lease: made, adopted, made clean, ended, by itself or on request.
+"""The life of a lease: made, adopted, reset, ended by its deadline or on request.
 
-A lease is written when its tree stands, and loses its name before its tree goes: after a crash it
-stands or is cleanly gone. A checkout whose proof fails is removed, and reported as an event.
+A lease is published when its tree is complete, and renamed before the tree is removed, so after a
+crash it is whole or gone. A checkout whose proof fails is removed, and reported by an event.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -25,57 +25,52 @@ from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .snapshots import Layers
 
 
+@dataclass(eq=False, repr=False)
 class Lifecycle:
-    """Leases with their trees, and a lock for each: work on one checkout runs in sequence."""
+    """Leases with their trees. A lock for each checkout makes work on it run in sequence."""
 
-    def __init__(
-        self,
-        leases: Leases,
-        layers: Layers,
-        backends: Iterable[CheckoutBackend],
-        events: Events,
-        trash: Trash,
-    ) -> None:
-        self._leases = leases
-        self._layers = layers
-        self._trash = trash
-        self._backends = {backend.name: backend for backend in backends}
-        self._events = events
+    leases: Leases
+    layers: Layers
+    backends: dict[Backend, CheckoutBackend]
+    events: Events
+    trash: Trash
+
+    def __post_init__(self) -> None:
         self._locks: dict[CheckoutId, anyio.Lock] = {}
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; remove half-made and released checkouts."""
-        leases, trash = self._leases.open()
-        self._layers.open()
-        for backend in self._backends.values():
+        leases, trash = self.leases.open()
+        self.layers.open()
+        for backend in self.backends.values():
             await backend.open()
         for directories in trash:
-            self._remove(self._leases.discard(directories), None)
+            self._remove(self.leases.discard(directories), None)
         for lease in leases:
-            found = self._backends.get(lease.backend)
+            found = self.backends.get(lease.backend)
             if found is None or not await found.adopt(lease):
                 log.warning("checkout.lost", checkout=lease.id, backend=str(lease.backend))
                 self.end(resetting(lease))
             elif lease.state is LeaseState.RESETTING:
-                task = asyncio.get_running_loop().create_task(self._finish_reset(lease))
+                task = asyncio.get_running_loop().create_task(self._complete_reset(lease))
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
-        count, lost = len(self._leases), len(leases) - len(self._leases)
+        count, lost = len(self.leases), len(leases) - len(self.leases)
         log.info("checkouts.adopted", count=count, lost=lost, trash=len(trash))
 
     async def close(self) -> None:
-        """Stop. Checkouts stay: leases outlive the daemon."""
+        """Stop. Leases outlive the daemon."""
         for task in self._finishing:
             task.cancel()
         await asyncio.gather(*self._finishing, return_exceptions=True)
-        await self._trash.close()  # before the backends, which do the unmounting
-        for backend in self._backends.values():
+        await self.trash.close()  # before the backends, which do the unmounting
+        for backend in self.backends.values():
             await backend.close()
 
     @asynccontextmanager
     async def locked(self, checkout: CheckoutId) -> AsyncIterator[None]:
-        """Hold the checkout's lock; raises CheckoutBusyError after half a minute of waiting."""
+        """Hold the checkout's lock. Raises CheckoutBusyError after half a minute of waiting."""
         lock = self._locks.setdefault(checkout, anyio.Lock())
         try:
             lock.acquire_nowait()
@@ -96,18 +91,18 @@ class Lifecycle:
         return checkout in self._locks and self._locks[checkout].locked()
 
     def backend_of(self, lease: Lease) -> CheckoutBackend:
-        if lease.backend not in self._backends:
+        if lease.backend not in self.backends:
             raise BackendUnavailableError(
                 f"cannot use checkout {lease.id}: this host no longer has the backend"
                 f" {lease.backend}",
                 hint="release it",
             )
-        return self._backends[lease.backend]
+        return self.backends[lease.backend]
 
     async def make(
         self, draft: Callable[..., Lease], names: Sequence[Backend]
     ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout on the first of these backends that can; answers seconds per step.
+        """Make a checkout on the first of the backends `names` that can; return seconds per step.
 
         `draft` makes the lease, given id, directories and backend.
         """
@@ -122,10 +117,10 @@ class Lifecycle:
         self, draft: Callable[..., Lease], name: Backend
     ) -> tuple[Lease, dict[str, float]]:
         checkout = new_checkout_id()
-        lease = draft(id=checkout, directories=self._leases.directories(checkout), backend=name)
+        lease = draft(id=checkout, directories=self.leases.directories(checkout), backend=name)
         try:
-            self._leases.begin(lease)
-            tree, timings = await self._backends[name].create(lease)
+            self.leases.begin(lease)
+            tree, timings = await self.backends[name].create(lease)
             if tree != lease.tree:
                 raise ProofFailedError(
                     f"cannot prove checkout {lease.id}: its tree is {tree}, not {lease.tree}",
@@ -133,49 +128,49 @@ class Lifecycle:
                     wanted=lease.tree,
                     seen=tree,
                 )
-            self._leases.put(lease)
+            self.leases.put(lease)
         except BaseException as error:
             if isinstance(error, ProofFailedError):
                 self._report(lease, error)
             half_made = resetting(lease)
             try:
                 self.end(half_made)
-            except OSError:  # a disk that does not even rename: remove it under its present name
+            except OSError:  # the disk does not even rename: remove it under its present name
                 self._remove(lease.directories, half_made)
             raise
         return lease, timings
 
     async def make_clean(self, to: Lease) -> Proof:
-        """Bring a checkout to what the lease `to` says; the caller holds its lock."""
-        before = self._leases.find(to.id)
+        """Reset a checkout to the state of the lease `to`; the caller holds its lock."""
+        before = self.leases.find(to.id)
         try:
-            return await self.backend_of(to).reset(to, self._leases)
+            return await self.backend_of(to).reset(to, self.leases)
         except ProofFailedError as error:
             self._report(to, error)
             self.end(resetting(to))
             raise
         finally:
             if before and before.layers:
-                self._layers.drop_unused(before.layers)
+                self.layers.drop_unused(before.layers)
 
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""
-        self._remove(self._leases.release(lease), lease)
+        self._remove(self.leases.release(lease), lease)
         self._locks.pop(lease.id, None)
 
     def _remove(self, directories: Directories, lease: Lease | None) -> None:
-        """By the lease's backend; by each where nobody knows it."""
-        known = self._backends.get(lease.backend) if lease else None
+        """Have the lease's backend remove its directories; without a lease, each backend."""
+        known = self.backends.get(lease.backend) if lease else None
 
         async def take_down() -> bool:
-            backends = [known] if known else self._backends.values()
+            backends = [known] if known else self.backends.values()
             is_gone = any([await backend.take_down(directories, lease) for backend in backends])
-            self._layers.drop_unused(lease.layers if lease else ())  # nothing is mounted on them
+            self.layers.drop_unused(lease.layers if lease else ())  # after the unmount
             return is_gone
 
-        self._trash.add(directories.private, directories.public, take_down=take_down)
+        self.trash.add(directories.private, directories.public, take_down=take_down)
 
-    async def _finish_reset(self, lease: Lease) -> None:
+    async def _complete_reset(self, lease: Lease) -> None:
         async with self.locked(lease.id):
             try:
                 await self.make_clean(replace(lease, state=LeaseState.LIVE))
@@ -187,15 +182,15 @@ class Lifecycle:
     def _report(self, lease: Lease, error: ProofFailedError) -> None:
         facts = {name: getattr(lease, name) for name in ("commit", "owner_uid", "taken_by")}
         facts |= {"checkout": lease.id, "mirror": str(lease.mirror), "detail": error.message}
-        self._events.publish("proof.failed", **facts)
+        self.events.publish("proof.failed", **facts)
 
 
 @dataclass(eq=False, repr=False)
 class Expiry:
-    """Ends leases at their deadlines, and with the processes that they are bound to; renews those
-    that are mounted as volumes.
+    """Ends leases at their deadlines and with the processes that they are bound to.
 
-    `publish` takes the name of an event and its lease. Belongs to one event loop.
+    Renews those that are mounted as volumes. `publish` takes the name of an event and the lease.
+    Belongs to one event loop.
     """
 
     leases: Leases
@@ -211,7 +206,7 @@ class Expiry:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """End the leases of an earlier daemon whose process has ended meanwhile; watch the rest."""
+        """End the leases whose process ended while no daemon ran; watch the other processes."""
         for lease in self.leases:
             if lease.bound_to:
                 self._processes.hold(lease.bound_to)
@@ -225,7 +220,7 @@ class Expiry:
         self._processes.keep_only(())
 
     def bind(self, lease: Lease, process: Process) -> None:
-        """End a new lease with `process`; at once, with ProcessGoneError, where that has ended."""
+        """End a new lease with `process`, or at once, with ProcessGoneError, if that has ended."""
         try:
             if not self._processes.hold(process):
                 raise process_gone(process.pid)
@@ -234,8 +229,8 @@ class Expiry:
             raise
 
     async def expire(self) -> int:
-        """Release idle checkouts that are past their deadline, or have outlived their process;
-        answers how many.
+        """Release checkouts that are past their deadline or whose process ended, unless a request
+        works on them; return how many.
         """
         if self._closing:
             return 0

@@ -81,7 +81,7 @@ class Checkouts:
         self.pool = PoolBackend(state_dir, workers, self.stores, mirrors.path, trash)
         self.leases = leases = Leases(state_dir)
         self._layers = layers = Layers(state_dir, leases, trash)
-        backends = [self.overlay, self.pool] if self.overlay else [self.pool]
+        backends = {each.name: each for each in (self.overlay, self.pool) if each}
         self._lifecycle = lifecycle = Lifecycle(leases, layers, backends, events, trash)
         self._forks = Forks(leases, layers, lifecycle.backend_of)
         self._receipts = Receipts(self.git, workers, mirrors, self.stores)

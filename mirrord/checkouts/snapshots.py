@@ -1,9 +1,9 @@
-"""The layers there are: what forks, snapshots, grades and prepared layers have over their commits.
+"""Layers: what forks, snapshots, grades and prepared layers have over their commits.
 
 A layer is a directory `templates/.layers/<id>` in the form of overlayfs's upper layers: changed
-files as they are, directories, and a whiteout (a character device 0/0) for each path that the base
-has and the layer has not. Its files belong to the daemon, and nobody changes them. It lives while a
-lease or the record of a prepared layer refers to it.
+files, directories, and a whiteout (a character device 0/0) for each path that the layer removes.
+The daemon owns its files, which never change. It is kept while a lease or the record of a prepared
+layer refers to it.
 """
 
 import os
@@ -45,7 +45,7 @@ from .files.reader import TreeReader, file_id, open_top, parents
 from .files.writer import TreeWriter
 from .leases import Lease, Leases, SavedLayer, SavedState, base_of
 
-_LAYERS = ".layers"  # below `templates`, which the mounter shows to other owners as theirs
+_LAYERS = ".layers"  # below `templates`, which the mounter shows to each owner as its own
 
 
 def layer_path(state_dir: Path, layer: LayerId) -> Path:
@@ -53,8 +53,8 @@ def layer_path(state_dir: Path, layer: LayerId) -> Path:
 
 
 def objects_path(state_dir: Path, mirror: Path, tree: str, saved: SavedLayer | None) -> Path:
-    """A repository with the objects that a checkout's changes are relative to: its mirror, or that
-    of its prepared layer, which borrows from the mirror.
+    """Return the repository with the base objects of a checkout: its mirror, or that of its
+    prepared layer, which borrows from the mirror.
     """
     if saved is None or saved.tree == tree:
         return mirror
@@ -70,7 +70,7 @@ class Layers:
         self._trash = trash
 
     def open(self) -> None:
-        """Remove what nothing refers to; call once, when leases and prepared layers were read."""
+        """Remove unused layers; call once, after leases and prepared layers were read."""
         with suppress(FileNotFoundError):
             for path in self.directory.iterdir():
                 if not self._leases.layers[LayerId(path.name.partition(".")[0])]:
@@ -81,12 +81,11 @@ class Layers:
 
     @contextmanager
     def making(self) -> Iterator[Path]:
-        """The path of a new layer, to be made there; removed at the end unless a lease refers to it
-        by then.
+        """Yield a path to make a new layer at. At the end it is removed unless a lease refers to
+        it.
         """
         layer = new_layer_id()
-        # not at the start, which needs no room on a full disk
-        self.directory.mkdir(mode=0o700, exist_ok=True)
+        self.directory.mkdir(mode=0o700, exist_ok=True)  # not in `open`: a start needs no room
         try:
             yield self.path(layer)
         finally:
@@ -94,7 +93,7 @@ class Layers:
 
     @contextmanager
     def held(self, layer: LayerId | None) -> Iterator[Path | None]:
-        """Keep a layer for a while; its path, or None where no lease refers to it any more."""
+        """Keep a layer meanwhile; yield its path, or None if no lease refers to it."""
         if layer is None or self._leases.layers[layer] <= 0:
             yield None
             return
@@ -106,7 +105,7 @@ class Layers:
             self.drop_unused([layer])
 
     def drop_unused(self, layers: Iterable[LayerId]) -> None:
-        """Remove those of the layers that no lease refers to any more."""
+        """Remove those of the layers that no lease refers to."""
         for layer in layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]
@@ -119,7 +118,7 @@ class Layers:
                 self._trash.remove(path.with_suffix(".stats"))
 
 
-# -- forks and snapshots of held checkouts ---------------------------------------------------------
+# -- forks and snapshots ---------------------------------------------------------------------------
 
 SNAPSHOTS_LIMIT = 128
 _LATEST_MAX = 4096
@@ -127,20 +126,20 @@ _LATEST_MAX = 4096
 
 @dataclass(eq=False, repr=False)
 class Forks:
-    """Forks and snapshots of held checkouts, whose lock the caller holds."""
+    """Forks and snapshots of checkouts; the caller holds the checkout's lock."""
 
     leases: Leases
     layers: Layers
     backend_of: Callable[[Lease], CheckoutBackend]
 
     def __post_init__(self) -> None:
-        # what was copied last of a checkout, or of its environment
+        # the last copy of each checkout, and of its environment
         self._latest: dict[tuple[CheckoutId, CopyRule], LayerId] = {}
 
     @asynccontextmanager
     async def source(self, lease: Lease, name: str | None) -> AsyncIterator[SavedState]:
-        """What a fork is made of: a snapshot, or the tree as it is. Its layer is removed at the end
-        unless a lease refers to it by then.
+        """Yield the state to fork: a snapshot, or a copy of the present one. The layers of a copy
+        are removed at the end unless a lease refers to them.
         """
         if name is not None:
             yield self.get(lease, name)
@@ -159,7 +158,7 @@ class Forks:
 
     @asynccontextmanager
     async def _copied(self, lease: Lease, what: CopyRule) -> AsyncIterator[tuple[LayerId, Taken]]:
-        """A layer with a part of a checkout, made now, or before where nothing changed since."""
+        """Yield a layer with a copy of a checkout: the last one if nothing changed since."""
         latest = self._latest.get((lease.id, what))
         with self.layers.held(latest) as earlier, self.layers.making() as new:
             taken = await self.backend_of(lease).copy_layer(lease, new, earlier, what)
@@ -170,7 +169,7 @@ class Forks:
             yield layer, taken
 
     async def make(self, lease: Lease, name: str | None) -> SavedState:
-        """Keep the tree as it is under a name, by default a new one."""
+        """Save the present state under a name, by default `s1`, `s2` and so on."""
         names = {snapshot.name for snapshot in lease.snapshots}
         if name in names:
             raise SnapshotExistsError(
@@ -199,26 +198,26 @@ class Forks:
         )
 
     def remove(self, lease: Lease, name: str) -> None:
-        """Forget a snapshot; its layer stays as long as a checkout is on it."""
+        """Remove a snapshot, and its layer if no other lease refers to it."""
         gone = self.get(lease, name)
         left = tuple(each for each in lease.snapshots if each is not gone)
         self.leases.save(replace(lease, snapshots=left))
         self.layers.drop_unused([gone.layer])
 
 
-# -- layers by content: written from files in memory, and laid on a plain tree ---------------------
+# -- writing a layer from files in memory ----------------------------------------------------------
 
 LayerFile = tuple[bytes, int | None, bytes]
-"""Path, git's mode (None where the path is removed), and the bytes as a work tree has them."""
+"""Path, git's mode (None for a removed path), and the bytes as a work tree has them."""
 
 
 def write_layer(
     directory: Path, names_in: Callable[[bytes], Collection[bytes]], files: Iterable[LayerFile]
 ) -> None:
-    """Write a layer into the new `directory`; a file of the base that `files` lacks stays.
+    """Write `files` as a layer into the new `directory`.
 
-    `names_in` answers the names in a directory of the base tree, none where it has no such
-    directory: one that loses all of them goes, as git removes it. Nobody else enters a layer.
+    `names_in` returns the names in a directory of the base tree, none if it has no such directory.
+    As in git, a directory that loses all its names is removed.
     """
     present: dict[bytes, tuple[int, bytes]] = {}
     removed: set[bytes] = set()
@@ -255,8 +254,8 @@ def _hidden(
     files: Set[bytes],
     directories: Set[bytes],
 ) -> set[bytes]:
-    """The removed paths that need a whiteout: those that the base has, and that no path of the
-    layer hides. A directory that loses all its names stands for all in it.
+    """Return the removed paths that need a whiteout: paths of the base that the layer does not
+    hide otherwise. A directory that loses all its names replaces them.
     """
     hidden = set[bytes]()
     for path in removed:
@@ -271,13 +270,13 @@ def _hidden(
     return hidden
 
 
-# -- onto a plain tree -----------------------------------------------------------------------------
+# -- laying a layer on a plain tree ----------------------------------------------------------------
 
 _BATCH = 64
 
 
-class _Piece(NamedTuple):
-    """One path of a layer; `file` is open where it is a regular file."""
+class _LayerPath(NamedTuple):
+    """One path of a layer; `file` is the descriptor of a regular file."""
 
     path: bytes
     found: os.stat_result
@@ -287,16 +286,16 @@ class _Piece(NamedTuple):
 
 
 def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) -> None:
-    """Write what a layer has into a clean tree, as new files of its owner's."""
+    """Write the content of a layer into a clean tree, as new files of the tree's owner."""
     with (
         opened(open_top(tree)) as root,
         TreeWriter(root, ActingAs(owner), mtime_ns=time.time_ns(), trash=trash) as writer,
     ):
-        directories: list[_Piece] = []
-        pieces = _pieces(layer)
+        directories: list[_LayerPath] = []
+        pieces = _iter_pieces(layer)
         while batch := list(islice(pieces, _BATCH)):
             try:
-                with writer.owner:  # once for many: the owner may not read the layer
+                with writer.owner:  # once per batch; the owner may not read the layer
                     for piece in batch:
                         _put(writer, piece)
             finally:
@@ -304,20 +303,20 @@ def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) 
                     if piece.file >= 0:
                         os.close(piece.file)
             directories += [piece for piece in batch if stat.S_ISDIR(piece.found.st_mode)]
-        for piece in reversed(directories):  # what was written in it changed its time
+        for piece in reversed(directories):  # writing into one changed its times
             permissions = stat.S_IMODE(piece.found.st_mode)
             writer.finish_directory(
                 piece.path, permissions, piece.found.st_mtime_ns, piece.attributes
             )
-            if permissions & stat.S_IRWXU != stat.S_IRWXU:  # which opening it may have changed
+            if permissions & stat.S_IRWXU != stat.S_IRWXU:  # opening it may have changed them
                 os.chmod(layer / os.fsdecode(piece.path), permissions)
 
 
 def with_layers(clean: Manifest, layers: Iterable[Path], tree: Path) -> Manifest:
-    """The record of a clean tree on which layers were just laid, the lowest first."""
+    """Return the manifest of a clean tree on which layers were just laid, the lowest first."""
     files, touched = clean.files.copy(), set[bytes]()
     for layer in layers:
-        for piece in _pieces(layer):
+        for piece in _iter_pieces(layer):
             try:
                 entry = _entry_of(piece)
             finally:
@@ -341,8 +340,8 @@ def with_layers(clean: Manifest, layers: Iterable[Path], tree: Path) -> Manifest
     return replace(clean, files=files, recorded_ns=recorded_ns)
 
 
-def _entry_of(piece: _Piece) -> Entry | None:
-    """The record of a path of a layer, without a stat; None of a whiteout."""
+def _entry_of(piece: _LayerPath) -> Entry | None:
+    """Return the manifest's entry of a path of a layer, without a stat; None for a whiteout."""
     if is_whiteout(piece.found):
         return None
     mode, content = DIRECTORY, NO_OBJECT
@@ -355,40 +354,40 @@ def _entry_of(piece: _Piece) -> Entry | None:
 
 
 def is_whiteout(found: os.stat_result) -> bool:
-    """Whether a layer hides a path of those below it."""
+    """Return whether a path of a layer hides the one in the layers below."""
     return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
 
 
 def read_attributes(file: int) -> dict[str, bytes]:
-    """The extended attributes that a user may set."""
+    """Return the extended attributes that a user may set."""
     return {
         name: os.getxattr(file, name) for name in os.listxattr(file) if name.startswith("user.")
     }
 
 
-def _pieces(layer: Path) -> Iterator[_Piece]:
+def _iter_pieces(layer: Path) -> Iterator[_LayerPath]:
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
         for path, found in iter_below(reader):
             directory, name = reader.locate(path)
             if stat.S_ISREG(found.st_mode):
                 file = open_regular(directory, name)
-                yield _Piece(path, found, read_attributes(file), file=file)
+                yield _LayerPath(path, found, read_attributes(file), file=file)
             elif stat.S_ISDIR(found.st_mode):
                 with opened(open_child(directory, name)) as fd:
-                    yield _Piece(path, found, read_attributes(fd))
+                    yield _LayerPath(path, found, read_attributes(fd))
             elif stat.S_ISLNK(found.st_mode):
-                yield _Piece(path, found, {}, target=os.readlink(name, dir_fd=directory))
+                yield _LayerPath(path, found, {}, target=os.readlink(name, dir_fd=directory))
             else:
-                yield _Piece(path, found, {})
+                yield _LayerPath(path, found, {})
 
 
 def iter_below(reader: TreeReader) -> Iterator[tuple[bytes, os.stat_result]]:
-    """Every path of a layer, a directory before what is in it."""
+    """Iterate over all paths of a layer, a directory before its content."""
     for name in reader.names_in(b""):
         yield from reader.iter_stats_below(name)
 
 
-def _put(writer: TreeWriter, piece: _Piece) -> None:
+def _put(writer: TreeWriter, piece: _LayerPath) -> None:
     mtime_ns, permissions = piece.found.st_mtime_ns, stat.S_IMODE(piece.found.st_mode)
     if piece.file >= 0:
         writer.copy_file(
