@@ -202,7 +202,7 @@ class Forks:
         gone = self.get(lease, name)
         left = tuple(each for each in lease.snapshots if each is not gone)
         self.leases.save(replace(lease, snapshots=left))
-        self.layers.drop_unused([gone.layer])
+        self.layers.drop_unused(filter(None, (gone.layer, gone.environment_layer)))
 
 
 # -- writing a layer from files in memory ----------------------------------------------------------

@@ -485,6 +485,17 @@ def test_forks_and_snapshots_have_the_environment_as_it_was(
     assert not (prefix(again) / "new").exists()
 
 
+def test_a_removed_snapshot_leaves_no_layer(service: Service, environment: str) -> None:
+    layers = service.state / "templates/.layers"
+    before = set(layers.iterdir()) if layers.exists() else set()
+    held = start(service, environment="flask-2.0")
+    held.shell(WORK)
+    held.snapshot("s")
+    service.call(service.checkouts.remove_snapshot, held.id, "s", held.peer)
+    service.call(service.trash.settle)
+    assert set(layers.iterdir()) <= before
+
+
 def test_a_layer_has_what_was_changed_in_the_environment(
     service: Service, environment: str
 ) -> None:
