@@ -1,9 +1,8 @@
-"""What the state directory holds, and how to empty it of what is only a cache: `du` and `gc`.
+"""Disk usage and garbage collection of the state directory: `du` and `gc`.
 
-Templates are weighed by their records; the rest is walked by a worker, for a limited time. A gc
-drops what no checkout needs and the daemon can make again, as eviction and expiry do by their
-limits; what is asked for meanwhile stays. All that goes is renamed first, so a crash leaves trash,
-which the next start removes.
+Templates are weighed by their records; a worker walks the rest, for a limited time. A collection
+drops caches that no checkout needs and that the daemon can make again. Everything is renamed before
+it is removed, so a crash leaves trash, which the next start removes.
 """
 
 import os
@@ -31,12 +30,12 @@ from .model import Backend, History
 from .places import Layout
 from .protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
 
-_WALK_LIMIT = timedelta(seconds=20)
+_WALK_TIME = timedelta(seconds=20)
 _IDLE = timedelta(minutes=10)
 
 
-class _Thing(NamedTuple):
-    """Something to be weighed; `checkouts` counts those that need it."""
+class _Item(NamedTuple):
+    """Paths that are weighed as one row; `checkouts` is how many checkouts use them."""
 
     name: str
     paths: tuple[Path, ...]
@@ -48,11 +47,11 @@ class _Thing(NamedTuple):
         return any(map(os.path.lexists, self.paths))
 
 
-_Things = dict[UsageKind, list[_Thing]]
+_Items = dict[UsageKind, list[_Item]]
 
 
 class _Kind(NamedTuple):
-    """All of a kind. A file of several rows counts once in `size_bytes`."""
+    """All rows of a kind. A file that several rows share counts once in `size_bytes`."""
 
     kind: UsageKind
     rows: list[UsageRow]
@@ -86,15 +85,15 @@ class Storage:
         self.room.evict = self._make_room
 
     async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
-        """What is on disk; for a peer that is no administrator, of its own checkouts."""
+        """Return what is on disk; without `is_admin`, the peer's own checkouts and layers."""
         leases = self.checkouts.leases_of(peer)
-        things: _Things = {"layers": self._find_layers(peer)}
+        items: _Items = {"layers": self._find_layers(peer)}
         found: list[_Kind] = []
         if is_admin:
-            things |= await anyio.to_thread.run_sync(self._find_things, leases)
+            items |= await anyio.to_thread.run_sync(self._find_items, leases)
             found += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
-        # checkouts last: trees of the pool can take all the time there is
-        found += await self._weigh(things | _held(self.layout.root, leases))
+        # checkouts last: trees of the pool can use up the walk's time
+        found += await self._weigh(items | _find_checkouts(self.layout.root, leases))
         found.sort(key=lambda each: get_args(UsageKind).index(each.kind))
         rows = [row for each in found for row in each.rows]
         disk = await anyio.to_thread.run_sync(os.statvfs, self.layout.root)
@@ -109,10 +108,10 @@ class Storage:
         )
 
     async def collect(self, *, dry_run: bool) -> Garbage:
-        """Drop what is only a cache, or say what that is; one at a time."""
+        """Drop unused caches, or with `dry_run` list them. One collection runs at a time."""
         async with self._collecting:
-            things = await anyio.to_thread.run_sync(self._find_garbage)
-            weighed = await self._weigh(things)
+            items = await anyio.to_thread.run_sync(self._find_garbage)
+            weighed = await self._weigh(items)
             keep = self.checkouts.needed_templates
             if dry_run:
                 templates = {
@@ -125,7 +124,7 @@ class Storage:
                 await self.quarantine.clean()
                 await self.environments.builds.drop_caches()
                 await self.trash.settle()
-            left = set() if dry_run else await anyio.to_thread.run_sync(_find_left, things)
+            kept = set() if dry_run else await anyio.to_thread.run_sync(_find_existing, items)
         dropped = [
             Dropped(kind="templates", name=str(name), count=count, size_bytes=size)
             for name, (count, size) in templates.items()
@@ -135,7 +134,7 @@ class Storage:
             Dropped(kind=row.kind, name=row.name, size_bytes=row.size_bytes)
             for each in weighed
             for row in each.rows
-            if row.size_bytes and (row.kind, row.name) not in left
+            if row.size_bytes and (row.kind, row.name) not in kept
         ]
         freed_bytes = sum(each.size_bytes for each in dropped)
         if not dry_run:
@@ -143,7 +142,7 @@ class Storage:
         return Garbage(dry_run=dry_run, freed_bytes=freed_bytes, dropped=dropped)
 
     async def look(self) -> None:
-        """Evict caches before the disk is full; tell when new work is refused, and when no more."""
+        """Evict caches before the disk is full; publish `disk.ran_low` and `disk.recovered`."""
         space = await self.room.look()
         if bool(space.shortage) != self._is_low:
             self._is_low = not self._is_low
@@ -154,9 +153,9 @@ class Storage:
             )  # fmt: skip
 
     async def _make_room(self, short_bytes: int) -> None:
-        """Drop caches until about so much is freed, but nothing that was used lately.
+        """Drop caches that were not used recently until about `short_bytes` are freed.
 
-        Environments stay: checkouts name them, and to build one needs room and an index.
+        Environments are kept: building one again needs room and a package index.
         """
         wanted_bytes = self.room.measure().free_bytes + short_bytes
         async with self._collecting:
@@ -169,33 +168,33 @@ class Storage:
                 await self.templates.evict(missing)
                 await self.trash.settle()
 
-    # -- what there is: in threads -----------------------------------------------------------------
+    # -- items, found in threads -------------------------------------------------------------------
 
-    def _find_things(self, leases: list[Lease]) -> _Things:
-        """All that is no checkout, no template and not in the catalog."""
-        held, left = Counter(str(lease.mirror) for lease in leases), self.quarantine.leftovers
+    def _find_items(self, leases: list[Lease]) -> _Items:
+        """Find everything but checkouts, templates and the catalog."""
+        held = Counter(str(lease.mirror) for lease in leases)
+        leftovers = self.quarantine.leftovers
         layout, garbage, store = self.layout, self._find_garbage(), self.environments.store
         environments = [
-            _Thing(each.name, (store.root / each.digest,), store.held[each.digest])
+            _Item(each.name, (store.root / each.digest,), store.held[each.digest])
             for each in store.list()
         ]
-        mirrors, quarantine = _names_in(layout.mirrors), _names_in(layout.quarantine)
+        mirrors, quarantine = _paths_in(layout.mirrors), _paths_in(layout.quarantine)
         return {
-            "mirrors": [_Thing(each.name, (each,), held[each.name]) for each in mirrors],
+            "mirrors": [_Item(each.name, (each,), held[each.name]) for each in mirrors],
             **garbage,
             "environments": [*environments, *garbage["environments"]],
-            "quarantine": [_Thing(each.name, (each,), 0, each in left) for each in quarantine],
+            "quarantine": [_Item(each.name, (each,), 0, each in leftovers) for each in quarantine],
             "other": [
-                _Thing(each.name, (each,))
-                for each in (layout.datasets, layout.bundles, layout.home)
+                _Item(each.name, (each,)) for each in (layout.datasets, layout.bundles, layout.home)
             ],
         }
 
-    def _find_layers(self, peer: Peer) -> list[_Thing]:
-        """The prepared layers that a peer saved; for an administrator all. None is garbage."""
+    def _find_layers(self, peer: Peer) -> list[_Item]:
+        """Find the prepared layers that a peer saved; for an administrator all."""
         root, found = self.layout.root, self.checkouts.layers_of(peer)
         return [
-            _Thing(
+            _Item(
                 f"{record.saved.name} {record.mirror}@{record.commit}",
                 (
                     layer_path(root, record.saved.id).with_suffix(".git"),
@@ -206,8 +205,8 @@ class Storage:
             for record, holders in found
         ]
 
-    def _find_garbage(self) -> _Things:
-        """What nobody needs: released trees, what killed processes left, trash."""
+    def _find_garbage(self) -> _Items:
+        """Find unused caches, released trees, leftovers of killed processes, and trash."""
         layout, templates = self.layout, self.layout.templates
         directories = [
             *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, templates),
@@ -216,29 +215,29 @@ class Storage:
             *templates.glob("[!.]*/*"),
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
-        left = sorted(self.quarantine.leftovers)
+        leftovers = sorted(self.quarantine.leftovers)
         warm, caches = self.checkouts.pool.warm, self.environments.builds.caches()
         return {
             "environments": [
-                _Thing(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
+                _Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
             ],
-            "warm-trees": [_Thing(each.public.name, each, is_garbage=True) for each in warm],
-            "quarantine": [_Thing(each.name, (each,), is_garbage=True) for each in left],
+            "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in warm],
+            "quarantine": [_Item(each.name, (each,), is_garbage=True) for each in leftovers],
             "trash": [
-                _Thing(str(each.relative_to(layout.root)), (each,), is_garbage=True)
+                _Item(str(each.relative_to(layout.root)), (each,), is_garbage=True)
                 for each in trash
             ],
         }
 
-    # -- what it takes -----------------------------------------------------------------------------
+    # -- sizes -------------------------------------------------------------------------------------
 
-    async def _weigh(self, things: _Things) -> list[_Kind]:
-        """By a walk."""
-        limit_s = _WALK_LIMIT.total_seconds()
-        paths = {str(kind): [each.paths for each in some] for kind, some in things.items()}
-        weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_LIMIT * 2)
+    async def _weigh(self, items: _Items) -> list[_Kind]:
+        """Weigh items by a walk."""
+        limit_s = _WALK_TIME.total_seconds()
+        paths = {str(kind): [each.paths for each in some] for kind, some in items.items()}
+        weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_TIME * 2)
         found = []
-        for kind, some in things.items():
+        for kind, some in items.items():
             rows = [
                 UsageRow(
                     kind=kind, name=each.name, checkouts=each.checkouts, is_whole=weight.is_whole,
@@ -252,7 +251,7 @@ class Storage:
         return found
 
     async def _weigh_templates(self, leases: Iterable[Lease]) -> _Kind:
-        """By the records."""
+        """Weigh templates by their records."""
         held = Counter((lease.mirror.key, lease.commit, lease.history) for lease in leases)
         weights = await self.templates.weigh(self.checkouts.needed_templates)
         rows = [
@@ -272,7 +271,7 @@ class Storage:
         return _Kind("templates", rows, *sizes)
 
     async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
-        """By the values of rows; what else the database takes is apart."""
+        """Weigh datasets by the values of their rows; the rest of the database is one row."""
         held = Counter(lease.dataset for lease in leases)
         sizes = await self.mirrors.catalog.weigh_datasets()
         rows = [
@@ -281,37 +280,37 @@ class Storage:
         ]
         found = [_Kind("datasets", rows, sum(sizes.values()))]
         path = self.layout.catalog
-        if files := await anyio.to_thread.run_sync(lambda: list(path.parent.glob(f"{path.name}*"))):
-            database = await anyio.to_thread.run_sync(
-                lambda: sum(file.stat().st_blocks * 512 for file in files)
-            )
-            rest = max(0, database - sum(sizes.values()))
-            row = UsageRow(kind="catalog", name=path.name, size_bytes=rest)
-            found.append(_Kind("catalog", [row], rest))
+        database = await anyio.to_thread.run_sync(
+            lambda: sum(file.stat().st_blocks * 512 for file in path.parent.glob(f"{path.name}*"))
+        )
+        if database:  # none with a PostgreSQL
+            other_bytes = max(0, database - sum(sizes.values()))
+            row = UsageRow(kind="catalog", name=path.name, size_bytes=other_bytes)
+            found.append(_Kind("catalog", [row], other_bytes))
         return found
 
 
-def _held(root: Path, leases: Iterable[Lease]) -> _Things:
-    """What checkouts have for themselves: with an overlay mount, what was written over it."""
+def _find_checkouts(root: Path, leases: Iterable[Lease]) -> _Items:
+    """Find the private files of checkouts, of an overlay its upper layer, and snapshots."""
     checkouts, layers = [], Counter(layer for lease in leases for layer in lease.own_layers)
     for lease in leases:
         is_pool = lease.backend is Backend.POOL
         paths = (lease.private, lease.tree_path) if is_pool else (lease.private,)
-        checkouts.append(_Thing(lease.id, paths, 1))
+        checkouts.append(_Item(lease.id, paths, 1))
     snapshots = [
-        _Thing(layer, (layer_path(root, layer),), count) for layer, count in sorted(layers.items())
+        _Item(layer, (layer_path(root, layer),), count) for layer, count in sorted(layers.items())
     ]
     return {"checkouts": checkouts, "snapshots": snapshots}
 
 
-def _names_in(directory: Path) -> list[Path]:
-    """What is in a directory, without what is to be removed."""
+def _paths_in(directory: Path) -> list[Path]:
+    """Return the paths in a directory, without trash."""
     return sorted(path for path in directory.iterdir() if not path.name.startswith(TRASH_PREFIX))
 
 
-def _find_left(things: _Things) -> set[tuple[UsageKind, str]]:
-    """Those that could not be removed."""
-    return {(kind, each.name) for kind, some in things.items() for each in some if each.exists}
+def _find_existing(items: _Items) -> set[tuple[UsageKind, str]]:
+    """Return kind and name of the items that still exist."""
+    return {(kind, each.name) for kind, some in items.items() for each in some if each.exists}
 
 
 def _template_name(store: SealedStore) -> str:

@@ -1,10 +1,10 @@
-"""Copy what a live checkout has over its base commit into a layer. Sync; runs in workers.
+"""Copy what a live checkout has over its base into a layer. Runs in workers.
 
-A backend surveys the tree: what has to be in the layer, with the stat of each path. The copy is
-whole when a survey after it finds what one before it found, so the tree was as the layer is at the
-beginning of the last one. What changes meanwhile is copied again. The tree is read as its owner;
-the layer's files are the daemon's, their times and modes the client's. (Before Linux 6.13 two
-changes of one file within a tick of the clock, 4 ms, have one ctime, and look like one.)
+A backend surveys the tree: which paths the layer needs, with the stat of each. The copy is complete
+when the survey after it equals the one before it: the tree was then as the layer is. What changes
+meanwhile is copied again. The tree is read as its owner; the layer's files belong to the daemon and
+keep their times and modes. (Before Linux 6.13, two changes of a file within 4 ms, a tick of the
+clock, have one ctime and look like one.)
 """
 
 import errno
@@ -48,29 +48,29 @@ _LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
 _CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
 FILES_LIMIT = 200_000
 BYTES_LIMIT = 4 * 1024**3
-# HEAD and its like (names of capitals), refs, their logs, and objects: nothing that configures git,
-# is run by it, or borrows objects. Packs being written and locks are nobody's yet.
+# HEAD and similar files (in capitals), refs, logs and objects: nothing that configures git, that it
+# runs, or that borrows objects; no locks and no unfinished packs
 _OF_GIT = re.compile(
     rb"\.git(?:/(?:[A-Z_]+|index|sharedindex\.[0-9a-f]{40}|packed-refs"
     rb"|(?:refs|logs)(?:/.*(?<!\.lock))?"
     rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
     re.DOTALL,
 )
-# any repository, of whatever depth and spelling (git takes `.GIT` for its own on some systems)
+# of any repository in the tree, in any spelling: git accepts `.GIT` on some systems
 _IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
 
 
 class Where(Enum):
-    """Where a path of a new layer comes from; HIDDEN is a whiteout."""
+    """The source of a path of a new layer."""
 
     CLIENT = "the checkout's tree"
-    UPPER = "the layer of an overlay that its client writes to"
-    OWN = "the layer that it has"
-    HIDDEN = "nowhere"
+    UPPER = "the upper layer of an overlay, which its client writes to"
+    OWN = "the checkout's own layer"
+    HIDDEN = "none: a whiteout"
 
 
 class Piece(NamedTuple):
-    """One path that a layer has to have. Two are equal where nothing changed in between."""
+    """One path that a layer needs. Two of one path are equal if it did not change in between."""
 
     where: Where
     mode: int = 0
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, where: Where, found: os.stat_result) -> "Piece":
-        # to open a directory that its owner locked changes its ctime, and so does a link of a file
+        # opening a directory that its owner locked changes its ctime, and linking a file changes it
         is_directory = stat.S_ISDIR(found.st_mode)
         size = 0 if is_directory else found.st_size
         ctime_ns = 0 if is_directory or where is Where.OWN else found.st_ctime_ns
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
 
     @property
     def permissions(self) -> int:
-        """Without set-id bits of files: on disk they would be of the daemon's."""
+        """The mode, for files without set-id bits, which would act for the daemon's user."""
         return stat.S_IMODE(self.mode) if self.is_directory else self.mode & 0o777
 
 
@@ -105,7 +105,7 @@ HIDDEN = Piece(Where.HIDDEN)
 
 
 def hidden_by(found: os.stat_result) -> Piece:
-    """A path of the base that something hides which no layer has."""
+    """Return the whiteout for a path where the checkout has something that no layer keeps."""
     return Piece(Where.HIDDEN, 0 if is_whiteout(found) else found.st_mode)
 
 
@@ -123,11 +123,10 @@ def copy_layer(
     own: Path | None = None,
     earlier: Path | None = None,
 ) -> Taken:
-    """Copy what `survey` finds into the new `directory`, as far as `what` says, until it finds
-    nothing else.
+    """Copy what `survey` finds and `what` selects into the new `directory`, until both are equal.
 
-    What did not change since the layer `earlier` of the same checkout was made is linked from it;
-    where nothing did, no layer is made, and the answer says so.
+    Files that are unchanged since the copy `earlier` of the same checkout are linked from there; if
+    all are, no layer is made (`Taken.is_same`).
 
     Raises ForkTooLargeError, CheckoutBusyError, OwnerDeniedError, DiskFullError.
     """
@@ -147,12 +146,12 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
         at, found = utc_now(), survey()
-        if not (is_whole := found == before):
+        if not (is_complete := found == before):
             wanted, left_out, has_git = select(found, what)
-        # what was not changed since its copy was not changed when this survey began either
+        # equal to what the last copy saw: nothing changed since then, and one survey is enough
         is_same = before is None and wanted == copy.recorded
-        if is_whole or is_same:
-            if is_whole:
+        if is_complete or is_same:
+            if is_complete:
                 copy.record(wanted, began_ns)
             files = sum(not piece.is_directory for piece in wanted.values())
             size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
@@ -160,14 +159,14 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
         unlocked = copy.bring(copied, wanted)
         copied, before = wanted | unlocked, found | unlocked
     raise CheckoutBusyError(
-        f"cannot copy the checkout: it changed during each of {_ROUNDS} looks",
-        hint="stop what writes in it, or try again when it writes less",
+        f"cannot copy the checkout: it changed during each of {_ROUNDS} attempts",
+        hint="stop the processes that write in it, then try again",
     )
 
 
 @dataclass(eq=False, repr=False)
 class _Locked:
-    """Directories that their owner locked: opening one takes that off, and it is put back."""
+    """Directories that their owner locked: opening one changes its mode, which is restored."""
 
     client: TreeReader
     owner: ActingAs
@@ -176,7 +175,7 @@ class _Locked:
         self._modes: dict[bytes, int] = {}
 
     def see(self, found: Pieces) -> Pieces:
-        """Note those of a first survey, and undo in a later one what opening changed."""
+        """Note the modes of a first survey; in later ones, replace modes that opening changed."""
         for path, piece in found.items():
             if not piece.is_directory or not piece.is_clients:
                 continue
@@ -207,7 +206,7 @@ def _read_record(layer: Path) -> Pieces | None:
 
 
 class _Read(NamedTuple):
-    """What was read of the client's at a path: content, a link's target, or a long open file."""
+    """What was read at a path: content, a link's target, or the descriptor of a long file."""
 
     data: bytes = b""
     file: int = -1
@@ -215,7 +214,7 @@ class _Read(NamedTuple):
 
 
 class _Copy:
-    """Writes pieces into a layer. Plain paths do: nobody but the daemon enters its directory."""
+    """Writes pieces into a layer, by plain paths: only the daemon enters its directory."""
 
     def __init__(
         self,
@@ -236,8 +235,8 @@ class _Copy:
         self._attributes: dict[bytes, Mapping[str, bytes]] = {}
 
     def bring(self, copied: Pieces, wanted: Pieces) -> Pieces:
-        """Bring the layer from one survey to the next, both in the order of paths; answers the
-        pieces that reading changed.
+        """Bring the layer from one survey to the next, both sorted by path; return the pieces whose
+        stat changed by reading them.
         """
         with suppress(FileExistsError):
             os.mkdir(self._directory, 0o755)
@@ -285,7 +284,7 @@ class _Copy:
                     os.close(each.file)
 
     def _share(self, path: bytes) -> bool:
-        """Take a file from the earlier layer; False where that is gone, or has 65,000 names."""
+        """Link a file from the earlier layer. Return False if that is gone, or has 65,000 links."""
         try:
             os.link(self._earlier + path, self._directory + path, follow_symlinks=False)
         except OSError:
@@ -293,7 +292,7 @@ class _Copy:
         return True
 
     def _read(self, path: bytes, piece: Piece, unlocked: Pieces) -> _Read | None:
-        """Read what is the client's at a path; None where it has become something else."""
+        """Read a path of the client; None if it has become something else."""
         reader = self._readers[piece.where]
         assert reader is not None
         try:
@@ -309,9 +308,9 @@ class _Copy:
         except OSError as error:
             if error.errno not in _CHANGED:
                 raise
-            return None  # the next survey finds what it is now
+            return None  # the next survey finds its new state
         try:
-            if not piece.mode & stat.S_IRUSR:  # it had another mode, and so has another ctime
+            if not piece.mode & stat.S_IRUSR:  # opening it changed the mode, and so the ctime
                 unlocked[path] = piece._replace(ctime_ns=os.fstat(file).st_ctime_ns)
             attributes = read_attributes(file)
             if piece.size > _LONG_BYTES:
@@ -347,8 +346,8 @@ class _Copy:
                     os.fchmod(file, piece.permissions)
 
     def record(self, pieces: Pieces, began_ns: int) -> None:
-        """Keep the stats beside the layer, for the next one. Those of the present tick of the clock
-        may be the same after another change.
+        """Write the stats beside the layer, for the next copy, but for those of the present tick of
+        the clock, which another change may not alter.
         """
         kept = {
             path.decode("latin-1"): (piece.where.name, *piece[1:])
@@ -359,7 +358,7 @@ class _Copy:
             write_all(file, json.dumps(kept).encode())
 
     def _link(self, path: bytes, piece: Piece) -> None:
-        """Take a path from the layer below. Nobody changes a layer's files: two may share one."""
+        """Link a path from the checkout's own layer, whose files never change."""
         source = self._own + path
         if piece.is_directory:
             with opened(os.open(source, os.O_RDONLY)) as directory:
@@ -375,12 +374,14 @@ class _Copy:
                 self._write(path, piece, _Read(file=file, attributes=read_attributes(file)))
 
 
-# -- what a layer takes of a survey ----------------------------------------------------------------
+# -- selection -------------------------------------------------------------------------------------
 
 
 def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:
-    """What a layer takes of a survey; what it leaves out, by kind; and whether it has the client's
-    `.git`, whose HEAD and files must be plain files.
+    """Select from a survey what `what` says and a layer can have.
+
+    Returns the pieces, the number of others by kind, and whether the client's `.git` is included:
+    it must be a directory of plain files.
     """
     left_out: Counter[str] = Counter()
     wanted: Pieces = {}
@@ -404,7 +405,7 @@ def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]
             wanted[path] = piece
     has_git = what.git and _is_plain(git)
     if has_git:
-        # an object or pack that the client removed is kept: every store has it whole
+        # no object is removed: the base's store has all of its own
         objects = b".git/objects/"
         wanted |= {
             p: each for p, each in git.items() if each != HIDDEN or not p.startswith(objects)
@@ -420,7 +421,7 @@ _DIRECTORIES = {b".git", b".git/refs", b".git/logs", b".git/objects", b".git/obj
 
 
 def _is_plain(git: Pieces) -> bool:
-    """Whether a `.git` is still a directory of plain files, and a repository's."""
+    """Return whether a `.git` is a repository's directory of plain files."""
 
     def is_plain(path: bytes, piece: Piece) -> bool:
         if piece == HIDDEN:
@@ -439,6 +440,6 @@ def _must_fit(pieces: Mapping[bytes, Piece]) -> None:
     if len(pieces) > FILES_LIMIT or size > BYTES_LIMIT:
         raise ForkTooLargeError(
             f"cannot copy the checkout: it has {len(pieces)} changed paths with {size >> 20} MiB;"
-            f" {FILES_LIMIT} and {BYTES_LIMIT >> 20} MiB are the most",
-            hint="remove what can be made again",
+            f" the limit is {FILES_LIMIT} with {BYTES_LIMIT >> 20} MiB",
+            hint="remove files that can be generated again",
         )

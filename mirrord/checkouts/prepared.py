@@ -1,9 +1,9 @@
-"""Prepared layers: what was changed in a checkout, kept under a name for others of its commit.
+"""Prepared layers: the changes in a checkout, saved under a name for others of its commit.
 
-A layer is `templates/.layers/<id>`, another over the environment where there was one, `<id>.git`
-with git's tree where it changes what git tracks, and a record `<id>.json`, written last: a crash
-leaves a layer without one, which the next start removes. Names belong to the uid that saved them,
-for one mirror, commit and history; what an administrator saved is everybody's.
+A prepared layer is `templates/.layers/<id>`, another layer over the environment if there is one,
+`<id>.git` with git's tree if tracked files changed, and the record `<id>.json`, written last: after
+a crash the next start removes a layer without one. A name belongs to the uid that saved the layer,
+for one mirror, commit and history; all may use an administrator's.
 """
 
 import json
@@ -37,9 +37,16 @@ _ROUNDS = 5
 _TIMEOUT = timedelta(minutes=5)
 
 
+def layer_name(digest: str) -> str:
+    """Return the name of the layers that checkouts with an environment get by default, which its
+    build saves.
+    """
+    return f"environment-{digest[:12]}"
+
+
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One prepared layer; `environment` is that of its checkout, whose changes it has too."""
+    """One prepared layer; `environment` is the one whose changes it also has."""
 
     saved: SavedLayer
     mirror: MirrorName
@@ -57,18 +64,18 @@ class LayerRecord:
 
     @property
     def own_layers(self) -> tuple[LayerId, ...]:
-        """Those that were made for it: the others are of the layer that its checkout had."""
+        """The layers made for it; the others belong to the layer that its checkout had."""
         return self.saved.layers[:1] + self.saved.environment_layers[:1]
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """What it can be used for."""
+        """The key of the mirror, the commit and the history that it is for."""
         return self.mirror.key, self.commit, self.history
 
 
 @dataclass(eq=False, repr=False)
 class PreparedLayers:
-    """Belongs to the event loop. `is_admin` judges the uids that saved layers."""
+    """The prepared layers of a state directory. Belongs to one event loop."""
 
     leases: Leases
     layers: Layers
@@ -86,14 +93,12 @@ class PreparedLayers:
             if record := _read(path):
                 self._add(record)
 
-    # -- which there are ---------------------------------------------------------------------------
-
     def all(self) -> list[LayerRecord]:
-        """Oldest first."""
+        """Return all records, oldest first."""
         return sorted(self._records.values(), key=lambda record: record.saved_at)
 
     def visible_to(self, uid: int) -> list[LayerRecord]:
-        """Those that a uid may use, and for an administrator all; oldest first."""
+        """Return the records that a uid may see, oldest first."""
         return [record for record in self.all() if self.may_see(record, uid)]
 
     def may_see(self, record: LayerRecord, uid: int) -> bool:
@@ -103,7 +108,7 @@ class PreparedLayers:
         return record.saved.saved_by == uid or self.is_admin(uid)
 
     def is_shared(self, record: LayerRecord) -> bool:
-        """Whether everybody may use it."""
+        """Return whether everyone may use it."""
         return self.is_admin(record.saved.saved_by)
 
     def describe(self, record: LayerRecord) -> PreparedLayer:
@@ -131,10 +136,10 @@ class PreparedLayers:
         uid: int,
         environment: EnvironmentName | None,
     ) -> SavedLayer | None:
-        """The layer of a checkout with this environment: the uid's own of that name, else one that
-        is everybody's; or without a name the one that was saved for the environment.
+        """Return the layer for a checkout with this environment: the uid's own of the name, or a
+        shared one; without a name, the shared one that was saved for the environment.
         """
-        wanted = name or (environment and _name_for(environment.digest))
+        wanted = name or (environment and layer_name(environment.digest))
         found = [r for r in self._records.values() if r.saved.name == wanted and r.place == place]
         own = (record for record in found if name and record.saved.saved_by == uid)
         record = next(own, next(filter(self.is_shared, found), None))
@@ -149,7 +154,7 @@ class PreparedLayers:
             return None
         if not record.saved.environment_layers or environment == record.environment:
             return record.saved
-        if environment is None:  # of the tree alone
+        if environment is None:  # its changes of the tree alone
             return record.saved._replace(environment_layers=())
         raise errors.InvalidRequestError(
             f"cannot use layer {shown(record.saved.name)} with environment {environment}: it was"
@@ -158,7 +163,7 @@ class PreparedLayers:
         )
 
     def holders(self, record: LayerRecord) -> int:
-        """How many checkouts need it, by themselves or by a snapshot."""
+        """Return how many checkouts use it, now or in a snapshot."""
         identity = record.saved.id
         return sum(
             any(state.saved and state.saved.id == identity for state in lease.states)
@@ -167,18 +172,16 @@ class PreparedLayers:
 
     @contextmanager
     def held(self, saved: SavedLayer) -> Iterator[None]:
-        """Keep the layers of a checkout that is being made."""
+        """Keep the layers while a checkout is made."""
         with ExitStack() as stack:
             for layer in (*saved.layers, *saved.environment_layers):
                 stack.enter_context(self.layers.held(layer))
             yield
 
-    # -- made and removed --------------------------------------------------------------------------
-
     async def save(
         self, lease: Lease, name: str, uid: int, job: PatchJob, changed: ChangedPaths
     ) -> LayerRecord:
-        """Keep what was changed in a checkout; the caller holds its lock.
+        """Save the changes in a checkout; the caller holds its lock.
 
         Raises LayerExistsError, TooManyLayersError, AccessError, and what a fork raises.
         """
@@ -219,7 +222,7 @@ class PreparedLayers:
     async def _copy_tree(
         self, stack: ExitStack, lease: Lease, job: PatchJob, changed: ChangedPaths
     ) -> tuple[Path, Taken, str]:
-        """A layer of the tree, and git's tree of the same moment: between two equal copies."""
+        """Copy the tree, and write git's tree of the same moment: between two equal copies."""
         backend, what = self.lifecycle.backend_of(lease), CopyRule(git=False)
         made: tuple[Path, Taken, str] | None = None
         for _ in range(_ROUNDS):
@@ -233,12 +236,12 @@ class PreparedLayers:
             )
             made = new, taken, tree
         raise errors.CheckoutBusyError(
-            f"cannot save checkout {lease.id}: it changed during each of {_ROUNDS} looks",
-            hint="stop what writes in it, or try again when it writes less",
+            f"cannot save checkout {lease.id}: it changed during each of {_ROUNDS} attempts",
+            hint="stop the processes that write in it, then try again",
         )
 
     def get(self, layer: str, uid: int) -> LayerRecord:
-        """The layer of an id, if a uid may see it."""
+        """Return the record of an id, if a uid may see it."""
         record = self._records.get(LayerId(layer))
         if record is None or not self.may_see(record, uid):
             raise errors.LayerNotFoundError(
@@ -272,7 +275,7 @@ class PreparedLayers:
 
     def remove_of(self, digest: str) -> None:
         """Remove the layers that the build of an environment saved; raises LayerInUseError."""
-        name = _name_for(digest)
+        name = layer_name(digest)
         for record in self.all():
             if record.saved.name == name and self.is_shared(record):
                 self.remove(record.saved.id, record.saved.saved_by)
@@ -287,7 +290,7 @@ class PreparedLayers:
         if lease.view is not View.AGENT:
             raise errors.AccessError(
                 f"cannot save checkout {lease.id}: it has the grader's view",
-                hint="a layer is for agents; save a checkout with theirs",
+                hint="a layer is for agents; save a checkout with the agent's view",
             )
         place = lease.mirror.key, lease.commit, lease.history
         own = [record for record in self._records.values() if record.saved.saved_by == uid]
@@ -313,7 +316,7 @@ class PreparedLayers:
         return self.layers.path(record.saved.id).with_suffix(".json")
 
     def _write(self, record: LayerRecord) -> None:
-        """Make a layer survive a power failure, and then stand."""
+        """Flush a layer, and then write its record."""
         path = self._path(record)
         new = path.with_suffix(".new")
         with full_disk_named(f"layer {record.saved.name}"):
@@ -334,17 +337,12 @@ class PreparedLayers:
             sync_directory(path.parent)
 
 
-def _name_for(digest: str) -> str:
-    """The name of the layers that the build of an environment saves."""
-    return f"environment-{digest[:12]}"
-
-
 def _counts(taken: Taken) -> dict[str, Any]:
     return {"files": taken.files, "size_bytes": taken.size_bytes, "left_out": taken.left_out}
 
 
 def _read(path: Path) -> LayerRecord | None:
-    """The record in a file; None where it is torn, or its layers are gone."""
+    """Return the record in a file; None if it is torn, or its layers are gone."""
     try:
         facts = json.loads(path.read_bytes())
         record = LayerRecord(**from_json(LayerRecord, facts))

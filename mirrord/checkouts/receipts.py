@@ -1,7 +1,7 @@
-"""Receipts: what a checkout is and how that was proven, and whether a receipt still holds.
+"""Receipts: what a checkout is and how that was proven; and their verification.
 
-The digest of a closure comes from the pack indexes of the sealed store when a receipt is issued,
-and from a walk of the mirror when one is verified: the two know nothing of each other.
+A closure's digest comes from the pack indexes of the sealed store when a receipt is issued, and
+from a walk of the mirror when one is verified, so the two are independent.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from .stores.packer import WALK, listed_ids
 from .stores.store import SealedStore
 
 _TIMEOUT = timedelta(minutes=10)
-_KEPT_MAX = 1024
+_CACHED = 1024
 _SEALED = "packs that hold exactly the closure, each object hashed when they were made"
 _TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
 _CLEAN = {
@@ -56,14 +56,14 @@ class Receipts:
     async def issue(
         self, lease: Lease, diff: bytes | Path, template_proven_at: datetime | None
     ) -> protocol.Receipt:
-        """The receipt of a checkout with this diff; the caller holds its lock."""
+        """Issue the receipt of a checkout with this diff; the caller holds its lock."""
         row = await self.mirrors.get(str(lease.mirror))
         store, saved = None, lease.saved
         if lease.history is not History.LINKED:
             store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
         clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
         seal = None
-        if store:  # nothing writes its HEAD after it was built
+        if store:  # its HEAD is never written again, so its time is that of the build
             built = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
             seal = protocol.Proven(method=_SEALED, at=datetime.fromtimestamp(built.st_mtime, UTC))
         return protocol.Receipt(
@@ -100,7 +100,7 @@ class Receipts:
         )
 
     async def keep(self, receipt: protocol.Receipt, lease: Lease) -> None:
-        """Keep a receipt for the page, where the catalog can; its owner has it in any case."""
+        """Store a receipt for the web page. A failure is logged: the client has the receipt."""
         catalog, identity = self.mirrors.catalog, hashlib.sha256(receipt.canonical()).hexdigest()
         row = ReceiptRow(
             identity, catalog.node, socket.gethostname(), lease.owner_uid, lease.is_grader, receipt
@@ -113,9 +113,9 @@ class Receipts:
     async def verify(
         self, receipt: protocol.Receipt, found: ResolvedRequest, base: CommitId | None
     ) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror, which has its commit as `found`.
+        """Compare a receipt with the mirror, in which its commit was resolved to `found`.
 
-        `base` is the base commit of its instance, where a dataset here has that.
+        `base` is the base commit of its instance, if a dataset has that.
         """
         actual: dict[str, object] = {"mirror": receipt.mirror}
         actual |= {"instance": base} if base else {}
@@ -131,17 +131,17 @@ class Receipts:
         return report(receipt, actual | {"closure.sha256": closure.sha256})
 
     async def _closure_of(self, store: SealedStore) -> protocol.Closure:
-        """What the packs of a store hold; counted once."""
+        """Count and hash the objects of a store, once."""
         key = store.path, store.packs
         if key not in self._closures:
             found = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
-            while len(self._closures) >= _KEPT_MAX:
+            while len(self._closures) >= _CACHED:
                 del self._closures[next(iter(self._closures))]
             self._closures[key] = found
         return self._closures[key]
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:
-        """What git finds in the mirror; `head` is one more object where it is not in there."""
+        """Count and hash what git finds from `tip` in the mirror, and `head`."""
         async with self._walks.turn(), self.mirrors.quarantine.directory("receipt") as scratch:
             listing = scratch / "listing"
             await self.git.run(
@@ -156,7 +156,7 @@ class Receipts:
 
 
 def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.ReceiptReport:
-    """What of a receipt differs from `actual`, by member. An instance is compared by its commit."""
+    """List the members of a receipt that differ from `actual`, of an instance its base commit."""
     closure = receipt.closure
     stated: dict[str, object] = {
         "mirror": receipt.mirror,
@@ -176,13 +176,13 @@ def report(receipt: protocol.Receipt, actual: dict[str, object]) -> protocol.Rec
 
 
 def closure_of_store(store: SealedStore) -> protocol.Closure:
-    """Count and digest the ids in the pack indexes of a store. Runs in a worker."""
+    """Count and hash the ids in the pack indexes of a store. Runs in a worker."""
     packs = (store.git / "objects/pack" / name for name in store.packs)
     return _closure(oid for pack in packs for oid in PackIndex(pack.with_suffix(".idx")))
 
 
 def closure_of_listing(listing: Path, head: CommitId) -> protocol.Closure:
-    """Count and digest the ids that a walk listed, and `head`. Runs in a worker."""
+    """Count and hash the ids that a walk listed, and `head`. Runs in a worker."""
     return _closure([*listed_ids(listing), bytes.fromhex(head)])
 
 
@@ -193,7 +193,7 @@ def _closure(ids: Iterable[bytes]) -> protocol.Closure:
 
 
 def _digest(diff: bytes | Path) -> protocol.Digest:
-    """The digest of a diff; a file is removed."""
+    """Hash a diff; if it is a file, remove it."""
     if isinstance(diff, bytes):
         return protocol.Digest(bytes=len(diff), sha256=hashlib.sha256(diff).hexdigest())
     with diff.open("rb") as file:
@@ -203,7 +203,7 @@ def _digest(diff: bytes | Path) -> protocol.Digest:
 
 
 def _grade_of(lease: Lease) -> protocol.GradeFacts | None:
-    """How the grade was made that the tree began as; a reset to the commit takes it away."""
+    """Return how a grade was made, unless the checkout was reset to its commit since."""
     graded = lease.graded
     if graded is None or graded.layer != lease.layer:
         return None

@@ -1,8 +1,8 @@
-"""Volumes: checkouts that docker and podman know by name, and mount into containers.
+"""Volumes: names under which docker and podman mount checkouts into containers.
 
-All that there is to know of a volume stands in its lease, written with it, so a crash leaves both
-or neither. While somebody has a volume mounted, its lease is renewed (`lifecycle.py`); after the
-last unmount it lives as long as the volume's ttl says, and the volume ends with it.
+A volume is stored in its lease, so a crash leaves both or neither. While it is mounted, the lease
+is renewed (`lifecycle.py`); after the last unmount the lease lives for the volume's ttl, and the
+volume ends with it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +21,7 @@ from .leases import Lease, Volume
 
 
 class Existing(NamedTuple):
-    """A held checkout, by its id, its path, or another volume of it."""
+    """An existing checkout, by its id, its path, or another volume of it."""
 
     checkout: str
 
@@ -62,17 +62,15 @@ class Volumes:
     async def create(
         self, name: str, part: str, options: dict[str, str], source: Source, peer: Peer
     ) -> bool:
-        """Take a checkout for a new volume, or name one that is held.
+        """Make a checkout for a new volume, or add the volume to an existing checkout.
 
-        False where there is this volume already. Raises ConflictError where it has other options.
+        Returns False if the volume exists. Raises ConflictError if it has other options.
         """
         if found := self.find(name):
-            if found[1].options != options:
-                fact = f"it exists with other options, for checkout {found[0].id}"
-                raise ConflictError(
-                    f"cannot make volume {name}: {fact}", hint="choose another name"
-                )
-            return False
+            if found[1].options == options:
+                return False
+            fact = f"it exists with other options, for checkout {found[0].id}"
+            raise ConflictError(f"cannot make volume {name}: {fact}", hint="choose another name")
         asked = source.request if isinstance(source, ForkOf) else source
         asked_s = None if isinstance(asked, Existing) else asked.ttl
         ttl_s = self.leasing.ttl(asked_s, peer).total_seconds()
@@ -83,15 +81,15 @@ class Volumes:
         self._in_creation.add(name)
         try:
             if isinstance(source, protocol.StartCheckout):
-                _must_have(volume, source.environment)
+                _must_have_part(volume, source.environment)
                 await self.checkout(source, peer, volumes=(volume,))
             elif isinstance(source, ForkOf):
                 parent = self.leasing.get(self._id_of(source.checkout), peer)
-                _must_have(volume, parent.environment)
+                _must_have_part(volume, parent.environment)
                 await self.fork(parent.id, source.request, peer, volumes=(volume,))
             else:
                 async with self.leasing.held(self._id_of(source.checkout), peer) as lease:
-                    _must_have(volume, lease.environment)
+                    _must_have_part(volume, lease.environment)
                     self.leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self.leasing.publish("volume.made", self.get(name)[0], volume=name)
         finally:
@@ -99,7 +97,7 @@ class Volumes:
         return True
 
     async def mount(self, name: str, mount: str, peer: Peer) -> str:
-        """Count a mount by its id, and answer the path to mount."""
+        """Record a mount by its id; return the path to mount."""
         async with self._held(name, peer) as (lease, volume):
             mounts = volume.mounted_by | {mount}
             self._save(lease, replace(volume, mounts=tuple(mounts), boot=boot_id()))
@@ -107,7 +105,7 @@ class Volumes:
             return path_of(lease, volume)
 
     async def unmount(self, name: str, mount: str, peer: Peer) -> None:
-        """Count a mount no more; after the last one the volume's ttl begins."""
+        """Remove a mount's record; after the last one the volume's ttl begins."""
         async with self._held(name, peer) as (lease, volume):
             mounts = volume.mounted_by - {mount}
             if not mounts:
@@ -117,19 +115,19 @@ class Volumes:
             self.leasing.publish("volume.unmounted", lease, volume=name, mounts=len(mounts))
 
     async def remove(self, name: str, peer: Peer) -> None:
-        """Forget a volume, and release its checkout unless another volume or somebody else has it.
+        """Remove a volume. Release its checkout if that was made for a volume and this is the last.
 
-        Whether one is in use is for the container engine to know: a mount that it forgot in a crash
-        keeps nothing.
+        The container engine decides whether a volume is in use: recorded mounts, which an engine
+        may lose in a crash, do not prevent this.
         """
         async with self._held(name, peer) as (lease, volume):
-            rest = tuple(each for each in lease.volumes if each.name != name)
-            if volume.holds and not rest:
+            others = tuple(each for each in lease.volumes if each.name != name)
+            if volume.holds and not others:
                 self.leasing.lifecycle.end(lease)
             else:
                 if volume.holds:
-                    rest = (replace(rest[0], holds=True), *rest[1:])
-                self.leasing.leases.save(replace(lease, volumes=rest))
+                    others = (replace(others[0], holds=True), *others[1:])
+                self.leasing.leases.save(replace(lease, volumes=others))
         self.leasing.publish("volume.removed", lease, volume=name)
         await self.leasing.trash.keep_up()
 
@@ -148,12 +146,11 @@ class Volumes:
 
 
 def path_of(lease: Lease, volume: Volume) -> str:
-    return (
-        f"{lease.directory}" if volume.part == "directory" else f"{lease.directory}/{volume.part}"
-    )
+    directory = str(lease.directory)
+    return directory if volume.part == "directory" else f"{directory}/{volume.part}"
 
 
-def _must_have(volume: Volume, environment: object) -> None:
+def _must_have_part(volume: Volume, environment: object) -> None:
     if volume.part == "environment" and environment is None:
         fact = f"cannot make volume {volume.name}: its checkout has no environment"
-        raise InvalidRequestError(fact, hint="name one, or auto, as environment= of the checkout")
+        raise InvalidRequestError(fact, hint="give the option environment=KEY or environment=auto")

@@ -29,6 +29,7 @@ from ..checkouts.environments import (
     sweep_shared,
 )
 from ..checkouts.leases import EnvironmentName
+from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
 from ..errors import EnvironmentFailedError
 from ..host.files import full_disk_named
@@ -72,11 +73,6 @@ class Plan(NamedTuple):
     @property
     def layer(self) -> str:
         return layer_name(self.digest)
-
-
-def layer_name(digest: str) -> str:
-    """Return the name of the prepared layer that checkouts with the environment get by default."""
-    return f"environment-{digest[:12]}"
 
 
 class BuildLog:

@@ -18,6 +18,7 @@ import anyio.to_thread
 from .. import errors, protocol
 from ..catalog import InstanceRow
 from ..checkouts.environments import EnvironmentRecord, not_found
+from ..checkouts.prepared import layer_name
 from ..datasets.service import Datasets
 from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
@@ -25,7 +26,7 @@ from ..git.turns import Coalescer, SharedWork
 from ..jobs.operations import together
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
-from .building import Builds, Plan, failed, layer_name
+from .building import Builds, Plan, failed
 from .recipes import (
     checked,
     digest_of,

@@ -106,7 +106,7 @@ def test_a_file_that_goes_between_look_and_copy_is_no_error(
 
 def test_a_tree_that_never_rests_is_busy(tmp_path: Path, tree: Path) -> None:
     changes = [lambda tree, n=n: (tree / "a").write_text(f"{n}\n") for n in range(9)]
-    with pytest.raises(errors.CheckoutBusyError, match="it changed during each of 5 looks"):
+    with pytest.raises(errors.CheckoutBusyError, match="it changed during each of 5 attempts"):
         copied(tmp_path, *changes)
 
 

@@ -1,7 +1,7 @@
-"""The conditions of rules: what a change does, read from its bytes before and after.
+"""The conditions of rules: what a change does, judged by its bytes before and after.
 
-Each answers None where it does not hold, otherwise a detail for people, perhaps an empty one.
-Everything here is an agent's: nothing is run, and what cannot be read counts as changed.
+A condition returns None if it does not hold, or else a detail for people, possibly empty. The bytes
+are an agent's: nothing is run, and a file that cannot be parsed counts as changed.
 """
 
 import configparser
@@ -56,10 +56,10 @@ _IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class InstanceTests:
-    """An instance's tests: what its test patch does to the base tree.
+    """The changes of an instance's test patch to the base tree.
 
-    `imports` are the modules that the touched files import at the base commit, `new_imports` those
-    that only the patch has them import.
+    `imports` are the modules that the patched files import at the base commit, `new_imports` those
+    that they import only after the patch.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -68,8 +68,8 @@ class InstanceTests:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What conditions look at besides a change: the base tree, all changes by path, the tests."""
+class Context:
+    """What conditions read besides a change: the base tree, all changes by path, the tests."""
 
     base: BaseTree
     read_blob: Callable[[str], bytes]
@@ -78,18 +78,18 @@ class Look:
     file_bytes: int
 
     def before(self, change: Change) -> bytes:
-        """The bytes at the base commit; none where there was no file."""
+        """Return the bytes at the base commit; empty if there was no file."""
         is_file = change.old is not None and not (change.old.is_tree or change.old.is_submodule)
         return self.read_blob(change.old.oid) if change.old and is_file else b""
 
     def has(self, path: bytes) -> bool:
-        """Whether there is something at the path after the changes."""
+        """Return whether the path exists after the changes."""
         change = self.changes.get(path)
         return change.mode is not None if change else self.base.find(path) is not None
 
     @cached_property
     def modules_of(self) -> Callable[[bytes], list[str]]:
-        """The top-level modules that a new file at a path makes importable."""
+        """Return the top-level modules that a new file at a path makes importable."""
         return cache(lambda path: list(_iter_modules(path, self)))
 
 
@@ -99,18 +99,18 @@ def is_test(path: bytes) -> bool:
 
 
 def imports_of(source: bytes) -> set[str]:
-    """The top-level modules that Python source imports, as far as its lines tell."""
+    """Return the top-level modules that Python source imports, by a match of its lines."""
     return {name.decode("ascii", "replace") for name in _IMPORT.findall(source)}
 
 
 # -- lines and files ------------------------------------------------------------------------------
 
 
-def _adds(change: Change, look: Look, *patterns: str) -> str | None:
-    """A line matches that the file did not have."""
+def _adds(change: Change, context: Context, *patterns: str) -> str | None:
+    """A new line matches one of the patterns."""
     if change.mode in (None, _SYMLINK, _SUBMODULE):
         return None
-    wanted, old = _expression(patterns), look.before(change)
+    wanted, old = _expression(patterns), context.before(change)
     part = differing_part(old, change.data)
     if not wanted.search(part):
         return None
@@ -127,7 +127,7 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
 
 
 def differing_part(old: bytes, new: bytes) -> bytes:
-    """The lines of `new` without those that both begin with, and those that both end with."""
+    """Return the lines of `new` without the first and last lines that both have."""
     most = min(len(old), len(new))
     start = bisect_left(range(most), 1, key=lambda n: old[: n + 1] != new[: n + 1])
     start = new.rfind(b"\n", 0, start) + 1
@@ -139,31 +139,28 @@ def differing_part(old: bytes, new: bytes) -> bytes:
     return new[start : len(new) if end < 0 else end + 1]
 
 
-def _code_adds(change: Change, look: Look, *patterns: str) -> str | None:
-    """The same, outside of tests, which may name their runner."""
-    return None if is_test(change.path) else _adds(change, look, *patterns)
+def _code_adds(change: Change, context: Context, *patterns: str) -> str | None:
+    """As `adds`, outside of tests, which may name their runner."""
+    return None if is_test(change.path) else _adds(change, context, *patterns)
 
 
-def _beside(change: Change, look: Look, name: str) -> str | None:
-    """The tree has that file at its top."""
-    return "" if look.has(name.encode()) else None
+def _beside(change: Change, context: Context, name: str) -> str | None:
+    """The tree has the file `name` at its top."""
+    return "" if context.has(name.encode()) else None
 
 
-def _submodule(change: Change, look: Look) -> str | None:
+def _submodule(change: Change, context: Context) -> str | None:
     was = change.old is not None and change.old.is_submodule
     return "" if was or change.mode == _SUBMODULE else None
 
 
-def _large(change: Change, look: Look) -> str | None:
+def _large(change: Change, context: Context) -> str | None:
     size = len(change.data)
-    return f"{size:,} bytes" if size > look.file_bytes else None
+    return f"{size:,} bytes" if size > context.file_bytes else None
 
 
-def _symlink_outside(change: Change, look: Look) -> str | None:
-    """The target is absolute, climbs above the top, or goes up again after it went down.
-
-    After a name `..` is not lexical: the name may be a link itself.
-    """
+def _symlink_outside(change: Change, context: Context) -> str | None:
+    """The target is absolute, leaves the tree, or has `..` after a name, which may be a link."""
     if change.mode != _SYMLINK:
         return None
     target, depth = change.data, change.path.count(b"/")
@@ -177,7 +174,7 @@ def _symlink_outside(change: Change, look: Look) -> str | None:
 # -- parts of configuration -----------------------------------------------------------------------
 
 
-def _sections(change: Change, look: Look, *names: str) -> str | None:
+def _sections(change: Change, context: Context, *names: str) -> str | None:
     """A section of an INI file differs."""
 
     def read(text: str) -> configparser.RawConfigParser:
@@ -188,24 +185,24 @@ def _sections(change: Change, look: Look, *names: str) -> str | None:
     def pick(found: configparser.RawConfigParser, name: str) -> dict[str, str] | None:
         return dict(found[name]) if found.has_section(name) else None
 
-    return _differing(change, look, read, pick, names)
+    return _differing(change, context, read, pick, names)
 
 
-def _tables(change: Change, look: Look, *names: str) -> str | None:
+def _tables(change: Change, context: Context, *names: str) -> str | None:
     """A table of a TOML file differs, or an array or value with that dotted name."""
-    return _differing(change, look, _read_toml, _dig, names)
+    return _differing(change, context, _read_toml, _dig, names)
 
 
 def _read_toml(text: str) -> Any:
-    # tomllib (3.11) needs the square of the parts of a dotted key
+    # tomllib (3.11) takes time that is quadratic in the parts of a dotted key
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
         raise ValueError("a key has too many parts")
     return tomllib.loads(text)
 
 
-def _keys(change: Change, look: Look, *names: str) -> str | None:
+def _keys(change: Change, context: Context, *names: str) -> str | None:
     """A member of a JSON object differs."""
-    return _differing(change, look, lambda text: json.loads(text or "{}"), _dig, names)
+    return _differing(change, context, lambda text: json.loads(text or "{}"), _dig, names)
 
 
 def _dig(found: Any, name: str) -> Any:
@@ -216,14 +213,14 @@ def _dig(found: Any, name: str) -> Any:
 
 def _differing(
     change: Change,
-    look: Look,
+    context: Context,
     read: Callable[[str], T],
     pick: Callable[[T, str], Any],
     names: tuple[str, ...],
 ) -> str | None:
     if change.mode == _SYMLINK:
         return "becomes a symbolic link"
-    before, after = look.before(change), change.data
+    before, after = context.before(change), change.data
     if max(len(before), len(after)) > _PARSED_BYTES:
         return "too long to be read"
     try:
@@ -236,70 +233,69 @@ def _differing(
 # -- modules --------------------------------------------------------------------------------------
 
 
-def _new_modules(change: Change, look: Look) -> list[str]:
+def _new_modules(change: Change, context: Context) -> list[str]:
     is_new = change.old is None and change.mode is not None
-    return look.modules_of(change.path) if is_new else []
+    return context.modules_of(change.path) if is_new else []
 
 
-def _iter_modules(path: bytes, look: Look) -> Iterator[str]:
-    """The modules that a new file makes importable as top-level ones.
-
-    They lie in a directory without `__init__.py`, and the base has nothing of that name there.
+def _iter_modules(path: bytes, context: Context) -> Iterator[str]:
+    """Iterate over the top-level modules that a new file makes importable: those in a directory
+    without `__init__.py` in which the base has nothing of the name.
     """
     above, *parts = b"", *path.split(b"/")
     for part in parts:
         name = part.partition(b".")[0] if part is parts[-1] else part
         stems = (above + name, above + name + b".py")
-        is_top = name != b"__init__" and not look.has(above + b"__init__.py")
-        if is_top and not any(map(look.base.find, stems)):
+        is_top = name != b"__init__" and not context.has(above + b"__init__.py")
+        if is_top and not any(map(context.base.find, stems)):
             yield name.decode(errors="backslashreplace")
         above += part + b"/"
 
 
-def _new_module(change: Change, look: Look) -> str | None:
-    """Named as a module of the standard library, or of a test runner."""
-    for name in _new_modules(change, look):
+def _new_module(change: Change, context: Context) -> str | None:
+    """The module has the name of one of the standard library or a test runner."""
+    for name in _new_modules(change, context):
         if name in sys.stdlib_module_names or name in _RUNNERS or name.startswith("pytest_"):
             return f"module {name}"
     return None
 
 
-def _new_dependency(change: Change, look: Look) -> str | None:
-    """Named as a module that the tests import at the base commit, whose tree does not have it."""
-    names = [name for name in _new_modules(change, look) if name in look.tests.imports]
-    return f"module {names[0]}" if names and _new_module(change, look) is None else None
+def _new_dependency(change: Change, context: Context) -> str | None:
+    """The module has the name of a dependency: the tests import it, and the base lacks it."""
+    names = [name for name in _new_modules(change, context) if name in context.tests.imports]
+    return f"module {names[0]}" if names and _new_module(change, context) is None else None
 
 
-def _new_tested_module(change: Change, look: Look) -> str | None:
-    """Named as a module that only the test patch imports; it may be what the task asks for."""
-    names = [name for name in _new_modules(change, look) if name in look.tests.new_imports]
+def _new_tested_module(change: Change, context: Context) -> str | None:
+    """The module is imported only after the test patch; it may be what the task asks for."""
+    names = [name for name in _new_modules(change, context) if name in context.tests.new_imports]
     return f"module {names[0]}" if names else None
 
 
 # -- tests ----------------------------------------------------------------------------------------
 
 
-def _package_marker(change: Change, look: Look) -> str | None:
-    """`__init__.py` comes or goes at the top, or where tests are."""
+def _package_marker(change: Change, context: Context) -> str | None:
+    """`__init__.py` is added or removed at the top, or in a directory of tests."""
     if change.old is not None and change.mode is not None:
         return None
     above = change.path.rpartition(b"/")[0]
-    holds_tests = any(is_test(above + b"/" + name) for name in look.base.names_in(above))
+    holds_tests = any(is_test(above + b"/" + name) for name in context.base.names_in(above))
     if above and not holds_tests and not is_test(change.path):
         return None
     return "added" if change.old is None else "removed"
 
 
-def _test_removed(change: Change, look: Look) -> str | None:
+def _test_removed(change: Change, context: Context) -> str | None:
     return "" if change.mode is None and is_test(change.path) else None
 
 
-def _test_weakened(change: Change, look: Look) -> str | None:
+def _test_weakened(change: Change, context: Context) -> str | None:
     if change.old is None or change.mode is None or not is_test(change.path):
         return None
-    old = look.before(change)
+    old = context.before(change)
     before, after = differing_part(change.data, old), differing_part(old, change.data)
-    said = []
+    details = []
     for noun, pattern, sign in (
         ("tests", _TESTS, -1),
         ("assertions", _ASSERTIONS, -1),
@@ -307,16 +303,16 @@ def _test_weakened(change: Change, look: Look) -> str | None:
     ):
         count = (len(pattern.findall(after)) - len(pattern.findall(before))) * sign
         if count > 0:
-            said.append(f"{count} {noun} {'fewer' if sign < 0 else 'more'}")
-    return ", ".join(said) or None
+            details.append(f"{count} {noun} {'fewer' if sign < 0 else 'more'}")
+    return ", ".join(details) or None
 
 
-def _test_edited(change: Change, look: Look) -> str | None:
+def _test_edited(change: Change, context: Context) -> str | None:
     is_edit = change.old is not None and change.mode is not None and is_test(change.path)
-    return "" if is_edit and _test_weakened(change, look) is None else None
+    return "" if is_edit and _test_weakened(change, context) is None else None
 
 
-def _test_added(change: Change, look: Look) -> str | None:
+def _test_added(change: Change, context: Context) -> str | None:
     return "" if change.old is None and change.mode is not None and is_test(change.path) else None
 
 

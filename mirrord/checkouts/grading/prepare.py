@@ -1,9 +1,9 @@
-"""The preparation of a grade: from an agent's tree, or a model's patch, to a layer on the base.
+"""The preparation of a grade: an agent's tree or a model's patch becomes a layer on the base.
 
-The one call of a worker for a grade. Content alone crosses: the paths, blobs and modes that git
-would record. What the rules drop is left out, paths of the test patch go back to the base, and the
-test patch's result comes on top. Files are written as a checkout of the base commit writes them:
-attributes of the agent's change nothing about the tests. A crash leaves a layer without a lease.
+One worker call. Only content is taken over: the paths, blobs and modes that git would record. What
+the rules drop is left out, paths of the test patch are restored to the base, and its result comes
+on top. Files are written as a checkout of the base commit would, so the agent's attributes do not
+affect the tests. A crash leaves a layer without a lease.
 """
 
 import hashlib
@@ -37,17 +37,17 @@ from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..snapshots import LayerFile, write_layer
 from ..stores.store import CONFIG
-from .conditions import InstanceTests, Look, imports_of
-from .rules import Policies, Rule, RuleBook, cut, iter_findings, noted, printable, sift
+from .conditions import Context, InstanceTests, imports_of
+from .rules import Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
 
-_REMEMBERED = 16
+_CACHED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GradeJob:
-    """A grade to prepare: on which tree of a mirror, into which new `layer`, by which rules.
+    """A grade to prepare: the tree of a mirror, the new `layer`, the tests and the rules.
 
-    `below` are prepared layers, which have files of that tree, and others.
+    `below` are prepared layers, which have files of that tree and others.
     """
 
     mirror: Path
@@ -61,28 +61,26 @@ class GradeJob:
 
     @property
     def scratch(self) -> Path:
-        """A private place for git, beside the layer; a start removes what lies there."""
+        """A private directory for git, beside the layer; a start removes what is left of it."""
         return self.layer.with_name(f".scratch-{self.layer.name}")
 
 
 class AgentTree(NamedTuple):
-    """The change is what differs in a checkout; `changed` finds the paths that may."""
+    """The change is the difference in a checkout; `changed` lists the paths that may differ."""
 
     job: PatchJob
     changed: ChangedPaths
 
 
 class ModelPatch(NamedTuple):
-    """The change is a patch for the base commit, a long one in a file."""
+    """The change is a patch for the base commit; a long one is in a file."""
 
     patch: bytes | Path
     strategy: ApplyStrategy = ApplyStrategy.EXACT
 
 
 class Prepared(NamedTuple):
-    """What a grade has; `tests` is None without a test patch. `files` and `size_bytes` are the
-    layer's.
-    """
+    """A prepared grade. `files` and `size_bytes` are its layer's; `tests` may be None."""
 
     changed: int
     dropped: list[str]
@@ -109,11 +107,13 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         tests = _tests_of(job, objects)
         base = tree.base if tree else BaseTree(objects, job.tree)
         by_path = {change.path: change for change in changes}
-        look = Look(base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes)
+        context = Context(
+            base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes
+        )
         book = _book(job.own_rules)
-        left = find_leftovers(tree, changed, look, book) if tree else []
-        sifted = sift(look, book, job.policies, left)
-        written = [*sifted.changes, *look.tests.changes]
+        left = find_leftovers(tree, changed, context, book) if tree else []
+        sifted = sift(context, book, job.policies, left)
+        written = [*sifted.changes, *context.tests.changes]
         files = _files(written, _conversions(objects, base, written))
         write_layer(job.layer, partial(_names_in, base, job.below), files)
     return Prepared(
@@ -128,7 +128,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
 
 
 def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[bytes]:
-    """The names that git tracks in a directory, and those that layers below have there."""
+    """Return the names in a directory: those that git tracks, and those of the layers below."""
     names = set(base.names_in(directory))
     for layer in below:
         with (
@@ -146,7 +146,7 @@ _book = lru_cache(maxsize=4)(RuleBook)
 def _applied(
     job: GradeJob, objects: Objects, source: ModelPatch
 ) -> tuple[list[Change], FoundStrategy | None]:
-    """The changes that a patch makes; an empty one makes none."""
+    """Return the changes that a patch makes, none for an empty one."""
     patch = source.patch.read_bytes() if isinstance(source.patch, Path) else source.patch
     if not patch.strip():
         return [], None
@@ -155,15 +155,15 @@ def _applied(
     return applied.changes, applied.strategy
 
 
-_tests: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
-"""By mirror, tree and digest of the patch: many changes are graded by the same tests."""
+_tests_cache: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
+"""A cache by mirror, tree and digest of the patch: many changes are graded by the same tests."""
 
 
 def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     if job.test_patch is None:
         return None
     key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest()
-    found = _tests.pop(key, None)
+    found = _tests_cache.pop(key, None)
     if found is None:
         base = BaseFiles(objects, job.tree)
         try:
@@ -177,21 +177,21 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
         before = set[str]().union(*(imports_of(objects.read_blob(e.oid)) for e in old if e))
         after = set[str]().union(*(imports_of(change.data) for change in changes))
         found = InstanceTests(changes, frozenset(before), frozenset(after - before))
-    _tests[key] = found
-    while len(_tests) > _REMEMBERED:
-        _tests.popitem(last=False)
+    _tests_cache[key] = found
+    while len(_tests_cache) > _CACHED:
+        _tests_cache.popitem(last=False)
     return found
 
 
 def _conversions(objects: Objects, base: BaseTree, changes: Iterable[Change]) -> Conversions:
-    """Those of the base commit, by the attribute files on the way to the changes."""
+    """Return the base commit's conversions, by its attribute files on the way to the changes."""
     directories = {b"", *(above for change in changes for above in parents(change.path))}
     places = (above + b"/.gitattributes" if above else b".gitattributes" for above in directories)
     return conversions_for(objects, filter(None, map(base.find, places)))
 
 
 def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[LayerFile]:
-    """Changes with the bytes that a checkout has."""
+    """Iterate over changes with the bytes that a checkout has."""
     for change in changes:
         data = change.data
         is_file = change.mode is not None and stat.S_ISREG(change.mode)
@@ -200,11 +200,11 @@ def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[Laye
         yield change.path, change.mode, data
 
 
-# -- what is in an agent's tree and in no change ---------------------------------------------------
+# -- leftovers: files of an agent's tree that are in no change -------------------------------------
 #
-# Ignored files, odd files, its `.git`: none of it reaches a grade. What would steer tests in the
-# agent's own tree is named all the same, so that a reader learns of the attempt. Read as the tree's
-# owner, and bounded; what the owner may not read is passed over.
+# Ignored files, special files and `.git` do not reach a grade. Those that would steer tests in the
+# agent's own tree are reported, because they show the attempt. They are read as the tree's owner,
+# up to a bound; what the owner may not read is skipped.
 
 LOOKED_AT = 5_000
 _LEFT_NAMED = 3  # findings of one rule: an ignored directory may hold thousands
@@ -218,21 +218,21 @@ _SETTINGS = re.compile(
 
 
 def find_leftovers(
-    tree: Worktree, changed: Iterable[bytes], look: Look, book: RuleBook
+    tree: Worktree, changed: Iterable[bytes], context: Context, book: RuleBook
 ) -> list[Steering]:
-    """What to name of an open checkout; `changed` are all paths that may differ."""
+    """Return the findings outside of the change; `changed` are all paths that may differ."""
     with tree.owner:
         found = [*_in_git_directory(tree.reader, tree.owner, book)]
         files = list(islice(_iter_files(tree, changed), LOOKED_AT))
     seen: dict[tuple[str, str], Steering] = {}
-    for path, mode in files:  # as the daemon: the owner may not read the mirror
-        for each in _judged(path, mode, look, book):
+    for path, mode in files:  # as the daemon's user, because the owner may not read the mirror
+        for each in _judged(path, mode, context, book):
             seen[each.rule, each.path] = each
     return [*found, *cut(seen.values(), _LEFT_NAMED)]
 
 
 def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-    """What is no directory, at and below each changed path, with its `st_mode`."""
+    """Iterate over files at and below each changed path, with `st_mode`."""
     for top in changed:
         if mode := tree.modes.get(top):
             yield top, mode
@@ -247,45 +247,45 @@ def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[byte
                     yield path, found.st_mode
 
 
-def _judged(path: bytes, mode: int, look: Look, book: RuleBook) -> Iterator[Steering]:
+def _judged(path: bytes, mode: int, context: Context, book: RuleBook) -> Iterator[Steering]:
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
-        yield noted(book.named("special-file"), path, "left", "a pipe, socket or device")
+        yield finding(book.named("special-file"), path, "left", "a pipe, socket or device")
         return
     if stat.S_ISREG(mode) and mode & (stat.S_ISUID | stat.S_ISGID):
-        yield noted(book.named("special-file"), path, "left", "set-id bits")
+        yield finding(book.named("special-file"), path, "left", "set-id bits")
     parts = path.split(b"/")
     if b".git" in parts:
         nested = b"/".join(parts[: parts.index(b".git") + 1])
-        yield noted(book.named("git-directory"), nested, "left", "a repository in the tree")
-    elif path not in look.changes and look.base.find(path) is None:
-        for rule, detail in iter_findings(book, Change(path, 0o100644, b"", None), look):
-            yield noted(rule, path, "left", detail or "ignored")
+        yield finding(book.named("git-directory"), nested, "left", "a repository in the tree")
+    elif path not in context.changes and context.base.find(path) is None:
+        for rule, detail in iter_findings(book, Change(path, 0o100644, b"", None), context):
+            yield finding(rule, path, "left", detail or "ignored")
 
 
 def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> Iterator[Steering]:
-    """What git, run by anybody in the agent's tree, would obey."""
+    """Find settings in `.git` that git would obey, run by anyone in the agent's tree."""
     rule = book.named("git-directory")
     found = reader.find_stat(b".git")
     if found is None or not stat.S_ISDIR(found.st_mode):
-        yield noted(rule, b".git", "left", "replaced" if found else "removed")
+        yield finding(rule, b".git", "left", "replaced" if found else "removed")
         return
     with suppress(OSError, errors.CheckoutBusyError, errors.DiffTooLargeError):
         hooks = reader.find_stat(b".git/hooks")
         for name in reader.names_in(b".git/hooks") if hooks and stat.S_ISDIR(hooks.st_mode) else ():
             if not name.endswith(b".sample"):
-                yield noted(rule, b".git/hooks/" + name, "left", "a hook")
+                yield finding(rule, b".git/hooks/" + name, "left", "a hook")
     for path in (b".git/info/attributes", b".git/info/exclude"):
         lines = _read(reader, owner, path).splitlines()
         if any(line.strip() and not line.startswith(b"#") for line in lines):
-            yield noted(rule, path, "left", "has rules")
+            yield finding(rule, path, "left", "has rules")
     config = _read(reader, owner, b".git/config")
     if config != CONFIG and (setting := _SETTINGS.search(config)):
-        said = setting[0].decode(errors="replace").strip(" \t[=")
-        yield noted(rule, b".git/config", "left", f"sets {said}")
+        key = setting[0].decode(errors="replace").strip(" \t[=")
+        yield finding(rule, b".git/config", "left", f"sets {key}")
 
 
 def _read(reader: TreeReader, owner: ActingAs, path: bytes) -> bytes:
-    """The begin of a file; nothing where there is none to be read."""
+    """Return the beginning of a file; empty if it cannot be read."""
     with suppress(OSError, errors.CheckoutBusyError):
         directory, name = reader.locate(path)
         with opened(owner.open_regular(directory, name)) as file:

@@ -1,8 +1,8 @@
-"""What in an agent's change could steer the tests: the rules, as one table, and what they drop.
+"""Rules that find what in an agent's change could steer the tests, and what policies drop of it.
 
-A rule names paths, and where those alone say too little a condition on the change
-(`conditions.py`). docs/grading.md has the same table; a test holds the two equal. The configuration
-adds rules of the kind `own`. The policy of a rule's kind decides what becomes of a path. Pure.
+A rule names paths and, where those are not enough, a condition on the change (`conditions.py`). A
+test compares the table with the one in docs/grading.md. The configuration adds rules of the kind
+`own`. The policy for a rule's kind decides what happens to a path. No I/O.
 """
 
 import re
@@ -15,16 +15,15 @@ from ...model import Policy, SteeringKind
 from ...protocol import Steering
 from ..files.reader import parents
 from ..patches.fit import Change
-from .conditions import CONDITIONS, Look
+from .conditions import CONDITIONS, Context
 
 _PATHS_KEPT = 4096
 
 
 class Rule(NamedTuple):
-    """`paths` are patterns (`expression`); `when` a condition's name and its arguments.
+    """`paths` are patterns (`expression`), `when` is a condition's name and its arguments.
 
-    `loads` says what loads such a file, for people. `policy` is an own rule's, of the
-    configuration.
+    `loads` tells people which program loads such a file. `policy` is that of an own rule.
     """
 
     name: str
@@ -35,9 +34,9 @@ class Rule(NamedTuple):
     policy: Policy | None = None
 
 
-# name (kind): who loads such a file
+# name (kind): the programs that load such a file
 #   patterns of paths
-#   if condition, and its words: regular expressions where it looks at lines
+#   if condition, and its arguments: regular expressions for lines
 _TABLE = r"""
 pytest-conftest (runner): pytest, before the tests beside and below it
   conftest.py
@@ -203,14 +202,14 @@ RULES = tuple(_iter_rules())
 
 
 def own_rule(name: str, paths: Iterable[str], policy: Policy | None) -> Rule:
-    """A rule of the configuration."""
+    """Return a rule of the configuration."""
     return Rule(name, SteeringKind.OWN, tuple(paths), (), "as configured", policy)
 
 
 class RuleBook:
-    """Rules with their patterns compiled: the built-in ones, and those of the configuration.
+    """The built-in rules and those of the configuration, compiled.
 
-    Rollouts of one instance change the same files: the rules of paths seen lately are remembered.
+    Rollouts of one instance change the same files, so the rules of recent paths are cached.
     """
 
     def __init__(self, own: Iterable[Rule] = ()) -> None:
@@ -224,11 +223,11 @@ class RuleBook:
         return self._by_name[name]
 
     def place(self, name: str) -> int:
-        """Where a rule is in the table."""
+        """Return the position of a rule in the table."""
         return self._places[name]
 
     def _matching(self, path: bytes) -> list[Rule]:
-        """The rules whose paths a path matches; their conditions remain to be judged."""
+        """Return the rules whose patterns match a path; their conditions are not checked."""
         name = path.rpartition(b"/")[2]
         return [
             rule
@@ -238,7 +237,7 @@ class RuleBook:
 
 
 def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """One expression for last names, one for whole paths: patterns with a slash, and `**`."""
+    """Compile patterns to an expression for names and one for paths, with a `/` or just `**`."""
     both: dict[bool, list[bytes]] = {False: [], True: []}
     for each in patterns:
         both["/" in each or each == "**"].append(expression(each))
@@ -247,7 +246,7 @@ def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[by
 
 
 def expression(pattern: str) -> bytes:
-    """A pattern as a regular expression.
+    """Return a pattern as a regular expression.
 
     `*` and `?` stop at slashes; `**/` stands for any directories, `**` for anything.
     """
@@ -256,14 +255,14 @@ def expression(pattern: str) -> bytes:
     return f"(?s:{''.join(words.get(part) or re.escape(part) for part in parts)})".encode()
 
 
-# -- the change that is left -----------------------------------------------------------------------
+# -- sifting ---------------------------------------------------------------------------------------
 #
-# Paths of the test patch are the tests' whatever the agent did there, or above or below them.
-# Nothing is dropped by halves: what stands in the way of a path that goes back to the base, a file
-# in the place of its directory, goes too.
+# Paths of the test patch get its result whatever the agent did there, above or below them. A change
+# that obstructs a path that is restored to the base, such as a file in the place of its directory,
+# is dropped with it.
 
 NAMED = 100
-"""Findings of one rule in an answer; the rest is counted."""
+"""Findings of one rule in an answer; further ones are counted."""
 
 Action = Literal["applied", "dropped", "restored", "left", "refused"]
 _ACTIONS: dict[Policy, Action] = {
@@ -274,7 +273,7 @@ _ACTIONS: dict[Policy, Action] = {
 
 
 class Policies(NamedTuple):
-    """What to do, by kind: as the request asks, else as an own rule says, else as configured."""
+    """What to do with a finding: the policy of the request, of an own rule, or as configured."""
 
     default: Policy
     kinds: Mapping[SteeringKind, Policy]
@@ -283,7 +282,7 @@ class Policies(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As a request spells them; own rules may have others."""
+        """The policies as a request spells them, without those of own rules."""
         general = self.asked or self.default
         kinds = {kind: self.asked or policy for kind, policy in self.kinds.items()}
         kinds |= self.asked_kinds
@@ -303,73 +302,75 @@ class Policies(NamedTuple):
 
 
 class Sifted(NamedTuple):
-    """The agent's change without what is dropped, and all that was noticed in it."""
+    """The changes that are kept, the paths that are dropped, and all findings."""
 
     changes: list[Change]
     dropped: list[bytes]
     steering: list[Steering]
 
 
-def sift(look: Look, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()) -> Sifted:
-    """Raises SteeringRefusedError where a policy refuses, naming everything that was noticed.
+def sift(
+    context: Context, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()
+) -> Sifted:
+    """Apply rules and policies to a change; `left` are findings outside of it.
 
-    `left` is what was noticed outside of the change.
+    Raises SteeringRefusedError with all findings if a policy refuses one.
     """
     steering: list[Steering] = []
     gone: set[bytes] = set()
-    tests = _Places(change.path for change in look.tests.changes)
-    for path, change in look.changes.items():
-        if path in tests.paths or tests.are_hindered_by(change):
-            steering.append(noted(book.named("test-patch-path"), path, "restored"))
+    tests = _PathSet(change.path for change in context.tests.changes)
+    for path, change in context.changes.items():
+        if path in tests.paths or tests.are_obstructed_by(change):
+            steering.append(finding(book.named("test-patch-path"), path, "restored"))
             gone.add(path)
             continue
-        findings = list(iter_findings(book, change, look))
+        findings = list(iter_findings(book, change, context))
         actions = {_ACTIONS[policies.of(rule)] for rule, _ in findings}
         if "dropped" in actions:
             gone.add(path)
         for rule, detail in findings:
             action = _ACTIONS[policies.of(rule)]
             action = "dropped" if action == "applied" and path in gone else action
-            steering.append(noted(rule, path, action, detail))
-    back = _Places(path for path in gone if look.changes[path].old is not None)
-    for path, change in look.changes.items():
-        if path not in gone and back.are_hindered_by(change):
-            steering.append(noted(book.named("displaced"), path, "dropped"))
+            steering.append(finding(rule, path, action, detail))
+    back = _PathSet(path for path in gone if context.changes[path].old is not None)
+    for path, change in context.changes.items():
+        if path not in gone and back.are_obstructed_by(change):
+            steering.append(finding(book.named("displaced"), path, "dropped"))
             gone.add(path)
     steering = sorted([*steering, *left], key=lambda found: book.place(found.rule))
     if refused := [found for found in steering if found.action == "refused"]:
         raise _refusal(refused, cut(steering, NAMED))
-    kept = [change for path, change in look.changes.items() if path not in gone]
+    kept = [change for path, change in context.changes.items() if path not in gone]
     return Sifted(kept, sorted(gone), cut(steering, NAMED))
 
 
-class _Places:
-    """Paths that the tree has to have room for."""
+class _PathSet:
+    """Paths that the tree must be able to have."""
 
     def __init__(self, paths: Iterable[bytes]) -> None:
         self.paths = set(paths)
         self._above = {above for path in self.paths for above in parents(path)}
 
-    def are_hindered_by(self, change: Change) -> bool:
-        """Whether it puts a file where one of them needs a directory, or the reverse."""
+    def are_obstructed_by(self, change: Change) -> bool:
+        """Return whether a change has a file where one of them needs a directory, or vice versa."""
         if change.mode is None or not self.paths:
             return False
         return change.path in self._above or not self.paths.isdisjoint(parents(change.path))
 
 
-def iter_findings(book: RuleBook, change: Change, look: Look) -> Iterator[tuple[Rule, str]]:
-    """The rules that hold for a change, with a detail each."""
+def iter_findings(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
+    """Iterate over the rules that apply to a change, with details."""
     for rule in book.matching(change.path):
         if not rule.when:
             yield rule, "removed" if change.mode is None else ""
             continue
         name, *words = rule.when
-        detail = CONDITIONS[name](change, look, *words)
+        detail = CONDITIONS[name](change, context, *words)
         if detail is not None:
             yield rule, detail
 
 
-def noted(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steering:
+def finding(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steering:
     name = printable(path)
     return Steering(rule=rule.name, kind=rule.kind, path=name, action=action, detail=detail)
 
@@ -379,7 +380,7 @@ def printable(path: bytes) -> str:
 
 
 def cut(steering: Iterable[Steering], most: int) -> list[Steering]:
-    """At most so many findings of one rule; the last of them has the number of the others."""
+    """Return at most `most` findings of each rule; the last one counts the others."""
     by_rule: dict[str, list[Steering]] = {}
     for each in steering:
         by_rule.setdefault(each.rule, []).append(each)
@@ -395,7 +396,7 @@ def _refusal(refused: list[Steering], steering: list[Steering]) -> SteeringRefus
     names = sorted({f"{found.path} ({found.rule})" for found in refused})
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return SteeringRefusedError(
-        f"cannot grade the change: it has what could steer the tests: {', '.join(names[:5])}{more}",
-        hint="look at it; `--policy drop` leaves it out, `--policy report` applies it",
+        f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
+        hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
         steering=[found.to_json() for found in steering],
     )

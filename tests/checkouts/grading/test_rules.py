@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mirrord.checkouts.grading.conditions import (
     CONDITIONS,
+    Context,
     InstanceTests,
-    Look,
     differing_part,
     is_test,
 )
@@ -56,9 +56,9 @@ class Lab:
             return Change(path.encode(), None, b"", old)
         return Change(path.encode(), mode, content.encode(), old)
 
-    def look(self, *changes: Change, tests: InstanceTests | None = None) -> Look:
+    def context(self, *changes: Change, tests: InstanceTests | None = None) -> Context:
         by_path = {change.path: change for change in changes}
-        return Look(self._base, self._objects.read_blob, by_path, tests or InstanceTests(), 1000)
+        return Context(self._base, self._objects.read_blob, by_path, tests or InstanceTests(), 1000)
 
     def judge(
         self,
@@ -67,8 +67,8 @@ class Lab:
         tests: InstanceTests | None = None,
         book: RuleBook | None = None,
     ) -> Sifted:
-        look = self.look(*changes, tests=tests)
-        return sift(look, book or RuleBook(), policies or Policies(Policy.REPORT, {}))
+        context = self.context(*changes, tests=tests)
+        return sift(context, book or RuleBook(), policies or Policies(Policy.REPORT, {}))
 
     def rules(self, path: str, content: str | None, mode: int = 0o100644) -> set[str]:
         """The rules that name a change, with tests that import `responses` and newly `fresh`."""
@@ -292,7 +292,7 @@ _LINES = st.lists(st.sampled_from([b"a\n", b"b\n", b"a", b"\n", b"aa\n"]), max_s
 
 @given(old=_LINES, new=_LINES)
 def test_no_line_that_comes_is_overlooked(old: bytes, new: bytes) -> None:
-    """Conditions look at the part that differs alone."""
+    """Conditions context at the part that differs alone."""
     part = differing_part(old, new)
     assert part in new
     assert {*new.splitlines()} - {*old.splitlines()} <= {*part.splitlines()}
