@@ -1,8 +1,8 @@
-"""Recipes: how an environment is built and its tests are run. Pure; no I/O.
+"""Recipes: how an environment is built and its tests are run. No I/O but for the swebench package.
 
-A recipe names an interpreter, packages and commands, and nothing of one instance's answer: agents
-may read it. `requirements` are installed first, then `packages`, which win, as in SWE-bench's own
-scripts; then, in the tree of an instance, `pre_install` and `install` run.
+A recipe names an interpreter, packages and commands. Agents may read it: it says nothing about an
+instance's solution. `requirements` are installed first, then `packages`, which take precedence, as
+in SWE-bench's scripts; then `pre_install` and `install` run in the tree of an instance.
 """
 
 import functools
@@ -27,7 +27,7 @@ from ..protocol import MalformedError, Recipe, canonical
 from ..testlogs import find_parser, parser_of_repo
 
 ReadFile = Callable[[str], str | None]
-"""The text of a file of the tree, by its path; None where there is none."""
+"""Returns the text of a file of the tree, or None."""
 
 _PYTHON = re.compile(r"3\.\d{1,2}(\.\d{1,2})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -39,29 +39,29 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LINES, _CHARACTERS = 2000, 20_000
 _DEEP = 8
 
-_CONDA_ALONE = {
+_CONDA_ONLY = {
     *("cudatoolkit", "ffmpeg", "gcc", "gfortran", "git", "graphviz", "gxx", "hdf5", "imagemagick"),
     *("libgdal", "libnetcdf", "make", "mkl", "nodejs", "openblas", "pandoc", "proj", "r-base"),
     *("compilers", "c-compiler", "cxx-compiler", "fortran-compiler"),
 }
-"""Programs and libraries that conda installs and PyPI does not."""
+"""Programs and libraries that conda has and PyPI does not."""
 _CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
 _RENAMED = {"types-pkg_resources": "types-setuptools", "types-pkg-resources": "types-setuptools"}
-"""Withdrawn from PyPI; SWE-bench's scripts replace it too."""
+"""Withdrawn from PyPI; SWE-bench's scripts replace them too."""
 
 
 def digest_of(recipe: Recipe) -> str:
-    """The hash of its canonical JSON."""
+    """Return the hash of a recipe's canonical JSON."""
     return hashlib.sha256(canonical(recipe)).hexdigest()
 
 
 def key_of(
     *, instance: str, repo: str, image: str | None, version: str | None, python: str | None
 ) -> str:
-    """The key of an instance's environment, which it shares with others.
+    """Return the key of an instance's environment, which other instances share.
 
-    An image made for one instance alone, or for a commit, which may be the gold one, is no name for
-    that; then repository and version are.
+    It is the name of the image, unless that was made for the instance alone or names a commit,
+    which may be the gold one; then repository and version.
     """
     owner_name = MirrorName.parse(repo).key
     if image and not _names_instance(image, instance) and not _COMMIT.search(image):
@@ -72,13 +72,13 @@ def key_of(
 
 
 def _names_instance(image: str, instance: str) -> bool:
-    """Docker takes no `__` in an image's name: `_1776_` or `_s_` stands for it."""
+    # Docker allows no `__` in the name of an image: `_1776_` or `_s_` replaces it
     plain = re.sub(r"_(1776|s)_|__", "-", image.lower())
     return instance.lower().replace("__", "-") in plain
 
 
 def _slug(text: str) -> str:
-    """A text as a key. One that had to be changed much keeps a hash of all of it."""
+    """Return a text as a key; one that is too long is cut and gets a hash."""
     found = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
     if len(found) > 120 or not found:
         found = f"{found[:100]}-{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip("-")
@@ -89,7 +89,7 @@ def _slug(text: str) -> str:
 
 
 def checked(recipe: Recipe) -> Recipe:
-    """The same recipe; raises InvalidRecipeError with all that is wrong."""
+    """Return a valid recipe. Raises InvalidRecipeError with all faults."""
     faults = list(_iter_faults(recipe))
     if faults:
         raise InvalidRecipeError(
@@ -161,15 +161,15 @@ def _alternatives(line: str) -> list[str]:
 
 
 def reads_tree(recipe: Recipe) -> bool:
-    """Whether the recipe names files of the tree, which `expanded` needs."""
+    """Return whether the recipe names files of the tree, and so needs `expanded`."""
     return any(line.startswith(_FILE) for line in recipe.requirements)
 
 
 def expanded(recipe: Recipe, read: ReadFile) -> Recipe:
-    """The recipe with the packages that its `-r` lines name; raises InvalidRecipeError.
+    """Replace the `-r` lines of a recipe by the packages that they name.
 
-    As in SWE-bench's scripts, the project itself is left out (`-e .`): installed here it would be
-    the version of another commit. So are options, which could name another index.
+    As in SWE-bench's scripts, the project itself (`-e .`) is left out: it would be that of another
+    commit. Options are left out, because they could name another index. Raises InvalidRecipeError.
     """
     lines: list[str] = []
     for line in recipe.requirements:
@@ -216,24 +216,24 @@ def _conda_file(text: str, path: str) -> Iterator[str]:
 
 
 def pip_lines(specs: Iterable[str]) -> Iterator[str]:
-    """Packages as conda spells them, as pip does. Raises InvalidRecipeError for what is no package
-    of Python's.
+    """Translate packages from conda's spelling to pip's. Raises InvalidRecipeError for those that
+    are not Python packages.
     """
     for spec in specs:
         text = spec.rpartition("::")[2].strip()
         match = re.fullmatch(rf"({_NAME})\s*(.*)", text)
-        name, rest = (match[1].lower(), match[2].strip()) if match else (text, "")
+        name, version = (match[1].lower(), match[2].strip()) if match else (text, "")
         if name in _CONDA_ITSELF:
             continue
-        if not match or name in _CONDA_ALONE or name.startswith("lib"):
+        if not match or name in _CONDA_ONLY or name.startswith("lib"):
             raise InvalidRecipeError(
                 f"cannot install {shown(spec)} without conda: PyPI has no such package",
                 hint="write a recipe of your own with host_packages: docs/environments.md",
             )
-        if pinned := re.fullmatch(r"=([^=<>!~,]+)(=.*)?", rest):  # conda's = is a prefix
-            version = pinned[1].strip().removesuffix(".*").removesuffix("*").rstrip(".")
-            rest = f"=={version}" if pinned[2] else f"=={version}.*"
-        yield _RENAMED.get(name, f"{match[1]}{rest}")
+        if pinned := re.fullmatch(r"=([^=<>!~,]+)(=.*)?", version):  # conda's = matches a prefix
+            number = pinned[1].strip().removesuffix(".*").removesuffix("*").rstrip(".")
+            version = f"=={number}" if pinned[2] else f"=={number}.*"
+        yield _RENAMED.get(name, f"{match[1]}{version}")
 
 
 _SPECS = "MAP_REPO_VERSION_TO_SPECS_PY"
@@ -244,7 +244,7 @@ _DEFAULT_SPEC = {
     "install": "python -m pip install -e .",
     "test_cmd": "pytest -rA",
 }
-"""For rows that say which Python they run on, and nothing else."""
+"""For rows that only say which Python they run on."""
 
 _ASSIGNMENT = re.compile(r"\w+=\S*$")
 _APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
@@ -254,10 +254,10 @@ _APT = re.compile(r"(?:sudo |DEBIAN_FRONTEND=\w+ )*apt(?:-get)? ")
 
 
 def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
-    """The recipe of an instance: what its row says, over what `swebench` has for its version.
+    """Return the recipe of an instance: that of its row, or else of the `swebench` package.
 
     With `frozen` the index is that of the instance's date. Raises RecipeNotFoundError, and
-    InvalidRecipeError for what cannot be done here.
+    InvalidRecipeError for recipes that need more than uv.
     """
     spec = dict(swebench_specs().get(row.repo.lower(), {}).get(row.version or "", {}))
     own = row.install_config or {}
@@ -275,8 +275,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
         )
     if not spec.get("python"):
         raise RecipeNotFoundError(
-            f"cannot make a recipe for {row.id}: neither its row nor the swebench package says"
-            " what its environment is made of",
+            f"cannot make a recipe for {row.id}: neither its row nor the swebench package has one",
             hint='`pip install "swebench<5"` beside mirrord, or import a recipe of your own:'
             " `mirrord environment import FILE`",
             instance=row.id,
@@ -287,7 +286,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
 
 
 def key_of_row(row: InstanceRow) -> str:
-    """The key of an instance's environment, whether or not it has a recipe."""
+    """Return the key of an instance's environment, which may have no recipe."""
     return key_of(
         instance=row.id, repo=row.repo, image=row.environment, version=row.version,
         python=row.python_version,
@@ -295,14 +294,12 @@ def key_of_row(row: InstanceRow) -> str:
 
 
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
-    """A recipe from an `install_config`, or a value of SWE-bench's mapping, which has the same
-    words.
-    """
+    """Return the recipe of an `install_config`, or of a value of SWE-bench's mapping."""
     requirements, packages = _packages_of(spec)
     commands, variables = _variables_of(spec)
     host: dict[str, None] = {}
     pre_install = [left for each in _list(spec, "pre_install") if (left := _take_apt(each, host))]
-    if any(_ASSIGNMENT.match(each) for each in pre_install):  # for the commands after it
+    if any(_ASSIGNMENT.match(each) for each in pre_install):  # it applies to the commands after it
         pre_install = ["\n".join(["set -e", *pre_install])]
     install = [left for each in _list(spec, "install") if (left := _take_apt(each, host))]
     test = " && ".join(_list(spec, "test_cmd"))
@@ -323,7 +320,7 @@ def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:
 
 
 def _packages_of(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The lines of `requirements`, and those of `packages`."""
+    """Return the lines of `requirements` and of `packages`."""
     named = _list(spec, "packages")
     requirements: list[str] = []
     if named == ["requirements.txt"]:
@@ -337,7 +334,7 @@ def _packages_of(spec: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Commands that stay before the test command, and the variables that others set."""
+    """Return the commands before the test command, and the variables that `export` sets."""
     variables = {str(name): str(value) for name, value in (spec.get("env_vars") or {}).items()}
     commands = []
     for command in _list(spec, "eval_commands"):
@@ -350,8 +347,8 @@ def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def _take_apt(command: str, found: dict[str, None]) -> str:
-    """A command without its calls of apt, which a sandbox cannot make; the packages that those
-    install are added to `found`.
+    """Return a command without its calls of apt, which a sandbox cannot make; add the packages that
+    they install to `found`.
     """
     parts = re.split(r"\s*(?:&&|;)\s*", command)
     left = [part for part in parts if not _APT.match(part)]
@@ -374,8 +371,9 @@ def _list(spec: Mapping[str, Any], name: str) -> list[str]:
 
 @functools.cache
 def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
-    """SWE-bench's mapping by repository in lower case and version; empty where the package is not
-    installed. Its fifth release has none any more.
+    """Return SWE-bench's mapping by repository in lower case and version.
+
+    Empty if the package is not installed; its fifth release has no mapping.
     """
     found = importlib.util.find_spec("swebench")
     for place in (found.submodule_search_locations or ()) if found else ():
@@ -408,15 +406,15 @@ def _read_specs(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def recipes_of_toml(text: str, source: str) -> list[Recipe]:
-    """The recipes of a file: its tables `[[environment]]`, in order. Raises InvalidRecipeError."""
+    """Return the recipes of a file, one per table `[[environment]]`. Raises InvalidRecipeError."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _refusal(source, f"not TOML: {error}") from None
     found = tables.pop("environment", None)
     if tables or not isinstance(found, list) or not found:
-        other = f"; {shown(next(iter(tables)))} is no part of one" if tables else ""
-        raise _refusal(source, f"it has no [[environment]] tables alone{other}")
+        fact = f"{shown(next(iter(tables)))} is not" if tables else "it has none"
+        raise _refusal(source, f"only [[environment]] tables are allowed; {fact}")
     recipes = []
     for number, table in enumerate(found, 1):
         if "index_date" in table:
@@ -429,7 +427,7 @@ def recipes_of_toml(text: str, source: str) -> list[Recipe]:
             raise _refusal(source, f"environment {number}: {error}") from error
     keys = [each.key for each in recipes]
     if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise _refusal(source, f"{twice[0]} stands there twice")
+        raise _refusal(source, f"key {twice[0]} is used twice")
     return recipes
 
 

@@ -211,7 +211,7 @@ def test_the_recipes_of_the_examples_are_read() -> None:
         ("[[environment]]\nkey = 'a'\npython = 3.11", "python: Input should be a string"),
         ("[[environment]]\nkey = 'a'\npython = '3.11'\npip = []", "unknown key pip"),
         ("[[environment]]\nkey = 'A b'\npython = '3.11'", "key has"),
-        ("[[environment]]\nkey = 'a'\npython = '3.11'\n" * 2, "a stands there twice"),
+        ("[[environment]]\nkey = 'a'\npython = '3.11'\n" * 2, "key a is used twice"),
     ],
 )
 def test_a_fault_of_a_file_is_named(text: str, said: str) -> None:
