@@ -192,7 +192,7 @@ def test_the_documented_recipe_is_read() -> None:
     assert Recipe.__annotations__.keys() == {
         name for name, value in found.to_json().items() if value not in (None, [], {}, "")
     }
-    documented = re.findall(r"^\| `(\w+)` \|", text.partition("### What")[0], re.MULTILINE)
+    documented = re.findall(r"^\| `(\w+)` \|", text.partition("\n## Builds")[0], re.MULTILINE)
     assert set(documented) == Recipe.__annotations__.keys()
 
 
