@@ -209,7 +209,6 @@ class _Surveyor:
         for path in self._own:
             self._names[path.rpartition(b"/")[0]].append(path)
         self._known: dict[tuple[bytes, int], bool] = {}
-        self._listed: dict[bytes, tuple[tuple[int, int, int] | None, list[bytes]]] = {}
 
     def survey(self) -> Pieces:
         pieces: Pieces = {}
@@ -234,20 +233,11 @@ class _Surveyor:
         return pieces
 
     def _stats_in(self, path: bytes, itself: os.stat_result | None) -> dict[bytes, os.stat_result]:
-        """Return the stats of what the upper layer has in a directory.
-
-        No name comes or goes without changing the directory's stat `itself` (None for the top).
-        """
+        """Return the stats of what the upper layer has in a directory, of which `itself` is one."""
         inside = path + b"/" if path else b""
         if itself is not None and itself.st_mode & _TO_LOOK != _TO_LOOK:
             self._reader.locate(inside)  # makes it readable, in the upper layer too
-        state = itself and (itself.st_ino, itself.st_mtime_ns, itself.st_ctime_ns)
-        before, names = self._listed.get(path, (None, []))
-        is_known = state is not None and state == before
-        found = self._written.stats_in(path, names if is_known else None)
-        if not is_known:
-            self._listed[path] = state, [name for name, _ in found]
-        return {inside + name: each for name, each in found}
+        return {inside + name: found for name, found in self._written.stats_in(path)}
 
     def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
         """Return whether the changes of a directory are all in the upper layer: it is the one

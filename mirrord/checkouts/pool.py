@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
-from ..errors import (
-    BackendUnavailableError,
-    CheckoutBusyError,
-    DiskFullError,
-    ProofFailedError,
-    TreeTooLargeError,
-)
+from .. import errors
 from ..host.files import full_disk_named, mounted_on, open_directory, opened
 from ..host.mounts import mounts_below
 from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
@@ -104,7 +98,7 @@ class PoolBackend:
                 proof = await self.workers.run(
                     make_clean, paths, to.commit, to.tree, timeout=_TIMEOUT
                 )
-            except TreeTooLargeError:
+            except errors.TreeTooLargeError:
                 leases.save(before or to)  # nothing was touched yet
                 raise
         leases.save(to)
@@ -148,7 +142,7 @@ class PoolBackend:
         )
 
     def clone(self, lease: Lease, target: Target) -> int:
-        raise BackendUnavailableError(
+        raise errors.BackendUnavailableError(
             f"cannot attach checkout {lease.id}: it is a plain directory, not a mount",
             hint=f"bind {lease.directory} with rbind,rslave, or ask for the backend overlay",
         )
@@ -238,7 +232,7 @@ def make(
     with full_disk_named(f"checkout {paths.directory.name}"):
         if warm is not None:
             # it may be gone, or something was mounted in it since its release
-            with suppress(FileNotFoundError, CheckoutBusyError):
+            with suppress(FileNotFoundError, errors.CheckoutBusyError):
                 _take(warm, paths)
                 taken_s, taken = elapsed_s(began), time.perf_counter()
                 verified = make_clean(paths, commit, tree).tree
@@ -266,7 +260,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
             with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
                 manifest = before or _write_tree(paths, commit, tree, trash)
                 after = _converge(paths, store, commit, manifest, found, trash)
-        except DiskFullError:  # again, removing files at once instead of at the end
+        except errors.DiskFullError:  # again, removing files at once instead of at the end
             remove_tree(paths.trash)
             trash = TrashDirectory(paths.trash, has_room=False)
             manifest = before or _write_tree(paths, commit, tree, trash)
@@ -342,7 +336,7 @@ def _converge(
             return manifest.settled(settled_ns)
         found, manifest = left, manifest.with_stats(left.proven)
     dirty = [*found.modified, *found.missing, *found.extra][:10]
-    raise ProofFailedError(
+    raise errors.ProofFailedError(
         f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
         hint="the checkout was removed; ask for another, and end its processes before a reset",
         paths=[path.decode(errors="backslashreplace") for path in dirty],
@@ -368,7 +362,7 @@ def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory)
     written_ns = clock_ns()
     seen = hash_tree(paths.tree, manifest)
     if seen != tree:
-        raise ProofFailedError(
+        raise errors.ProofFailedError(
             f"cannot prove tree {tree}: what was written is {seen}",
             hint="audit the mirror",
             wanted=tree,
@@ -383,7 +377,7 @@ def _find_manifest(paths: PoolPaths) -> Manifest | None:
         return None
     try:
         manifest = Manifest.load(paths.manifest)
-    except (FileNotFoundError, ProofFailedError):
+    except (FileNotFoundError, errors.ProofFailedError):
         return None
     return manifest if manifest.owner == paths.owner else None
 
@@ -395,5 +389,5 @@ def _take(warm: Directories, paths: PoolPaths) -> None:
         (warm.public / "tree").rename(paths.tree)
     finally:
         for directory in warm:
-            with suppress(OSError, CheckoutBusyError):
+            with suppress(OSError, errors.CheckoutBusyError):
                 remove_tree(directory)

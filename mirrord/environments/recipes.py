@@ -55,20 +55,18 @@ def digest_of(recipe: Recipe) -> str:
     return hashlib.sha256(canonical(recipe)).hexdigest()
 
 
-def key_of(
-    *, instance: str, repo: str, image: str | None, version: str | None, python: str | None
-) -> str:
+def key_of(row: InstanceRow) -> str:
     """Return the key of an instance's environment, which other instances share.
 
     It is the name of the image, unless that was made for the instance alone or names a commit,
-    which may be the gold one; then repository and version.
+    which may be the gold one; then repository and version. There may be no recipe for it.
     """
-    owner_name = MirrorName.parse(repo).key
-    if image and not _names_instance(image, instance) and not _COMMIT.search(image):
+    image, owner_name = row.environment, MirrorName.parse(row.repo).key
+    if image and not _names_instance(image, row.id) and not _COMMIT.search(image):
         return _slug(image)
-    if version:
-        return _slug(f"{owner_name}-{version}")
-    return _slug(f"{owner_name}-py{python}" if python else owner_name)
+    if row.version:
+        return _slug(f"{owner_name}-{row.version}")
+    return _slug(f"{owner_name}-py{row.python_version}" if row.python_version else owner_name)
 
 
 def _names_instance(image: str, instance: str) -> bool:
@@ -282,15 +280,7 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
         )
     spec.setdefault("log_parser", own.get("log_parser") or parser_of_repo(row.repo))
     date = row.created_at.isoformat() if frozen and row.created_at else None
-    return replace(recipe_of_spec(key_of_row(row), spec), index_date=date)
-
-
-def key_of_row(row: InstanceRow) -> str:
-    """Return the key of an instance's environment, which may have no recipe."""
-    return key_of(
-        instance=row.id, repo=row.repo, image=row.environment, version=row.version,
-        python=row.python_version,
-    )  # fmt: skip
+    return replace(recipe_of_spec(key_of(row), spec), index_date=date)
 
 
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:

@@ -31,7 +31,7 @@ from .recipes import (
     checked,
     digest_of,
     expanded,
-    key_of_row,
+    key_of,
     reads_tree,
     recipe_of,
     recipes_of_toml,
@@ -116,7 +116,7 @@ class Environments:
 
     async def _plan_of(self, row: InstanceRow, frozen: bool) -> Plan:
         """Plan the environment of an instance, to be built at its setup commit if it has one."""
-        imported = await self._find_imported(key_of_row(row))
+        imported = await self._find_imported(key_of(row))
         recipe = imported or recipe_of(row, frozen=frozen)
         setup = [commit for commit, role in row.commits if role is CommitRole.ENVIRONMENT]
         bases = [row.base_commit] if row.base_commit else []
@@ -236,7 +236,7 @@ class Environments:
         """Return the name of an instance's environment: of those with its key one with a layer for
         its base commit, or else the key.
         """
-        key, base = key_of_row(row), (row.mirror.key, row.base_commit)
+        key, base = key_of(row), (row.mirror.key, row.base_commit)
         layers = self.builds.checkouts.prepared.all()
         prepared = {each.saved.name for each in layers if (each.mirror.key, each.commit) == base}
         for record in sorted(self.store.iter_records(key), key=lambda record: -record.at):

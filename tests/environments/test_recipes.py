@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +132,11 @@ def test_nothing_of_the_answer_is_in_a_recipe() -> None:
     ],
 )
 def test_an_image_of_one_instance_names_no_environment(image: str | None, key: str) -> None:
-    found = key_of(
-        instance="psf__requests-1", repo="psf/requests", image=image, version="2.3", python=None
-    )
-    assert found == key
+    assert key_of(replace(instance(), environment=image, version="2.3")) == key
 
 
 def test_a_long_name_is_cut_and_stays_another() -> None:
-    keys = {
-        key_of(instance="i", repo="a/b", image="x" * 300 + end, version=None, python=None)
-        for end in "ab"
-    }
+    keys = {key_of(replace(instance(), environment="x" * 300 + end)) for end in "ab"}
     assert len(keys) == 2
     assert all(len(key) < 120 for key in keys)
 

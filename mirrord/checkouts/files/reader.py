@@ -136,12 +136,10 @@ class TreeReader:
             self._go(path)
         return self._current_fd
 
-    def stats_in(
-        self, path: bytes, names: Sequence[bytes] | None = None
-    ) -> list[tuple[bytes, os.stat_result]]:
-        """Return the sorted names in a directory, or only `names`, each with its lstat."""
+    def stats_in(self, path: bytes) -> list[tuple[bytes, os.stat_result]]:
+        """Return the names in a directory, in order, each with its lstat."""
         inside = path + b"/" if path else b""
-        names = self.names_in(path) if names is None else names
+        names = self.names_in(path)
         try:
             directory, _ = self.locate(inside)
             return [

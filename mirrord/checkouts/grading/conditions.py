@@ -317,21 +317,11 @@ def _test_added(change: Change, context: Context) -> str | None:
 
 
 CONDITIONS: dict[str, Callable[..., str | None]] = {
-    "adds": _adds,
-    "beside": _beside,
-    "code-adds": _code_adds,
-    "keys": _keys,
-    "large": _large,
-    "new-dependency": _new_dependency,
-    "new-module": _new_module,
-    "new-tested-module": _new_tested_module,
-    "package-marker": _package_marker,
-    "sections": _sections,
-    "submodule": _submodule,
-    "symlink-outside": _symlink_outside,
-    "tables": _tables,
-    "test-added": _test_added,
-    "test-edited": _test_edited,
-    "test-removed": _test_removed,
-    "test-weakened": _test_weakened,
+    condition.__name__[1:].replace("_", "-"): condition
+    for condition in (
+        *(_adds, _beside, _code_adds, _keys, _large, _new_dependency, _new_module),
+        *(_new_tested_module, _package_marker, _sections, _submodule, _symlink_outside, _tables),
+        *(_test_added, _test_edited, _test_removed, _test_weakened),
+    )
 }
+"""By the names that rules use: `_code_adds` is `code-adds`."""

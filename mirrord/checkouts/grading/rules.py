@@ -339,7 +339,13 @@ def sift(
             gone.add(path)
     steering = sorted([*steering, *left], key=lambda found: book.place(found.rule))
     if refused := [found for found in steering if found.action == "refused"]:
-        raise _refusal(refused, cut(steering, NAMED))
+        names = sorted({f"{each.path} ({each.rule})" for each in refused})
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise SteeringRefusedError(
+            f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
+            hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
+            steering=[each.to_json() for each in cut(steering, NAMED)],
+        )
     kept = [change for path, change in context.changes.items() if path not in gone]
     return Sifted(kept, sorted(gone), cut(steering, NAMED))
 
@@ -390,13 +396,3 @@ def cut(steering: Iterable[Steering], most: int) -> list[Steering]:
             detail = f"{last.detail}, and {more:,} more".removeprefix(", ")
             some[most - 1 :] = [Steering(**{**vars(last), "detail": detail})]
     return [each for some in by_rule.values() for each in some]
-
-
-def _refusal(refused: list[Steering], steering: list[Steering]) -> SteeringRefusedError:
-    names = sorted({f"{found.path} ({found.rule})" for found in refused})
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return SteeringRefusedError(
-        f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
-        hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
-        steering=[found.to_json() for found in steering],
-    )
