@@ -108,7 +108,7 @@ def test_du_counts_what_is_there(world: World) -> None:
 
 
 def test_layers_are_counted_and_stay_through_a_gc(world: World) -> None:
-    """Until somebody removes them, which gives their room back."""
+    """Until they are removed, which frees their space."""
     with Client(world.daemon.socket) as client:
         with client.checkout("o__r-0") as held:
             (held.path / "built").write_bytes(os.urandom(10**6))
@@ -125,7 +125,7 @@ def test_layers_are_counted_and_stay_through_a_gc(world: World) -> None:
         assert world.names("layers") == {}
 
 
-def test_a_gc_drops_what_nobody_needs_and_no_more(world: World) -> None:
+def test_a_gc_drops_what_is_unused_and_no_more(world: World) -> None:
     """A dry run says the same and changes nothing; held templates, mirrors and rows stay."""
     state = world.daemon.state_dir
     with Client(world.daemon.socket) as client:

@@ -97,7 +97,7 @@ class Quotas:
             used = self.used[user]
             raise errors.QuotaExceededError(
                 f"cannot {doing}: uid {user} has {used >> 20} MiB in checkouts, snapshots and"
-                f" layers, and {limit >> 20} is the most",
+                f" layers; the limit is {limit >> 20} MiB",
                 hint="reset or release checkouts, remove snapshots and layers (see `mirrord du"
                 " --verbose`), or raise access.bytes_per_user",
                 uid=user,

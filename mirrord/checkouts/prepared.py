@@ -308,7 +308,7 @@ class PreparedLayers:
         if lease.saved and len(lease.saved.layers) >= _STACK_LIMIT:
             raise errors.TooManyLayersError(
                 f"cannot save layer {name}: {_STACK_LIMIT} layers are below it",
-                hint="save from a checkout without one",
+                hint="save from a checkout without a layer",
                 max=_STACK_LIMIT,
             )
 

@@ -55,7 +55,7 @@ class Volumes:
         if found := self.find(name):
             return found
         raise NotFoundError(
-            f"cannot find volume {shown(name)}: there is no such volume",
+            f"cannot find volume {shown(name)}: it does not exist",
             hint="it may have expired, or its checkout was released",
         )
 

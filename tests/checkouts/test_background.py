@@ -1,4 +1,4 @@
-"""No answer waits behind work that nobody asked for: templates made ahead of need, audits, removals."""
+"""Requests do not wait for background work: prewarmed templates, audits, removals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What failed because of the disk is put right while the daemon runs: nothing that a start would
-mend waits for one.
-"""
+"""Cleanup that failed because of the disk is retried while the daemon runs, not at the next start."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ def test_a_pin_that_failed_half_way_is_undone(
 def test_a_pin_that_was_made_since_stays(
     house: Builder, tmp_path: Path, upstream: Upstream
 ) -> None:
-    """What is owed is judged by what is there when it is settled."""
+    """The retry looks at the state at its own time."""
     commit, mirror = (
         CommitId(upstream.git("rev-parse", "HEAD")),
         tmp_path / "state/mirrors" / str(NAME),
@@ -273,7 +271,7 @@ def test_stale_pins_go_without_a_restart(upstream: Upstream) -> None:
 
 @pytest.mark.root
 def test_a_checkout_that_could_not_be_removed_goes_without_a_restart() -> None:
-    """One that a crash left half-made, with something mounted in it."""
+    """A crash left it half-made, with a mount in it."""
     with daemon() as it:
         checkouts = it.state_dir / "checkouts"
         inner = checkouts / "half-made/inner"

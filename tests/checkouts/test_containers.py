@@ -1,6 +1,4 @@
-"""Checkouts and those who live elsewhere: other users of the machine, and processes in mount
-namespaces of their own.
-"""
+"""Checkouts, other users of the machine, and processes in mount namespaces of their own."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ LOOKS = (
 
 
 def succeeds(uid: int, checkout: dict[str, Any], script: str) -> bool:
-    """As a user who is in the owner's group, too: it is the uid that counts."""
+    """Also as a user in the owner's group: only the uid counts."""
     env = {**ENV, "D": checkout["directory"], "T": checkout["path"]}
     done = subprocess.run(
         ["sh", "-c", script],
@@ -167,8 +165,8 @@ def test_neither_set_id_bits_nor_devices_count_in_a_checkout(running: Daemon, ba
 
 
 def test_the_binds_outlive_a_daemon_that_leaves_a_lease(tmp_path: Path) -> None:
-    """Killed or stopped: what is in a checkout must not come to count meanwhile. One that leaves
-    none takes them away.
+    """After a kill and after a stop, set-id bits in a checkout have no effect. A daemon that leaves no
+    lease removes the binds.
     """
     upstream = Upstream(tmp_path / "r")
     upstream.commit({"README": "1\n"})
@@ -264,9 +262,7 @@ def release(running: Daemon, made: dict[str, Any]) -> None:
 
 
 def test_who_sees_no_mounts_gets_a_plain_directory(running: Daemon, stack: ExitStack) -> None:
-    """In a private namespace the overlay would be an empty directory, without an error; who insists
-    on one is told.
-    """
+    """In a private namespace an overlay would silently be an empty directory; asking for one fails."""
     container = entered(stack, "private")
     made = container.ask(running)
     assert made["backend"] == "pool"
@@ -307,7 +303,9 @@ set +e
 """
 
 
-def test_who_sees_nothing_is_told_so(running: Daemon, stack: ExitStack, tmp_path: Path) -> None:
+def test_a_process_that_sees_no_mounts_gets_an_error(
+    running: Daemon, stack: ExitStack, tmp_path: Path
+) -> None:
     """A path that leads nowhere is no answer; asking for the pool by name is: it may be for
     somebody else.
     """
@@ -321,7 +319,7 @@ def test_who_sees_nothing_is_told_so(running: Daemon, stack: ExitStack, tmp_path
 def test_a_container_with_the_checkouts_elsewhere_gets_overlays(
     running: Daemon, stack: ExitStack, tmp_path: Path
 ) -> None:
-    """What counts is that it sees them, at whatever path."""
+    """The path does not matter."""
     bind = f"mount --rbind {running.state_dir}/checkouts work; mount --make-rslave work"
     container = entered(stack, "slave", new_root(tmp_path, running, bind))
     made = container.ask(running, "/s")
@@ -395,7 +393,7 @@ def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
         )  # fmt: skip
 
         def asked(line: str) -> tuple[str, bool]:
-            """What it reads, and whether what it writes is in the checkout."""
+            """Return what it reads, and whether its writes reach the checkout."""
             assert inside.stdin is not None
             assert inside.stdout is not None
             print(line, file=inside.stdin, flush=True)
@@ -415,9 +413,7 @@ def test_what_an_agents_uid_binds_itself_follows_where_it_is_the_directory(
 def test_the_doctor_names_binds_that_resets_do_not_reach(
     running: Daemon, stack: ExitStack, tmp_path: Path
 ) -> None:
-    """One that nothing propagates to, and after a reset one of the tree itself; not one of the
-    directory.
-    """
+    """A mount without propagation, and after a reset a mount of the tree; not one of the directory."""
     with held(running) as made:
         root = tmp_path / "root"
         root.mkdir()

@@ -111,7 +111,7 @@ def test_a_tree_that_never_rests_is_busy(tmp_path: Path, tree: Path) -> None:
 
 
 def test_unchanged_files_are_shared_with_the_layer_before(tmp_path: Path, tree: Path) -> None:
-    """What was written since is not, whatever its size and time; nor is anything shared with the client."""
+    """Files written since are not, whatever their size and time; and none is shared with the client."""
     rest(tree)
     first, _ = copied(tmp_path)
     was = (tree / "a").stat()

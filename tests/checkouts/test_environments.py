@@ -1,4 +1,4 @@
-"""What is ready on disk: environments are found by name, held, removed, and survive a start."""
+"""Environments on disk: found by name, held, removed, found again by a start."""
 
 import json
 import os

@@ -74,7 +74,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 class Held:
-    """What a user does with one checkout."""
+    """One checkout, as its user works with it."""
 
     def __init__(self, service: Service, checkout: Checkout) -> None:
         self.service = service
@@ -161,7 +161,7 @@ def layers_of(service: Service) -> set[str]:
 
 
 def assert_equal_work(one: Held, other: Held) -> None:
-    """The same files, and the same repository by what git says of it."""
+    """Return the files, and what git says about the repository."""
     assert seen(one.tree) == seen(other.tree)
     for ask in (
         "log --all --format=%H%d",
@@ -192,7 +192,7 @@ def test_a_fork_is_equal(service: Service, backend: Backend) -> None:
 
 
 def test_forks_are_apart(service: Service, backend: Backend) -> None:
-    """What one writes the other does not see, in either direction."""
+    """Neither sees the other's writes."""
     one = start(service, backend)
     one.shell("echo mine > README; mkdir d; echo 1 > d/a")
     fork = one.fork()

@@ -1,4 +1,4 @@
-"""Leases: what stands, what is rubbish, and that a path names its checkout."""
+"""Leases: complete ones, trash, and paths that name a checkout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_a_saved_lease_is_read_back_whole(leases: Leases, tmp_path: Path) -> Non
         assert again(leases, tmp_path) == ([changed], [])
 
 
-def test_a_lease_of_a_version_that_counted_no_resets_stands(leases: Leases, tmp_path: Path) -> None:
+def test_a_lease_of_a_version_that_counted_no_resets_is_read(
+    leases: Leases, tmp_path: Path
+) -> None:
     """An upgrade takes no work away."""
     lease = new_lease(leases)
     file = lease.private / "lease.json"
@@ -89,10 +91,8 @@ def test_a_lease_of_a_version_that_counted_no_resets_stands(leases: Leases, tmp_
     assert again(leases, tmp_path) == ([lease], [])
 
 
-def test_what_has_no_whole_lease_file_is_rubbish(leases: Leases, tmp_path: Path) -> None:
-    """Half-made, torn, released and foreign directories, and either half of one, are all told apart
-    from leases.
-    """
+def test_a_directory_without_a_complete_lease_is_trash(leases: Leases, tmp_path: Path) -> None:
+    """Half-made, torn, released and foreign directories, and either directory alone, are no leases."""
     standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
     alone, closed = new_lease(leases), new_lease(leases)
     begun, gone = half_made(leases), leases.release(released)
@@ -154,7 +154,7 @@ def test_an_ended_lease_is_not_found(leases: Leases) -> None:
 
 
 def test_a_lease_file_is_private(leases: Leases) -> None:
-    """It lies in a directory that only the daemon enters."""
+    """It is in a directory that only the daemon enters."""
     lease = new_lease(leases)
     assert lease.private.stat().st_mode & 0o777 == 0o700
     assert (lease.private / "lease.json").stat().st_mode & 0o777 == 0o600
@@ -190,7 +190,7 @@ def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(
 
 
 def who_may(directory: Path, what: str) -> list[int]:
-    """Which of the owner, another user and nobody succeed with a command."""
+    """Return which of owner, another user and the user `nobody` succeed with a command."""
     uids = (12345, 23456, 65534)
     return [
         uid
@@ -231,8 +231,8 @@ def test_a_checkouts_directory_is_for_its_owner_alone() -> None:
             assert who_may(lease.directory, refused) == []
 
 
-def test_a_lease_that_cannot_be_ended_stands(leases: Leases, tmp_path: Path) -> None:
-    """Whoever released it is told, and it is still listed."""
+def test_a_lease_that_cannot_be_ended_is_kept(leases: Leases, tmp_path: Path) -> None:
+    """The release fails, and it is still listed."""
     lease = new_lease(leases)
     (tmp_path / "leases" / f"{TRASH_PREFIX}{lease.id}" / "in the way").mkdir(parents=True)
     with pytest.raises(OSError, match="not empty"):

@@ -99,7 +99,7 @@ def sitting_in(checkout: Checkout) -> subprocess.Popen[bytes]:
 def test_a_process_that_stays_inside_keeps_only_the_old_tree(
     service: Service, checkout: Checkout
 ) -> None:
-    """It goes on in what it knew; nothing it writes reaches the reset checkout."""
+    """It continues in the old tree; nothing that it writes reaches the reset checkout."""
     process = sitting_in(checkout)
     reset(service, checkout)
     process.communicate(b"")
@@ -129,7 +129,7 @@ def test_nobody_reaches_past_the_mount(service: Service, checkout: Checkout) -> 
 def test_a_near_checkout_asks_workers_three_times(
     make_upstream: Callable[[str], Upstream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it means, with all that is known of the commit; its pack; its tree with the index."""
+    """Resolving it, with the facts of the commit; its pack; its tree with the index."""
     commits = (upstream := make_upstream("a")).history(3)
     called: list[str] = []
     call = Workers.run
@@ -158,7 +158,7 @@ def start_for(service: Service, uid: int, commit: str = "v2") -> Checkout:
 def test_status_of_a_fresh_checkout_opens_no_tracked_file(
     service: Service, tmp_path: Path, uid: int
 ) -> None:
-    """One index is valid for whoever has a checkout of it; git has nothing to write either."""
+    """One index is valid for every owner of a checkout, and git has no reason to rewrite it."""
     checkout = start_for(service, uid)
     before = os.stat(f"{checkout.path}/.git/index")
     trace = tmp_path / "trace"
@@ -304,7 +304,7 @@ def test_a_store_that_was_deleted_is_made_again(service: Service) -> None:
 
 
 def test_the_whole_store_may_be_replaced(service: Service) -> None:
-    """The bind of the old directory would show nothing: it is made anew."""
+    """The bind of the old directory would show nothing, so it is made again."""
     shutil.rmtree(service.state / "templates")
     (service.state / "templates").mkdir(mode=0o700)
     checkout = start(service)
@@ -326,7 +326,7 @@ CHANGES = {
     " echo 1 >src/deep/er/still/z",
     "two names exchanged": "mv docs t; mv src docs; mv t src",
 }
-"""What overlayfs writes down in different ways: copies, whiteouts, opaque and redirected
+"""Changes that overlayfs records in different ways: copies, whiteouts, opaque and redirected
 directories.
 """
 
@@ -473,7 +473,7 @@ def test_a_refused_reset_leaves_what_was_there(service: Service, bench: Bench) -
 
 
 def test_destroy_may_be_asked_again(service: Service, bench: Bench) -> None:
-    """Also for a directory that nobody knows a lease of."""
+    """Also for a directory without a lease."""
     lease = bench.lease()
 
     async def story() -> None:

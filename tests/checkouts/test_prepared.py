@@ -1,4 +1,4 @@
-"""Prepared layers, of both backends: what they keep, what is relative to them, who may use them, how long they stay."""
+"""Prepared layers on both backends: content, what is relative to them, rights, lifetime."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.root
 GRADER = 23456
 OTHER_PEER = Peer(uid=34567, gid=USER, pid=1)
 
-# What an install step does: generated files that are ignored, one that is not, edits of what git tracks, and repositories
+# an install step: generated files that are ignored, one that is not, edits of tracked files, and repositories
 # of its own.
 PREPARE = r"""
 mkdir build; echo compiled > build/ext.o; echo object > src/main.o; echo seen > generated.txt
@@ -68,7 +68,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 class Held:
-    """What a user does with one checkout."""
+    """One checkout, as its user works with it."""
 
     def __init__(self, service: Service, checkout: Checkout, peer: Peer = USER_PEER) -> None:
         self.service = service
@@ -249,7 +249,7 @@ def test_a_layer_on_a_layer(service: Service, backend: Backend) -> None:
     assert content(on_it.tree) == wanted
 
 
-# -- who may ------------------------------------------------------------------------------------------
+# -- rights -------------------------------------------------------------------------------------------
 
 
 def names(service: Service, peer: Peer) -> dict[str, bool]:
@@ -258,7 +258,7 @@ def names(service: Service, peer: Peer) -> dict[str, bool]:
 
 
 def test_a_layer_is_its_savers_and_an_administrators_is_everybodys(service: Service) -> None:
-    """Two users may have one name; one's own comes first, and nobody uses another member's."""
+    """Two users may use one name; one's own layer comes first, and another member's is never used."""
     held = start(service)
     held.shell("echo mine > a.o")
     held.save("mine")
@@ -318,7 +318,7 @@ def test_a_layer_is_of_one_commit_and_history_and_never_changes(service: Service
         grader.save("answers")
 
 
-def test_a_layer_goes_only_when_nobody_has_it_and_then_whole(
+def test_a_layer_is_removed_only_when_unused_and_then_completely(
     service: Service, backend: Backend
 ) -> None:
     prepared(service, backend)
@@ -361,7 +361,7 @@ def test_layers_survive_a_restart_and_half_made_ones_do_not(
 
 
 def test_a_grade_has_the_layer_and_the_change_alone(service: Service, backend: Backend) -> None:
-    """What the agent did to the layer's ignored files is no part of its change."""
+    """The agent's changes of the layer's ignored files are not part of its change."""
     wanted = prepared(service, backend)
     held = start(service, backend, layer="tools")
     held.shell(
@@ -522,7 +522,7 @@ def test_a_layer_has_what_was_changed_in_the_environment(
     for each in (held, on_it, alone):
         each.release()
     service.call(service.trash.settle)
-    with pytest.raises(errors.EnvironmentInUseError):  # the layer lies on it
+    with pytest.raises(errors.EnvironmentInUseError):  # the layer is over it
         remove(service, environment)
 
 

@@ -111,7 +111,7 @@ def test_the_lease_is_its_process_and_not_its_connection(
 def test_a_restarted_daemon_still_knows_the_process(
     running: Daemon, hold: Callable[..., Any]
 ) -> None:
-    """One that lives is adopted and watched; one that ended lost its lease at the start."""
+    """A live process is watched again; the lease of an ended one is released at the start."""
     (living, (kept,)), (dying, (lost,)) = hold(BOUND), hold(BOUND)
     running.kill()
     dying.kill()
@@ -190,7 +190,7 @@ def test_before_linux_6_5_the_peer_is_found_by_its_number(tmp_path: Path) -> Non
 
 
 def test_a_process_that_has_ended_is_not_bound_to(running: Daemon) -> None:
-    """Its connection lives on in another process, which is told so and gets nothing."""
+    """Another process inherited its connection; its request fails."""
     script = HOLDER.replace("s.connect(sys.argv[1])", "s.connect(sys.argv[1]); leave()").replace(
         "def ask", """
 import os
@@ -214,7 +214,7 @@ def ask""")  # fmt: skip
 def test_the_client_library_binds_a_checkout_to_its_own_process(
     running: Daemon, client: str
 ) -> None:
-    """Killed in the middle of its block, where nothing of it runs any more."""
+    """It is killed in the middle of its block."""
     script = {
         "Client": """
 with mirrord.Client(path) as c, c.checkout("o/r@main", bind="process") as one:

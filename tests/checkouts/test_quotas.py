@@ -1,4 +1,4 @@
-"""The disk of each user: what counts, who pays, what is refused over the bound, and what never is."""
+"""The disk of each user: what counts, for which user, and what is refused over the bound."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def events(service: Service) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("backend", [Backend.OVERLAY, Backend.POOL])
 def test_what_an_agent_writes_is_weighed(service: Service, backend: Backend) -> None:
-    """It counts for the owner, whoever took the checkout, until it is reset."""
+    """It counts for the checkout's owner, not its taker, until it is reset."""
     mine, given = start(service, backend=backend), start(service, ROOT_PEER, owner=USER)
     others = start(service, OTHER, backend)
     write(mine, 3)
@@ -86,14 +86,14 @@ def test_what_an_agent_writes_is_weighed(service: Service, backend: Backend) -> 
 
 
 def test_over_the_bound_nothing_new_is_made(service: Service) -> None:
-    """What there is goes on, others and administrators are not concerned, and room made counts at once."""
+    """Existing checkouts work, others and administrators are not affected, and freed space counts at once."""
     checkouts = service.checkouts
     held = start(service)
     write(held, 9)
     start(service)  # not weighed yet
     before = len(events(service))
     assert weighed(service)[USER] == 9
-    with pytest.raises(errors.QuotaExceededError, match=r"has 9 MiB .* 8 is the most") as refused:
+    with pytest.raises(errors.QuotaExceededError, match=r"has 9 MiB .* limit is 8 MiB") as refused:
         start(service)
     assert refused.value.facts["uid"] == USER
     for work, request in (
@@ -129,7 +129,7 @@ def test_snapshots_and_layers_count_before_they_are_weighed(service: Service) ->
     assert weighed(service)[USER] == 6  # the layer stays, and the object of its file
 
 
-def test_without_a_bound_nobody_is_refused(service: Service) -> None:
+def test_without_a_bound_nothing_is_refused(service: Service) -> None:
     service.change("access", bytes_per_user=0)
     write(start(service), 9)
     weighed(service)

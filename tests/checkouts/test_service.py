@@ -1,6 +1,4 @@
-"""The service: what a request means, who may do what, limits, deadlines, concurrency, and what a
-restart finds.
-"""
+"""The service: requests, rights, limits, deadlines, concurrency, restarts."""
 
 from __future__ import annotations
 
@@ -153,7 +151,7 @@ def test_the_limit_of_checkouts_holds_for_those_that_come_at_once(service: Servi
     assert (len(service.checkouts.leases), len(refused)) == (2, 4)
 
 
-def test_a_lease_that_is_renewed_while_others_expire_stands(
+def test_a_lease_that_is_renewed_while_others_expire_is_kept(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Taking the first away waits for the disk; a client that renews the second in that time keeps
@@ -253,7 +251,7 @@ def test_a_failed_reset_leaves_the_checkout_where_it_was(service: Service) -> No
 
 
 def test_a_reset_of_a_tree_with_a_mount_in_it_is_refused_untouched(service: Service) -> None:
-    """What is mounted there is nobody's to remove; the lease stands as it was."""
+    """A foreign mount is not emptied, and the lease is unchanged."""
     checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
     tree = Path(checkout.path)
     (tree / "mine").mkdir()
@@ -268,7 +266,7 @@ def test_a_reset_of_a_tree_with_a_mount_in_it_is_refused_untouched(service: Serv
     assert as_user(tree, "status", "--porcelain", "--ignored") == ""
 
 
-def test_nobody_works_on_a_tree_that_a_reset_left_half_way(service: Service) -> None:
+def test_a_tree_that_a_reset_left_half_way_is_not_used(service: Service) -> None:
     """The pool cannot undo one: the checkout must be reset again, which a restart does."""
     checkout = start(service, instance="psf__requests@v2", backend=Backend.POOL)
     (Path(checkout.path) / "half").write_text("done")

@@ -101,7 +101,7 @@ def test_a_checkout_on_a_layer_shows_it_as_its_owners(service: Service, backend:
 def test_the_diff_of_a_checkout_on_a_layer_is_from_the_base(
     service: Service, backend: Backend
 ) -> None:
-    """What the layer changed and what was changed since are one diff."""
+    """The layer's changes and later ones are one diff."""
     lease = checkout_on(service, FILES, backend)
     tree = lease.tree_path
     script = "for f in README src/main.py; do echo more >> $f; done; rm docs; mkdir docs; touch docs/other"

@@ -1,4 +1,4 @@
-"""What a build made is taken over: copied, hashed, shared by content, and never what it must not."""
+"""A build's result is adopted: copied, hashed, shared by content, without what could lead out."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def test_modes_and_times_do_not_tell_builds_apart(built: Path) -> None:
     assert modes == {0o755}
 
 
-def test_what_could_lead_out_is_left_out_and_told(built: Path) -> None:
+def test_what_could_lead_out_is_left_out_and_reported(built: Path) -> None:
     (built / "bin/su").write_text("#!/bin/sh\n")
     (built / "bin/su").chmod(0o4755)
     os.mkfifo(built / "pipe")

@@ -117,7 +117,7 @@ def test_a_failed_build_is_a_finding_that_waits_for_a_change(house: tuple[Daemon
     assert builds(running, "absent") == 2
 
 
-def test_a_version_of_python_that_nobody_has_fails_clearly(house: tuple[Daemon, Path]) -> None:
+def test_an_unknown_version_of_python_fails_clearly(house: tuple[Daemon, Path]) -> None:
     running, _ = house
     import_recipes(running, recipe("old").replace("3.11", "3.2"))
     assert "fetching Python 3.2" in build(running, "old").failed[0].detail
@@ -166,7 +166,7 @@ class World:
 
 
 INSTALL = 'echo "version = 1" >version.py && id -u >$VIRTUAL_ENV/builder'
-FIXED = "def answer():\n    return 42  # the fix, which is long enough to be told from others\n"
+FIXED = "def answer():\n    return 42  # the fix, which is long enough to be unique\n"
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +199,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.mark.root
-def test_an_instance_is_built_by_nobody_and_prepared(world: World) -> None:
-    """At its setup commit, with the packages that a file of that commit names. What the recipe
-    installs is in each checkout of its base commit, after a reset too, and in no diff.
+def test_an_instance_is_built_without_rights_and_prepared(world: World) -> None:
+    """It is built at the setup commit, with the packages that a file of that commit names. Each
+    checkout of the base commit has what the recipe installs, also after a reset, and no diff has it.
     """
     with Client(world.running.socket) as client:
         made = report(client.wait(client.build_environments("o__r-1")))

@@ -414,7 +414,7 @@ def test_paths_of_the_test_patch_go_back_whatever_the_policy(lab: Lab) -> None:
         assert actions(judged) == {("test-patch-path", change.path.decode()): "restored"}
 
 
-def test_what_stands_in_the_way_of_the_base_goes_too(lab: Lab) -> None:
+def test_what_obstructs_a_restored_path_is_dropped_too(lab: Lab) -> None:
     """Of a directory of tests that became a file the tests come back, so the file goes."""
     changes = [
         lab.change("tests/test_core.py", None),
@@ -433,13 +433,13 @@ def test_what_stands_in_the_way_of_the_base_goes_too(lab: Lab) -> None:
     assert actions(judged)["displaced", "tests"] == "dropped"
 
 
-def test_names_that_are_no_text_are_told(lab: Lab) -> None:
+def test_names_that_are_not_text_are_reported(lab: Lab) -> None:
     change = Change(b"caf\xe9/conftest.py", 0o100644, b"", None)
     assert [found.path for found in lab.judge(change).steering] == ["caf\\xe9/conftest.py"]
 
 
 def test_the_documented_rules_are_the_table() -> None:
-    """docs/grading.md has every rule: its kind, its paths, its condition, and who loads it."""
+    """docs/grading.md has every rule: its kind, paths, condition, and the programs that load such files."""
     text = (Path(__file__).parents[3] / "docs" / "grading.md").read_text()
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
     documented = {}

@@ -158,7 +158,7 @@ def test_a_submodule_of_a_patch_is_an_empty_directory(lab: GradingLab) -> None:
         assert not (grade.path / "x").exists()
 
 
-# -- who may ------------------------------------------------------------------------------------------
+# -- rights -------------------------------------------------------------------------------------------
 
 
 def test_a_grade_never_belongs_to_the_agent(lab: GradingLab) -> None:
@@ -240,13 +240,13 @@ def test_a_refusal_leaves_nothing(lab: GradingLab) -> None:
 
 
 @pytest.mark.parametrize("policy", ["never", "runner=never", "kind=drop", "drop,", "=drop"])
-def test_a_policy_that_nobody_knows_is_refused(lab: GradingLab, policy: str) -> None:
+def test_an_unknown_policy_is_refused(lab: GradingLab, policy: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         lab.client.grade(INSTANCE, b"", policy=policy)
     assert "report, drop, refuse" in str(caught.value.hint) or "runner" in str(caught.value.hint)
 
 
-def test_bad_requests_are_told(lab: GradingLab) -> None:
+def test_bad_requests_are_refused(lab: GradingLab) -> None:
     with pytest.raises(InstanceNotFoundError):
         lab.client.grade("no-such-instance", b"")
     with pytest.raises(InvalidPatchError):
