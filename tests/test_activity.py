@@ -15,7 +15,7 @@ class Clock:
 
 
 def test_the_latest_minute_forgets_what_came_before() -> None:
-    """The counts since the start stay."""
+    """The counts since the start remain."""
     clock = Clock()
     traffic = Traffic(clock)
     traffic.observe("health", 200, 0.001)
@@ -31,7 +31,7 @@ def test_the_latest_minute_forgets_what_came_before() -> None:
 
 
 def test_a_young_daemon_has_a_shorter_window() -> None:
-    """So that its rates are not too small."""
+    """Its rates use the elapsed time, not a whole minute."""
     clock = Clock()
     traffic = Traffic(clock)
     clock.now += 2
@@ -40,7 +40,7 @@ def test_a_young_daemon_has_a_shorter_window() -> None:
 
 
 def test_a_quantile_lies_in_the_bucket_that_holds_it() -> None:
-    """Evenly spread within, as Prometheus estimates it; the last bound for all that took longer."""
+    """Interpolated linearly, as by Prometheus; longer times are the last bound."""
     traffic = Traffic()
     for _ in range(99):
         traffic.observe("health", 200, 0.002)

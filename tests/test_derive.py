@@ -1,4 +1,4 @@
-"""What rows lack: versions, tests and issues of pull requests; what is added, what disagrees."""
+"""Derived columns: versions, tests and issues; what is added, and what disagrees."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_issues_come_from_every_text_of_a_pull_request() -> None:
 
 
 def test_the_set_up_commit_is_the_last_base_commit_of_a_version() -> None:
-    """By time, across ways to write it and letter cases; versions that are derived count."""
+    """By time in any format, and repository in any letter case; derived versions count."""
     rows: list[dict[str, Any]] = [
         {"repo": "o/n", "base_commit": "b", "version": "1.0", "created_at": "2020-01-02T00:00:00Z"},
         {"repo": "O/N", "base_commit": "c", "created_at": "2020-01-03 00:00:00"},

@@ -1,4 +1,4 @@
-"""The schedule: jobs as the table says, neither dropped nor doubled, counted from what was recorded."""
+"""The schedule: jobs run as in the table, once each, counted from recorded times."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def every(
 
 
 async def test_a_job_runs_each_interval() -> None:
-    """The state says when it last ran and when it runs next."""
+    """The state has the last and the next run."""
     ran = anyio.Event()
     count = 0
 
@@ -66,7 +66,7 @@ async def test_a_job_runs_each_interval() -> None:
 
 
 async def test_a_job_runs_for_nobody() -> None:
-    """A reload or a new mirror plans jobs again; they do not run as that request from then on."""
+    """Jobs rescheduled in a request do not run in its context."""
     seen: list[tuple[list[int], dict[str, Any]]] = []
 
     async def look() -> None:
@@ -91,7 +91,7 @@ async def test_a_job_runs_for_nobody() -> None:
 
 
 async def test_what_happened_before_the_start_counts() -> None:
-    """A daemon that restarts every hour syncs every six all the same, and what is overdue is soon."""
+    """A daemon that restarts every hour still syncs every six; an overdue job runs soon."""
     now = utc_now()
     recent, overdue = (
         Job("recent", 6 * HOUR, nothing, since=now - HOUR),
@@ -107,7 +107,7 @@ async def test_what_happened_before_the_start_counts() -> None:
 
 
 async def test_reconciling_adds_drops_and_replans() -> None:
-    """A mirror that was removed is not synced again; a new interval counts at once."""
+    """A removed mirror is not synced again; a new interval applies at once."""
     schedule, table = await opened(
         every(HOUR, name="stays"), every(HOUR, name="goes"), every(HOUR, name="changes")
     )
@@ -155,7 +155,7 @@ async def test_a_failure_is_kept_for_the_status_and_the_next_turn_comes(error: E
 
 
 async def test_a_job_never_runs_beside_itself() -> None:
-    """A turn that comes while the last one still runs is left out."""
+    """A run that is due while the last one is running is skipped."""
     running, most, turns = 0, 0, 0
     done = anyio.Event()
 
@@ -176,7 +176,7 @@ async def test_a_job_never_runs_beside_itself() -> None:
 
 
 async def test_what_is_one_of_many_has_its_own_place_in_the_interval() -> None:
-    """Mirrors that were imported together do not sync together; none waits longer for it."""
+    """Mirrors that were imported together do not sync together, and none waits longer."""
     now, jitter = utc_now(), timedelta(minutes=5)
     names = [f"sync/owner__name{number}" for number in range(100)]
     schedule, _ = await opened(*(Job(name, HOUR, nothing, jitter, now) for name in names))
@@ -192,7 +192,7 @@ async def test_what_is_one_of_many_has_its_own_place_in_the_interval() -> None:
 
 
 async def test_its_next_turn_is_its_place_again() -> None:
-    """Also after it ran late, as after a long stop."""
+    """Also after a late run, as after a long stop."""
     ran = anyio.Event()
 
     async def run() -> None:
@@ -240,7 +240,7 @@ async def test_a_failure_is_tried_again_before_the_next_turn() -> None:
 
 
 async def test_a_retry_waits_as_long_as_upstream_asks() -> None:
-    """And is not later than the next turn."""
+    """The retry is not later than the next regular run."""
     failed = anyio.Event()
 
     async def run() -> None:

@@ -118,9 +118,8 @@ async def _pin(
     for reason, group in sorted(by_reason.items()):
         refused |= await mirrors.pin(row.name, group, owner=owner, reason=reason)
     if len(set(refused.values())) == 1 and len(refused) == len(commits) + len(revisions) > 1:
-        return PinOutcome(
-            {ALL_COMMITS: next(iter(refused.values()))}, found
-        )  # as when upstream is down
+        reason = next(iter(refused.values()))  # for example, upstream is down
+        return PinOutcome({ALL_COMMITS: reason}, found)
     return PinOutcome({str(commit): reason for commit, reason in refused.items()}, found)
 
 

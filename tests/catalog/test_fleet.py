@@ -263,7 +263,7 @@ def test_a_generation_is_published_by_the_holder_of_its_epoch_on_the_one_before(
 def test_a_generation_of_the_store_is_adopted_and_later_ones_come_after_it(
     database: Database,
 ) -> None:
-    """Who holds the claim at a lower epoch loses it; a newer generation stays."""
+    """A claim with a lower epoch is lost; a newer generation stays."""
 
     def adopt(epoch: int, number: int) -> Generation | None:
         with database.write() as connection:
@@ -298,7 +298,7 @@ def test_a_publication_and_a_takeover_at_once_are_one_after_the_other(
     place: str | Path,
     database: Database,
 ) -> None:
-    """Whatever the order, nothing of the old epoch is published after the new one began."""
+    """In any order, nothing of the old epoch is published after the new one began."""
     enrol(database, "a")
     claim(database, "n1", "mirror/o__a", BRIEF)
     time.sleep(0.02)

@@ -77,7 +77,7 @@ class World:
         return next(check for check in self.call("doctor")[1] if check["name"] == "catalog")
 
     def pins(self) -> set[str]:
-        """As refs, which are the truth."""
+        """The pins, read from refs."""
         refs = git(self.mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/pins")
         return {ref.removeprefix("refs/mirrord/pins/") for ref in refs.splitlines()}
 
@@ -99,7 +99,7 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(furnished: World) -> Iterator[World]:
-    """As it was furnished, stopped."""
+    """A stopped daemon with the furnished state."""
     running = furnished.daemon
     shutil.copytree(running.root / "furnished", running.state_dir, symlinks=True)
     running.log_path.unlink(missing_ok=True)
@@ -115,7 +115,7 @@ def world(furnished: World) -> Iterator[World]:
 def test_what_the_mirrors_pin_and_the_catalog_lacks_is_told_until_it_is_imported(
     world: World, loss: str, unknown: list[str]
 ) -> None:
-    """By the doctor before and after the start, in the log, and by health; no pin goes."""
+    """The doctor (before and after the start), the log and health report it; no pin is removed."""
     before = world.pins()
     world.remove_catalog()
     if loss == "older":
@@ -145,7 +145,7 @@ def test_what_the_mirrors_pin_and_the_catalog_lacks_is_told_until_it_is_imported
 
 
 def test_an_audit_looks_at_what_only_pins_still_tell(world: World) -> None:
-    """No dataset records it now; that an object of it is missing is told all the same."""
+    """A missing object of a pinned commit is reported although no dataset records the commit."""
     world.remove_catalog()
     world.daemon.start()
     git(world.mirror, "unpack-objects", "-q", stdin=_taken_apart(world.mirror))
@@ -156,7 +156,7 @@ def test_an_audit_looks_at_what_only_pins_still_tell(world: World) -> None:
 
 
 def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
-    """The daemon gives the remedy and changes nothing; then all is as with a deleted catalog."""
+    """The daemon gives the remedy and changes nothing. After that the case is a deleted catalog."""
     before = world.pins()
     world.remove_catalog()
     world.catalog.write_bytes(world.older.read_bytes()[:20_000])
@@ -177,7 +177,7 @@ def test_a_truncated_catalog_is_refused_and_made_again(world: World) -> None:
 
 
 def _taken_apart(mirror: Path) -> bytes:
-    """Take the packs out of a mirror; answers one of them, which has everything."""
+    """Move the packs out of a mirror. Return one that has all objects."""
     git(mirror, "repack", "-adq")
     (pack,) = (mirror / "objects/pack").glob("*.pack")
     content = pack.read_bytes()

@@ -1,4 +1,4 @@
-"""What is particular to a catalog on PostgreSQL: its password, and the server's absence."""
+"""Specific to PostgreSQL: the password, and outages of the server."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_another_url_is_refused_and_not_shown(url: str, tmp_path: Path) -> None:
 
 
 def test_a_daemon_shows_no_password(secretive: str, tmp_path: Path) -> None:
-    """Not in its settings, its status, its log, nor in a support bundle."""
+    """Settings, status, log and support bundles do not contain it."""
     url = secretive.replace("secretive@", "secretive:s3%20cret@")
     with daemon(f'[catalog]\nurl = "{url}"\n') as one:
         paths = ("/v1/status", "/v1/config", "/v1/health", "/v1/activity")
@@ -221,7 +221,7 @@ def test_connections_that_a_restart_closed_cost_no_request(server: Server) -> No
 
 
 def test_a_write_that_meets_another_is_done_again(server: Server) -> None:
-    """Two rows, locked in another order each: a deadlock, of which PostgreSQL ends one."""
+    """Two rows locked in opposite orders: PostgreSQL ends one side of the deadlock."""
     url = server.create()
     met = threading.Barrier(2)
     runs: list[int] = []

@@ -1,4 +1,4 @@
-"""The two locks: what users install, and what developers install beside it."""
+"""The two lock files: for users, and for developers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_both_locks_agree() -> None:
     "lock", [RUNTIME, DEVELOPMENT, RELEASE, *HARNESSES], ids=lambda lock: lock.name
 )
 def test_every_locked_file_has_its_hash_and_no_place(lock: Path) -> None:
-    """pip checks the bytes; where they come from is the machine's business."""
+    """pip checks the bytes; the package index is the machine's choice."""
     text = lock.read_text()
     assert "://" not in text
     entries = re.split(r"^(?=[a-z0-9][a-z0-9._\[\]-]*==)", text, flags=re.MULTILINE)[1:]

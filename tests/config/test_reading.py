@@ -29,7 +29,7 @@ def faults_of(tmp_path: Path, text: str | bytes) -> list[dict[str, object]]:
 
 
 def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commented sample is root's configuration, whole."""
+    """The commented sample has all settings, with root's defaults."""
     monkeypatch.setattr("os.geteuid", lambda: 0)
     written = tomllib.loads(SAMPLE.read_text())
     keys = {
@@ -65,7 +65,7 @@ def test_a_mirror_that_is_there_twice_is_named_by_the_second_line(tmp_path: Path
 
 
 def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Path) -> None:
-    """One run of the daemon is enough to see everything that is wrong."""
+    """One run of the daemon shows all faults."""
     text = (
         'state_dir = "here"\nsokcet = "/s"\n[sync]\nintervall = "6h"\nconcurrency = 0\n'
         '[audit]\nlevel = "deep"\n[checkouts]\nttl = "5 minutes"\ntemplate_bytes = "lots"\n'
@@ -131,13 +131,13 @@ def test_all_faults_are_listed_at_once_with_key_line_and_suggestion(tmp_path: Pa
 def test_a_value_of_the_wrong_kind_is_refused_in_the_words_of_toml(
     tmp_path: Path, text: str, said: str
 ) -> None:
-    """Nothing is guessed: a 1 is no true, and a true no 1."""
+    """Types are not converted: 1 is not true, and true is not 1."""
     (fault,) = faults_of(tmp_path, text)
     assert said in str(fault["message"])
 
 
 def test_rules_and_policies_of_grading(tmp_path: Path) -> None:
-    """A fault in the second rule has its own line; what is right is live."""
+    """A fault in the second rule has its own line. Rules can be reloaded."""
     rule = '[[grading.rule]]\nname = "a"\npaths = ["x/**"]\n'
     (fault,) = faults_of(tmp_path, rule + '[[grading.rule]]\nname = "b"\npaths = ["\\u0000"]\n')
     assert (fault["key"], fault["line"]) == ("grading.rule[1].paths[0]", 6)
@@ -154,7 +154,7 @@ def test_rules_and_policies_of_grading(tmp_path: Path) -> None:
 
 
 def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
-    """Whoever mends them reads from top to bottom."""
+    """Faults are sorted by line."""
     faults = faults_of(tmp_path, '[log]\nlevel = "x"\n[sync]\njitter = "y"\n[audit]\nz = 1\n')
     assert [fault["line"] for fault in faults] == [2, 4, 6]
 
@@ -177,7 +177,7 @@ def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_files_are_refused_not_crashed_on(tmp_path: Path, text: str | bytes) -> None:
-    """Whatever the toml package makes of a file, the answer is one of ours."""
+    """Any failure of the toml package is an InvalidConfigError."""
     assert faults_of(tmp_path, text)
 
 
@@ -185,7 +185,7 @@ def test_malformed_files_are_refused_not_crashed_on(tmp_path: Path, text: str | 
 def test_no_text_escapes_as_another_error(
     text: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """toml 0.10.2 raises half a dozen classes on bad input; ours is the only one seen."""
+    """toml 0.10.2 raises half a dozen classes on invalid input."""
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_text(text)
     try:
@@ -216,7 +216,7 @@ def test_upstream_template_knows_owner_and_name_only(tmp_path: Path, url: str) -
     ],
 )
 def test_ref_patterns_that_could_reach_our_names_are_refused(tmp_path: Path, ref: str) -> None:
-    """Our namespace cannot be configured away."""
+    """refs/mirrord cannot be configured."""
     assert faults_of(tmp_path, f'[upstream]\nrefs = ["{ref}"]')
 
 
@@ -309,7 +309,7 @@ def test_a_reload_applies_a_key_or_names_it(key: str, value: object, is_live: bo
 
 
 def test_each_key_is_said_to_be_live_or_not() -> None:
-    """What an operator must restart for is decided here, for a new key too."""
+    """Settings that need a restart are listed here, so a new key needs a decision."""
     assert dict(config.setting_keys()) == dict.fromkeys(LIVE, False) | dict.fromkeys(
         NEEDS_RESTART, True
     )
@@ -333,7 +333,7 @@ def test_an_unreadable_file_is_a_fault_not_a_default(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_upstream_is_refused_without_being_shown(tmp_path: Path, url: str) -> None:
-    """Wherever a URL can stand; it might hold a password."""
+    """Every setting with a URL: it might contain a password."""
     mirror = f"[[mirror]]\nrepo = 'a/b'\nurl = {url!r}\n"
     text = f"[upstream]\nurl = {url!r}\nfallbacks = [{url!r}]\n{mirror}"
     faults = faults_of(tmp_path, text)
@@ -375,7 +375,7 @@ def test_a_fault_of_toml_shows_no_url(tmp_path: Path) -> None:
 
 
 def test_a_fault_is_told_once(tmp_path: Path) -> None:
-    """A list with one faulty item is not also too short; a section is no suggestion for its key."""
+    """A list with one faulty item is not also reported as too short; a section is not suggested for its key."""
     (first, second) = faults_of(tmp_path, "[upstream]\nrefs = ['refs/mirrord/*']\n[sync]\nx = 1\n")
     assert first["key"] == "upstream.refs[0]"
     assert second["message"] == "unknown key"
@@ -457,5 +457,5 @@ def test_a_large_configuration_is_read(tmp_path: Path) -> None:
     ids=lambda value: value[:40],
 )
 def test_values_that_no_system_call_takes_are_faults(tmp_path: Path, line: str, key: str) -> None:
-    """Not a crash when they are first used."""
+    """They are faults, not crashes at first use."""
     assert [fault["key"] for fault in faults_of(tmp_path, line)] == [key]

@@ -51,7 +51,7 @@ REAL = sorted(path for path in DATA.glob("*/*") if "SYNTHETIC" not in path.name)
 
 
 class Exchange:
-    """A catalog that takes what a case read, and gives it out again."""
+    """A catalog that imports and exports the rows of a case."""
 
     def __init__(self, case: Case, catalog: Catalog) -> None:
         self.case, self.catalog = case, catalog
@@ -126,7 +126,7 @@ def test_an_export_is_read_as_the_same_rows(run: Callable[[Test], None], name: s
 
 
 def test_a_row_at_a_branch_keeps_the_commit_that_was_found(run: Callable[[Test], None]) -> None:
-    """With its roles and the branch; beside the file it was read from nothing differs."""
+    """Roles and branch are exported; compared with the original file nothing differs."""
 
     async def test(exchange: Exchange) -> None:
         result = exchange.case.read(SAMPLES["swe-smith"][:1])

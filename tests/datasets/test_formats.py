@@ -1,4 +1,4 @@
-"""Every format of dataset rows: how it is recognised, what becomes of its values, and real files."""
+"""All formats of dataset rows: detection, fields, and real files."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def test_patches_are_kept_byte_for_byte(case: Case) -> None:
 
 
 class Trickle(io.RawIOBase):
-    """Gives a few bytes at a time, so that every token is cut somewhere."""
+    """Reads a few bytes at a time, so that every token is split."""
 
     def __init__(self, content: bytes, size: int) -> None:
         self.content, self.size, self.at = content, size, 0
@@ -479,7 +479,7 @@ print(result.row_count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 @pytest.mark.slow
 @pytest.mark.parametrize("container", ["lines", "array", "parquet"])
 def test_a_large_file_is_read_in_bounded_memory(tmp_path: Path, container: str) -> None:
-    """50 MB of rows, none like another; what grows is ids and commits."""
+    """50 MB of distinct rows; only ids and commits accumulate in memory."""
     rows = [row(n, patch=f"{n:5}" * 2000, base_commit=f"{n + 1:040x}") for n in range(5_000)]
     for name, part in {"large": rows, "warm": rows[:100]}.items():
         path = tmp_path / name
@@ -578,7 +578,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     "text", [b"[" * 1024, b'{"instance_id": "a", "patch": "' + b"x" * 1024], ids=["nested", "long"]
 )
 def test_a_gzip_bomb_is_refused(tmp_path: Path, text: bytes) -> None:
-    """600 MiB in less than 3; what is nested too deeply ends at once, what is long at the bound."""
+    """600 MiB of JSON in less than 3 MiB. Deep nesting ends at once, length at the bound."""
     path = tmp_path / "bomb.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(600):
@@ -592,7 +592,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path, text: bytes) -> None:
 
 
 def test_rows_in_text_that_shrinks_well_are_read(tmp_path: Path) -> None:
-    """The bound is on what is far from what people write."""
+    """The bound is far above the compression of real datasets."""
     path = tmp_path / "rows.jsonl.gz"
     with gzip.open(path, "wt") as file:
         for number in range(2000):

@@ -1,6 +1,4 @@
-"""What is prepared for those who ask next begins when the one who asks now has the answer, and not
-before.
-"""
+"""Deferred work starts after the answer of the current request."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class Work:
 
 
 async def turns() -> None:
-    """Let everything that can run run."""
+    """Let all runnable tasks run."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""The stream of events: numbered, resumable, bounded; slow followers lose events and are told so."""
+"""The event stream: numbered, resumable, bounded; a slow follower loses events and is informed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def take(events: Events, after: int | None, count: int) -> list[Event]:
 
 
 async def test_numbers_grow_by_one_within_a_boot() -> None:
-    """A follower can tell that it missed nothing."""
+    """A follower can verify that it missed nothing."""
     events = Events()
     for _ in range(3):
         events.publish("a.done", x=1)
@@ -36,7 +36,7 @@ async def test_numbers_grow_by_one_within_a_boot() -> None:
 
 
 async def test_what_was_refused_or_failed_is_a_warning_in_the_log() -> None:
-    """So that it is there where only warnings are logged."""
+    """They appear in logs of warnings only."""
     with capture_logs() as logged:
         for name in ("config.reloaded", "config.refused", "mirror.failed", "operation.progressed"):
             Events().publish(name)
@@ -62,7 +62,7 @@ async def test_a_follower_gets_what_comes_after_it_asked() -> None:
 
 
 async def test_a_follower_that_fell_behind_is_told_what_it_missed() -> None:
-    """One event in the place of all that the ring has forgotten, and then the rest."""
+    """One event replaces those that left the ring; the later ones follow."""
     events = Events(capacity=5)
     for _ in range(12):
         events.publish("a.done")
@@ -73,7 +73,7 @@ async def test_a_follower_that_fell_behind_is_told_what_it_missed() -> None:
 
 
 async def test_closing_ends_every_follower_after_the_last_event() -> None:
-    """A daemon that stops does not wait for its followers, and withholds nothing from them."""
+    """A stopping daemon does not wait for its followers, but sends them all events."""
     events = Events()
     events.publish("a.done")
     events.close()
@@ -96,7 +96,7 @@ async def test_closing_ends_every_follower_after_the_last_event() -> None:
     ],
 )
 async def test_a_last_event_id_is_a_position(text: str | None, position: int) -> None:
-    """Nonsense, and numbers of another boot, mean the beginning."""
+    """Invalid ids, and those of another boot, mean the beginning."""
     events = Events()
     for _ in range(3):
         events.publish("a.done")
@@ -122,7 +122,7 @@ async def test_an_event_is_encoded_once_for_all_who_follow() -> None:
 
 
 async def test_silence_is_told() -> None:
-    """An empty batch where nothing came for so long."""
+    """An empty batch after that time without events."""
     events = Events()
     with anyio.fail_after(5):
         async for some in events.subscribe(silence=timedelta(seconds=0.05)):

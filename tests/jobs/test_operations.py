@@ -37,7 +37,7 @@ def names(events: Events) -> list[str]:
 
 
 async def test_an_operation_ends_with_its_result() -> None:
-    """And says so in two events."""
+    """Start and end are events."""
     events = Events()
     operations = Operations(events)
     started = operations.start("audit", "all", succeed, owner_uid=7)
@@ -99,7 +99,7 @@ async def test_progress_is_seen_while_it_runs_whichever_thread_tells_it() -> Non
 
 
 async def test_cancelling_ends_the_work_and_is_told_apart_from_failing() -> None:
-    """A second time is a conflict."""
+    """A second cancellation is a conflict."""
     operations = Operations(Events())
     started = operations.start("sync", "a__b", hang)
     cancelled = await operations.cancel(started.id)
@@ -111,7 +111,7 @@ async def test_cancelling_ends_the_work_and_is_told_apart_from_failing() -> None
 
 
 async def test_others_operations_do_not_exist_for_a_user() -> None:
-    """Neither in the list nor by their id."""
+    """They are neither listed nor found by id."""
     operations = Operations(Events())
     mine = operations.start("sync", "a", succeed, owner_uid=7)
     other = operations.start("sync", "b", succeed, owner_uid=8)
@@ -124,7 +124,7 @@ async def test_others_operations_do_not_exist_for_a_user() -> None:
 
 
 async def test_closing_waits_its_bound_then_cancels_and_takes_no_more() -> None:
-    """What can end in time ends."""
+    """Work that ends within the drain time completes."""
     operations = Operations(Events())
     quick, stuck = operations.start("sync", "a", succeed), operations.start("sync", "b", hang)
     await operations.close(timedelta(seconds=0.05))
@@ -134,7 +134,7 @@ async def test_closing_waits_its_bound_then_cancels_and_takes_no_more() -> None:
 
 
 async def test_only_the_last_thousand_are_remembered() -> None:
-    """Those that run are never forgotten."""
+    """Running operations are kept."""
     operations = Operations(Events())
     running = operations.start("sync", "stuck", hang)
     for n in range(1005):
@@ -145,7 +145,7 @@ async def test_only_the_last_thousand_are_remembered() -> None:
 
 
 async def test_what_nobody_has_seen_the_end_of_is_not_forgotten() -> None:
-    """Whoever starts more than a thousand asks for them one after the other."""
+    """A client that starts more than a thousand asks for them one after the other."""
     operations = Operations(Events())
     started = [operations.start("sync", str(n), succeed).id for n in range(2500)]
     while operations.running_count:

@@ -16,7 +16,7 @@ QUIET = timedelta(seconds=0.05)
 
 
 class Handled:
-    """Remembers what it was given; fails for names with `bad` in them."""
+    """Records handled paths; fails for names that contain `bad`."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
@@ -60,7 +60,7 @@ def run(
 
 
 def test_a_file_that_is_there_already_is_handled(tmp_path: Path) -> None:
-    """What was dropped while no daemon ran is found at the start."""
+    """Files written while no daemon ran are found at the start."""
     (tmp_path / "a.jsonl").write_text("{}")
     assert run(tmp_path, lambda _, handled: handled.until(1)).paths == [tmp_path / "a.jsonl"]
 
@@ -93,7 +93,7 @@ def test_a_moved_in_file_is_handled_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_grows_is_handled_only_when_it_rests(tmp_path: Path) -> None:
-    """Nobody reads half a dataset because its writer is slow."""
+    """A slow writer's file is not read before it is complete."""
     file = tmp_path / "a.jsonl"
 
     async def story(_: Watch, handled: Handled) -> None:
@@ -107,7 +107,7 @@ def test_a_file_that_grows_is_handled_only_when_it_rests(tmp_path: Path) -> None
 
 
 def test_a_failure_is_not_retried_until_the_file_changes(tmp_path: Path) -> None:
-    """A broken file costs one try, not one per look."""
+    """An invalid file is handled once, not at every check."""
     file = tmp_path / "bad.jsonl"
     file.write_text("x")
 
@@ -133,7 +133,7 @@ def test_files_are_found_without_inotify(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_directories_and_symlinks_are_not_files(tmp_path: Path) -> None:
-    """A symlink could point anywhere that the daemon may read and its maker may not."""
+    """A symlink could point to files that only the daemon may read."""
     (tmp_path / "dir.jsonl").mkdir()
     (tmp_path / "link.jsonl").symlink_to("/etc/passwd")
     (tmp_path / "a.jsonl").write_text("{}")
@@ -153,5 +153,5 @@ def test_directories_and_symlinks_are_not_files(tmp_path: Path) -> None:
     ],
 )
 def test_names_of_unfinished_files_do_not_count(name: str) -> None:
-    """What editors and copy tools call a file they are still writing."""
+    """Names that editors and copy tools give to unfinished files."""
     assert not is_complete_name(name)

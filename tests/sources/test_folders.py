@@ -1,4 +1,4 @@
-"""Task folders of SWE-bench v5 and Harbor: what becomes of good ones, and of each bad one."""
+"""Task folders of SWE-bench v5 and Harbor, valid and invalid."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not LITE.exists(), reason=f"needs {LITE}")
 def test_lite_as_folders_of_either_kind_is_lite(tmp_path: Path) -> None:
-    """The same rows as from its Parquet file, but for the rules that fired."""
+    """The rows equal those of its Parquet file, except for the applied rules."""
     for row in parquet.read_table(LITE).to_pylist()[:100]:
         name = row["instance_id"]
         harbor(tmp_path / "harbor", name, {"tests/config.json": json.dumps(row)})

@@ -190,7 +190,7 @@ def test_a_private_dataset_needs_its_token(server: Hub, tmp_path: Path) -> None:
 
 
 def test_without_huggingface_hub_the_error_says_how_to_get_it(server: Hub, tmp_path: Path) -> None:
-    """A package of that name that does not load stands before the real one."""
+    """A package that fails to import shadows the real one."""
     broken = tmp_path / "broken/huggingface_hub"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('none')")

@@ -33,7 +33,7 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def read(source: Source, directory: Path) -> tuple[ReadResult, list[dict[str, Any]]]:
-    """What the daemon makes of it: the result, and its rows."""
+    """Return the daemon's result and rows."""
     stream, spool = directory / "stream", directory / "spool"
     stream.write_bytes(source.file.read_bytes() if source.file else b"".join(source.pieces()))
     spool.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def test_a_stream_holds_a_batch_and_not_the_shards(tmp_path: Path) -> None:
 
 
 def test_a_row_cannot_pretend_to_be_another_files(tmp_path: Path) -> None:
-    """What marks a fault in a stream is taken out of a file's rows; a wrong mark is a column."""
+    """A stream's fault member is removed from rows; an invalid one is an ordinary column."""
     rows = [row(1), {**row(2), "mirrord:origin": "here"}, {**row(3), "mirrord:fault": "x"}]
     result, read_rows = read(open_sources([jsonl(tmp_path / "rows.jsonl", *rows)]), tmp_path)
     assert ids(read_rows) == ["o__n-1", "o__n-2", "o__n-3"]
