@@ -50,8 +50,9 @@ def open_engine(url: URL, statement_timeout: timedelta) -> Engine:
 
     @event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, _args: Any, given: dict[str, Any]) -> Connection:
-        usual = {"connect_timeout": _CONNECT_S, "application_name": "mirrord", "tcp_user_timeout":
-                 int(timeout_s * 1000)}  # fmt: skip
+        # psycopg hands out bytes for text of a SQL_ASCII database, which initdb without LANG makes
+        usual = {"connect_timeout": _CONNECT_S, "application_name": "mirrord", "client_encoding":
+                 "utf8", "tcp_user_timeout": int(timeout_s * 1000)}  # fmt: skip
         found: dict[str, Any] = usual | given
         if "password" not in found and "passfile" not in found and (password := _credential()):
             found["password"] = password

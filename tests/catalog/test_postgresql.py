@@ -39,6 +39,13 @@ def server() -> Iterator[Server]:
         yield found
 
 
+def test_a_database_without_an_encoding_is_read_as_utf_8(server: Server) -> None:
+    """As initdb makes it where LANG is not set, which is so in containers."""
+    url = server.create("ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    with closing(Database(url, timedelta(seconds=10))) as database, database.read() as connection:
+        assert connection.exec_driver_sql("SELECT 'ä'").scalar_one() == "ä"
+
+
 # -- the password ----------------------------------------------------------------------------------
 
 

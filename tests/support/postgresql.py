@@ -67,11 +67,11 @@ class Server:
         for pid in self.pids:
             os.kill(pid, signal.SIGCONT)
 
-    def create(self) -> str:
-        """A new database; answers its URL."""
+    def create(self, form: str = "") -> str:
+        """A new database, of a form such as an encoding; answers its URL."""
         self._databases += 1
         name = f"catalog{self._databases}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name} {form}")
         return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{name}"
 
     def execute(self, *statements: str) -> list[tuple[object, ...]]:
