@@ -280,18 +280,16 @@ class Daemon:
 
     async def _open(self, web: WebServer) -> bool:
         """Open the engine and the web page. Returns False if a signal comes first."""
-        page = asyncio.ensure_future(web.apply())
+        await web.apply()
         opening = asyncio.ensure_future(self._engine.open())
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([opening, stopping], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not opening.done():
             opening.cancel()
-            page.cancel()
-            await asyncio.wait([opening, page])
+            await asyncio.wait([opening])
             return False
         opening.result()
-        await page
         self._notifier.ready(self._serving)
         sockets = [str(listener.path) for listener in self._listeners.all]
         log.info("daemon.started", pid=os.getpid(), sockets=sockets)

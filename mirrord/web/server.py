@@ -216,19 +216,16 @@ class WebApplication:
             return False
 
     async def _answer(self, path: str, query: bytes) -> Answer:
-        if answer := self._find_cached(path, query):
-            return answer
         try:
             async with asyncio.timeout(WAIT_LIMIT_S), self._rendering:
-                return self._find_cached(path, query) or await self._cache_answer(path, query)
+                expires, answer = self._cache.get((path, query), (0.0, None))
+                if answer and time.monotonic() < expires:
+                    return answer
+                return await self._render_and_cache(path, query)
         except TimeoutError:
             return _plain(503, "Too many requests are waiting; retry later.")
 
-    def _find_cached(self, path: str, query: bytes) -> Answer | None:
-        expires, answer = self._cache.get((path, query), (0.0, None))
-        return answer if time.monotonic() < expires else None
-
-    async def _cache_answer(self, path: str, query: bytes) -> Answer:
+    async def _render_and_cache(self, path: str, query: bytes) -> Answer:
         began = time.monotonic()
         try:
             answer = await self._render(path, query)
