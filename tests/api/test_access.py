@@ -1,4 +1,4 @@
-"""Who may ask for what: recorded commits, owners, what a member is shown, how many and for how long; as real uids."""
+"""Access of real uids: recorded commits, owners, visible facts, number and duration of checkouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACCESS = '[access]\ngroup = "daemon"\n'
 
 
 class World(NamedTuple):
-    """A daemon whose dataset records commits 1 and 2 of five, and the last as a gold commit."""
+    """A daemon whose dataset records commits 1 and 2 of five, and the last one as a gold commit."""
 
     daemon: Daemon
     upstream: Upstream
@@ -86,7 +86,7 @@ def world(made: World) -> Iterator[World]:
 
 
 def kept_tip(world: World) -> str:
-    """A private ref of the mirror that holds what upstream deleted."""
+    """A private ref of the mirror to a commit that upstream deleted."""
     return git(
         world.mirror, "for-each-ref", "--format=%(refname)", "refs/mirrord/kept"
     ).splitlines()[0]
@@ -96,7 +96,7 @@ def kept_tip(world: World) -> str:
 
 
 def test_a_member_names_instances_and_their_base_commits(world: World) -> None:
-    """By instance, by full id in either letter case, by the first digits; and on to another by a reset."""
+    """By instance, by full id in either case, by abbreviated id; also in a reset."""
     base = world.commits[1]
     asked = ("o__r-1", f"o/r@{base}", f"o__r@{base.upper()}", f"o/r@{base[:9]}")
     answers = [world.checkout(MEMBER, name) for name in asked]
@@ -107,7 +107,7 @@ def test_a_member_names_instances_and_their_base_commits(world: World) -> None:
 
 
 def test_a_member_is_refused_all_other_commits_in_the_same_words(world: World) -> None:
-    """Whether there is such a commit, branch, tag or ref is not told, neither by a checkout nor by a reset."""
+    """Neither a checkout nor a reset reveals whether a commit, branch, tag or ref exists."""
     held = world.checkout(MEMBER)[1]["id"]
     secret = [
         "main", "v4", "HEAD", world.commits[4], world.commits[3], world.commits[4][:10], f"{world.commits[1]}~1", world.hidden,
@@ -148,7 +148,7 @@ def test_a_member_is_refused_all_other_commits_in_the_same_words(world: World) -
 
 
 def test_a_base_commit_is_one_until_its_dataset_is_removed(world: World, tmp_path: Path) -> None:
-    """What is remembered of recorded commits follows imports and removals."""
+    """The cache of recorded commits follows imports and removals."""
     late = world.commits[4]
     assert world.checkout(MEMBER, f"o/r@{late}")[0] == 403
     row = {
@@ -168,7 +168,7 @@ def test_a_base_commit_is_one_until_its_dataset_is_removed(world: World, tmp_pat
 
 
 def test_with_any_a_member_names_what_upstream_shows(world: World) -> None:
-    """Branches, tags, ids that they reach; never a ref of ours, nor a commit that only such a ref reaches."""
+    """Branches, tags and commits that they reach, but not our own refs or commits that only those reach."""
     world.configure('commits = "any"')
     public = [
         "main",
@@ -206,14 +206,14 @@ def test_with_any_a_member_names_what_upstream_shows(world: World) -> None:
 
 
 def test_an_administrator_names_everything(world: World) -> None:
-    """Root: private names and deleted tips included."""
+    """Including private refs and deleted tips, for root."""
     for name in ("main", world.hidden, "refs/mirrord/history"):
         status, _, body = world.daemon.request("POST", "/v1/checkouts", {"instance": f"o/r@{name}"})
         assert status == 201, body
 
 
 def test_a_member_neither_pins_nor_restores(world: World) -> None:
-    """A pin fetches any commit from upstream, and keeps it."""
+    """A pin would fetch and keep any commit of upstream."""
     held = world.checkout(MEMBER)[1]["id"]
     asked = [
         ("GET", "pins", None), ("POST", "pins", {"mirror": "o/r", "commit": world.commits[4]}),
@@ -225,7 +225,7 @@ def test_a_member_neither_pins_nor_restores(world: World) -> None:
 
 
 def test_nothing_a_member_may_read_names_a_later_commit_or_anothers_checkout(world: World) -> None:
-    """Every endpoint that a member may GET, after errors that name commits and with another uid's checkout held."""
+    """Calls every GET endpoint of members, after errors that name commits, with a checkout of another uid."""
     assert world.daemon.stop() == 0
     world.daemon.start()  # with the events of this test alone
     others = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-2", "owner": OTHER})[
@@ -260,7 +260,7 @@ def test_nothing_a_member_may_read_names_a_later_commit_or_anothers_checkout(wor
 
 
 def test_root_hands_a_checkout_to_a_uid_that_may_use_it_and_nothing_else(world: World) -> None:
-    """The owner reads, writes, resets to clean, renews and releases its own; it makes none and goes nowhere else."""
+    """An owner may use, reset, renew and release its own checkout, but neither make nor move one."""
     taken = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-1", "owner": AGENT})
     assert (taken["owner_uid"], taken["taken_by"]) == (AGENT, os.getuid())
     tree = Path(taken["path"])
@@ -293,7 +293,7 @@ def test_root_hands_a_checkout_to_a_uid_that_may_use_it_and_nothing_else(world: 
 
 
 def test_the_command_line_works_for_owner_and_asker(world: World) -> None:
-    """`checkout --owner`, by name or uid; `diff`, `reset` and `release` take the path from both."""
+    """`checkout --owner` by name or uid; both users may use the path with `diff`, `reset` and `release`."""
 
     def run(uid: int, *words: str) -> str:
         command = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), *words]
@@ -324,7 +324,7 @@ def test_the_command_line_works_for_owner_and_asker(world: World) -> None:
 
 
 def test_a_graders_checkout_may_be_owned_by_a_plain_uid(world: World) -> None:
-    """The tests run as that uid; the instance's patches and other commits stay the administrator's to put in."""
+    """Tests run as that uid; only the administrator may apply patches and restore commits."""
     taken = world.daemon.json(
         "POST", "/v1/checkouts", {"instance": "o__r-1", "owner": AGENT, "view": "grader"}
     )
@@ -343,7 +343,7 @@ def test_a_graders_checkout_may_be_owned_by_a_plain_uid(world: World) -> None:
 
 @pytest.fixture
 def subids() -> Iterator[None]:
-    """Ranges for MEMBER, by its uid, in the files that the daemon reads."""
+    """Write ranges for MEMBER, by uid, to the files that the daemon reads."""
     with accounts(subuid=f"{MEMBER}:200000:10\n{MEMBER}:300000:10", subgid=f"{MEMBER}:400000:15"):
         yield
 
@@ -351,7 +351,7 @@ def subids() -> Iterator[None]:
 def test_a_member_asks_for_its_subordinate_uids_and_for_no_others(
     world: World, subids: None
 ) -> None:
-    """The gid is the one at the same place of /etc/subgid, and where there is none, the member's own."""
+    """The gid is at the same offset of /etc/subgid, or else the member's own."""
     world.configure('owners = "none"')
     assert world.checkout(MEMBER, owner=200003)[0] == 403
     world.configure()
@@ -374,7 +374,7 @@ def test_a_member_asks_for_its_subordinate_uids_and_for_no_others(
 
 
 def test_a_restart_keeps_owner_and_asker_apart(world: World) -> None:
-    """Both are in the lease's file."""
+    """The lease's file has both."""
     taken = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-1", "owner": AGENT})
     world.daemon.kill()
     world.daemon.start()
@@ -387,7 +387,7 @@ def test_a_restart_keeps_owner_and_asker_apart(world: World) -> None:
 
 
 def test_one_uid_has_so_many_checkouts(world: World, subids: None) -> None:
-    """As asker and as owner together; root gets in, for itself and for that uid."""
+    """Taken and owned checkouts count; root is admitted, also for that uid."""
     world.configure("max_per_user = 3")
     held = [world.checkout(MEMBER, owner=owner)[1]["id"] for owner in (MEMBER, 200001, 200001)]
     status, answer = world.checkout(MEMBER)
@@ -409,7 +409,7 @@ def test_one_uid_has_so_many_checkouts(world: World, subids: None) -> None:
 
 
 def test_one_uid_asks_so_often_a_second(world: World) -> None:
-    """Then it is told when to come again; root is not, and a client that is told to comes again."""
+    """The refusal has a time to retry, and the client does; root is not refused."""
     world.configure("rate_per_user = 2")
     asked = [("GET", "checkouts", None)] * 40
     answers = ask_as(MEMBER, world.daemon.socket, *asked, groups=[GROUP])
@@ -427,7 +427,7 @@ def test_one_uid_asks_so_often_a_second(world: World) -> None:
 
 
 def test_root_gets_in_where_members_hold_all_there_are(world: World) -> None:
-    """`checkouts.max` counts for an administrator what administrators took."""
+    """For administrators, `checkouts.max` counts administrators' checkouts only."""
     world.configure("[checkouts]", "max = 2")
     assert [world.checkout(MEMBER)[0] for _ in range(3)] == [201, 201, 503]
     root = [
@@ -437,7 +437,7 @@ def test_root_gets_in_where_members_hold_all_there_are(world: World) -> None:
 
 
 def test_a_member_holds_no_checkout_longer_than_the_longest(world: World) -> None:
-    """Neither at first nor by renewing; the refusal names the bound. The default is cut to it; root is not bound."""
+    """Neither a new lease nor a renewal; the refusal names the limit. The default ttl is reduced to it; root is exempt."""
     world.configure('ttl_max = "1h"')
     status, answer = world.checkout(MEMBER, ttl="366d")
     assert (status, answer["code"], answer["max_s"]) == (400, "ttl-too-long", 3600)

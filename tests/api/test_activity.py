@@ -1,4 +1,4 @@
-"""`GET /v1/activity`: what the daemon does now."""
+"""`GET /v1/activity`: current activity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def running() -> Iterator[Daemon]:
 
 
 def test_requests_are_counted_by_endpoint(running: Daemon) -> None:
-    """The one that asks is not answered yet; the sum is of all."""
+    """The running request does not count yet; totals count all requests."""
     with Client(running.socket) as client:
         before = client.activity().requests.requests
         for _ in range(3):
@@ -43,7 +43,7 @@ def test_requests_are_counted_by_endpoint(running: Daemon) -> None:
 
 @pytest.mark.root
 def test_others_see_their_own_part(running: Daemon) -> None:
-    """A member sees own rows; a stranger is refused, before anything is read."""
+    """A member sees its own rows; a stranger is refused."""
     with Client(running.socket) as client:
         operations = client.activity().operations
         assert operations == []

@@ -1,4 +1,4 @@
-"""The wire, spoken by hand: whatever a client sends, it gets an answer that says what was wrong, and the daemon stays up."""
+"""Raw HTTP: every malformed request gets an answer that names the fault, and the daemon stays up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mirrord.protocol import RESULTS
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Daemon]:
-    """One daemon for all tests here: none of them may harm it."""
+    """One daemon for all tests of this module."""
     with daemon() as made:
         yield made
         assert made.stop() == 0
@@ -40,19 +40,19 @@ def problem(raw: tuple[int, dict[str, str], bytes]) -> dict[str, Any]:
 
 
 def test_an_unknown_path_is_a_problem(running: Daemon) -> None:
-    """Not the framework's own page."""
+    """A problem rather than a framework's page."""
     assert problem(running.get("/v1/nowhere"))["code"] == "not-found"
     assert problem(running.get("/v1/mirrors/"))["code"] == "not-found"
 
 
 def test_an_unknown_method_is_a_problem(running: Daemon) -> None:
-    """405, wherever the path has parameters or not."""
+    """405, for paths with and without parameters."""
     assert problem(running.request("PUT", "/v1/health"))["status"] == 405
     assert problem(running.request("PATCH", "/v1/mirrors/a__b"))["status"] == 405
 
 
 def test_head_is_get_without_the_body(running: Daemon) -> None:
-    """Where the answer is JSON; a stream is not begun for it, and the answer says what is allowed."""
+    """If the answer is JSON; for streams the answer names the allowed methods."""
     for path in ("/v1/health", "/v1/status", "/v1/checkouts"):
         status, headers, body = running.request("HEAD", path)
         assert (status, headers["content-type"], body) == (200, "application/json", b"")
@@ -64,7 +64,7 @@ def test_head_is_get_without_the_body(running: Daemon) -> None:
 
 
 def test_every_answer_has_a_request_id(running: Daemon) -> None:
-    """The client's own when it is harmless, else a new one; errors included."""
+    """The client's own if it is valid, else a new one; also for errors."""
     assert running.get("/v1/health", **{"X-Request-Id": "mine-1"})[1]["x-request-id"] == "mine-1"
     assert running.get("/v1/nowhere", **{"X-Request-Id": "mine-2"})[1]["x-request-id"] == "mine-2"
     assert running.get("/v1/health", **{"X-Request-Id": "no good"})[1]["x-request-id"] != "no good"
@@ -98,12 +98,12 @@ def test_a_body_that_is_not_the_json_asked_for_is_a_problem(running: Daemon, bod
     "path", ["/v1/events?after=1&after=2", "/v1/events?surprise=1", "/v1/events?follow=perhaps"]
 )
 def test_a_bad_query_is_a_problem(running: Daemon, path: str) -> None:
-    """Unknown names, wrong types and doubles are refused as in a body."""
+    """Unknown, mistyped and duplicate parameters are refused as in a body."""
     assert problem(running.get(path))["code"] == "invalid-request"
 
 
 def test_a_body_over_the_limit_is_refused_by_its_announced_length(running: Daemon) -> None:
-    """Before anything of it is read."""
+    """Before the body is read."""
     with running.connect() as connection:
         connection.sendall(
             b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n"
@@ -112,7 +112,7 @@ def test_a_body_over_the_limit_is_refused_by_its_announced_length(running: Daemo
 
 
 def test_a_chunked_body_over_the_limit_is_refused_on_the_way(running: Daemon) -> None:
-    """A body that announces nothing is counted."""
+    """A body without a length is counted."""
     with running.connect() as connection:
         connection.sendall(
             b"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -127,7 +127,7 @@ def test_a_chunked_body_over_the_limit_is_refused_on_the_way(running: Daemon) ->
 
 
 def test_half_a_body_leaves_nothing_behind(running: Daemon) -> None:
-    """The client hung up: no file in quarantine, and the daemon goes on."""
+    """No file is left in quarantine, and the daemon still serves."""
     with running.connect() as connection:
         head = b"POST /v1/datasets?filename=x.jsonl HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n"
         connection.sendall(head + b"x" * 2_000_000)
@@ -151,7 +151,7 @@ def test_half_a_body_leaves_nothing_behind(running: Daemon) -> None:
     ],
 )
 def test_garbage_is_answered_with_a_problem_and_hung_up_on(running: Daemon, raw: bytes) -> None:
-    """TLS, nonsense, and heads that two readers could read in two ways."""
+    """TLS, garbage, and ambiguous heads."""
     assert problem(parse_response(running.exchange(raw)))["code"] == "invalid-request"
 
 
@@ -188,7 +188,7 @@ def test_requests_on_one_connection_are_answered_in_order(running: Daemon) -> No
     "COVERAGE_AREA" in os.environ, reason="a tracer cannot start in 64 threads at once"
 )
 def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
-    """None lost, none refused."""
+    """No request is lost or refused."""
     failures: list[object] = []
 
     def ask() -> None:
@@ -207,7 +207,7 @@ def test_64_clients_at_once_all_get_their_answers(running: Daemon) -> None:
 
 @pytest.mark.root
 def test_a_stranger_may_ask_for_health_and_nothing_else(running: Daemon) -> None:
-    """Every other endpoint answers not-allowed before it looks at anything."""
+    """Every other endpoint answers not-allowed before any look-up."""
     answers = as_nobody(running.socket, [(e.method, e.path) for e in ENDPOINTS])
     codes = {f"{e.method} {e.path}": code for e, code in zip(ENDPOINTS, answers, strict=True)}
     assert codes.pop("GET /v1/health") is None
@@ -215,7 +215,7 @@ def test_a_stranger_may_ask_for_health_and_nothing_else(running: Daemon) -> None
 
 
 def as_nobody(path: Path, requests: list[tuple[str, str]]) -> list[str | None]:
-    """The error codes that a process of another user gets; None is none."""
+    """Error codes that a process of another user gets; None for success."""
     script = """
 import json, socket, sys
 for method, path in json.loads(sys.argv[2]):
@@ -238,7 +238,7 @@ for method, path in json.loads(sys.argv[2]):
 
 
 def test_a_refusal_says_what_was_refused() -> None:
-    """A verb and a noun, out of the name of what would have answered."""
+    """The message has the verb and noun of the endpoint."""
     assert [e.name for e in ENDPOINTS if e.access is not Role.STRANGER and "_" not in e.name] == []
 
 
@@ -268,7 +268,7 @@ def test_the_document_has_every_endpoint_of_the_table(running: Daemon) -> None:
 
 
 def test_the_document_says_which_problems_each_endpoint_answers_with(running: Daemon) -> None:
-    """By status, under their media type, as the one schema that generated clients read; each code where the table has it."""
+    """By status, with their media type, the schema Problem and known codes."""
     document = running.json("GET", "/v1/openapi.json")
     codes = {(error.http_status, error.code) for error in iter_errors(MirrordError)}
     for path, methods in document["paths"].items():
@@ -298,7 +298,7 @@ def test_the_document_says_which_problems_each_endpoint_answers_with(running: Da
 
 
 def test_every_reference_of_the_document_is_in_it(running: Daemon) -> None:
-    """What a generator stumbles over first."""
+    """Generators fail on dangling references."""
     text = running.get("/v1/openapi.json")[2].decode()
     schemas = json.loads(text)["components"]["schemas"]
     assert set(re.findall(r'"#/components/schemas/(\w+)"', text)) <= set(schemas)
@@ -308,7 +308,7 @@ def test_every_reference_of_the_document_is_in_it(running: Daemon) -> None:
 def test_the_document_has_a_schema_for_the_result_of_each_kind_of_operation(
     running: Daemon,
 ) -> None:
-    """One of them, or none while it runs."""
+    """One of the results, or null while it runs."""
     schemas = running.json("GET", "/v1/openapi.json")["components"]["schemas"]
     result = schemas["Operation"]["properties"]["result"]
     assert {each.get("$ref", each.get("type")) for each in result["oneOf"]} == {
@@ -322,7 +322,7 @@ def test_the_document_has_a_schema_for_the_result_of_each_kind_of_operation(
 
 
 def test_metrics_are_prometheus_text(running: Daemon) -> None:
-    """Requests by endpoint and status, gauges of the whole."""
+    """Requests by endpoint and status, and gauges."""
     running.get("/v1/health")
     text = running.get("/metrics")[2].decode()
     assert 'mirrord_requests_total{endpoint="health",status="200"}' in text
@@ -339,7 +339,7 @@ def test_an_operation_that_does_not_exist_is_a_problem(running: Daemon) -> None:
 
 
 def test_events_are_followed_and_resumed(running: Daemon) -> None:
-    """From the last id seen, without a gap and without a double."""
+    """From the last id, without gaps and duplicates."""
     first = _next_events(running, "0", 1)
     running.request("POST", "/v1/reload")
     running.request("POST", "/v1/reload")
@@ -349,13 +349,13 @@ def test_events_are_followed_and_resumed(running: Daemon) -> None:
 
 
 def test_events_of_another_boot_start_over(running: Daemon) -> None:
-    """A number from before a restart means nothing now."""
+    """An id from before a restart means all remembered events."""
     running.request("POST", "/v1/reload")
     assert _next_events(running, "deadbeef:999999", 1)[0]["id"] == 1
 
 
 def test_events_without_follow_end(running: Daemon) -> None:
-    """What is remembered, and then the end of the answer."""
+    """The answer has the remembered events and ends."""
     assert (
         running.get("/v1/events?follow=false")[2]
         == running.get("/v1/events?follow=false&after=0")[2]

@@ -81,7 +81,7 @@ HOSTILE = {
         git rev-parse HEAD >.git/shallow; git rev-parse HEAD >.git/info/grafts""",
     "commondir": "echo /tmp >.git/commondir",
 }
-"""What the owner of a checkout can do to it."""
+"""Actions of a checkout's owner."""
 
 BY_ROOT = {
     "files owned by others": "chown 0:0 README docs; mkdir -m 700 private; echo 1 >private/f; echo 1 >owned",
@@ -89,7 +89,7 @@ BY_ROOT = {
     "top replaced by a link": 'mv "$PWD" "$PWD.moved"; ln -s /etc "$PWD"; rm -rf "$PWD.moved"',
     "top deleted": 'rm -rf "$PWD"',
 }
-"""What only root, or whoever shares the daemon's uid, can do."""
+"""Actions of root, or of a process with the daemon's uid."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def listing(root: Path, *, leave_out: str = "") -> dict[str, tuple[object, ...]]
 
 
 class Fresh:
-    """What a checkout looks like before anybody touched it."""
+    """The state of a new checkout."""
 
     def __init__(self, service: Service, checkout: Checkout, uid: int) -> None:
         self._service = service
@@ -188,7 +188,7 @@ def reset(service: Service, checkout: Checkout, peer: Peer, **onto: str) -> Rese
 
 @pytest.fixture(scope="module")
 def sealed(service: Service) -> Callable[[Backend], Fresh]:
-    """A checkout that is as it was when it was made, or the test before this one has failed."""
+    """A checkout in its initial state; the previous test failed otherwise."""
     return cache(lambda backend: Fresh(service, start(service, backend, History.SEALED)[0], USER))
 
 
@@ -196,7 +196,7 @@ def sealed(service: Service) -> Callable[[Backend], Fresh]:
 def test_reset_undoes(
     service: Service, sealed: Callable[[Backend], Fresh], backend: Backend, what: str
 ) -> None:
-    """Whatever the owner did to a sealed checkout is gone after a reset, and nothing that was planted runs."""
+    """A reset undoes all actions of the owner, and nothing planted runs."""
     fresh = sealed(backend)
     run_as(USER, HOSTILE[what], Path(fresh.checkout.path), service)
     fresh.must_be_back(reset(service, fresh.checkout, USER_PEER))
@@ -204,7 +204,7 @@ def test_reset_undoes(
 
 @pytest.mark.parametrize("what", BY_ROOT)
 def test_reset_undoes_what_root_did(service: Service, backend: Backend, what: str) -> None:
-    """The same for what only root can do in another user's checkout."""
+    """A reset undoes root's actions in another user's checkout."""
     checkout, peer = start(service, backend, History.SEALED)
     fresh = Fresh(service, checkout, USER)
     run_as(0, BY_ROOT[what], Path(checkout.path), service)
@@ -223,7 +223,7 @@ TOGETHER = {
         "read-only directories", "submodule directory filled", "odd names", "modes", "everything deleted",
     ),
 }  # fmt: skip
-"""What is done one after the other for the other histories. A linked checkout's user is trusted with the mirror itself."""
+"""Actions in sequence for the other histories. Users of linked checkouts are trusted with the mirror."""
 
 
 ON_A_LAYER = (
@@ -235,7 +235,7 @@ PREPARE = """mkdir build; echo 1 >build/out.o; echo 2 >a.o; echo more >>README; 
 
 
 def test_reset_goes_back_to_a_prepared_layer(service: Service, backend: Backend) -> None:
-    """Whatever the owner did to what the layer has, too; and nothing of it is a change."""
+    """A reset also undoes changes to the layer's files, and the layer is not part of the diff."""
     made, peer = start(service, backend, History.SEALED)
     run_as(USER, PREPARE, Path(made.path), service)
     layer = service.call(service.checkouts.save, made.id, SaveLayer(name="prepared"), peer)
@@ -259,7 +259,7 @@ def test_reset_goes_back_to_a_prepared_layer(service: Service, backend: Backend)
 def test_reset_undoes_many_things_at_once(
     service: Service, backend: Backend, history: History
 ) -> None:
-    """Much of the table on one checkout, for the other histories."""
+    """Many actions on one checkout, for the other histories."""
     if (backend, history) == (Backend.OVERLAY, History.LINKED):
         pytest.skip("an overlay is never linked to a mirror")
     checkout, peer = start(service, backend, history)
@@ -274,7 +274,7 @@ def test_reset_undoes_many_things_at_once(
 def test_nothing_outside_its_history_is_in_a_checkout(
     service: Service, backend: Backend, rich: Upstream, history: History
 ) -> None:
-    """Its objects are exactly the closure of its HEAD: no tag object, no later commit, no remote, no alternate."""
+    """Its objects are the closure of HEAD: no tag object, later commit, remote or alternate."""
     checkout, peer = start(service, backend, history)
     tree = Path(checkout.path)
     present = {
@@ -294,7 +294,7 @@ def test_nothing_outside_its_history_is_in_a_checkout(
 
 
 def test_reset_moves_on_and_back(service: Service, backend: Backend) -> None:
-    """On to another commit of the same mirror, dirty on the way, and back: each time proven clean there."""
+    """Moved with changes to another commit of the mirror and back, verified clean each time."""
     checkout, peer = start(service, backend, History.SEALED)
     fresh = Fresh(service, checkout, USER)
     run_as(USER, HOSTILE["everything deleted"], Path(checkout.path), service)

@@ -1,4 +1,4 @@
-"""What a client can make of its tree while the daemon works in it: it gains nothing by that, and each answer is plain."""
+"""Clients that change their tree while the daemon works in it gain nothing, and get clear answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NEW = b"--- /dev/null\n+++ b/%s\n@@ -0,0 +1 @@\n+x\n"
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Upstream:
-    """A commit with files below a directory called `.gitignore`, and many that sort between them and what follows."""
+    """A commit with files below a directory named `.gitignore`, and many that sort after them."""
     made = Upstream(tmp_path_factory.mktemp("upstream") / "evil")
     files = {f"d/.gitignore-{number:05}": "x\n" for number in range(60)}
     made.commit({"README": "one\n", "d/.gitignore/evil": "old\n", "e/file": "e\n", **files})
@@ -86,7 +86,7 @@ def held(service: Service, backend: Backend) -> Iterator[Checkout]:
 
 @pytest.fixture
 def victim(service: Service) -> Iterator[Path]:
-    """A directory that only root may look into; a client may name it."""
+    """A directory that only root may read; a client may name it."""
     path = service.state / "victim"
     path.mkdir(mode=0o700)
     yield path
@@ -118,7 +118,7 @@ def reset(service: Service, checkout: Checkout) -> Any:
 
 
 def work(service: Service, checkout: Checkout) -> PatchJob:
-    """What a worker is told of a checkout."""
+    """The arguments of a worker for a checkout."""
     root, scratch = Path(checkout.path), service.state / "scratch"
     return PatchJob(root, service.mirror, checkout.commit, checkout.tree, (USER, USER), scratch)
 
@@ -130,7 +130,7 @@ def work(service: Service, checkout: Checkout) -> PatchJob:
 def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(
     service: Service, checkout: Checkout, victim: Path
 ) -> None:
-    """Hundreds of diffs and patches while their client exchanges the two: each is answered, or refused as a conflict."""
+    """Hundreds of diffs and patches while the client swaps two paths: each is answered or a conflict."""
     for at, name in ((".", "d"), ("d", ".gitignore")):
         prepare = (
             f"cd {at}; ln -s {victim} away; echo new >>{Path(checkout.path)}/d/.gitignore/evil"
@@ -160,7 +160,7 @@ def test_a_race_of_a_directory_and_a_link_writes_nothing_outside(
 def test_no_link_of_a_client_is_ever_read_through(
     service: Service, pooled: Checkout, victim: Path
 ) -> None:
-    """The exchange at its worst moments: after a directory was looked at, and before what is in it is opened."""
+    """Swaps after a directory was listed and before its entries are opened."""
     tree = Path(pooled.path)
     as_client(
         "cd d; ln -s ../../../victim away; echo new >.gitignore/evil; echo '*.o' >../.gitignore; : >x.o",
@@ -197,7 +197,7 @@ def test_no_link_of_a_client_is_ever_read_through(
 def test_rules_that_are_links_say_nothing_and_are_in_the_diff(
     service: Service, checkout: Checkout
 ) -> None:
-    """As in git: a `.gitignore` that is a link is a file like any other."""
+    """As in git, a `.gitignore` that is a link is not read."""
     as_client(
         "echo '*.o' >rules; ln -s ../rules e/.gitignore; : >e/x.o; ln -s rules e/.gitattributes",
         checkout,
@@ -242,7 +242,7 @@ sys.addaudithook(_watch)
 
 
 def test_what_is_done_in_a_tree_is_done_as_its_owner(service: Service, pooled: Checkout) -> None:
-    """With its uid, its gid alone, and no capability; then the thread is itself again."""
+    """With its uid and gid only and no capability; then the thread restores its own."""
     global _seen
     as_client("echo x >>README; mkdir new; echo 1 >new/f; ln -s README new/link", pooled)
     job = work(service, pooled)
@@ -266,7 +266,7 @@ def test_what_is_done_in_a_tree_is_done_as_its_owner(service: Service, pooled: C
 
 
 def test_a_worker_still_dies_with_its_parent(service: Service) -> None:
-    """The kernel forgets that when a thread changes its uid (Linux 6.18)."""
+    """The kernel clears it when a thread changes its uid (Linux 6.18)."""
     libc = ctypes.CDLL(None)
     die_with_parent(os.getppid())
     try:
@@ -282,7 +282,7 @@ def test_a_worker_still_dies_with_its_parent(service: Service) -> None:
 def test_a_file_that_its_client_may_not_read_is_not_in_its_diff(
     service: Service, checkout: Checkout
 ) -> None:
-    """A harness's hidden tests: refused by name, unless a .gitignore names them; what the client locked itself is read."""
+    """Hidden tests of a harness are refused by path unless ignored; files that the client locked are read."""
     tree = Path(checkout.path)
     as_client(
         "echo mine >mine; chmod 000 mine; mkdir locked; echo 2 >locked/f; chmod 000 locked",
@@ -308,7 +308,7 @@ def test_a_file_that_its_client_may_not_read_is_not_in_its_diff(
 
 
 def test_a_patch_is_applied_as_its_client_may(service: Service, checkout: Checkout) -> None:
-    """Not into a directory that somebody else closed."""
+    """Not into another user's closed directory."""
     tree = Path(checkout.path)
     os.chown(tree / "e", 0, 0)
     with pytest.raises(OwnerDeniedError):
@@ -351,11 +351,11 @@ with passable_directory() as place:
         proof = service.call(service.checkouts.reset, made.id, ResetCheckout(), USER_PEER).proof
         print("=", proof.files_restored, sorted(path.name for path in tree.iterdir()))
 """
-"""Runs a pool by a daemon that may do to files what `mirrord.service` may, and nothing else."""
+"""Runs a pool in a daemon with the file capabilities of `mirrord.service` only."""
 
 
 def test_a_daemon_without_setuid_judges_by_mode(tmp_path: Path) -> None:
-    """The systemd unit's capabilities give it every file, but do not let it act as its clients."""
+    """The unit's capabilities give access to every file, but no change of uid."""
     kept = "+chown,+fowner,+dac_override,+dac_read_search,+linux_immutable"
     drop = [
         "setpriv",
@@ -393,7 +393,7 @@ def bound(source: Path, target: Path) -> Iterator[None]:
 
 @pytest.fixture
 def foreign(service: Service) -> Iterator[Path]:
-    """A directory of the client's, elsewhere, on the same file system."""
+    """A directory of the client outside the checkout, on the same file system."""
     path = service.state / "foreign"
     (path / "deep").mkdir(parents=True)
     (path / "data").write_text("data")
@@ -406,7 +406,7 @@ def foreign(service: Service) -> Iterator[Path]:
 def test_what_is_mounted_in_a_tree_is_left_alone(
     service: Service, pooled: Checkout, foreign: Path, where: str
 ) -> None:
-    """Wherever it is: a reset says where, touches nothing, and works afterwards."""
+    """A reset names the mount, changes nothing, and works afterwards."""
     tree = Path(pooled.path)
     as_client("mkdir -p extra/in; echo x >>d/.gitignore/evil", pooled)
     source = foreign / "data" if where == "README" else foreign
@@ -426,7 +426,7 @@ def test_what_is_mounted_in_a_tree_is_left_alone(
 def test_a_released_tree_with_a_mount_is_not_kept(
     service: Service, foreign: Path, where: str
 ) -> None:
-    """Its owner's next checkout works at once; what is mounted stays whole, and what is around it goes with the mount."""
+    """The owner's next checkout works; mounted files stay, and the tree is removed with the mount."""
     with held(service, Backend.POOL) as made:
         as_client("mkdir -p extra/in", made)
         subprocess.run(["mount", "--bind", foreign, Path(made.path, where)], check=True)
@@ -445,7 +445,7 @@ def test_a_released_tree_with_a_mount_is_not_kept(
 
 
 def test_nothing_behind_a_mount_is_removed(tmp_path: Path) -> None:
-    """A bind mount of the same file system has the same device number; it is refused all the same."""
+    """A bind mount of the same file system, with the same device number, is refused too."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/data").touch()
     (tmp_path / "tree/in").mkdir(parents=True)
@@ -475,7 +475,7 @@ def hashes(directory: Path) -> dict[str, str]:
 def test_root_in_a_container_writes_nothing_but_its_checkout(
     service: Service, checkout: Checkout
 ) -> None:
-    """It sees the directory alone, and writes each file of tree and `.git` in place; stores and neighbours stay whole."""
+    """It writes every file of its tree and `.git` in place; stores and other checkouts do not change."""
     with held(service, Backend(checkout.backend)) as neighbour:
         before = hashes(service.state / "templates")
         script = f"""
@@ -501,7 +501,7 @@ for way in remount,rw remount,bind,rw remount,bind,exec,suid,dev; do mount -o "$
 def test_no_file_of_a_pooled_checkout_is_a_file_of_a_store(
     service: Service, pooled: Checkout
 ) -> None:
-    """No inode is shared, packs, indexes and commit-graphs included; all files are the client's."""
+    """No inode is shared, including packs, indexes and commit-graphs; all files are the client's."""
     own = [path.lstat() for path in Path(pooled.path).parent.rglob("*")]
     store = {path.lstat().st_ino for path in (service.state / "templates").rglob("*")}
     assert not {found.st_ino for found in own} & store
@@ -527,7 +527,7 @@ def deep(name: str, depth: int) -> str:
 def test_a_tree_that_is_too_deep_is_refused(
     service: Service, checkout: Checkout, script: str
 ) -> None:
-    """With a status that no client tries again; a reset takes it away; where it is ignored nobody looks at it."""
+    """With a status that clients do not retry; a reset removes it; an ignored one is not read."""
     as_client(f"mkdir tower; cd tower; {script}", checkout)
     with pytest.raises(DiffTooLargeError) as refused:
         diff(service, checkout)
@@ -551,14 +551,14 @@ def test_a_tree_that_is_too_deep_is_refused(
 def test_a_patch_with_a_name_that_no_tree_holds_is_refused(
     service: Service, checkout: Checkout, name: bytes
 ) -> None:
-    """Its sender is told, and does not try again."""
+    """The status is one that clients do not retry."""
     with pytest.raises(InvalidPatchError):
         apply(service, checkout, _NEW % name)
     assert as_user(Path(checkout.path), "status", "--porcelain") == ""
 
 
 def test_attributes_that_git_refuses_are_the_clients(service: Service, checkout: Checkout) -> None:
-    """An encoding that there is none of."""
+    """An unknown encoding."""
     as_client("echo '*.txt working-tree-encoding=BOGUS' >.gitattributes; echo x >a.txt", checkout)
     with pytest.raises(TreeRefusedError, match=r"a\.txt") as refused:
         diff(service, checkout)
@@ -568,7 +568,7 @@ def test_attributes_that_git_refuses_are_the_clients(service: Service, checkout:
 def test_what_changes_its_kind_while_it_is_read_is_no_bug(
     service: Service, pooled: Checkout
 ) -> None:
-    """A file, a link, a directory and a pipe take turns at one path."""
+    """A file, a link, a directory and a pipe alternate at one path."""
     script = """
 i=0; while [ $i -lt 150 ]; do i=$((i+1))
 rm -rf README; ln -s e README; rm README; mkdir README; : >README/x; rm -r README; mkfifo README; rm README; echo $i >README

@@ -1,4 +1,4 @@
-"""What warm work on an overlay checkout costs, counted in system calls: a change that adds one has to say so here."""
+"""The number of system calls of warm work on overlay checkouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Trace:
-    """What the daemon asked the kernel below its state directory, in all and by the thread that answers requests."""
+    """System calls of the daemon below its state directory, in total and by the event loop's thread."""
 
     def __init__(self, text: str, running: Daemon) -> None:
         found = [match for line in text.splitlines() if (match := _LINE.match(line))]
@@ -85,7 +85,7 @@ def checkout(running: Daemon) -> dict[str, str]:
 
 
 def release(running: Daemon, identity: str) -> None:
-    """Taken away, and all its files removed."""
+    """Release a checkout and wait until its files are removed."""
     assert running.request("DELETE", f"/v1/checkouts/{identity}")[0] == 204
     until(lambda: not list(running.state_dir.glob(f"[cl]*s/*{identity}")))
 
@@ -120,7 +120,7 @@ def traced(running: Daemon, file: Path) -> Iterator[list[Trace]]:
 def test_a_warm_checkout_is_six_mkdirs_a_mount_and_one_small_file(
     running: Daemon, tmp_path: Path
 ) -> None:
-    """No flush, one rename, and two at the release; what waits for the disk is not done where requests are served."""
+    """No flush, one rename, and two at the release; the event loop does not wait for the disk."""
     with traced(running, tmp_path / "trace") as found:
         for _ in range(_ROUNDS):
             release(running, checkout(running)["id"])

@@ -1,4 +1,4 @@
-"""Labels: what a scheduler finds the checkouts of a job by."""
+"""Labels, by which a scheduler finds the checkouts of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client cannot exhaust: the disk, the daemon's memory, its patience."""
+"""Clients cannot exhaust the disk, the daemon's memory or its time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small_disk() -> Iterator[Daemon]:
 
 
 def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon) -> None:
-    """The daemon is degraded, says why, and serves on."""
+    """The daemon is degraded with a reason and still serves."""
     status, _, body = small_disk.request("POST", "/v1/datasets?filename=x.jsonl", b"x" * 40_000_000)
     assert (status, json.loads(body)["code"]) == (507, "disk-full")
     assert list((small_disk.state_dir / "quarantine").iterdir()) == []
@@ -68,7 +68,7 @@ def heal_nothing(running: Daemon, numbers: range) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed() -> None:
-    """The daemon neither waits for it nor keeps its events."""
+    """The daemon neither waits for it nor buffers its events."""
     with daemon('[log]\nlevel = "error"\n') as running:
         heal_nothing(running, range(900))
         with running.connect() as connection:

@@ -1,4 +1,4 @@
-"""The main job over the socket, from a dataset file to a checkout and back, with everything behind it real."""
+"""The main job over the socket: from a dataset file to a checkout and its release."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _ROW = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """One world for all: the tests go from its beginning to its end."""
+    """One world for all tests, which run in order."""
     upstreams = tmp_path_factory.mktemp("upstreams")
     upstream = Upstream(upstreams / "o__r")
     commits = upstream.history(6)
@@ -84,7 +84,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_a_dataset_file_becomes_mirrors_pins_and_instances(world: World) -> None:
-    """The operation ends with what was imported."""
+    """The result of the operation describes the import."""
     ended = world.import_dataset()
     assert ended["state"] == "done", ended
     assert ended["result"]["dataset"]["instance_count"] == 4
@@ -95,7 +95,7 @@ def test_a_dataset_file_becomes_mirrors_pins_and_instances(world: World) -> None
 
 
 def test_importing_again_changes_nothing(world: World) -> None:
-    """Idempotent, and it says so."""
+    """It is idempotent, and the result says so."""
     change = world.import_dataset()["result"]["change"]
     assert (change["added"], change["changed"], change["removed"], change["unchanged_count"]) == (
         [],
@@ -106,7 +106,7 @@ def test_importing_again_changes_nothing(world: World) -> None:
 
 
 def test_an_agent_sees_no_answer_and_a_grader_does(world: World) -> None:
-    """The patches are behind the view."""
+    """Patches need the grader view."""
     agent = world.daemon.json("GET", "/v1/instances/o__r-0")
     assert (agent["patch"], agent["test_patch"]) == (None, None)
     assert {commit["role"] for commit in agent["commits"] or []} <= {"base"}
@@ -115,7 +115,7 @@ def test_an_agent_sees_no_answer_and_a_grader_does(world: World) -> None:
 
 
 def test_an_audit_finds_all_commits_servable(world: World) -> None:
-    """Its result is the audit, and status shows it."""
+    """The result is the audit, and status shows it."""
     ended = world.finished(world.daemon.json("POST", "/v1/audits", {"level": "content"}))
     assert ended["result"]["counts"]["ok"] == 4
     assert world.daemon.json("GET", "/v1/status")["last_audit"]["id"] == ended["result"]["id"]
@@ -123,7 +123,7 @@ def test_an_audit_finds_all_commits_servable(world: World) -> None:
 
 
 def test_a_checkout_is_made_diffed_reset_and_released(world: World) -> None:
-    """The tree is git's tree; the diff applies; a reset is proven; a release leaves nothing."""
+    """The tree is git's, the diff applies, the reset has a proof, and the release leaves nothing."""
     checkout = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-2"})
     tree = Path(checkout["path"])
     assert git(tree, "rev-parse", "HEAD") == world.commits[2]
@@ -151,7 +151,7 @@ def test_a_checkout_is_made_diffed_reset_and_released(world: World) -> None:
 
 
 def test_a_patch_is_the_body_or_named_and_not_both(world: World) -> None:
-    """`@test_patch` comes from the instance; in the grader view only."""
+    """`@test_patch` is the instance's, in the grader view only."""
     checkout = world.daemon.json("POST", "/v1/checkouts", {"instance": "o__r-0", "view": "grader"})
     path = f"/v1/checkouts/{checkout['id']}/apply"
     assert world.daemon.request("POST", path)[0] == 400
@@ -162,7 +162,7 @@ def test_a_patch_is_the_body_or_named_and_not_both(world: World) -> None:
 
 
 def test_a_client_that_hangs_up_leaves_no_checkout(world: World) -> None:
-    """Nobody would release it before its deadline."""
+    """It would stay until its deadline."""
     for _ in range(3):
         with world.daemon.connect() as connection:
             body = b'{"instance": "o__r-1"}'
@@ -174,7 +174,7 @@ def test_a_client_that_hangs_up_leaves_no_checkout(world: World) -> None:
 
 
 def _busy(world: World) -> bool:
-    """Whether a checkout directory that nobody lists is still about."""
+    """True if a directory of an unlisted checkout exists."""
     return any(
         path.suffix == "" and len(path.name) == 16
         for path in (world.daemon.state_dir / "checkouts").iterdir()
@@ -182,7 +182,7 @@ def _busy(world: World) -> bool:
 
 
 def test_a_file_dropped_into_the_watched_directory_is_imported(world: World) -> None:
-    """A rename into it is one import; names of unfinished files are none."""
+    """A rename into it is one import; names of unfinished files are ignored."""
     directory = world.daemon.state_dir / "datasets"
     (directory / "half.jsonl.part").write_bytes(world.dataset)
     (directory / ".w.jsonl").write_bytes(world.dataset)
@@ -196,7 +196,7 @@ def _datasets(world: World) -> set[str]:
 
 
 def test_a_broken_file_dropped_there_is_told_once(world: World) -> None:
-    """Not again at each look; again when it was changed."""
+    """Once, and again after a change."""
     (world.daemon.state_dir / "datasets" / "broken.jsonl").write_text("not json\n")
 
     def failures() -> int:
@@ -210,7 +210,7 @@ def test_a_broken_file_dropped_there_is_told_once(world: World) -> None:
 
 
 def test_the_configuration_file_changing_is_a_reload(world: World) -> None:
-    """An editor's way of writing, a new file renamed over the old one, included."""
+    """Including a new file renamed over the old one, as editors do."""
     text = world.daemon.config.read_text()
     staged = world.daemon.config.with_suffix(".new")
     staged.write_text(f"{text}max = 7\n")
@@ -219,14 +219,14 @@ def test_the_configuration_file_changing_is_a_reload(world: World) -> None:
 
 
 def test_a_dataset_that_is_removed_takes_its_pins_along(world: World) -> None:
-    """Those that another dataset owns too stay."""
+    """Pins that another dataset also owns stay."""
     assert world.daemon.request("DELETE", "/v1/datasets/w")[0] == 204
     assert {pin["owner"] for pin in world.daemon.json("GET", "/v1/pins")} == {"dataset/d"}
     assert world.daemon.request("GET", "/v1/datasets/w")[0] == 404
 
 
 def test_a_mirror_that_is_recorded_is_not_removed(world: World) -> None:
-    """409, with what uses it."""
+    """409, with its users."""
     status, _, body = world.daemon.request("DELETE", "/v1/mirrors/o__r")
     assert (status, json.loads(body)["code"]) == (409, "mirror-in-use")
 
@@ -274,7 +274,7 @@ _ADMINISTRATION = (
 
 
 def test_only_commits_are_pinned(world: World) -> None:
-    """A tree or a tag is no commit that cannot be served: it is none."""
+    """A tree or a tag is not a commit."""
     world.upstream.git("tag", "--annotate", "--message", "m", "signed", world.commits[0])
     world.finished(world.daemon.json("POST", "/v1/mirrors/o__r/sync"))
     for name in (f"{world.commits[0]}^{{tree}}", "signed"):
@@ -285,7 +285,7 @@ def test_only_commits_are_pinned(world: World) -> None:
 
 
 def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> None:
-    """One of them is enough, as a client that has no file at hand would do; with neither nothing is begun."""
+    """One of them is enough; without both nothing is started."""
     sent = world.finished(
         world.daemon.json("POST", "/v1/datasets?name=streamed", world.dataset + b"{}\n")
     )
@@ -300,7 +300,7 @@ def test_a_dataset_is_sent_with_its_name_or_that_of_its_file(world: World) -> No
 def test_a_member_uses_checkouts_and_no_more(
     as_member: Callable[..., list[tuple[int, str]]],
 ) -> None:
-    """In the group: status and checkouts; the rest is for administrators."""
+    """Members may use status and checkouts; other endpoints are for administrators."""
     allowed = [
         ("GET", path)
         for path in ("status", "mirrors", "datasets", "checkouts", "instances/o__r-0", "operations")
@@ -313,7 +313,7 @@ def test_a_member_uses_checkouts_and_no_more(
 def test_a_member_is_shown_nothing_that_tells_an_answer(
     world: World, as_member: Callable[..., list[tuple[int, str]]]
 ) -> None:
-    """Which commits are pinned, what could not be, whose work runs: all of it may name the commit of the fix."""
+    """Pins, unpinned commits and operations of others can name the commit of the fix."""
     gone = "9" * 40
     rows = (
         b'{"instance_id": "o__r-gone", "repo": "o/r", "base_commit": "%b"}\n{"repo": "o/r"}\n'
@@ -348,7 +348,7 @@ def test_a_lease_stands_through_kill_9(world: World) -> None:
 
 
 def test_a_file_that_was_imported_is_not_imported_again_by_a_restart(world: World) -> None:
-    """What was told as broken is tried once more; what is imported stays as it is."""
+    """Failed files are retried once; imported ones stay."""
     (world.daemon.state_dir / "datasets" / "v.jsonl").write_bytes(world.dataset)
     world.until(lambda: "v" in _datasets(world))
     before = {d["name"]: d["imported_at"] for d in world.daemon.json("GET", "/v1/datasets")}
@@ -360,7 +360,7 @@ def test_a_file_that_was_imported_is_not_imported_again_by_a_restart(world: Worl
 
 
 def test_a_damaged_catalog_keeps_the_daemon_from_starting_and_says_so(world: World) -> None:
-    """With the status of an integrity failure; nothing is overwritten."""
+    """With the status of an integrity error; nothing is overwritten."""
     assert world.daemon.stop() == 0
     catalog = world.daemon.state_dir / "catalog.sqlite3"
     for journal in catalog.parent.glob("catalog.sqlite3-*"):

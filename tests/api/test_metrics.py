@@ -1,4 +1,4 @@
-"""`/metrics`: by Prometheus' conventions, as its own promtool sees them."""
+"""`/metrics` follows Prometheus' conventions, checked by promtool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mirrord.api.metrics import METRICS
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One mirror that was synced and audited, one that cannot be, and a checkout."""
+    """A synced and audited mirror, a failing one, and a checkout."""
     root = tmp_path_factory.mktemp("metrics")
     upstream = Upstream(root / "o" / "r")
     commit = upstream.commit({"file": "text\n"})
@@ -51,7 +51,7 @@ def test_promtool_has_nothing_to_say(running: Daemon) -> None:
 
 
 def test_they_say_what_there_is(running: Daemon) -> None:
-    """Counts, ages, caches, what failed."""
+    """Counts, ages, caches, failures."""
     found = values(running)
     assert found["mirrord_up"] == 1
     assert (found["mirrord_mirrors"], found["mirrord_mirrors_failed"]) == (2, 1)
@@ -73,7 +73,7 @@ def test_they_say_what_there_is(running: Daemon) -> None:
 
 
 def test_an_audit_of_one_mirror_forgets_no_other(running: Daemon) -> None:
-    """Judgements are remembered by mirror, also over a restart."""
+    """Judgements are stored by mirror, also across a restart."""
     before = values(running)
     with Client(running.socket) as client:
         client.wait(client.start_audit("o/none"))
@@ -95,7 +95,7 @@ def test_openmetrics_is_answered_to_who_accepts_it(running: Daemon) -> None:
 
 
 def test_the_document_names_every_metric_with_its_labels(running: Daemon) -> None:
-    """And no other; the table in the code is what is answered."""
+    """Document, table and answer have the same metrics."""
     document = Path(__file__).parents[2] / "docs/observability/README.md"
     rows = [line.split(" | ") for line in document.read_text().splitlines() if line[:3] == "| `"]
     documented = {row[0].strip("| `"): row[1].replace("`", "").strip() for row in rows}

@@ -1,4 +1,4 @@
-"""One client, or one user, never stops the others: what hangs is shut up with its own, and ends with its client."""
+"""One client or user never stops others: hanging work is confined to its user and ends with its client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BOMB = {".gitignore": "*a" * 24 + "b\n", "a" * 100 + "cb": "x"}
 
 @contextmanager
 def being(uid: int) -> Iterator[None]:
-    """Connect as somebody else: the kernel notes who a peer is when it connects."""
+    """Connect as another user: the kernel records the peer's credentials at connect."""
     os.setegid(GROUP if uid in MEMBERS else uid)
     os.seteuid(uid)
     try:
@@ -62,7 +62,7 @@ def receive(connection: socket.socket) -> tuple[int, bytes]:
 
 
 def ask(running: Daemon, uid: int, method: str, path: str, body: Any = None) -> Any:
-    """The answer to one request of a user's; fails where there is none within 30 seconds."""
+    """Send one request as a user; fails without an answer within 30 s."""
     with connect(running, uid) as connection:
         send(connection, method, path, body)
         status, content = receive(connection)
@@ -92,7 +92,7 @@ def children(running: Daemon, word: str) -> list[int]:
 
 
 def busy_workers(running: Daemon) -> list[int]:
-    """The workers that use the processor all the time, or wait for it."""
+    """Workers that are running or runnable."""
     found = children(running, "mirrord.git.forkserver")
     for _ in range(10):
         found = [pid for pid in found if _state(pid) == "R"]
@@ -146,7 +146,7 @@ def plant(checkout: Any, uid: int, files: dict[str, str]) -> None:
 
 @contextmanager
 def hanging_diffs(running: Daemon, uid: int, count: int) -> Iterator[list[socket.socket]]:
-    """Diffs of trees with a pattern that git matches for minutes, all at it when the block begins."""
+    """Diffs of trees with a pattern that takes minutes to match, all running when the block begins."""
     with ExitStack() as stack:
         connections = []
         for _ in range(count):
@@ -160,7 +160,7 @@ def hanging_diffs(running: Daemon, uid: int, count: int) -> Iterator[list[socket
 
 
 def test_two_diffs_that_hang_keep_nobody_else_waiting(house: tuple[Daemon, Upstream]) -> None:
-    """Another user's diff, pool checkout, new commit by name and OpenAPI document are answered while they hang."""
+    """Another user's diff, pool checkout, new commit and OpenAPI document are answered meanwhile."""
     running, upstream = house
     with hanging_diffs(running, ALICE, 2) as hanging:
         checkout = check_out(running, BOB)
@@ -176,7 +176,7 @@ def test_two_diffs_that_hang_keep_nobody_else_waiting(house: tuple[Daemon, Upstr
 
 
 def test_what_is_released_goes_while_diffs_of_its_user_hang(house: tuple[Daemon, Upstream]) -> None:
-    """Else everybody would wait for room in the end."""
+    """Otherwise all users would wait in the end."""
     running, _ = house
     checkout = check_out(running, ALICE, backend="overlay")
     with being(ALICE):
@@ -193,7 +193,7 @@ def abandoned(running: Daemon) -> list[int]:
 
 
 def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
-    """Its worker is gone, and the checkout can be reset at once."""
+    """Its worker ends, and the checkout can be reset immediately."""
     running, _ = house
     with hanging_diffs(running, ALICE, 1) as [connection]:
         [worker] = busy_workers(running)
@@ -216,7 +216,7 @@ def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
 def test_the_first_checkout_of_a_commit_ends_with_the_last_who_wants_it(
     make_upstream: Callable[[str], Upstream],
 ) -> None:
-    """Nothing of it is left, and it is made for the next who asks."""
+    """Nothing is left, and the next request builds it."""
     upstream = make_upstream("up")
     upstream.commit({f"d{n // 100}/{n}": f"{n}\n" for n in range(4_000)})
     with daemon(ADMINS) as running:
@@ -245,7 +245,7 @@ def test_the_first_checkout_of_a_commit_ends_with_the_last_who_wants_it(
 
 
 def test_idle_strangers_keep_nobody_out(running: Daemon) -> None:
-    """Four with as many connections as they can get: others connect, and each of the four is one line in the log."""
+    """Four users open all connections they can; others still connect, and each of the four is logged once."""
     strangers = (62001, 62002, 62003, 62004)
     with ExitStack() as stack:
         held = {
@@ -277,7 +277,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def test_a_refused_connection_can_still_send_its_request(running: Daemon) -> None:
-    """A client that writes all before it reads gets the answer, and no EPIPE."""
+    """A client that writes everything before it reads gets the answer instead of EPIPE."""
     with ExitStack() as stack:
         for _ in range(16):
             stack.enter_context(connect(running, 62001))
@@ -295,7 +295,7 @@ class _Http(http.client.HTTPConnection):
 
 
 def test_who_is_refused_reads_why(running: Daemon) -> None:
-    """200 of 200 of http.client, which writes the body after the head and reads then."""
+    """200 of 200 requests of http.client, which writes the whole request before it reads."""
     for number in range(200):
         client = _Http(connect(running, 62005))
         try:
@@ -307,7 +307,7 @@ def test_who_is_refused_reads_why(running: Daemon) -> None:
 
 
 def test_a_refused_body_is_read_and_the_connection_used_again(running: Daemon) -> None:
-    """As long as it is short: a long one ends the connection, and is not read."""
+    """If it is short; a long one ends the connection unread."""
     client = _Http(connect(running, 62005))
     for _ in range(3):
         client.request("POST", "/v1/mirrors", b"{}")
@@ -325,7 +325,7 @@ def test_a_refused_body_is_read_and_the_connection_used_again(running: Daemon) -
 
 
 def test_a_user_has_so_many_followers_and_no_more(running: Daemon) -> None:
-    """The next is told so, others follow, and one that ends makes room."""
+    """The next one is refused, others are not, and one that ends makes room."""
     with ExitStack() as stack:
         for _ in range(FOLLOWERS_OF_USER):
             connection = stack.enter_context(connect(running, ALICE))
@@ -354,7 +354,7 @@ def is_followed(running: Daemon) -> bool:
 def test_few_open_files_are_shared_with_idle_clients(
     make_upstream: Callable[[str], Upstream],
 ) -> None:
-    """256 of them, 200 idle clients of one user: root is served, whatever it asks, and nothing is a bug or lacks git."""
+    """With a limit of 256 and 200 idle clients, root is served, without bugs or git failures."""
     upstream = make_upstream("up")
     upstream.commit({"a.txt": "a\n"})
     with daemon(ADMINS, start=False) as running, ExitStack() as stack:
@@ -403,7 +403,7 @@ def resident_bytes(running: Daemon) -> int:
 
 
 def test_a_patch_for_no_checkout_is_refused_before_it_is_read(running: Daemon) -> None:
-    """Each of thirty is answered while none of its 64 MiB was sent."""
+    """Thirty requests are answered before their 64 MiB are sent."""
     with ExitStack() as stack:
         for _ in range(30):
             connection = stack.enter_context(connect(running, ALICE))
@@ -412,7 +412,7 @@ def test_a_patch_for_no_checkout_is_refused_before_it_is_read(running: Daemon) -
 
 
 def test_patches_that_wait_are_on_disk_and_bounded(house: tuple[Daemon, Upstream]) -> None:
-    """Of six with 48 MiB of 64 each, the last is refused; the daemon does not grow, and nothing of them is left."""
+    """Of six bodies with 48 of 64 MiB each the last is refused; memory does not grow, and no file is left."""
     running, _ = house
     checkout = check_out(running, ALICE)
     path = f"/v1/checkouts/{checkout['id']}/apply"
@@ -435,7 +435,7 @@ def test_patches_that_wait_are_on_disk_and_bounded(house: tuple[Daemon, Upstream
 
 
 def test_a_long_patch_goes_through_files_both_ways(house: tuple[Daemon, Upstream]) -> None:
-    """What one checkout's diff says is applied to another, and is then its diff; no file of them is left."""
+    """A checkout's diff is applied to another and equals its diff; no file is left."""
     running, _ = house
     first, second = check_out(running, ALICE), check_out(running, ALICE)
     plant(first, ALICE, {"long.txt": "".join(f"line {number}\n" for number in range(200_000))})

@@ -1,4 +1,4 @@
-"""Preparing a dataset: its first checkouts are warm before anybody asks."""
+"""Preparing a dataset makes its first checkouts warm."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_is_named_must_be_there(running: Daemon, capsys: pytest.CaptureFixt
 
 @pytest.mark.root
 def test_a_member_may_and_sees_what_it_asked_for(running: Daemon) -> None:
-    """As it may check each instance out; nobody else's operation is shown to it."""
+    """A member may prepare, and sees only its own operations."""
     request = ("POST", "datasets/d/prepare", {"instances": ["i-0"]})
     ((status, text),) = ask_as(MEMBER, running.socket, request, groups=[GROUP])
     assert status == 202, text

@@ -1,4 +1,4 @@
-"""The recipes of docs/security.md, run as they stand, with an agent that asks the daemon for the answer."""
+"""The recipes of docs/security.md, run unchanged, with an agent that asks the daemon for the answer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def test_each_recipe_keeps_the_daemon_out_of_the_agents_reach(world: World) -> None:
-    """Who the agent is, which groups it has, and what it gets when it asks for `main`."""
+    """The agent's uid, groups, and the answer to its request for `main`."""
     as_root, with_subuids, plain = recipes()
     assert world.run(0, as_root) == [AGENT, [], "403"]
     assert world.run(HARNESS, with_subuids) == [200001, [], "FileNotFoundError"]
@@ -122,6 +122,6 @@ def test_each_recipe_keeps_the_daemon_out_of_the_agents_reach(world: World) -> N
 def test_a_member_of_the_group_would_have_got_it_nowhere_but_by_name_of_an_instance(
     world: World,
 ) -> None:
-    """The last line of defence: `main` is no recorded base commit."""
+    """The last defence: `main` is not a recorded base commit."""
     script = "mirrord exec psf__requests-2317 --keep-access --diff patch -- run-agent"
     assert world.run(HARNESS, script)[2] == "403"

@@ -1,4 +1,4 @@
-"""The listening socket: a crowd that connects at once waits in the kernel, and is taken in small steps."""
+"""The listening socket: simultaneous connections wait in the kernel and are accepted in small steps."""
 
 import asyncio
 import socket
@@ -27,7 +27,7 @@ class Count:
 
 
 def test_a_crowd_is_accepted_in_small_steps(tmp_path: Path) -> None:
-    """Else all answers wait until the last of thousands is accepted: half a second, or more."""
+    """Otherwise answers wait until thousands are accepted: half a second or more."""
     path = str(tmp_path / "socket")
 
     def connect() -> socket.socket:

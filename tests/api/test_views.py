@@ -40,7 +40,7 @@ pytestmark = pytest.mark.root
 GROUP = 1  # daemon, on every Debian
 MEMBER, AGENT, STRANGER, GRADER = 34551, 34552, 34553, 34554
 _QUOTING = {"operation.finished", "dataset.refused", "dataset.mirror_failed", "closure.packed"}
-"""Lines of the log that quote rows and name commits: of imports and packs, for administrators."""
+"""Log lines that quote rows and name commits, for administrators."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def _record_commands(directory: Path, log: Path) -> None:
-    """Every git of the daemon writes its arguments down first: all users can read those in /proc."""
+    """A git that records its arguments, which all users can read in /proc."""
     directory.mkdir()
     directory.parent.chmod(0o711)
     (directory / "git").write_text(
@@ -143,7 +143,7 @@ def _import_broken(client: Client, root: Path, running: Daemon, author: Author) 
 
 
 def _use(world: World, client: Client) -> World:
-    """Do everything once that leaves traces, as harnesses and operators do."""
+    """Use everything that leaves traces once."""
     for task in world.tasks:
         row = client.get_instance(task.id, view=View.GRADER)
         task.public = getattr(row, "public_id", None) or row.id
@@ -200,7 +200,7 @@ def _use(world: World, client: Client) -> World:
 
 
 def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
-    """What is asked of each route: everything that an agent might try."""
+    """Requests for each route that an agent might try."""
     ids = [identity for task in world.tasks for identity in (task.id, task.public)]
     commits = [task.secret for task in world.tasks if task.secret]
     mine, held = world.mine, [world.mine["id"], world.theirs["id"], world.graded["id"]]
@@ -325,7 +325,7 @@ def test_every_route_is_walked(world: World) -> None:
 
 @pytest.mark.parametrize("uid", [STRANGER, AGENT, MEMBER], ids=["stranger", "agent", "member"])
 def test_no_answer_tells_a_secret(world: World, uid: int) -> None:
-    """What the request itself says may come back; nothing else of a row does."""
+    """Answers may repeat the request, but nothing else of a row."""
     asked = [
         (method, path, body) for (method, _), each in requests(world).items() for path, body in each
     ]
@@ -341,7 +341,7 @@ def test_no_answer_tells_a_secret(world: World, uid: int) -> None:
 
 
 def test_no_page_tells_a_secret(world: World) -> None:
-    """Whoever reaches the port of the page is a stranger, an agent maybe."""
+    """Everybody who reaches the port of the page is a stranger, possibly an agent."""
     pages = walk(world.port)
     names = {f"/datasets/{task.dataset}" for task in world.tasks} | {"/mirrors/o__r", "/checkouts"}
     assert names <= set(pages)
@@ -378,7 +378,7 @@ def test_no_file_tells_a_secret(world: World, uid: int) -> None:
 
 
 def test_no_line_of_the_log_tells_a_secret(world: World) -> None:
-    """But for those of imports, and of the commit that an administrator asked for by its id."""
+    """Except those of imports, and of a commit that an administrator named by id."""
     lines = [line for line in world.daemon.log_lines if line["event"] not in _QUOTING]
     lines = [line for line in lines if line.get("commit") != world.named]
     assert {"checkout.made", "checkout.graded", "checkout.restored"} <= {x["event"] for x in lines}
@@ -387,7 +387,7 @@ def test_no_line_of_the_log_tells_a_secret(world: World) -> None:
 
 
 def test_exec_covers_a_telling_id_in_its_arguments(world: World) -> None:
-    """Every user of the host can read them."""
+    """All users of the host can read them."""
     task = next(task for task in world.tasks if task.id != task.public)
     words = ["--socket", str(world.daemon.socket), "exec", task.id, "--owner", str(AGENT), "--"]
     with subprocess.Popen(
@@ -448,7 +448,7 @@ def _plant_row(secrets: Canaries, row: Instance, bases: set[str | None]) -> None
 
 
 def test_the_grader_view_has_the_whole_row(world: World) -> None:
-    """By either id. The agent view has the public id, and the base commit alone."""
+    """By either id. The agent view has the public id and the base commit only."""
     with Client(world.daemon.socket) as client:
         for task in world.tasks:
             row = client.get_instance(task.public, view=View.GRADER)
@@ -481,7 +481,7 @@ def test_the_grader_restores_files_of_recorded_commits_without_their_objects(wor
 
 
 def test_the_fix_goes_on_and_off(world: World) -> None:
-    """`@patch` is the fix whichever way the dataset's patch goes."""
+    """`@patch` is the fix in either direction of the dataset's patch."""
     with Client(world.daemon.socket) as client:
         for task in filter(lambda task: task.fix.patch, world.tasks):
             with client.checkout(task.id, view=View.GRADER) as grader:
@@ -502,7 +502,7 @@ def test_the_fix_goes_on_and_off(world: World) -> None:
 
 @pytest.mark.parametrize("dataset", ["swe-smith", "swe-minisandbox"])
 def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, dataset: str) -> None:
-    """By the instance or its base commit, at first or by a reset; whoever asks for the agent view."""
+    """By the instance or its base commit, in a checkout or a reset, in the agent view."""
     bugged = next(task for task in world.tasks if task.dataset == dataset)
     with Client(world.daemon.socket) as client:
         base = client.get_instance(bugged.id).base_commit
@@ -530,7 +530,7 @@ def test_agents_see_no_more_of_the_past_than_a_dataset_allows(world: World, data
 
 
 def test_a_support_bundle_tells_nothing(world: World, tmp_path: Path) -> None:
-    """Although root makes it, from a daemon that was asked everything; nor would a journal."""
+    """Even if root makes it on a daemon that was asked everything."""
     file = tmp_path / "bundle.tar.gz"
     assert run(["support-bundle", str(file), "--config", str(world.daemon.config)]) == 0
     assert file.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""The volume driver, as docker and podman speak to it; tests/integrations has the engines themselves."""
+"""The volume driver, called as docker and podman do; tests/integrations uses the engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon that is started on a disk that takes nothing more serves what it has, and all of it when there is room again."""
+"""A daemon that starts on a full disk serves what it has, and everything when there is space again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSED = {"disk-full", "disk-failed"}
 
 
 class Disk:
-    """An ext4 of 64 MB with a daemon's state on it, that can be made to take nothing more."""
+    """An ext4 of 64 MB with a daemon's state, which can be filled."""
 
     def __init__(self, root: Path, kind: str) -> None:
         self.at = root / "disk"
@@ -96,7 +96,7 @@ def disk(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Disk]:
 
 
 def done(it: Daemon, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """The answer, or what the operation that it is comes to."""
+    """The answer, or the result of its operation."""
     answer: dict[str, Any] = it.json(method, path, body)
     while answer.get("state") == "running":
         time.sleep(0.02)
@@ -111,7 +111,7 @@ def test_a_disk_that_takes_nothing_stops_new_work_and_nothing_else(
     make_upstream: Callable[[str], Upstream],
     end: Callable[[Daemon], object],
 ) -> None:
-    """Health, audits and checkouts that are held; then everything, without a restart."""
+    """Health, audits and existing checkouts; then everything, without a restart."""
     upstream = make_upstream("owner+name")
     head = upstream.history(3)[-1]
     it = Daemon(scratch)

@@ -1,4 +1,4 @@
-"""A disk that agents fill: caches go first, then new work is refused early, and serving goes on."""
+"""A disk that agents fill: caches are dropped first, then new work is refused; serving continues."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ while (disk := os.statvfs('.')).f_bavail * disk.f_frsize > free:
 
 
 class Farm:
-    """A daemon with one mirror on an ext4 of 192 MB, of which a tenth is reserved."""
+    """A daemon with one mirror on an ext4 of 192 MB with a reserve of a tenth."""
 
     def __init__(self, root: Path) -> None:
         self.upstream = Upstream(root / "up" / "o__r")
@@ -113,7 +113,7 @@ def farm() -> Iterator[Farm]:
 def test_agents_that_fill_the_disk_stop_new_work_and_not_the_serving(
     farm: Farm, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of caches what is out of use goes first; all is well again once the agent's work is gone."""
+    """Unused cache entries are dropped first; health recovers when the agent's files are removed."""
     for commit in farm.commits[:2]:
         status, made = farm.checkout(commit)
         assert status == 201

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 OLDER = "catalog-0001.sqlite3"
 ADDED_LATER = ("dataset", "layer", "environment", "environment_layer", "saved", "snapshots")
-"""Members that leases did not have at first."""
+"""Members that the first leases did not have."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def _done(running: Daemon, path: str, body: Any) -> dict[str, Any]:
 
 
 def _content(running: Daemon) -> dict[str, Any]:
-    """What is recorded and what is held, without what an audit or a start notes."""
+    """Recorded facts and leases, without changes of audits and starts."""
     checkouts = running.json("GET", "/v1/checkouts")
     return {
         "instances": [
@@ -110,7 +110,7 @@ def test_a_later_state_version_is_refused(running: Daemon) -> None:
 def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
     running: Daemon,
 ) -> None:
-    """By the schema of the catalog; nothing is changed where it is refused."""
+    """By the schema of the catalog; a refusal changes nothing."""
     before = _content(running)
     running.stop()
     _grow_old(running.state_dir)

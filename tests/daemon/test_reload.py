@@ -1,4 +1,4 @@
-"""What a reload changes while the daemon serves."""
+"""Changes by a reload while the daemon serves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_directory_of_datasets_is_watched_when_that_is_switched_on(
 def test_the_next_checkout_is_of_the_backend_that_a_reload_sets(
     make_upstream: Callable[[str], Upstream],
 ) -> None:
-    """One that is held stays what it is, and is reset and released."""
+    """An existing checkout keeps its backend and can be reset and released."""
     upstream = make_upstream("o")
     upstream.commit({"a": "b"})
     url = f'[upstream]\nurl = "file://{upstream.path.parent}/{{name}}"\n'
@@ -88,7 +88,7 @@ def test_dockers_socket_comes_and_goes() -> None:
 
 
 def test_the_log_is_written_in_the_new_form_and_level() -> None:
-    """By the daemon and by the workers that it has."""
+    """By the daemon and its existing workers."""
     with daemon() as running:
         _reload(running, '[log]\nlevel = "debug"\nformat = "console"\n')
         at = len(running.log)

@@ -1,4 +1,4 @@
-"""The process: its start, its lock, its sockets, its signals, its end."""
+"""The daemon process: start, lock, sockets, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def scratch() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Daemon]:
-    """Nobody stops it or changes what it has."""
+    """A daemon that no test stops or changes."""
     text = "[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n"
     with daemon(text + "[checkouts]\nmax = 5\n") as made:
         yield made
 
 
 def ended(made: Daemon) -> tuple[int, str]:
-    """Exit status and output of a daemon that does not stay."""
+    """Exit status and output of a daemon that ends."""
     made.start(wait=False)
     assert made.process is not None
     status = made.process.wait(60)
@@ -48,7 +48,7 @@ def ended(made: Daemon) -> tuple[int, str]:
 
 
 def test_it_serves_and_stops_on_sigterm_with_status_0() -> None:
-    """The socket appears, answers, and is gone at the end."""
+    """The socket appears, answers, and is removed at the end."""
     with daemon() as running:
         status, headers, body = running.get("/v1/health")
         assert (status, json.loads(body)["status"]) == (200, "ok")
@@ -64,7 +64,7 @@ def test_sigint_stops_it_too() -> None:
 
 
 def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts(running: Daemon) -> None:
-    """Only `checkouts` may be entered by others, and not even that may be listed."""
+    """Others may enter `checkouts`, but not list it, and nothing else."""
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in running.state_dir.iterdir()}
     assert oct(running.state_dir.stat().st_mode & 0o777) == "0o711"
     assert modes["checkouts"] == "0o711"
@@ -76,7 +76,7 @@ def test_the_modes_of_the_state_directory_let_nobody_in_but_to_checkouts(running
 def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it(
     running: Daemon,
 ) -> None:
-    """By pid, uid and start time; the first one is not disturbed."""
+    """By pid, uid and start time; the first daemon is not affected."""
     with daemon(start=False) as second:
         second.state_dir = running.state_dir
         second.write_config("")
@@ -87,7 +87,7 @@ def test_a_second_daemon_on_the_same_state_is_refused_and_told_who_holds_it(
 
 
 def test_a_second_daemon_on_the_same_socket_is_refused(running: Daemon) -> None:
-    """Another state directory does not make it another socket."""
+    """Even with another state directory."""
     with daemon(start=False) as second:
         second.socket = running.socket
         second.write_config("")
@@ -97,7 +97,7 @@ def test_a_second_daemon_on_the_same_socket_is_refused(running: Daemon) -> None:
 
 
 def test_a_bad_configuration_lists_every_fault_and_ends_with_2() -> None:
-    """Nothing is made on the disk."""
+    """Nothing is created on disk."""
     with daemon(
         "[sync]\ninterval = 'soon'\nconcurency = 3\n[checkouts]\nmax = 0\n", start=False
     ) as made:
@@ -125,7 +125,7 @@ def test_a_socket_path_that_is_too_long_is_a_configuration_error(length: int) ->
 
 
 def test_a_file_at_the_sockets_place_is_not_replaced() -> None:
-    """What is not a socket is somebody's file."""
+    """A file that is not a socket is not replaced."""
     with daemon(start=False) as made:
         made.socket.write_text("precious")
         status, log = ended(made)
@@ -133,7 +133,7 @@ def test_a_file_at_the_sockets_place_is_not_replaced() -> None:
 
 
 def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
-    """The kernel dropped the lock; the file says nothing by itself."""
+    """The kernel released the lock; the file alone does not count."""
     with daemon() as running:
         running.kill()
         assert running.socket.exists()
@@ -144,7 +144,7 @@ def test_after_kill_9_it_starts_again_over_the_stale_socket() -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("inodes", [12, 13])
 def test_a_disk_without_room_for_a_start_is_said_and_ends_with_7(inodes: int) -> None:
-    """No traceback; what is there stays as it is, for a start with room."""
+    """No traceback; the state does not change and opens when there is space."""
     with daemon(start=False) as made:
         made.state_dir.mkdir()
         subprocess.run(
@@ -187,7 +187,7 @@ def test_a_request_that_waits_for_a_start_that_fails_is_answered_at_once() -> No
 @pytest.mark.root
 @pytest.mark.parametrize("inodes", [15, 18, 21, 400])
 def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) -> None:
-    """What was bound over itself, and what was tried there, is gone where no checkout is held."""
+    """Bind mounts and trial mounts are removed if there are no checkouts."""
     with daemon(start=False) as made:
         made.state_dir.mkdir()
         subprocess.run(
@@ -205,7 +205,7 @@ def test_a_disk_with_or_without_room_can_be_unmounted_after_a_stop(inodes: int) 
 
 
 def test_a_killed_daemon_leaves_nothing_where_temporary_files_are(scratch: Path) -> None:
-    """Its fork server has no file, and ends with it."""
+    """Its fork server ends with it."""
     place = scratch / "tmp"
     place.mkdir()
     environment = {"TMPDIR": str(place), "RUNTIME_DIRECTORY": "", "XDG_RUNTIME_DIR": ""}
@@ -229,14 +229,14 @@ def test_what_workers_come_from_is_in_no_directory_of_a_disk(
 
 
 def test_an_ordinary_user_can_run_it() -> None:
-    """With a state directory and a socket of their own."""
+    """With separate state directories and sockets."""
     with daemon(user=NOBODY, environment={"HOME": "/nonexistent"}) as running:
         assert running.json("GET", "/v1/health")["status"] == "ok"
         assert running.json("GET", "/v1/status")["uid"] == NOBODY
 
 
 def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> None:
-    """No configuration at all: state and socket below the user's own directories."""
+    """Without a configuration: state and socket below the user's directories."""
     shutil.chown(scratch, NOBODY, NOBODY)
     environment = {
         "PATH": os.environ["PATH"],
@@ -263,7 +263,7 @@ def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> No
 
 
 def test_systemds_socket_is_served_and_left_in_place(scratch: Path) -> None:
-    """systemd-socket-activate binds it and starts us at the first connection; the file is not ours to remove."""
+    """systemd-socket-activate binds it and starts the daemon at the first connection; the file stays."""
     activate = shutil.which("systemd-socket-activate")
     if not activate:
         pytest.skip("systemd-socket-activate is not on this machine")
@@ -322,7 +322,7 @@ def test_sighup_applies_what_is_live_and_refuses_the_rest_by_name() -> None:
 
 
 def test_a_reload_of_a_bad_file_changes_nothing(running: Daemon) -> None:
-    """All faults come back; the old settings stay in force."""
+    """All faults are reported; the old settings stay in effect."""
     running.write_config("[checkouts]\nmax = 0\n")
     status, _, body = running.request("POST", "/v1/reload")
     assert (status, json.loads(body)["code"]) == (400, "invalid-config")
@@ -331,7 +331,7 @@ def test_a_reload_of_a_bad_file_changes_nothing(running: Daemon) -> None:
 
 
 def test_a_reload_of_what_toml_trips_over_is_a_fault_like_any_other() -> None:
-    """And the file is watched on: the next good one is applied."""
+    """The file is still watched: the next valid one is applied."""
     with daemon("[checkouts]\nmax = 5\n") as running:
         running.write_config('[checkouts]\nttl = "\\UFFFFFFFF"\n')
         status, _, body = running.request("POST", "/v1/reload")
@@ -356,7 +356,7 @@ def test_the_process_is_lean_and_idle(running: Daemon) -> None:
 
 
 def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> None:
-    """An ordinary user cannot mount; what else there is goes on, and status still answers."""
+    """An ordinary user cannot mount; everything else works, and status answers."""
     with daemon(
         "[checkouts]\nbackend = 'overlay'\n", user=NOBODY, environment={"HOME": "/nonexistent"}
     ) as running:
@@ -367,7 +367,7 @@ def test_a_backend_that_the_host_lacks_degrades_the_daemon_with_its_reason() -> 
 
 
 def test_what_happens_by_the_clock_follows_the_intervals(running: Daemon) -> None:
-    """Templates are proven again as often as content is audited; an interval of nothing switches jobs off."""
+    """Templates are verified as often as content is audited; an interval of zero disables jobs."""
     jobs = {job["name"] for job in running.json("GET", "/v1/status")["jobs"]}
     assert {
         "audit",

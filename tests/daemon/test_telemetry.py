@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line, with the request id, without secrets, never an exception."""
+"""Logs: one JSON object a line, with the request id and without secrets; logging never fails."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _audit(running: Daemon) -> Any:
 
 
 def _recorded(running: Daemon) -> Any:
-    """The same wherever it is restored; times of syncs and imports are not."""
+    """Recorded facts that a restore preserves, so without times of syncs and imports."""
     dataset = running.json("GET", "/v1/datasets/d")
     refs = running.json("GET", "/v1/mirrors/o__r/refs/log")
     pins = running.json("GET", "/v1/pins")
@@ -70,7 +70,7 @@ def _recorded(running: Daemon) -> Any:
 
 
 def _shell(script: str, directory: Path, state: Path, socket: Path) -> None:
-    """Run a block of the document on another state directory; systemd is the test."""
+    """Run a block of the document on another state directory, without systemctl."""
     lines = [line for line in script.splitlines() if not line.startswith("systemctl")]
     text = "\n".join(["set -e", *lines]).replace("/var/lib/mirrord", str(state))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -81,7 +81,7 @@ def _shell(script: str, directory: Path, state: Path, socket: Path) -> None:
 def test_a_killed_daemons_state_is_restored_into_another_directory(
     running: Daemon, url: str, tmp_path: Path
 ) -> None:
-    """Without the checkout that was held, with a ready catalog, and the audit says the same."""
+    """Without checkouts, with the catalog, and with the same audit."""
     assert running.request("POST", "/v1/checkouts", {"instance": "o__r-0"})[0] == 201
     audit, recorded = _audit(running), _recorded(running)
     running.kill()

@@ -19,7 +19,7 @@ import mirrord
 
 PROJECT = Path(__file__).parents[2]
 BASES = ("6366d3dd190a9e58ca582955cddf7e2ac5f32dcc", "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4")
-"""The commits of the documents; the tests' upstream has others."""
+"""Commits in the documents; the tests replace them by those of their upstream."""
 
 NOT_RUN = {
     "make setup": "the tests run in the environment that it makes",
@@ -110,7 +110,7 @@ class Shell:
 
 
 def session(block: str) -> Iterator[tuple[str, str]]:
-    """Commands of a `console` block and what they print; a here-document is part of its command."""
+    """Yield the commands of a `console` block and their output; a here-document is part of its command."""
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         first, _, rest = part.partition("\n")
         if here := re.search(r"<<'(\w+)'$", first):

@@ -1,4 +1,4 @@
-"""The documents name what exists: error codes, formats, modules, links."""
+"""The documents name existing error codes, formats, modules and links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENTS = sorted([*PROJECT.glob("*.md"), *(PROJECT / "docs").rglob("*.md")])
 
 
 def rows_of(document: str, columns: int) -> list[list[str]]:
-    """The cells of all rows of a document's tables with so many columns."""
+    """Return the cells of all rows of a document's tables with this number of columns."""
     lines = (PROJECT / "docs" / document).read_text().splitlines()
     tables = (
         [cell.strip() for cell in line[1:-1].split(" | ")] for line in lines if line[:1] == "|"

@@ -1,4 +1,4 @@
-"""Alert rules and the dashboard: read by the real promtool, and of metrics that exist."""
+"""Alert rules and dashboard: valid for promtool, and with existing metrics."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_rules_and_dashboard_use_metrics_that_exist() -> None:
 
 
 def test_the_first_thing_to_do_is_a_verb() -> None:
-    """What an alert tells to run exists."""
+    """The commands in alerts exist."""
     verbs = {verb.name for verb in VERBS}
     for rule in rules():
         for command in re.findall(
@@ -97,7 +97,7 @@ def test_the_first_thing_to_do_is_a_verb() -> None:
 
 
 def test_a_dashboard_asks_for_its_data_source_and_fits_its_grid() -> None:
-    """So that it can be imported anywhere; no panel lies over another."""
+    """It can be imported anywhere, and its panels do not overlap."""
     dashboard = json.loads((DIRECTORY / "grafana.json").read_text())
     assert {each["name"] for each in dashboard["templating"]["list"]} == {"datasource", "instance"}
     taken: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""The threat model: every proof that it names exists, and every attack that is tried is in it."""
+"""The threat model names existing tests and every attack of the red team."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 def proofs() -> dict[str, list[str]]:
-    """By attack: what proves that it is stopped."""
+    """Return the tests of each attack."""
     text = (PROJECT / "docs/security.md").read_text().partition("\n## Threat model\n")[2]
     text = text.partition("\n## ")[0]
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]

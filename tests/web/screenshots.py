@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def _furnish(client: Client, root: Path) -> list[str]:
-    """Mirrors, datasets, an audit; of that what works and what does not. Answers what works."""
+    """Make mirrors, datasets and an audit, some of them failing; return those that work."""
     rows = []
     for repo, count in REPOS.items():
         upstream = Upstream(root / repo)

@@ -1,4 +1,4 @@
-"""Every page in a real browser without scripts: on a telephone and a desk, dark and light."""
+"""Every page in a real browser without scripts: phone and desktop, dark and light."""
 
 from __future__ import annotations
 

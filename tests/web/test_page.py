@@ -1,4 +1,4 @@
-"""The read-only page: who may ask for what, and what is answered."""
+"""The read-only web page: access and content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class _Outline(HTMLParser):
-    """Open elements at the end, all elements, and ids that are there twice."""
+    """Collects unclosed elements, all elements and ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_every_page_is_sound_and_has_what_it_is_about(world: World) -> None:
 
 
 def test_a_report_names_mirrors_and_instances_that_there_are(world: World) -> None:
-    """By their public ids; what only the report knows may tell a commit."""
+    """By their public ids; unknown ids could reveal a commit."""
     text = page(world.port, _reports(world)[0])
     assert re.findall(r'href="/mirrors/([^"]+)"', text) == ["o__r"]
     assert re.findall(r"<tr><td>(o__[^<]*)</td><td>([^<]*)</td>", text)[-1] == (
@@ -120,7 +120,7 @@ def test_a_report_names_mirrors_and_instances_that_there_are(world: World) -> No
 
 
 def test_a_grading_names_no_instance(world: World) -> None:
-    """An agent does not learn what became of its own prediction."""
+    """An agent must not learn the result of its prediction."""
     text = page(world.port, _reports(world)[1])
     assert {"2 prepared", "Refused"} <= set(re.findall(r"2 prepared|Refused", text))
     assert "o__r-8" not in text
@@ -132,7 +132,7 @@ def _reports(world: World) -> list[str]:
 
 
 def test_hostile_names_stay_text(world: World) -> None:
-    """In the names of instances, branches and files; a letter that turns text around is escaped."""
+    """In names of instances, branches and files; characters that reorder text are escaped."""
     pages = walk(world.port)
     outline = _Outline()
     for path, text in pages.items():
@@ -181,7 +181,7 @@ async def _make_catalog(path: Path) -> None:
 
 
 def _put_mirrors(path: Path) -> None:
-    """In one transaction: each of the daemon's own waits for the disk."""
+    """In one transaction, because each waits for the disk."""
     failed = json.dumps({"code": "upstream-failed", "title": "", "detail": ""})
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.executemany(
@@ -253,7 +253,7 @@ def test_nothing_is_changed_from_here(world: World, method: str) -> None:
     ],
 )
 def test_a_request_must_name_a_host_of_ours(world: World, host: str, status: int) -> None:
-    """Else a name that another site leads here makes its pages readers of ours."""
+    """Otherwise DNS rebinding lets other sites read the page."""
     request = f"GET / HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
     assert parse_response(exchange(world.port, request))[0] == status
 
@@ -290,7 +290,7 @@ def test_long_requests_are_refused_and_bodies_not_read(world: World) -> None:
 
 
 def test_many_who_look_at_once_see_the_same_page(world: World) -> None:
-    """It is made once, and kept for ten times as long as that took."""
+    """It is rendered once and cached for ten times as long as that took."""
     path = "/activity?find=once"
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(lambda _: page(world.port, path), range(32)))
@@ -301,7 +301,7 @@ def test_many_who_look_at_once_see_the_same_page(world: World) -> None:
 
 
 def _reload(running: Daemon, listen: str, more: str = "", says: str = "") -> None:
-    """Move the page; waits until health says so, or nothing of it: an answer is kept for a second."""
+    """Move the page and wait until health reports the warning or none; health is cached for a second."""
     running.write_config(f'[web]\nlisten = "{listen}"\n{more}')
     assert running.request("POST", "/v1/reload")[0] == 200
 
