@@ -269,9 +269,12 @@ def collect(
             needed |= sizes.keys()
             if generation == newest:
                 lost += [key for key, size in sizes.items() if _size(found.get(key)) != size]
-    # manifests first: one that stayed alone would name packs that are gone
-    dropped = sorted(old - needed, key=lambda key: ("/packs/" in key, key))
-    store.delete(dropped)
+    dropped = old - needed
+    packs = {key for key in dropped if "/packs/" in key}
+    # One after the other, because a store deletes what one call names in any order: a manifest that
+    # outlived its packs would look like a generation that can be restored.
+    store.delete(dropped - packs)
+    store.delete(packs)
     return Collected(len(dropped), sum(found[key].size_bytes for key in dropped), lost)
 
 

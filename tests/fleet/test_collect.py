@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from exchanges import NAME, Node, accepted
 from gitrepos import Upstream
 
 from mirrord.catalog import Generation
-from mirrord.errors import StoreDamagedError
+from mirrord.errors import StoreDamagedError, StoreUnavailableError
 from mirrord.fleet.generations import (
     clock_of,
     collect,
@@ -101,6 +102,30 @@ def test_nothing_goes_while_a_manifest_cannot_be_read(
         with pytest.raises(StoreDamagedError):
             collect(store, NAME, made[-1], clock_of(store) + LATER)
         assert sorted(it.key for it in store.iterate("mirrors/")) == before
+
+    anyio.run(body)
+
+
+class _Dying(ObjectStore):
+    """Deletes in the worst order, and ends after the first object."""
+
+    def delete(self, keys: Collection[str]) -> None:
+        if any("/packs/" in key or "/generations/" in key for key in keys):
+            super().delete([max(keys)])
+            raise StoreUnavailableError("cannot delete objects: it is away")
+        super().delete(keys)
+
+
+def test_a_manifest_goes_before_its_packs(tmp_path: Path, upstream: Upstream) -> None:
+    async def body() -> None:
+        store = _Dying(f"file://{tmp_path}/store")
+        made = await _published(Node(tmp_path / "a", store), upstream, 5)
+        with pytest.raises(StoreUnavailableError):
+            collect(store, NAME, made[-1], clock_of(store) + LATER)
+        left = {it.key for it in store.iterate("mirrors/")}
+        for generation in list_published(store, NAME):
+            for pack in read_manifest(store, NAME, generation).packs:
+                assert {pack_key(NAME, pack), index_key(NAME, pack)} <= left
 
     anyio.run(body)
 
