@@ -144,7 +144,7 @@ class Engine:
             if self.catalog.is_shared:
                 claims = Claims(self.catalog, lambda: 0)
                 hold = await claims.take_catalog()
-                keeping = asyncio.create_task(claims.keep())
+                keeping = asyncio.create_task(claims.renew_forever())
                 self._closing.push_async_callback(claims.give_back, [hold])
                 self._closing.callback(keeping.cancel)
             return None

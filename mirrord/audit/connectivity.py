@@ -1,8 +1,8 @@
-"""Which objects of a repository are missing or damaged, and which commits and refs lack some.
+"""Find missing and damaged objects of a repository, and the commits and refs that reach them.
 
-Read by git without its commit-graph and multi-pack index, which can hide a hole. Closures grow with
-ancestry: one walk proves all commits, and where it fails the oldest failing commit is bisected. So
-the number of git processes grows with the damage, not with the commits. Reads only, in a worker.
+git reads without commit-graph and multi-pack index, which can hide missing objects. One walk proves
+all commits. Where it fails, the oldest failing commit is bisected, so the number of git processes
+grows with the damage, not with the commits. Reads only, in a worker.
 """
 
 import hashlib
@@ -31,20 +31,20 @@ read_objects = partial(read_objects_sync, options=UNTRUSTING, timeout=TIMEOUT, b
 
 
 def run_git(git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
-    """`run_git_sync` without the files that can hide a hole."""
+    """Call `run_git_sync` without the files that can hide missing objects."""
     return run_git_sync(*UNTRUSTING, *args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
 
 
 def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
-    """The objects that `names` and `read` lead to, the latter with bytes, where git has them."""
+    """Look up the objects of `names`, and of `read` with their bytes; leave out missing ones."""
     found = read_objects(git_dir, read, info=sorted(set(names)), doing="look up objects")
     return {one.name: one for one in found if one.exists}
 
 
 def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
-    """The type of each object; empty where it is not there, or git cannot tell."""
+    """Return the type of each object; empty where it is missing or unreadable."""
     found = look_up(git_dir, asked := set(oids))
     return {oid: found[oid].kind if oid in found else "" for oid in asked}
 
@@ -53,7 +53,7 @@ def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
 
 
 def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
-    """Every commit that `tips` lead to; or, where git cannot walk, every commit in the store."""
+    """Read the commits that `tips` reach; where git cannot walk, all commits of the repository."""
     command = ("rev-list", "--parents", "--stdin")
     try:
         walked = run_git(git_dir, "walk commits", *command, stdin=lines_of(sorted(tips)))
@@ -63,9 +63,9 @@ def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
 
 
 def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
-    """Every commit in the store that can be read, reachable or not."""
+    """Read every readable commit, reachable or not."""
     doing = "read all commits"
-    # ids alone: asked for all types at once, git (2.39) dies of a pack too short to be opened
+    # ids alone: git (2.39) dies of a pack that is too short when it lists types too
     command = ("cat-file", "--batch-all-objects", "--unordered", "--buffer")
     oids = run_git(git_dir, doing, *command, "--batch-check=%(objectname)").lines
     known = read_objects(git_dir, (), info=oids, bisect=False, doing=doing)
@@ -78,13 +78,13 @@ def parents_in(commit: bytes) -> tuple[str, ...]:
 
 
 def oldest_first(graph: Graph, commits: Collection[str]) -> list[str]:
-    """`commits` in an order in which no commit comes before its ancestor."""
+    """Sort `commits` so that each comes after its ancestors."""
     position = {oid: n for n, oid in enumerate(TopologicalSorter(graph).static_order())}
     return sorted(commits, key=lambda oid: (position.get(oid, -1), oid))
 
 
 def ancestors(graph: Graph, tips: Iterable[str], seen: set[str] | None = None) -> set[str]:
-    """`tips` and all they lead to; adds to `seen`, and does not follow what is in it."""
+    """Return `tips` and all their ancestors; adds to `seen`, and stops at commits in it."""
     seen = set() if seen is None else seen
     pending = [tip for tip in tips if tip not in seen]
     while pending:
@@ -96,7 +96,7 @@ def ancestors(graph: Graph, tips: Iterable[str], seen: set[str] | None = None) -
 
 
 def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, str]:
-    """For each of `commits` that leads to a commit which is not in the graph: that one."""
+    """Map those of `commits` that have an ancestor missing from the graph to that ancestor."""
     absent = {oid: oid for parents in graph.values() for oid in parents if oid not in graph}
     for oid in oldest_first(graph, graph.keys()) if absent else ():
         blamed = next((absent[parent] for parent in graph[oid] if parent in absent), None)
@@ -107,31 +107,31 @@ def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, s
 
 # -- damaged objects -------------------------------------------------------------------------------
 
-# What real histories have: wrong authors and dates, odd modes. "broken links" has no such name.
+# Wrong authors, dates and modes, which real histories have. Broken links have no such message id.
 _HARMLESS = re.compile(
     r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
 )
 
 
 class Fsck(NamedTuple):
-    """`named` are the objects in complaints."""
+    """The result of an fsck; `named` are the objects in its complaints."""
 
     is_sound: bool
     named: set[str]
 
 
 class Damage(NamedTuple):
-    """Objects that are not what their ids say, and damaged packs with the reason."""
+    """Objects whose content does not match their ids, and damaged packs with the reason."""
 
     objects: set[str]
     packs: dict[str, str]
 
 
 def run_fsck(git_dir: Path) -> Fsck:
-    """Hash every object once and walk from every ref; again where packs went away meanwhile.
+    """Hash every object and walk from every ref; again if packs were removed during the first.
 
-    `rev-list --verify-objects` is no use: git 2.39 hashes neither trees nor most commits in it, and
-    ends with status 0 after a mismatch.
+    `rev-list --verify-objects` does not do: git 2.39 hashes neither trees nor most commits in it,
+    and ends with status 0 after a mismatch.
     """
     packs = git_dir / "objects/pack"
     command = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
@@ -140,21 +140,22 @@ def run_fsck(git_dir: Path) -> Fsck:
         done = run_git(git_dir, "fsck", *command, ok=range(256))
         said = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
         complaints = [line for line in said if line and not _HARMLESS.match(line)]
-        is_sound = not done.status & ~(1 | 4) and not complaints  # an object, and the pack with it
+        # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
+        is_sound = not done.status & ~(1 | 4) and not complaints
         if is_sound or before <= set(packs.glob("pack-*.pack")):
             break
     return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
 
 
 def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection[str]) -> Damage:
-    """The damage behind an fsck that `named` objects, and behind bad checksums of files.
+    """Find the damage behind the objects that an fsck named, and behind bad checksums of files.
 
-    Each pack is verified, and each suspect read again by itself: git may have a good copy of it.
+    Verifies each pack, and reads each suspected object again: git may have a good copy of it.
     """
     packs: dict[str, str] = {}
     for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
         pack = index.with_suffix(".pack")
-        try:  # the command below `git verify-pack`, which would leave it behind when it is killed
+        try:  # not by `git verify-pack`, which when killed leaves this command running
             run_git_sync(
                 "index-pack", "--verify", str(pack),
                 git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}",
@@ -167,7 +168,7 @@ def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection
 
 
 def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
-    """Those of `oids` that git cannot read as what they are named; missing ones among them."""
+    """Return those of `oids` that are missing, or whose content does not match."""
     listed = list(oids)
     bad: set[str] = set()
     for at in range(0, len(listed), 1000):  # their bytes are in memory together
@@ -179,11 +180,11 @@ def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
     return bad
 
 
-# -- commits whose closure is not whole ------------------------------------------------------------
+# -- commits with an incomplete closure ------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
-    """Whether a commit can be served; examples of the `objects` that it lacks."""
+    """The state of a commit, with examples of the `objects` that it lacks."""
 
     state: CommitState
     objects: tuple[str, ...] = ()
@@ -193,7 +194,7 @@ class Verdict(NamedTuple):
 def judge_closures(
     git_dir: Path, commits: Sequence[CommitId], damage: Damage
 ) -> dict[CommitId, Verdict]:
-    """Verdicts on those of `commits` whose closures are not whole; none on the others."""
+    """Judge the `commits` whose closures are not whole; others get no verdict."""
     verdicts: dict[CommitId, Verdict] = {}
     proven: list[str] = []  # never walked again
     if not commits or _probe(git_dir, commits, proven, damage) is None:
@@ -204,7 +205,7 @@ def judge_closures(
         verdicts[CommitId(oid)] = Verdict(CommitState.INCOMPLETE, (absent,), detail)
     remaining = oldest_first(graph, [oid for oid in commits if oid not in verdicts])
     while remaining and _probe(git_dir, remaining, proven, damage) is not None:
-        good, bad = 0, len(remaining)  # all together fail: bisect to the first that does
+        good, bad = 0, len(remaining)  # bisect to the first that fails
         while bad - good > 1:
             middle = (good + bad) // 2
             if _probe(git_dir, remaining[good:middle], proven, damage) is None:
@@ -214,7 +215,7 @@ def judge_closures(
                 bad = middle
         culprit = remaining[good]
         verdict = _probe(git_dir, [culprit], proven, damage) or Verdict(CommitState.INCOMPLETE)
-        failing = {culprit}  # with everything that leads to it
+        failing = {culprit}  # and its descendants
         for oid in oldest_first(graph, graph.keys()):
             if any(parent in failing for parent in graph[oid]):
                 failing.add(oid)
@@ -226,13 +227,13 @@ def judge_closures(
 def _probe(
     git_dir: Path, commits: Sequence[str], proven: Sequence[str], damage: Damage
 ) -> Verdict | None:
-    """Walk the closures of `commits`, without those proven; None when they are whole."""
+    """Walk the closures of `commits`, except those of `proven`; None when they are whole."""
     with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
         path = Path(listing.name if damage.objects else "/dev/null")
         try:
             _walk(git_dir, commits, proven, "--no-object-names", stdout_path=path)
         except (CorruptObjectError, GitFailedError) as error:
-            # corrupt where git names an object that is there, incomplete where it is not
+            # corrupt if git names an object that exists, else incomplete
             named = tuple(dict.fromkeys(OBJECT_ID.findall(error.message)))[:10]
             signs = r"is corrupt|inflate|mismatch"
             is_corrupt = look_up(git_dir, named) or re.search(signs, error.message)
@@ -245,7 +246,7 @@ def _probe(
 
 
 def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) -> str | None:
-    """The words of git where an object is missing behind `tips` and not behind `proven`."""
+    """Return git's message if an object is missing behind `tips`, but not behind `proven`."""
     wanted = sorted(set(tips))
     if not wanted:
         return None
@@ -267,9 +268,9 @@ def _walk(
 def incomplete_refs(
     git_dir: Path, refs: Mapping[str, str], level: AuditLevel, proven: Collection[str]
 ) -> dict[str, Defect]:
-    """A defect for the first ref with a hole behind it: the ref history, at `content` any ref.
+    """Find the first ref that reaches a missing object: the ref history, at `content` any ref.
 
-    Nothing is walked behind `proven`, commits that are whole. A heal looks at all refs anyway.
+    `proven` are whole commits. One ref is enough, because a heal looks at all refs.
     """
     kinds = object_kinds(git_dir, refs.values())
     there = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
@@ -279,9 +280,9 @@ def incomplete_refs(
         if reason := find_hole(git_dir, [there[ref] for ref in suspects], proven):
             while len(suspects) > 1:
                 half = suspects[: len(suspects) // 2]
-                is_here = find_hole(git_dir, [there[ref] for ref in half], proven)
-                suspects = half if is_here else suspects[len(half) :]
-            reason = f"not all that it reaches is here: {reason}"
+                has_hole = find_hole(git_dir, [there[ref] for ref in half], proven)
+                suspects = half if has_hole else suspects[len(half) :]
+            reason = f"it reaches a missing object: {reason}"
             found[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)
     return found
 
@@ -290,9 +291,9 @@ def incomplete_refs(
 
 
 class Missing(NamedTuple):
-    """Objects that a repository lacks. `commits` may hold tips of unknown kind.
+    """Objects that a repository lacks; `commits` may include tips of unknown type.
 
-    `whole` are commits whose ancestors are all there, the latest ones.
+    `whole` are the latest commits that have all ancestors.
     """
 
     commits: frozenset[str] = frozenset()
@@ -308,16 +309,16 @@ class Missing(NamedTuple):
 
 
 def find_missing(stand_in: Path, tips: Collection[str]) -> Missing:
-    """Exactly the objects that are missing of the closures of `tips`, as far as known ones tell.
+    """Find the missing objects that existing ones in the closures of `tips` refer to.
 
-    git alone cannot say: its walk ends at the first missing commit (2.39). So the commits are put
-    together from those that are there, and the trees of all of them are walked at once. What is
-    missing behind a missing tree shows when that is back.
+    A walk of git (2.39) ends at the first missing commit. Therefore the graph is made from all
+    existing commits, and the trees of all of them are walked at once. Objects behind a missing tree
+    show once that is restored.
     """
     lost: set[str] = set()
     kinds: dict[str, str] = {}
     pending = object_kinds(stand_in, tips)
-    while pending:  # through tag objects, to what they name
+    while pending:  # follow tags to their targets
         lost |= {oid for oid, kind in pending.items() if not kind}
         kinds |= {oid: kind for oid, kind in pending.items() if kind}
         tags = [oid for oid, kind in pending.items() if kind == "tag"]

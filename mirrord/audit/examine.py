@@ -1,8 +1,8 @@
-"""Examine one mirror: which recorded commits can be served, and what keeps each alive.
+"""Examine one mirror: the recorded commits that can be served, and the refs that keep them alive.
 
-One long git proves everything: a walk at level `closure`, fsck at level `content`; the rest is
-read meanwhile. The search for damage begins only where that git complains. All of it runs in a
-worker, on threads that yield processor and disk to requests. Reads only.
+One long git proves everything: a walk at level `closure`, fsck at level `content`. Files and refs
+are read beside it. The search for damage begins only where that git complains. Runs in a worker, on
+threads of low priority. Reads only.
 """
 
 import hashlib
@@ -42,9 +42,9 @@ from .refs import RefFiles, read_ref_files, recorded_tips, unkept, wrong_refs
 
 
 class Reached(NamedTuple):
-    """What keeps commits alive; `lost` are kept refs that should be there, where asked for.
+    """The kind of ref that keeps each commit alive; `lost` are kept refs that should exist.
 
-    `key` stands for the question; it is empty where the answer must not be used again.
+    `key` identifies the refs and commits; it is empty where the result must not be used again.
     """
 
     key: str
@@ -54,9 +54,10 @@ class Reached(NamedTuple):
 
 @dataclass(slots=True)
 class Examined:
-    """`defects` are those of the mirror itself, by file or ref; no recorded commit need be hit.
+    """The result of an examination.
 
-    `unknown` are pins that the catalog does not have.
+    `defects` are those of the mirror itself, by file or ref, whether or not they affect a recorded
+    commit. `unknown` are pins that the catalog lacks.
     """
 
     verdicts: dict[CommitId, Verdict] = field(default_factory=dict)
@@ -79,10 +80,10 @@ def examine(
 ) -> Examined:
     """Judge `commits` at `level`, and the mirror itself.
 
-    It should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `known` is what
-    an earlier examination said of their reach.
+    The mirror should have `pins`, given as OWNER/COMMIT, and `record` in its ref history. `known`
+    is the reach that an earlier examination found.
     """
-    # the examination, the one long git, and the files that are read meanwhile
+    # for the examination, the one long git, and the files
     with ThreadPoolExecutor(3, initializer=lower_priority) as threads:
         owned = {f"{PINS}{pin}" for pin in pins}
         return threads.submit(
@@ -101,7 +102,7 @@ def _examine(
 ) -> Examined:
     found = read_ref_files(git_dir)
     with readable(git_dir, found, list(find_strange(git_dir))) as repository:
-        looking = threads.submit(_look_at_files, git_dir, repository, level)
+        checking = threads.submit(_check_files, git_dir, repository, level)
         history = [found.refs[HISTORY]] if HISTORY in found.refs else []
         proving = threads.submit(_prove, repository, [*commits, *history], level)
         values = set(found.refs.values())
@@ -114,14 +115,14 @@ def _examine(
             if (peeled := f"{oid}^{{commit}}") in objects
         }
         reached = _reach_of(repository, found, refs, commits, known, level)
-        (bad_files, lying), damage = looking.result(), Damage(set(), {})
+        (bad_files, lying), damage = checking.result(), Damage(set(), {})
         is_whole, fsck = proving.result()
         if fsck and (bad_files or not fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
             damage = connectivity.find_damage(repository, bad_files, fsck.named)
         verdicts = _absent(repository, commits, objects)
         doubtful = [oid for oid in commits if oid not in verdicts]
-        if is_whole and fsck and not damage.objects:  # that proves what refs reach
+        if is_whole and fsck and not damage.objects:  # fsck proved what refs reach
             doubtful = [oid for oid in doubtful if reached.by_commit[oid] is Reach.NOTHING]
         elif is_whole and not fsck:
             doubtful = []
@@ -136,7 +137,7 @@ def _examine(
         verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
     bad = {one.name: one.defect for one in [*bad_files, *found.bad]}
     packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
-    # pins that only the catalog has, but for those whose commit is a finding already
+    # pins that only the catalog has; not those whose commit is a finding already
     bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
     lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
     lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
@@ -145,12 +146,12 @@ def _examine(
     return Examined(verdicts, reached, defects, unknown)
 
 
-def _look_at_files(
+def _check_files(
     git_dir: Path, repository: Path, level: AuditLevel
 ) -> tuple[list[BadFile], dict[str, Defect]]:
-    """Bad files; at level `content` also derived ones with a right checksum and wrong content.
+    """Find bad files; at level `content` also derived ones with wrong content.
 
-    Full checksums wait for fsck: it hashes every object by itself.
+    Full checksums are only needed after fsck complains, because it hashes every object.
     """
     bad_files = find_bad_files(git_dir, min(level, AuditLevel.CLOSURE, key=list(AuditLevel).index))
     is_deep = level is AuditLevel.CONTENT and not bad_files
@@ -158,10 +159,10 @@ def _look_at_files(
 
 
 def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple[bool, Fsck | None]:
-    """Whether the closures of `commits` are whole, at level `content` those of all refs."""
+    """Check that the closures of `commits` are whole, at level `content` those of all refs."""
     match level:
         case AuditLevel.QUICK:
-            return True, None  # it does not look at closures
+            return True, None  # it does not walk closures
         case AuditLevel.CLOSURE:
             return connectivity.find_hole(repository, commits) is None, None
         case AuditLevel.CONTENT:
@@ -172,7 +173,7 @@ def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple
 def _absent(
     repository: Path, commits: Sequence[CommitId], objects: Mapping[str, BatchObject]
 ) -> dict[CommitId, Verdict]:
-    """Verdicts on the commits that are not there, are no commits, or whose tree is not there."""
+    """Judge the commits that are missing, are no commits, or have no tree."""
     verdicts: dict[CommitId, Verdict] = {}
     without_tree = []
     for oid in commits:
@@ -195,13 +196,13 @@ def _reach_of(
     known: Reached | None,
     level: AuditLevel,
 ) -> Reached:
-    """The best thing that keeps each of `commits` alive, and kept refs that are gone.
+    """Find the best kind of ref that keeps each of `commits` alive, and kept refs that are gone.
 
-    That follows from the refs, which lead to commits here, and from `commits` alone, for commits
-    never change: while both stay the same, `known` stays true and nothing is walked.
+    While the refs and `commits` stay the same, so does the result, because commits never change;
+    then `known` is returned and nothing is walked.
     """
     named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
-    is_quick = level is AuditLevel.QUICK  # which looks for no lost refs
+    is_quick = level is AuditLevel.QUICK  # without lost refs
     lines = [str(is_quick), str(found.head), *sorted(commits), *named]
     key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     if known and known.key == key:
@@ -223,7 +224,7 @@ def _reach_of(
         defect = Defect(FindingKind.REF_LOST, "it is gone, and the ref history had its commit")
         lost = dict.fromkeys(unkept(repository, past, found.refs, graph), defect)
     needed = {*refs.values(), *(oid for parents in graph.values() for oid in parents)}
-    if lost or not needed <= graph.keys():  # it has holes
+    if lost or not needed <= graph.keys():  # commits are missing
         return Reached("", by_commit, lost)
     return Reached(key, by_commit, {})
 
@@ -237,28 +238,28 @@ def _reach_by(ref: str, head: str | None) -> Reach:
     return next((reach for prefix, reach in table.items() if ref.startswith(prefix)), Reach.BRANCH)
 
 
-# -- a stand-in for a mirror: a repository with links to its good objects, and its refs -----------
+# -- a stand-in for a mirror: a repository with its refs and links to its good objects -------------
 #
-# An audit reads it where git would stop at the mirror's bad files; a heal works in it, so that the
+# An audit reads it where git would stop at the mirror's bad files. A heal works in it, so that the
 # mirror stays as it was until everything is proven. It has no configuration, commit-graph, bitmap
-# or multi-pack index: every object that git finds in it is good.
+# or multi-pack index, so every object that git finds in it is good.
 
 _IN_THE_WAY = {FileKind.PACK, FileKind.INDEX, FileKind.LOOSE, FileKind.LAYOUT, FileKind.PLANTED}
 
 
 @contextmanager
 def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> Iterator[Path]:
-    """The mirror, or a stand-in where git would refuse it or believe what was planted in it."""
+    """Return the mirror, or a stand-in where git would refuse it, or follow planted files."""
     if not found.bad and not strange:
         yield git_dir
         return
     with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
         stand_in = Path(directory)
         if any(bad.kind in _IN_THE_WAY for bad in strange):
-            # git reads through a symbolic link; a finding that hits no commit yet
+            # git follows symbolic links, so their findings affect no commit
             unread = [bad for bad in strange if not is_readable_link(git_dir / bad.path)]
             make_stand_in(git_dir, unread, found.refs, stand_in, link=os.symlink)
-        else:  # as one link, that follows when the mirror is packed meanwhile
+        else:  # one link, in case the mirror is packed during the audit
             (stand_in / "objects").symlink_to(git_dir / "objects")
         _write_refs(stand_in, found.refs, found.head)
         yield stand_in
@@ -278,7 +279,7 @@ def make_stand_in(
 ) -> None:
     """Make `into` a repository that has `refs` and the objects of good files.
 
-    A hard link stays when a file of the mirror moves; a symbolic one crosses file systems.
+    A hard link survives when a file of the mirror moves; a symbolic one crosses file systems.
     """
     bad = {bad.path for bad in bad_files}
     make_repository(into, refs)
@@ -295,7 +296,7 @@ def make_stand_in(
         target = into / "objects" / directory.name
         names = os.listdir(directory)
         good = [name for name in names if f"objects/{directory.name}/{name}" not in bad]
-        if len(good) == len(names):  # as a whole: nothing is written into it
+        if len(good) == len(names):  # git writes nothing into it
             target.symlink_to(directory)
             continue
         target.mkdir()
@@ -304,7 +305,7 @@ def make_stand_in(
 
 
 def make_repository(path: Path, refs: Mapping[str, str] | None = None) -> None:
-    """Make an empty repository, with refs to objects that are to come."""
+    """Make an empty repository with refs, whose objects come later."""
     (path / "objects/pack").mkdir(parents=True)
     _write_refs(path, refs or {}, None)
 
@@ -316,18 +317,18 @@ def _write_refs(repository: Path, refs: Mapping[str, str], head: str | None) -> 
 
 
 def borrow_from(repository: Path, *lenders: Path) -> None:
-    """Let git in `repository` read the objects of others too, by alternates."""
+    """Let git in `repository` read the objects of others, by alternates."""
     info = repository / "objects/info"
     info.mkdir(exist_ok=True)
     (info / "alternates").write_text("".join(f"{lender / 'objects'}\n" for lender in lenders))
 
 
-# -- from what was examined to findings, parts and the report of an audit --------------------------
+# -- findings, parts and the report of an audit ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One mirror after its audit: what is recorded of it and what was found.
+    """The audit of one mirror: its recorded commits and what was found.
 
     `unresolved` are the instances without a base commit, because the mirror lacks their branches;
     `accept` are the findings that the configuration accepts.
@@ -345,7 +346,7 @@ class Judged:
 
 @dataclass(slots=True)
 class AuditRun:
-    """An audit under way; `parts` and `left`, the mirrors still to come, by mirror key."""
+    """A running audit; `parts` are the judged mirrors, `left` the others, by mirror key."""
 
     request: StartAudit
     level: AuditLevel
@@ -375,9 +376,9 @@ class AuditRun:
 
 
 def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
-    """The part of one mirror; `stores` are damaged templates and stores, with their fate.
+    """Make the part of one mirror; `stores` are damaged templates and stores, with their fate.
 
-    Commits that only persons pinned have findings, and are not counted.
+    Commits that only persons pinned are not counted, but have findings.
     """
     recorded = {row.commit for row in judged.rows}
     verdicts, reach = judged.examined.verdicts, judged.examined.reach
@@ -406,7 +407,7 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
 
 
 def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
-    """The finding of a mirror that could not be examined. Its commits are counted nowhere."""
+    """Make the finding of a mirror that could not be examined; its commits are not counted."""
     judged = Judged(name, (), Examined(), accept)
     return _finding(judged, FindingKind.UNJUDGED, detail=f"it could not be judged: {reason}")
 
@@ -416,7 +417,7 @@ def is_sound(judged: Judged) -> bool:
 
 
 def findings_of(judged: Judged) -> Iterator[Finding]:
-    """One for each commit that is not in order, then one for each defect of the mirror."""
+    """Iterate over a finding for each bad commit, then for each defect of the mirror."""
     verdicts = sorted(judged.examined.verdicts.items())
     bad = [(oid, verdict) for oid, verdict in verdicts if verdict.state is not CommitState.OK]
     instances: dict[str, set[str]] = {oid: set() for oid, _ in bad}

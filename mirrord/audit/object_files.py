@@ -1,6 +1,6 @@
-"""Which files of a mirror's object store are damaged, judged by their own content alone.
+"""Find damaged files in a mirror's object store, by their own content alone.
 
-Anything but a plain file or directory is found first and never opened: git ends at it, and a named
+Anything but a plain file or directory is found first and never opened: git fails at it, and a named
 pipe blocks its reader for ever. Packs, indexes, reverse indexes, bitmaps, multi-pack indexes and
 commit-graphs end with the checksum of the bytes before it. Reads only, in a worker.
 """
@@ -24,7 +24,7 @@ from ..git.command import run_git_sync
 from ..model import AuditLevel, FindingKind
 
 TIMEOUT = timedelta(hours=1)
-"""For one git of an audit or a heal; the largest repositories take minutes."""
+"""Of one git of an audit or a heal; the largest repositories take minutes."""
 CHECKSUM_MISMATCH = "checksum mismatch"
 
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")  # a directory of loose objects
@@ -32,22 +32,22 @@ _LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
 
 
 class FileKind(StrEnum):
-    """What a bad file is, which decides how it is healed."""
+    """The kind of a bad file, which decides how it is healed."""
 
     PACK = "pack"
     INDEX = "idx"
     LOOSE = "loose object"
-    DERIVED = "derived"  # git makes it again from the rest
+    DERIVED = "derived"  # git can make it again
     REF = "ref"
     PACKED_REFS = "packed-refs"
     HEAD = "HEAD"
     CONFIG = "config"
     PLANTED = "planted"
-    LAYOUT = "layout"  # no plain file or directory, where one has to be
+    LAYOUT = "layout"  # something other than a plain file or directory in its place
 
 
 class Defect(NamedTuple):
-    """Something wrong with a mirror; `reason` follows "<subject>: "."""
+    """A defect of a mirror; `reason` follows "<subject>: "."""
 
     kind: FindingKind
     reason: str
@@ -62,7 +62,7 @@ class BadFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The subject of its finding: packs are known by their file names."""
+        """The subject of its finding: the path, for packs the file name."""
         return self.path.removeprefix("objects/pack/")
 
     @property
@@ -77,12 +77,12 @@ class BadFile(NamedTuple):
 
 
 def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
-    """Bad files below `objects/`, and planted ones.
+    """Find bad files below `objects/`, and planted ones.
 
-    `quick` reads both ends of packs, `closure` hashes what is small, `content` hashes everything.
+    `quick` reads both ends of packs, `closure` hashes small files, `content` hashes all files.
     """
 
-    def look() -> set[BadFile]:
+    def find() -> set[BadFile]:
         objects = git_dir / "objects"
         found = set(find_strange(git_dir))
         unopened = {git_dir / bad.path for bad in found}
@@ -92,20 +92,20 @@ def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
                 found.update(_derived(objects, unopened), _loose(objects, level, unopened))
         return found
 
-    found = look()
-    # what looks bad is read twice: files come and go while the mirror is packed
-    return sorted(found & look()) if found else []
+    found = find()
+    # bad files are read twice, because files come and go while the mirror is packed
+    return sorted(found & find()) if found else []
 
 
 def _unreadable(error: OSError) -> str:
-    """A file that cannot be read is as good as damaged; any other error is not the file's."""
+    """Explain why a file cannot be read; raise an error that is not the file's."""
     if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM}:
         raise error
     return f"it cannot be read: {error.strerror}"
 
 
 def _failing(is_sound: Callable[..., bool], *args: object, reason: str) -> str | None:
-    """Why a file is bad: `reason` or unreadable. None for a good one, or one that vanished."""
+    """Return `reason` for a bad file, or why it is unreadable; None for a good or a deleted one."""
     try:
         return None if is_sound(*args) else reason
     except (FileNotFoundError, NotADirectoryError):
@@ -118,7 +118,7 @@ def _ends_with_checksum(file: Path) -> bool:
     return file.stat().st_size > packs.ID_BYTES and packs.pack_is_whole(file)
 
 
-# -- layout, and files that no mirror of ours has --------------------------------------------------
+# -- layout, and planted files ---------------------------------------------------------------------
 
 _PLANTED = {
     "objects/info/alternates": "it lends objects from elsewhere",
@@ -132,13 +132,13 @@ _PLANTED = {
 
 
 def find_strange(git_dir: Path) -> Iterator[BadFile]:
-    """Objects that are no files, directories that are none, files that change what git reads."""
+    """Find objects that are no files, missing directories, and files that mislead git."""
     for name, reason in _PLANTED.items():
         if os.path.lexists(git_dir / name):
-            yield BadFile(name, FileKind.PLANTED, f"{reason}, and no mirror of ours has one")
+            yield BadFile(name, FileKind.PLANTED, f"{reason}, and mirrord makes none")
     for entry in sorted_entries(git_dir / "hooks"):
         if not entry.name.endswith(".sample"):
-            reason = "git runs it, and no mirror of ours has one"
+            reason = "git runs it, and mirrord makes none"
             yield BadFile(f"hooks/{entry.name}", FileKind.PLANTED, reason)
     if wrong := no_directory(git_dir / "objects"):
         yield BadFile("objects", FileKind.LAYOUT, wrong)
@@ -154,7 +154,7 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
             kind = _kind_of(directory.name, entry.name)
             is_file = entry.is_file(follow_symlinks=False)
             if entry.name.endswith(".promisor"):
-                reason = "it excuses missing objects, and no mirror has one"
+                reason = "it excuses missing objects, and mirrord makes none"
                 yield BadFile(path, FileKind.PLANTED, reason)
             elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
                 yield BadFile(path, FileKind.DERIVED, wrong)
@@ -174,7 +174,7 @@ def _kind_of(directory: str, name: str) -> FileKind | None:
 
 
 def sorted_entries(directory: Path) -> list[os.DirEntry[str]]:
-    """By name; empty for a directory that is gone: git removes those that became empty."""
+    """List a directory by name; empty for one that is gone, because git removes empty ones."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -183,20 +183,20 @@ def sorted_entries(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def no_directory(path: Path) -> str | None:
-    """What stands where a directory has to be; None where one does, or just went."""
-    shape = _shape(path)
-    if shape is None:
+    """Explain why a path is not a directory; None where it is, or is fan-out that git removed."""
+    file_type = _type_of(path)
+    if file_type is None:
         return None if _FAN_OUT.fullmatch(path.name) else "the directory is lost"
-    return None if shape == "a directory" else f"it is {shape}, not a directory"
+    return None if file_type == "a directory" else f"it is {file_type}, not a directory"
 
 
 def no_file(path: Path) -> str | None:
-    """What stands where a file has to be; None where one does, or nothing."""
-    shape = _shape(path)
-    return None if shape in {None, "a file"} else f"it is {shape}, not a file"
+    """Explain why a path is not a file; None where it is, or nothing exists."""
+    file_type = _type_of(path)
+    return None if file_type in {None, "a file"} else f"it is {file_type}, not a file"
 
 
-def _shape(path: Path) -> str | None:
+def _type_of(path: Path) -> str | None:
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -217,15 +217,15 @@ def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> It
         try:
             yield from _pair(pack, index, level)
         except FileNotFoundError:
-            # git (2.39) removes a pack before its index, and a big one takes its time
+            # git (2.39) removes a pack before its index, and a big one takes a while
             ends = time.monotonic() + 2
             while (is_half := pack.exists() != index.exists()) and time.monotonic() < ends:
                 time.sleep(0.1)
             if is_half and index.exists():
-                reason = "its index is there and it is not"
+                reason = "it is missing, but its index exists"
                 yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, reason)
             elif is_half:
-                reason = "it is gone, and its pack is there"
+                reason = "it is missing, but its pack exists"
                 yield BadFile(f"objects/pack/{index.name}", FileKind.INDEX, reason)
         except OSError as error:
             yield BadFile(f"objects/pack/{pack.name}", FileKind.PACK, _unreadable(error))
@@ -244,21 +244,21 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
         if not _ends_with_checksum(pack):
             yield BadFile(pack_path, FileKind.PACK, CHECKSUM_MISMATCH)
         return
-    # both ends: git does not open a pack whose trailer is not the one that its index names
+    # both ends: git does not open a pack whose trailer differs from that in its index
     with pack.open("rb") as file:
         fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, known.count)
     fits = fits and packs.pack_trailer(pack) == known.pack_checksum
-    how = CHECKSUM_MISMATCH if fits else "it does not end with the checksum that its index names"
+    reason = CHECKSUM_MISMATCH if fits else "its checksum differs from that in its index"
     if (level is AuditLevel.CONTENT or not fits) and not _ends_with_checksum(pack):
-        yield BadFile(pack_path, FileKind.PACK, how)
+        yield BadFile(pack_path, FileKind.PACK, reason)
     elif not fits:
-        yield BadFile(index_path, FileKind.INDEX, how)
+        yield BadFile(index_path, FileKind.INDEX, reason)
     elif pack.stem != f"pack-{known.pack_checksum.hex()}":
-        # git names a pack after its checksum; a multi-pack index finds objects by that name
-        yield BadFile(pack_path, FileKind.PACK, "it is another pack than its name says")
+        # git names a pack after its checksum, and a multi-pack index refers to that name
+        yield BadFile(pack_path, FileKind.PACK, "its checksum differs from that in its name")
 
 
-# -- what git derives from packs and commits -------------------------------------------------------
+# -- files that git derives from packs and commits -------------------------------------------------
 
 
 def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
@@ -281,15 +281,15 @@ def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
 
 
 def _belongs_to_its_pack(file: Path) -> bool:
-    """A .rev, .mtimes or .bitmap names the checksum of its pack."""
+    """True for a .rev, .mtimes or .bitmap with the checksum of its pack."""
     if not _ends_with_checksum(file):
         return False
     try:
         index = packs.PackIndex(file.with_suffix(".idx"))
-    except (CorruptObjectError, FileNotFoundError):  # the finding is about the index
+    except (CorruptObjectError, FileNotFoundError):  # the index has a finding of its own
         return True
     data = file.read_bytes()
-    if file.suffix == ".bitmap":  # signature, version, flags and count come before it
+    if file.suffix == ".bitmap":  # after signature, version, flags and count
         return data[12 : 12 + packs.ID_BYTES] == index.pack_checksum
     if file.suffix == ".rev":
         return data == packs.reverse_index(index)
@@ -297,11 +297,11 @@ def _belongs_to_its_pack(file: Path) -> bool:
 
 
 def _names_its_packs(file: Path) -> bool:
-    """The chunk PNAM of a multi-pack index has the names of the packs, each with a zero byte."""
+    """True for a multi-pack index whose packs, in its chunk PNAM, all exist."""
     if not _ends_with_checksum(file):
         return False
     data = file.read_bytes()
-    try:  # a count at 6, from 12 on one row for each chunk, and a last one with the end
+    try:  # the count is at 6; from 12 on, a row for each chunk, and one for the end
         rows = [struct.unpack_from(">4sQ", data, 12 + 12 * n) for n in range(data[6] + 1)]
     except (struct.error, IndexError):
         return False
@@ -323,16 +323,16 @@ def _names_its_graphs(chain: Path) -> bool:
 
 
 def find_lying(git_dir: Path) -> dict[str, Defect]:
-    """Commit-graphs and a multi-pack index with a right checksum and wrong content."""
+    """Find commit-graphs and a multi-pack index with a right checksum and wrong content."""
 
     def identity(path: str) -> tuple[object, ...] | None:
-        """Equal while the file stays the same, beside the same packs."""
+        """Stay equal while the file and the set of packs do."""
         try:
             found = (git_dir / path).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        packs = sorted(file.name for file in (git_dir / "objects/pack").glob("pack-*.pack"))
-        return found.st_ino, found.st_mtime_ns, found.st_size, *packs
+        names = sorted(file.name for file in (git_dir / "objects/pack").glob("pack-*.pack"))
+        return found.st_ino, found.st_mtime_ns, found.st_size, *names
 
     lying = {}
     for path, command in (
@@ -340,7 +340,7 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
         ("objects/info/commit-graphs/commit-graph-chain", "commit-graph"),
         ("objects/pack/multi-pack-index", "multi-pack-index"),
     ):
-        for _ in range(3):  # maintenance replaces a file while git verifies it
+        for _ in range(3):  # maintenance may replace a file while git verifies it
             if (before := identity(path)) is None:
                 break
             try:
@@ -351,7 +351,7 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
                 break
             except (CorruptObjectError, GitFailedError) as error:
                 if before == identity(path):
-                    fact = f"it is not what the objects are: {error.message.partition(': ')[2]}"
+                    fact = f"it contradicts the objects: {error.message.partition(': ')[2]}"
                     name = path.removeprefix("objects/pack/")
                     lying[name] = Defect(FindingKind.DERIVED, fact)
                     break

@@ -1,9 +1,9 @@
-"""HEAD, refs and configuration of a mirror, read from their files and held against its history.
+"""HEAD, refs and configuration of a mirror, read from their files and compared with its history.
 
-Without git, which refuses a repository whose HEAD is lost and follows planted files. mirrord alone
-writes these files, and every move of a ref is in the ref history, in the same transaction. So any
-difference from either was made by somebody else, and so was a history without the record that the
-catalog knows. A tip that upstream left has a kept ref. Reads only, in a worker.
+Not by git, which refuses a repository without HEAD and follows planted files. Only mirrord writes
+these files, and each transaction that moves a ref records that in the ref history. So any
+difference was made by something else, and so was a history without the record that the catalog
+knows. A tip that upstream left has a kept ref. Reads only, in a worker.
 """
 
 import re
@@ -16,7 +16,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import BatchObject
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin
-from ..mirrors.refs import JOURNAL, theirs
+from ..mirrors.refs import JOURNAL, followed_refs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.sync import INCOMING
 from ..model import FindingKind
@@ -30,9 +30,9 @@ _REPLACE = "refs/replace/"
 
 @dataclass(slots=True)
 class RefFiles:
-    """`head` is the ref that HEAD names, `refs` those that are right as far as files alone tell.
+    """HEAD and refs as read. `head` is the ref that HEAD names, `refs` are those that look right.
 
-    `astray` are the values of wrong refs, so that nothing is lost when those are put right.
+    `astray` are the values of wrong refs, so that nothing is lost when those are corrected.
     """
 
     head: str | None = None
@@ -49,7 +49,7 @@ class RefFiles:
 
 
 def read_ref_files(git_dir: Path) -> RefFiles:
-    """Read them all; what looks bad is read twice, because refs may move meanwhile."""
+    """Read HEAD, refs and configuration; bad files twice, because refs may move meanwhile."""
     found = _read(git_dir)
     if found.bad:
         first, found = found, _read(git_dir)
@@ -66,12 +66,12 @@ def _read(git_dir: Path) -> RefFiles:
         is_detached = text is not None and _VALUE.fullmatch(text)
         reason = "it names a commit, not a branch" if is_detached else "it names no ref"
         found.report("HEAD", FileKind.HEAD, "it is lost" if text is None else reason)
-    loose = dict(_loose_refs(git_dir, found))  # loose ones first: packing moves refs the other way
+    loose = dict(_loose_refs(git_dir, found))  # first, because packing moves refs the other way
     found.refs = {**dict(_packed_refs(git_dir, found)), **loose}
     for bad in found.bad:
-        found.refs.pop(bad.path, None)  # what is packed under that name is older
-    _judge_ours(found)
-    # a file where other refs need a directory; few directories, where refs are many
+        found.refs.pop(bad.path, None)  # the packed value of that ref is older
+    _judge_private(found)
+    # a file where other refs need a directory
     directories = {ref.rpartition("/")[0] for ref in found.refs}
     needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
     needed |= {"refs/heads", "refs/tags", *(ours.rstrip("/") for ours in (OURS, PINS, KEPT))}
@@ -87,18 +87,18 @@ def _read(git_dir: Path) -> RefFiles:
 
 
 def read_packed(git_dir: Path) -> dict[str, str]:
-    """The good lines of `packed-refs`."""
+    """Read the valid lines of `packed-refs`."""
     return dict(_packed_refs(git_dir, RefFiles()))
 
 
 def oid_in_name(ref: str) -> str | None:
-    """The object that a pin or a kept ref must name."""
+    """Return the object that a pin or a kept ref must name."""
     oid = ref.rpartition("/")[2]
     return oid if _VALUE.fullmatch(oid) and (ref == f"{KEPT}{oid}" or is_pin(ref)) else None
 
 
 def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | None:
-    """The content of a file; None where there is none, or where it is reported."""
+    """Read a file; None where it is missing, or was reported as bad."""
     wrong = no_file(git_dir / name)
     try:
         if wrong is None:
@@ -156,16 +156,16 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
             before = packed[2]
             yield packed[2], packed[1]
         elif re.fullmatch(r"\^[0-9a-f]{40}", line):
-            continue  # what the tag above leads to
+            continue  # the target of the tag above
         elif number > 1 or not line.startswith("# pack-refs"):
-            wrong.append(f"line {number} is no ref")
+            wrong.append(f"line {number} is not a ref")
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         found.report("packed-refs", FileKind.PACKED_REFS, wrong[0] + more)
 
 
-def _judge_ours(found: RefFiles) -> None:
-    """A pin, a kept ref and the mark of a fetch have the object in their name; no other is ours."""
+def _judge_private(found: RefFiles) -> None:
+    """Report private refs that are no pin, kept ref, mark of a fetch or history, or are wrong."""
     for ref, oid in [item for item in found.refs.items() if item[0].startswith(OURS)]:
         is_named = ref in {HISTORY, f"{KEPT}{oid}", f"{INCOMING}{oid}"}
         if is_named or (is_pin(ref) and ref.endswith(oid)):
@@ -174,10 +174,10 @@ def _judge_ours(found: RefFiles) -> None:
         if ref.startswith(INCOMING) or not oid_in_name(ref):
             found.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
         else:
-            found.report(ref, FileKind.REF, f"it names {oid}, not what its name says")
+            found.report(ref, FileKind.REF, f"it names {oid}, not the object in its name")
 
 
-# -- refs against the history ----------------------------------------------------------------------
+# -- refs compared with the history ----------------------------------------------------------------
 
 
 def wrong_refs(
@@ -187,14 +187,15 @@ def wrong_refs(
     objects: Mapping[str, BatchObject],
     known: str | None,
 ) -> dict[str, Defect]:
-    """Defects by ref. `repository` has the objects of `git_dir`, readable for git.
+    """Find defects by ref. `repository` has the objects of `git_dir`, readable for git.
 
-    `objects` are what refs name, with the bytes of the newest record; `known` was once the newest.
+    `objects` are those that refs name, with the bytes of the newest record. `known` is a record
+    that the history must have.
     """
     defects = _wrong_refs(repository, found, objects, known)
     if not defects:
         return {}
-    ends = time.monotonic() + 10  # longer than any transaction: a crash left an older journal
+    ends = time.monotonic() + 10  # longer than any transaction; a crash may have left a journal
     while (git_dir / JOURNAL).exists() and time.monotonic() < ends:  # refs are moving now
         time.sleep(0.1)
     now = read_ref_files(git_dir)
@@ -213,9 +214,9 @@ def wrong_refs(
 def _wrong_refs(
     repository: Path, found: RefFiles, objects: Mapping[str, BatchObject], known: str | None
 ) -> dict[str, Defect]:
-    # the finding of a pin that names nothing is about the commit that it should keep
-    hollow = [ref for ref, oid in found.refs.items() if oid not in objects and PINS not in ref]
-    defects = dict.fromkeys(hollow, Defect(FindingKind.REF, "it names an object that is not here"))
+    # the finding of a pin without an object is about the commit
+    dangling = [ref for ref, oid in found.refs.items() if oid not in objects and PINS not in ref]
+    defects = dict.fromkeys(dangling, Defect(FindingKind.REF, "it names a missing object"))
     broken = {bad.path for bad in found.bad}
     tip = found.refs.get(HISTORY)
     if tip is None:
@@ -224,7 +225,7 @@ def _wrong_refs(
         return defects
     record = [objects[name] for name in blobs_of(tip) if name in objects]
     if [blob.kind for blob in record] != ["blob", "blob"]:
-        return {HISTORY: Defect(FindingKind.REF_MOVED, "it names no record")} | defects
+        return {HISTORY: Defect(FindingKind.REF_MOVED, "it does not name a record")} | defects
     past = record_ids(repository, tip) if known not in {None, tip} else None
     if past is not None and known not in past:
         defects[HISTORY] = Defect(FindingKind.REF_MOVED, f"it does not lead to record {known}")
@@ -245,12 +246,12 @@ def _wrong_refs(
 
 
 def is_record(repository: Path, oid: str) -> bool:
-    """Whether an object is a record, as far as its form tells."""
+    """True if an object has the form of a record."""
     return len(look_up(repository, blobs_of(oid))) == len(blobs_of(oid))
 
 
 def record_ids(repository: Path, tip: str) -> set[str] | None:
-    """The records of the history up to `tip`; None where it has holes."""
+    """Return the records of the history up to `tip`; None where some are missing."""
     try:
         return set(run_git(repository, "read the ref history", "rev-list", tip, "--").lines)
     except (CorruptObjectError, GitFailedError):
@@ -258,37 +259,35 @@ def record_ids(repository: Path, tip: str) -> set[str] | None:
 
 
 def read_record(repository: Path, record: str) -> RecordedRefs:
-    """One record of the ref history; an empty one where it cannot be read."""
-    blobs = look_up(repository, (), read=blobs_of(record))
-    return (
-        parse_record(*blobs.values()) if len(blobs) == len(blobs_of(record)) else NOTHING_RECORDED
-    )
+    """Read a record of the ref history; an empty one where it is unreadable."""
+    blobs = look_up(repository, (), read=blobs_of(record)).values()
+    return parse_record(*blobs) if len(blobs) == 2 else NOTHING_RECORDED
 
 
 def recorded_tips(repository: Path, tip: str) -> set[str]:
-    """What refs of upstream named in any record up to `tip`, as far as they can be read."""
+    """Return all tips of upstream's refs in the readable records up to `tip`."""
     try:
-        walked = run_git(repository, "walk the ref history", "rev-list", "--first-parent", tip)
-        records = walked.lines
+        walk = ("rev-list", "--first-parent", tip)
+        records = run_git(repository, "walk the ref history", *walk).lines
     except (CorruptObjectError, GitFailedError):
         records = [tip]
     return {oid for lists in read_lists(repository, records).values() for oid in lists.values()}
 
 
 def read_lists(repository: Path, records: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The refs of upstream in each blob of these records, by the blob: many records share one."""
+    """Read upstream's refs from the blobs of records, by blob, because records share blobs."""
     found = look_up(repository, [name for record in records for name in blobs_of(record)])
     blobs = {blob.oid for blob in found.values() if blob.kind == "blob"}
     read = read_objects(repository, sorted(blobs), doing="read ref records")
-    return {blob.oid: theirs(parse_lines(blob.data)[0]) for blob in read if blob.exists}
+    return {blob.oid: followed_refs(parse_lines(blob.data)[0]) for blob in read if blob.exists}
 
 
 def unkept(
     repository: Path, tips: Iterable[str], refs: Mapping[str, str], graph: Graph | None = None
 ) -> dict[str, str]:
-    """Kept refs for those commits of `tips` that no ref of upstream and no kept one leads to.
+    """Make kept refs for those of `tips` that no ref but pins reaches.
 
-    Empty while an object is missing or damaged: then ancestry is unknown.
+    Empty while an object is missing or damaged, because ancestry is unknown then.
     """
     lasting = {oid for ref, oid in refs.items() if not ref.startswith(PINS)}
     past = set(tips) - lasting

@@ -1,8 +1,8 @@
 """Audits as the daemon runs them: each mirror is judged, healed, judged again and recorded.
 
-An audit takes no lock and changes no mirror but through the repair it was given. Each judgement is
-saved at once, the audit before it is answered: one that a crash, a stop or a cancel interrupted is
-resumed with the mirrors that are left. Mirrors that were not looked at for longest come first.
+An audit takes no lock, and changes a mirror only by `repair`. Each judgement is saved at once, so
+that an audit which a crash, a stop or a cancel interrupted is resumed with the mirrors that are
+left. The mirror whose last judgement is oldest comes first.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import anyio
 
 from .. import errors, protocol
 from ..catalog import JudgementRow
-from ..mirrors.pins import stands_alone
+from ..mirrors.pins import is_sole_record
 from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
@@ -35,17 +35,17 @@ _SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 
 
 class Judgement(NamedTuple):
-    """When all recorded commits of a mirror were judged last, and how many cannot be served."""
+    """The last judgement of all recorded commits of a mirror: time, and how many are unservable."""
 
     at: datetime
     unservable: int
 
 
 class Audits:
-    """Runs audits and remembers them in the catalog.
+    """Runs audits and records them in the catalog.
 
-    Without `repair` no audit heals. `scrub` proves the templates of a mirror, and answers what was
-    damaged, with its fate; without it none looks at them.
+    Without `repair` no audit heals. `scrub` proves the templates of a mirror and returns the
+    damaged ones, with their fate.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class Audits:
     ) -> None:
         self.mirrors, self.repair, self.scrub = mirrors, repair, scrub
         self.settings, self.catalog, self.events = mirrors.settings, mirrors.catalog, mirrors.events
-        # by mirror key: what kept its commits alive, true while its refs stay the same
+        # by mirror key, what kept its commits alive, for the next examination
         self._reached: dict[str, Reached] = {}
         self.last: protocol.AuditSummary | None = None
         self.judgements: dict[str, Judgement] = {}
-        """By mirror key, of mirrors that may be gone; kept in memory, because metrics ask often."""
+        """By mirror key, of removed mirrors too; kept in memory because metrics read them often."""
 
     async def open(self) -> None:
-        """Read what earlier audits found."""
+        """Read the results of earlier audits."""
         for level in (AuditLevel.CLOSURE, AuditLevel.CONTENT):
             for row in await self.catalog.list_judgements(level, self.catalog.node):
                 self._note(row.key, row.judged_at, row.part)
         for audit in await self.catalog.list_audits(1, self.catalog.node or None):
             self.last = _summary(audit)
-            if not audit.dataset:  # of quick audits there are no judgements
+            if not audit.dataset:  # quick audits save no judgements
                 bad = {(each.mirror, each.commit) for each in audit.findings if _is_bad(each.state)}
                 unservable = Counter(MirrorName.parse(mirror).key for mirror, _ in bad)
                 for name in set(audit.mirrors) - set(audit.left):
@@ -89,8 +89,8 @@ class Audits:
     ) -> protocol.Audit:
         """Audit what the request names, by default everything; with `resume`, an interrupted one.
 
-        Raises MirrorNotFoundError, DatasetNotFoundError. A cancelled audit is recorded with what it
-        came to.
+        Raises MirrorNotFoundError, DatasetNotFoundError. A cancelled audit is recorded as far as it
+        got.
         """
         level = request.level or self.settings().audit.level
         recorded = await self._names(request)
@@ -108,7 +108,7 @@ class Audits:
         known = {row.key: row.part for row in begun}
         run.parts = {name.key: known[name.key] for name in names if name.key in known}
         run.left = {name.key: name for name in names if name.key not in known}
-        # One of the two workers stays free for checkouts; a quick audit holds one for a moment.
+        # of the two workers for background work one stays free; a quick audit takes both briefly
         lanes = 2 if level is AuditLevel.QUICK else 1
         pending = iter(list(run.left.values()))
         try:
@@ -122,13 +122,13 @@ class Audits:
         return audit
 
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
-        """When the audit of everything began that a scheduled one at this level would resume."""
+        """Return when the audit began that a scheduled one at this level would resume."""
         judgements = await self.catalog.list_judgements(level, self.catalog.node)
         found = await self._unfinished(level, judgements[-1:])
         return found[0].started_at if found else None
 
     async def get(self, identity: str) -> protocol.Audit:
-        """Raises AuditNotFoundError."""
+        """Return an audit; raises AuditNotFoundError."""
         audit = await self.catalog.find_audit(identity)
         if audit is None:
             raise errors.AuditNotFoundError(
@@ -137,11 +137,11 @@ class Audits:
         return audit
 
     async def list(self, limit: int = 50) -> builtins.list[protocol.Audit]:
-        """The newest first."""
+        """List audits, the newest first."""
         return await self.catalog.list_audits(limit)
 
     async def _names(self, request: protocol.StartAudit) -> Collection[MirrorName]:
-        """Mirrors that something is recorded of; a named one, or all of them, without too."""
+        """Return the mirrors to audit: those of the request, or those with recorded commits."""
         dataset = await self.catalog.find_dataset(request.dataset) if request.dataset else None
         if request.dataset and dataset is None:
             raise errors.DatasetNotFoundError(
@@ -156,7 +156,7 @@ class Audits:
             for recorded in await self.catalog.list_recorded(dataset=request.dataset):
                 names.setdefault(recorded.mirror.key, recorded.mirror)
             for mirror in map(MirrorName.parse, dataset.mirrors if dataset else ()):
-                names.setdefault(mirror.key, mirror)  # of which a branch is recorded only
+                names.setdefault(mirror.key, mirror)  # of which only a branch is recorded
             elsewhere = self.mirrors.sharing.is_kept_elsewhere
             names = {key: name for key, name in names.items() if not elsewhere(key)}
         return names.values()
@@ -164,7 +164,10 @@ class Audits:
     async def _unfinished(
         self, level: AuditLevel, past: Sequence[JudgementRow]
     ) -> builtins.list[JudgementRow]:
-        """What the last audit of everything judged, if it left mirrors and none is due anyhow."""
+        """Return the judgements of the last audit of everything, if it should be resumed.
+
+        That is if it left mirrors, and the next one is not due yet.
+        """
         if not past:
             return []
         newest, settings = past[-1], self.settings().audit
@@ -186,7 +189,7 @@ class Audits:
                 part = await self._judge(name, run)
             except errors.StoppingError:
                 raise
-            except Exception as error:  # a bug costs the one mirror, too
+            except Exception as error:  # even a bug does not end the audit of other mirrors
                 if isinstance(error, errors.MirrordError | OSError):
                     reason = error.message if isinstance(error, errors.MirrordError) else str(error)
                     log.warning("audit.failed", mirror=str(name), detail=reason)
@@ -199,7 +202,7 @@ class Audits:
             del run.left[name.key]
             if not run.request.dataset:
                 self._note(name.key, utc_now(), part)
-            # a quick audit begins again in less time than it resumes
+            # a quick audit is not worth resuming
             if _is_of_everything(run.request) and run.level is not AuditLevel.QUICK:
                 row = JudgementRow(
                     name.key, run.level, run.id, run.started_at, utc_now(), part, self.catalog.node
@@ -220,18 +223,15 @@ class Audits:
         )  # fmt: skip
 
     async def _judge(self, name: MirrorName, run: AuditRun) -> protocol.AuditPart:
-        """The mirror itself, and the commits that the request's dataset, or all, record.
-
-        Without a dataset also those that persons pinned, or that outlived a catalog.
-        """
-        dataset, asked = run.request.dataset, run.request.heal
-        judged = await self._look(name, dataset, run.level)
-        heal = self.settings().audit.heal if asked is None else asked
+        """Judge a mirror and its recorded commits, heal it, and judge it again."""
+        dataset, heal = run.request.dataset, run.request.heal
+        judged = await self._examine(name, dataset, run.level)
+        heal = self.settings().audit.heal if heal is None else heal
         if heal and self.repair and not is_sound(judged):
             before = judged.examined.verdicts
             repair = await self.repair(judged, run.progress)
             deeper = max(run.level, AuditLevel.CLOSURE, key=list(AuditLevel).index)
-            judged = await self._look(name, dataset, deeper)
+            judged = await self._examine(name, dataset, deeper)
             bad = [oid for oid in before if before[oid].state is not CommitState.OK]
             now = judged.examined.verdicts
             healed = sum(oid in now and now[oid].state is CommitState.OK for oid in bad)
@@ -242,29 +242,29 @@ class Audits:
         is_deep = run.level is AuditLevel.CONTENT
         return part_of(judged, await self.scrub(name) if self.scrub and is_deep else {})
 
-    async def _look(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
-        """Examine a mirror in a worker, with what is recorded at this time.
+    async def _examine(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
+        """Examine a mirror in a worker, with what is recorded now, of one dataset or of all.
 
-        An audit may take hours, and datasets come and go meanwhile.
+        Without a dataset, also commits that only pins record, a person's or adopted ones.
         """
         path = self.mirrors.path(name)
         mirror = await self.catalog.find_mirror(name.key)
         rows = await self.catalog.list_recorded(name.key, dataset)
         unresolved = [each for _, each, _ in await self.catalog.list_unresolved(name.key, dataset)]
         pins = await self.catalog.list_pins(name.key)
-        alone = {pin.commit for pin in pins if stands_alone(pin) and not dataset}
-        commits = sorted({row.commit for row in rows} | alone)
+        pinned = {pin.commit for pin in pins if is_sole_record(pin) and not dataset}
+        commits = sorted({row.commit for row in rows} | pinned)
         record = mirror.history if mirror else None
         if await self.mirrors.sharing.is_behind(self.mirrors.repository(name), ask=True):
             record = None  # of a generation that is not here yet
         accept = tuple(self.settings().audit.accept)
-        if not path.is_dir():  # nothing can be served
+        if not path.is_dir():
             absent = f"there is no mirror {name}, or it was never synced"
             verdict = Verdict(CommitState.NOT_MIRRORED, detail=absent)
             reached = Reached("", dict.fromkeys(commits, Reach.NOTHING), {})
             examined = Examined(dict.fromkeys(commits, verdict), reached)
-            was_there = record or pins or os.path.lexists(path)
-            if was_there and (wrong := no_directory(path)):
+            has_existed = record or pins or os.path.lexists(path)
+            if has_existed and (wrong := no_directory(path)):
                 examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
             return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
@@ -278,10 +278,10 @@ class Audits:
         return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
 
     async def _judge_pins(self, name: MirrorName, examined: Examined) -> None:
-        """Compare pins with the catalog as it is now: some came or went during the examination.
+        """Compare pins with the catalog again, because the examination may have taken hours.
 
-        The refs of new pins are made before their rows, under the mirror's lock: while that is
-        held, a pin without a row is no finding.
+        A new pin's ref is made before its row, under the mirror's lock. While that is held, a pin
+        without a row is no finding.
         """
         defects, verdicts = examined.defects, examined.verdicts
         unkept = {at for at in verdicts if verdicts[at].state is CommitState.UNPINNED}
@@ -303,7 +303,7 @@ class Audits:
             defects |= dict.fromkeys(left, Defect(FindingKind.PIN_UNKNOWN, reason))
 
     async def _mark(self, judged: Judged) -> None:
-        """Say in the mirror's row whether git can open it, for readers without an audit."""
+        """Record in the mirror's row whether git can open it."""
         if judged.row is None:
             return
         name, stopping = judged.name, {FindingKind.LAYOUT, FindingKind.CONFIG, FindingKind.HEAD}
@@ -325,7 +325,7 @@ def _is_of_everything(request: protocol.StartAudit) -> bool:
 
 @contextmanager
 def _unless_refused(what: str, name: str) -> Iterator[None]:
-    """Answer also what no disk can record: a full one is when an audit matters most."""
+    """Log instead of raising if a full or failing disk cannot record: the answer still counts."""
     try:
         yield
     except (errors.DiskFullError, errors.DiskFailedError) as error:

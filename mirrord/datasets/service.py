@@ -433,7 +433,8 @@ class Datasets:
     @asynccontextmanager
     async def _exclusive(self, owner: str) -> AsyncIterator[None]:
         """Exclude other work on the dataset, here and on other daemons."""
-        async with self._locks.setdefault(owner, anyio.Lock()), self._mirrors.sharing.sole(owner):
+        sharing = self._mirrors.sharing
+        async with self._locks.setdefault(owner, anyio.Lock()), sharing.exclusive(owner):
             yield
 
     async def _remove_stale_pins(self, owner: str, keep: PinKeys = frozenset()) -> None:

@@ -1,4 +1,4 @@
-"""What daemons on many machines share: mirrors as packs and manifests in an object store."""
+"""Several daemons that share mirrors, as packs and manifests in an object store, and a catalog."""
 
 from importlib import import_module
 from types import ModuleType
@@ -7,10 +7,9 @@ from ..errors import StoreUnavailableError
 
 
 def load(module: str) -> ModuleType:
-    """Import a module of this package that uses the store.
+    """Import a module of this package that needs obstore, which is an extra and takes 0.1 s.
 
-    Only where a store is used: it takes 0.1 s, and the library is an extra. Raises
-    StoreUnavailableError without that.
+    Raises StoreUnavailableError without the extra.
     """
     try:
         return import_module(f"{__name__}.{module}")

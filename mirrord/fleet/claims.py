@@ -1,8 +1,8 @@
 """The claims that this daemon holds: taken, renewed, given back.
 
-A claim is held while the catalog's row says so; a daemon that was paused or cut off for longer than
-a claim lasts has lost it, learns so late, and can publish nothing: what is published is conditional
-on the claim's epoch.
+A claim is held while its row in the catalog says so. A daemon that was paused or cut off for longer
+than a claim lasts has lost it, and notices late. It can publish nothing then: a publication is
+conditional on the claim's epoch.
 """
 
 import secrets
@@ -13,28 +13,27 @@ from datetime import timedelta
 
 import anyio
 
-from ..catalog import Catalog, Claim, Generation, HeldClaim, MirrorRow
+from ..catalog import Catalog, Claim, HeldClaim, MirrorRow
 from ..errors import AlreadyRunningError, CatalogUnavailableError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
-LIFE = timedelta(seconds=20)
-"""Of a claim that nobody renews: how long the work of a dead daemon waits, and a little."""
-RENEWAL = timedelta(seconds=5)
-_LOOKS = timedelta(seconds=0.5), timedelta(seconds=5)  # at a claim that another daemon has
+CLAIM_TTL = timedelta(seconds=20)
+"""Of a claim that is not renewed: how long the work of a dead daemon waits, and a little."""
+RENEWAL_INTERVAL = timedelta(seconds=5)
+_WAIT_PAUSES = timedelta(seconds=0.5), timedelta(seconds=5)  # for a claim of another daemon
 
 
 @dataclass(eq=False, slots=True)
 class Hold:
-    """A claim while somebody uses it. What its end records is due `after` a time, if given."""
+    """A claim in use. With `after`, its end makes the work due again that much later."""
 
     claim: Claim
     users: int = 0
     after: timedelta | None = None
     has_failed: bool = False
-    # of a round of many: read for all of them in one statement
+    # of a round: one statement reads the rows of all its mirrors, one records those unchanged
     row: MirrorRow | None = None
-    newest: Generation | None = None
     unchanged: list[str] | None = None
 
 
@@ -55,15 +54,15 @@ class Claims:
     async def holding(
         self, key: str, on_wait: Callable[[HeldClaim | None], None] = lambda _: None
     ) -> AsyncIterator[tuple[Hold, bool]]:
-        """Hold a claim, together with others here; waits while another daemon has it.
+        """Hold a claim, shared within this daemon; wait while another daemon has it.
 
-        Answers with it whether another daemon claimed it first and gave it back meanwhile.
+        Yields it, and whether another daemon has claimed it and given it back during the wait.
         """
         async with self._taking.setdefault(key, anyio.Lock()):
-            hold, is_second = await self._take(key, on_wait)
+            hold, was_claimed = await self._take(key, on_wait)
             hold.users += 1
         try:
-            yield hold, is_second
+            yield hold, was_claimed
         finally:
             hold.users -= 1
             if not hold.users:
@@ -74,9 +73,9 @@ class Claims:
         self, key: str, on_wait: Callable[[HeldClaim | None], None]
     ) -> tuple[Hold, bool]:
         first: int | None = None
-        pauses = Backoff(*_LOOKS, spread=0.3)
-        while (hold := self.held.get(key)) is None:  # or it was due here meanwhile
-            claim = await self.catalog.claim(self.holder, key, LIFE, self.host_limit())
+        pauses = Backoff(*_WAIT_PAUSES, spread=0.3)
+        while (hold := self.held.get(key)) is None:  # a round may take it during the wait
+            claim = await self.catalog.claim(self.holder, key, CLAIM_TTL, self.host_limit())
             if claim is not None:
                 hold = self.held[key] = Hold(claim)
                 return hold, first is not None and claim.epoch > first + 1
@@ -88,18 +87,18 @@ class Claims:
         return hold, False
 
     async def claim_due(
-        self, *, most: int, here: Collection[str], patience: timedelta, with_syncs: bool
+        self, *, most: int, local: Collection[str], grace: timedelta, with_syncs: bool
     ) -> list[Hold]:
-        """Claim what is due; each has to be given back."""
-        found = await self.catalog.claim_due(
-            self.holder, LIFE, most=most, local=here, grace=patience, with_syncs=with_syncs
+        """Claim the work that is due; each claim has to be given back."""
+        claims = await self.catalog.claim_due(
+            self.holder, CLAIM_TTL, most=most, local=local, grace=grace, with_syncs=with_syncs
         )
-        holds = [Hold(claim, users=1) for claim in found]
+        holds = [Hold(claim, users=1) for claim in claims]
         self.held |= {hold.claim.key: hold for hold in holds}
         return holds
 
     async def give_back(self, holds: Collection[Hold]) -> None:
-        """End claims that nobody uses; without the catalog they expire by themselves."""
+        """End claims without users; while the catalog is away they expire."""
         ends: dict[tuple[timedelta | None, bool], list[Claim]] = {}
         for hold in holds:
             if self.held.get(hold.claim.key) is hold:
@@ -110,33 +109,32 @@ class Claims:
                 await self.catalog.release(self.holder, claims, after, has_failed=has_failed)
 
     async def renew(self) -> None:
-        """Prolong all claims; those that another daemon took over meanwhile are lost."""
+        """Prolong all claims, and forget those that another daemon has taken over."""
         if not self.held:
             return
         before = dict(self.held)
-        ours = await self.catalog.renew(self.holder, LIFE, before)
+        renewed = await self.catalog.renew(self.holder, CLAIM_TTL, before)
         for key, hold in before.items():
-            if hold.claim not in ours and self.held.get(key) is hold:
+            if hold.claim not in renewed and self.held.get(key) is hold:
                 del self.held[key]
                 log.warning("claim.lost", key=key)
 
-    async def keep(self) -> None:
-        """Renew for ever."""
+    async def renew_forever(self) -> None:
         while True:
             try:
                 await self.renew()
             except CatalogUnavailableError:
-                pass  # health says so
+                pass  # reported by health
             except MirrordError as error:
                 log.warning("claims.not_renewed", detail=error.message)
-            await anyio.sleep(RENEWAL.total_seconds())
+            await anyio.sleep(RENEWAL_INTERVAL.total_seconds())
 
     async def take_catalog(self) -> Hold:
         """Exclude other daemons from a catalog without a store. Raises AlreadyRunningError.
 
-        Waits for a daemon that was killed to be forgotten.
+        Waits until the claim of a killed daemon has expired.
         """
-        with anyio.move_on_after(1.5 * LIFE.total_seconds()):
+        with anyio.move_on_after(1.5 * CLAIM_TTL.total_seconds()):
             return (await self._take("catalog", lambda _: None))[0]
         raise AlreadyRunningError(
             "cannot start a daemon on this catalog: another one uses it",

@@ -1,44 +1,48 @@
-"""One mirror to the store and from it: publish a generation, follow one.
+"""Packs to the store and from it: the generations of one mirror, and closure packs.
 
-Both are harmless where they end early. What was uploaded before a publication is named by nothing
-until the catalog takes it; what was downloaded waits in quarantine, and refs move in one
-transaction when every object is there. The caller holds the mirror's lock.
+A publication or a download may end at any moment. Until the catalog takes a generation, nothing
+names what was uploaded for it. A download waits in quarantine, and refs move in one transaction
+once every object is there. The caller holds the mirror's lock.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from anyio import to_thread
 
-from ..catalog import Generation
+from ..catalog import Catalog, Generation
 from ..errors import ClaimLostError, StoreDamagedError
 from ..git.command import lines_of, low_priority
 from ..git.packs import PackIndex, pack_trailer
 from ..host.files import full_disk_named
 from ..mirrors.quarantine import Quarantine, accept_objects
-from ..mirrors.refs import Moves, classify, commit, compare, recover, theirs, write_durably
+from ..mirrors.refs import Moves, classify, commit, compare, followed_refs, recover
 from ..mirrors.repository import HISTORY, KEPT, Refs, Repository
-from ..model import MirrorName
+from ..model import CommitId, MirrorName
 from ..telemetry import log
 from .generations import (
     GenerationManifest,
     PublishedPack,
-    generation_file,
     index_key,
     pack_key,
     put_manifest,
     read_generation,
     read_manifest,
+    write_generation,
 )
 from .objects import Blob, ObjectStore
 
-_LONGEST_TAIL = 16  # packs after the first one, each of which costs every git a look
+_MAX_TAIL = 16  # packs after the first one: every git opens them all
 Accept = Callable[[Generation], Awaitable[bool]]
-"""Makes a generation the newest one in the catalog, or answers that it may not be."""
+"""Make a generation the newest one in the catalog; False where it may not be."""
 Record = Callable[[Path], Awaitable[Refs]]
-"""Writes what the catalog knows into an object directory; answers the ref that names it."""
+"""Write what the catalog knows into an object directory; return the ref that names it."""
 
 
 async def record_nothing(_: Path) -> Refs:
@@ -47,7 +51,7 @@ async def record_nothing(_: Path) -> Refs:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The store as seen by one daemon."""
+    """The mirrors of one daemon and the store."""
 
     store: ObjectStore
     quarantine: Quarantine
@@ -67,11 +71,12 @@ class Exchange:
         record: Record = record_nothing,
         is_whole: bool = True,
     ) -> Generation | None:
-        """Publish `refs`, all objects of which are in the mirror, as the next generation.
+        """Publish `refs`, whose objects the mirror has, as the next generation.
 
-        None where they are those of `previous`. Where that `is_whole` no longer in the store, or
-        its manifest is not, everything is uploaded again. Raises ClaimLostError where `accept` says
-        that another node has published meanwhile; then nobody sees what was uploaded.
+        Returns None where they equal those of `previous`. Uploads everything again where `previous`
+        is not whole in the store (`is_whole`), or its manifest is damaged. Raises ClaimLostError
+        where `accept` refuses, because another node has published meanwhile; no catalog names the
+        upload then.
         """
         name, old = repository.name, None
         if previous is not None and is_whole:
@@ -82,14 +87,14 @@ class Exchange:
         async with self.quarantine.directory("publish") as directory:
             await self.quarantine.room.ensure(f"publish mirror {name}")
             refs = refs | await record(directory)
-            # into the mirror: the next generation is packed without them
+            # the next generation is then packed without these objects
             await to_thread.run_sync(accept_objects, directory, repository.objects)
             if old and (old.refs, old.head) == (refs, head):
                 return None
             number = previous.number + 1 if previous else 1
             packs = [*old.packs] if old else []
             known = set(old.refs.values()) if old else set[str]()
-            if old and _is_scattered(packs):
+            if old and _has_long_tail(packs):
                 packs = await self._upload(repository, directory, known, (), old.number)
             fresh = set(refs.values()) - known
             packs += await self._upload(repository, directory, fresh, known, number)
@@ -98,7 +103,7 @@ class Exchange:
         if not await accept(generation):
             raise ClaimLostError(
                 f"cannot publish mirror {name}: another node has claimed it meanwhile",
-                hint="nothing was changed; the mirror follows what that node publishes",
+                hint="nothing was changed; this mirror will follow that node's generation",
             )
         return generation
 
@@ -110,11 +115,11 @@ class Exchange:
         known: Collection[str],
         upto: int,
     ) -> list[PublishedPack]:
-        """Put what `tips` reach and `known` do not into the store, as one pack or none."""
+        """Upload what `tips` reach and `known` do not, as one pack or none."""
         if not tips:
             return []
         revisions = [*sorted(tips), *(f"^{oid}" for oid in sorted(known))]
-        is_again = not known and upto > 1  # what the store has of that name may be damaged
+        replace = not known and upto > 1  # an object of that name in the store may be damaged
         with low_priority():
             made = await repository.run(
                 "-c", "pack.writeReverseIndex=false", "pack-objects", "--revs", "--non-empty",
@@ -124,47 +129,47 @@ class Exchange:
             )  # fmt: skip
         paths = [directory / f"published-{name}.pack" for name in made.lines]
         return await to_thread.run_sync(
-            lambda: [put_pack(self.store, repository.name, it, upto, is_again) for it in paths]
+            lambda: [put_pack(self.store, repository.name, it, upto, replace) for it in paths]
         )
 
     # -- from the store -------------------------------------------------------------------------
 
     async def prove(self, name: MirrorName, generation: Generation) -> None:
-        """Download a generation, and keep nothing; raises StoreDamagedError."""
+        """Download and check a generation, and keep nothing of it; raises StoreDamagedError."""
         manifest = await to_thread.run_sync(read_manifest, self.store, name, generation)
-        await self.quarantine.room.ensure(f"prove what the store has of mirror {name}")
+        await self.quarantine.room.ensure(f"check mirror {name} in the store")
         async with self.quarantine.directory("prove") as directory:
             packs = directory / "pack"
             await to_thread.run_sync(download_packs, self.store, name, manifest.packs, packs)
 
     async def follow(self, repository: Repository, generation: Generation) -> GenerationManifest:
-        """Bring a mirror, which may be empty, to a generation; what it has besides is kept.
+        """Bring a mirror, which may be empty, to a generation; tips that refs leave are kept.
 
-        Pins stay as they are: the catalog says which there are. Raises StoreDamagedError where
-        the store lacks something, and changes no ref then.
+        Pins stay as they are, because they follow the catalog. Raises StoreDamagedError where the
+        store lacks something, before any ref moves.
         """
         await recover(repository)
         manifest = await self.fetch(repository, generation)
-        await _move(repository, manifest)
-        await to_thread.run_sync(write_durably, *generation_file(repository.path, generation))
+        await _move_refs(repository, manifest)
+        await to_thread.run_sync(write_generation, repository, generation)
         return manifest
 
     async def fetch(self, repository: Repository, generation: Generation) -> GenerationManifest:
-        """Bring all objects of a generation into a repository, and prove that none is missing."""
+        """Download the objects of a generation that a repository lacks, and prove it whole."""
         manifest = await to_thread.run_sync(read_manifest, self.store, repository.name, generation)
         at = await to_thread.run_sync(read_generation, repository.path)
         packs = [it for it in manifest.packs if at is None or it.upto > at.number]
-        await self._take(repository, packs)
+        await self._download(repository, packs)
         try:
             await _must_be_whole(repository, manifest)
         except StoreDamagedError:
             if len(packs) == len(manifest.packs):
                 raise
-            await self._take(repository, manifest.packs)  # it was at another line of generations
+            await self._download(repository, manifest.packs)  # its generation was of another line
             await _must_be_whole(repository, manifest)
         return manifest
 
-    async def _take(self, repository: Repository, packs: Collection[PublishedPack]) -> None:
+    async def _download(self, repository: Repository, packs: Collection[PublishedPack]) -> None:
         if not packs:
             return
         await self.quarantine.room.ensure(f"download mirror {repository.name}")
@@ -176,31 +181,32 @@ class Exchange:
                 await to_thread.run_sync(accept_objects, objects, repository.objects)
 
 
-def _is_scattered(packs: Collection[PublishedPack]) -> bool:
-    """Whether the packs after the first one are many, or have half of its bytes."""
+def _has_long_tail(packs: Collection[PublishedPack]) -> bool:
+    """True if the packs after the first one are many, or have half of its bytes."""
     first, *tail = (it.pack.size_bytes for it in packs)
-    return len(tail) > _LONGEST_TAIL or (len(tail) > 1 and 2 * sum(tail) > first)
+    return len(tail) > _MAX_TAIL or (len(tail) > 1 and 2 * sum(tail) > first)
 
 
 def put_pack(
-    store: ObjectStore, name: MirrorName, path: Path, upto: int, is_again: bool = False
+    store: ObjectStore, name: MirrorName, path: Path, upto: int, replace: bool = False
 ) -> PublishedPack:
+    """Upload a pack with its index."""
+
+    def blob(path: Path) -> Blob:
+        with path.open("rb") as file:
+            return Blob(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
     index = path.with_suffix(".idx")
-    pack = PublishedPack(_blob(path), _blob(index), upto)
-    store.put_file(pack_key(name, pack), path, replace=is_again)
-    store.put_file(index_key(name, pack), index, replace=is_again)
+    pack = PublishedPack(blob(path), blob(index), upto)
+    store.put_file(pack_key(name, pack), path, replace=replace)
+    store.put_file(index_key(name, pack), index, replace=replace)
     return pack
-
-
-def _blob(path: Path) -> Blob:
-    with path.open("rb") as file:
-        return Blob(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
 
 
 def download_packs(
     store: ObjectStore, name: MirrorName, packs: Collection[PublishedPack], into: Path
 ) -> None:
-    """Download packs with their indexes, each proven to be what its manifest says."""
+    """Download packs with their indexes; raises StoreDamagedError for other bytes."""
     into.mkdir(mode=0o700)
     for pack in packs:
         path = into / "download.pack"
@@ -210,22 +216,21 @@ def download_packs(
         if checksum != pack_trailer(path):
             fact = "its index is of another pack"
             raise StoreDamagedError(f"cannot use {pack_key(name, pack)} of the store: {fact}")
-        for file in (path, path.with_suffix(".idx")):  # the name that git gives it, for audits
+        for file in (path, path.with_suffix(".idx")):  # the name that git gives, as audits want
             file.rename(into / f"pack-{checksum.hex()}{file.suffix}")
 
 
 async def _must_be_whole(repository: Repository, manifest: GenerationManifest) -> None:
-    """Prove that all a generation reaches beyond the refs of the mirror is there.
+    """Prove that nothing is missing of what a generation reaches beyond the mirror's own refs.
 
-    A mirror without refs took every pack of the manifest, whose maker proved that they are whole:
-    there only the refs are looked up.
+    A mirror without refs has every pack of the manifest, which its publisher proved whole. Only the
+    refs are looked up there.
     """
     tips, failure = set(manifest.refs.values()), f"cannot follow mirror {repository.name}"
     if absent := await repository.absent(tips):
         fact = f"the packs of its generation lack {min(absent)}"
-        raise StoreDamagedError(
-            f"{failure}: {fact}", hint="`mirrord audit` on another node finds it"
-        )
+        hint = "`mirrord audit` on another node finds it"
+        raise StoreDamagedError(f"{failure}: {fact}", hint=hint)
     present = set((await repository.all_refs()).values())
     fresh = tips - present
     if not present or not fresh:
@@ -241,10 +246,10 @@ async def _must_be_whole(repository: Repository, manifest: GenerationManifest) -
         raise StoreDamagedError(f"{failure}: {fact}")
 
 
-async def _move(repository: Repository, manifest: GenerationManifest) -> None:
-    """Move refs and HEAD to those of the manifest in one transaction; keep every tip they leave."""
+async def _move_refs(repository: Repository, manifest: GenerationManifest) -> None:
+    """Move refs and HEAD to the manifest's in one transaction; keep every tip that they leave."""
     present, target = await repository.all_refs(), manifest.refs
-    changes = await classify(repository, compare(theirs(present), theirs(target)))
+    changes = await classify(repository, compare(followed_refs(present), followed_refs(target)))
     moves: Moves = {change.ref: (change.old, change.new) for change in changes}
     left = {str(change.old) for change in changes if change.kept}
     old, new = present.get(HISTORY), target.get(HISTORY)
@@ -255,3 +260,91 @@ async def _move(repository: Repository, manifest: GenerationManifest) -> None:
     moves |= {ref: (present.get(ref), oid) for ref, oid in ours.items() if present.get(ref) != oid}
     head = manifest.head if manifest.head != await repository.head() else None
     await commit(repository, moves, head)
+
+
+# -- closure packs that daemons share --------------------------------------------------------------
+#
+# A closure pack and its index are objects named by their content, as those of generations are. The
+# catalog, which only daemons write, says what a pack holds, and its digests.
+
+_UNUSED_TTL = timedelta(days=30)
+_DOWNLOADS = 8  # at a time
+
+
+@dataclass(frozen=True, slots=True)
+class SharedClosures:
+    """The closure packs of a fleet.
+
+    `noting` wraps uses of the store and reports its outages to health; `is_away` during one.
+    """
+
+    catalog: Catalog
+    store: ObjectStore
+    noting: Callable[[], AbstractContextManager[None]]
+    is_away: Callable[[], bool]
+
+    async def find(self, name: MirrorName) -> dict[CommitId, dict[str, Any]]:
+        """Return what the catalog has of each layer, by commit; nothing while the store is away."""
+        if self.is_away():
+            return {}
+        rows = await self.catalog.list_closures(name.key)
+        return {CommitId(commit): dict(document["layer"]) for commit, document in rows.items()}
+
+    async def take(self, name: MirrorName, places: Mapping[CommitId, Path]) -> None:
+        """Download the pack of each commit, and its index, into a directory.
+
+        Raises CatalogUnavailableError, StoreUnavailableError; StoreDamagedError where the store
+        lost or changed one of them, which removes them from the catalog.
+        """
+        rows = await self.catalog.use_closures(name.key, list(places))
+        failure = f"cannot take closures of mirror {name}"
+        if rows.keys() != places.keys():
+            raise StoreDamagedError(f"{failure}: some were dropped meanwhile")
+
+        def download(commit: CommitId) -> None:
+            document, directory = rows[commit], places[commit] / "download"
+            download_packs(self.store, name, [published_pack(document)], directory)
+            for file in directory.iterdir():
+                file.rename(places[commit] / file.name)
+            directory.rmdir()
+            if not (places[commit] / document["layer"]["pack"]).exists():
+                raise StoreDamagedError(f"{failure}: commit {commit} has another pack there")
+
+        def download_all() -> None:
+            with ThreadPoolExecutor(_DOWNLOADS) as threads:
+                list(threads.map(download, places))
+
+        try:
+            with self.noting():
+                await to_thread.run_sync(download_all)
+        except StoreDamagedError:
+            await self.catalog.drop_closures(name.key, commits=list(places))
+            # a later upload of the same pack would not replace it
+            await to_thread.run_sync(self.store.delete, _objects(name, rows.values()))
+            raise
+
+    async def offer(
+        self, name: MirrorName, layers: Collection[tuple[Mapping[str, Any], Path]]
+    ) -> None:
+        """Share layers, each with its description and pack, bases first."""
+        for layer, pack in layers:
+            with self.noting():
+                put = await to_thread.run_sync(put_pack, self.store, name, pack, 0)
+            document = {"layer": dict(layer), "pack": [*put.pack], "index": [*put.index]}
+            await self.catalog.put_closure(name.key, layer["commit"], document)
+
+
+def published_pack(document: Mapping[str, Any]) -> PublishedPack:
+    """Read the catalog's document of a closure pack."""
+    return PublishedPack(Blob(*document["pack"]), Blob(*document["index"]), 0)
+
+
+async def list_needed(catalog: Catalog, name: MirrorName) -> set[str]:
+    """Drop closures that were not used for long; return the keys of the others' objects."""
+    await catalog.drop_closures(name.key, unused=_UNUSED_TTL)
+    return {*_objects(name, (await catalog.list_closures(name.key)).values())}
+
+
+def _objects(name: MirrorName, documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    packs = map(published_pack, documents)
+    return [key(name, pack) for pack in packs for key in (pack_key, index_key)]

@@ -1,8 +1,8 @@
 """Generations of a mirror in the store: its refs after one sync, and the packs that they need.
 
-A manifest and its packs never change. What a mirror's newest generation is, the catalog says. Packs
-are made of what a generation adds, whatever the packs of the mirror on disk are; each says up to
-which generation it and those before it are whole, so that a follower takes only what it lacks.
+A manifest and its packs never change. The catalog says which generation is the newest. A pack holds
+what one or more generations added, independent of the mirror's own packs. It records the generation
+up to which it and the packs before it are complete, so that a follower takes only what it lacks.
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 from ..catalog import Generation
 from ..errors import MirrordError, StoreDamagedError, StoreUnavailableError
-from ..mirrors.refs import directories_of, is_safe_ref
-from ..mirrors.repository import Refs
+from ..mirrors.refs import directories_of, is_safe_ref, write_durably
+from ..mirrors.repository import Refs, Repository
 from ..model import MirrorName
 from ..telemetry import masked
-from .objects import Blob, ObjectInfo, ObjectStore
+from .objects import Blob, ObjectStore
 
 _FORMAT = 1
-_MOST_BYTES = 256 * 1024**2  # of a manifest: about two million refs
-_MOST_PACKS = 1000
+_MAX_MANIFEST_BYTES = 256 * 1024**2  # about two million refs
+_MAX_PACKS = 1000
 _HASH = re.compile(r"[0-9a-f]{64}")
 _OID = re.compile(r"[0-9a-f]{40}")
 _KEY = re.compile(r"generations/(\d{10,})-(\d{10,})-([0-9a-f]{64})\.json")
@@ -33,7 +33,7 @@ _KEY = re.compile(r"generations/(\d{10,})-(\d{10,})-([0-9a-f]{64})\.json")
 
 @dataclass(frozen=True, slots=True)
 class PublishedPack:
-    """A pack in the store. With those before it, it is whole up to generation `upto`."""
+    """A pack in the store. With those before it, it is complete up to generation `upto`."""
 
     pack: Blob
     index: Blob
@@ -53,7 +53,7 @@ class GenerationManifest:
     packs: tuple[PublishedPack, ...]
 
     def encode(self) -> bytes:
-        """The same bytes for the same generation."""
+        """Return the same bytes for the same generation."""
         value = {
             "format": _FORMAT,
             "mirror": self.mirror,
@@ -68,12 +68,12 @@ class GenerationManifest:
 
     @classmethod
     def decode(cls, content: bytes) -> "GenerationManifest":
-        """Read a manifest as if an enemy had written it; raises ValueError, KeyError, TypeError."""
+        """Read an untrusted manifest; raises ValueError, KeyError, TypeError."""
         value: Any = json.loads(content)
         if value["format"] != _FORMAT:
             raise ValueError(f"its format is {value['format']!r}, and this mirrord knows {_FORMAT}")
         head, refs, packs = value["head"], value["refs"], value["packs"]
-        if not isinstance(packs, list) or len(packs) > _MOST_PACKS:
+        if not isinstance(packs, list) or len(packs) > _MAX_PACKS:
             raise ValueError("it has no packs, or too many")
         _check_refs(refs)
         if head is not None and head not in refs:
@@ -132,7 +132,6 @@ def prefix_of(name: MirrorName) -> str:
 
 
 def pack_key(name: MirrorName, pack: PublishedPack) -> str:
-    """Of the pack; its index has `.idx` in the place of `.pack`."""
     return f"{prefix_of(name)}packs/{pack.pack.sha256}.pack"
 
 
@@ -146,7 +145,7 @@ def manifest_key(name: MirrorName, generation: Generation) -> str:
 
 
 def list_published(store: ObjectStore, name: MirrorName) -> list[Generation]:
-    """Every manifest in the store, the oldest first; also those that no catalog took."""
+    """List every manifest in the store, the oldest first; also those that no catalog took."""
     prefix = prefix_of(name)
     keys = (each.key.removeprefix(prefix) for each in store.iterate(f"{prefix}generations/"))
     matches = filter(None, map(_KEY.fullmatch, keys))
@@ -167,14 +166,14 @@ def put_manifest(store: ObjectStore, name: MirrorName, manifest: GenerationManif
 def read_manifest(
     store: ObjectStore, name: MirrorName, generation: Generation, *, tries: int = 3
 ) -> GenerationManifest:
-    """The manifest of a generation; raises StoreDamagedError where the store has other bytes."""
+    """Read a manifest; raises StoreDamagedError where it is gone or has other bytes."""
     key, fact = manifest_key(name, generation), "it is gone"
     for _ in range(tries):
-        content = store.get(key, limit_bytes=_MOST_BYTES)
+        content = store.get(key, limit_bytes=_MAX_MANIFEST_BYTES)
         if content is None:
             continue
         if hashlib.sha256(content).hexdigest() != generation.manifest:
-            fact = "its bytes are not those that were published"
+            fact = "checksum mismatch"
             continue
         try:
             manifest = GenerationManifest.decode(content)
@@ -190,13 +189,13 @@ def read_manifest(
     raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
 
 
-# -- what generation a mirror on disk is at --------------------------------------------------------
+# -- the generation of a mirror on disk ------------------------------------------------------------
 
 _FILE = "mirrord-generation"
 
 
 def read_generation(git_dir: Path) -> Generation | None:
-    """The generation that a mirror on disk is at; None for one that never followed the store."""
+    """Read the generation of a mirror on disk; None for one that never followed the store."""
     try:
         epoch, number, digest = (git_dir / _FILE).read_text("ascii").split()
         return Generation(int(epoch), int(number), digest)
@@ -204,27 +203,27 @@ def read_generation(git_dir: Path) -> Generation | None:
         return None
 
 
+def write_generation(repository: Repository, generation: Generation) -> None:
+    content = " ".join(map(str, generation)).encode() + b"\n"
+    write_durably(repository.path / _FILE, content)
+
+
 def is_before(one: Generation | None, other: Generation) -> bool:
-    """Whether it is none, or an older one."""
     return one is None or one[:2] < other[:2]
 
 
-def generation_file(git_dir: Path, generation: Generation) -> tuple[Path, bytes]:
-    return git_dir / _FILE, " ".join(map(str, generation)).encode() + b"\n"
-
-
-# -- what the store no longer needs of a mirror: found and dropped, by one daemon at a time --------
+# -- garbage collection in the store, by one daemon at a time --------------------------------------
 #
-# The caller holds the mirror's claim, so that nobody publishes meanwhile. Ages are told by the
-# store's clock. The newest manifest of a mirror stays with its packs whatever the catalog says: a
-# catalog that is lost, or another one, drops no backup.
+# The caller holds the mirror's claim, so that no publication runs meanwhile. The store's clock
+# tells ages. The newest manifest of a mirror stays with its packs whatever the catalog says: a lost
+# catalog, or another one, drops no backup.
 
-GRACE = timedelta(days=1)
-"""Followers read what was the newest generation a while ago; restores of a catalog too."""
+_GRACE = timedelta(days=1)
+"""Followers, and a catalog restored from a backup, may need an older generation for a while."""
 
 
 class Collected(NamedTuple):
-    """What was dropped, and what the newest generation needs that the store has not, or not so."""
+    """The objects dropped. `lost` are those of the newest generation that are gone or cut short."""
 
     objects: int
     size_bytes: int
@@ -232,7 +231,7 @@ class Collected(NamedTuple):
 
 
 def clock_of(store: ObjectStore) -> datetime:
-    """What time it is in the store."""
+    """Return the store's time."""
     key = f"checks/{secrets.token_hex(16)}"
     store.put(key, b"")
     written = [each.written_at for each in store.iterate("checks/") if each.key == key]
@@ -247,17 +246,15 @@ def collect(
     name: MirrorName,
     newest: Generation | None,
     now: datetime,
-    grace: timedelta = GRACE,
     kept: Collection[str] = (),
 ) -> Collected:
-    """Drop manifests that are neither the newest nor young, and packs that none of the rest names.
+    """Drop manifests that are neither the newest nor young, and packs that no other one names.
 
-    `newest` is the catalog's, and so are the keys `kept`, of closures. Raises StoreDamagedError
-    where a manifest that stays cannot be read, and drops nothing.
+    `newest` is the catalog's newest generation, `kept` are keys of closure packs. Raises
+    StoreDamagedError where a manifest that stays cannot be read, and drops nothing then.
     """
-    prefix = prefix_of(name)
-    found = {each.key: each for each in store.iterate(prefix)}
-    old = {key for key, each in found.items() if now - each.written_at > grace}
+    found = {each.key: each for each in store.iterate(prefix_of(name))}
+    old = {key for key, each in found.items() if now - each.written_at > _GRACE}
     published = list_published(store, name)
     stays = [it for it in published if manifest_key(name, it) not in old]
     stays += {*published[-1:], *([newest] if newest else [])} - {*stays}
@@ -268,7 +265,8 @@ def collect(
                      index_key(name, pack): pack.index.size_bytes}  # fmt: skip
             needed |= sizes.keys()
             if generation == newest:
-                lost += [key for key, size in sizes.items() if _size(found.get(key)) != size]
+                there = {key: found[key].size_bytes for key in sizes.keys() & found.keys()}
+                lost += [key for key, size in sizes.items() if there.get(key) != size]
     dropped = old - needed
     packs = {key for key in dropped if "/packs/" in key}
     # One after the other, because a store deletes what one call names in any order: a manifest that
@@ -276,7 +274,3 @@ def collect(
     store.delete(dropped - packs)
     store.delete(packs)
     return Collected(len(dropped), sum(found[key].size_bytes for key in dropped), lost)
-
-
-def _size(found: ObjectInfo | None) -> int | None:
-    return found.size_bytes if found else None

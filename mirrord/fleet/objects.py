@@ -1,7 +1,7 @@
 """The object store of a fleet: a bucket, or a directory, by obstore.
 
 Objects are immutable and most are named by their content, so that writing one twice is harmless.
-Calls block, and retry what the network breaks; the daemon makes them in threads.
+Calls block and retry after network errors; the daemon makes them in threads.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from .. import errors
 from ..host.files import full_disk_named
 
 _PART_BYTES = 16 * 1024**2
-_WHOLE_BYTES = 64 * 1024**2  # more goes in parts, without a condition
-# a directory's file system; HTTP; what MinIO and Ceph call it
+_MULTIPART_BYTES = 64 * 1024**2  # a larger file is sent in parts, which takes no condition
+# of a directory's file system; of HTTP; of MinIO and Ceph
 _FULL = re.compile(r"No space left|quota exceeded|507 Insufficient|StorageFull|QuotaExceeded")
-_TRIED_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
+_PROBE_BYTES = 64 * 1024  # a directory on a full disk takes an empty object
 _CLIENT = {"connect_timeout": "5s", "timeout": "10m", "user_agent": "mirrord"}
 _OPTIONS: dict[str, Any] = {
     "retry_config": {
@@ -42,7 +42,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class ObjectInfo(NamedTuple):
-    """An object of the store: its name, its bytes, when it was written by the store's clock."""
+    """An object in the store; `written_at` is by the store's clock."""
 
     key: str
     size_bytes: int
@@ -50,7 +50,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Blob(NamedTuple):
-    """What an object must be: SHA-256 in hex, and its bytes."""
+    """The expected content of an object: SHA-256 in hex, and size."""
 
     sha256: str
     size_bytes: int
@@ -60,8 +60,8 @@ class ObjectStore:
     """Objects below one prefix. Raises StoreUnavailableError where the store does not answer."""
 
     def __init__(self, url: str) -> None:
-        """Open the store of a URL; raises InvalidUrlError, and asks nothing yet."""
-        self.shown = url  # a store's URL holds no secrets: config.py refuses those
+        """Open the store of a URL without a request; raises InvalidUrlError."""
+        self.shown = url  # config.py refuses a URL with secrets
         hint = "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
         try:
             if url.startswith("file://"):
@@ -69,7 +69,7 @@ class ObjectStore:
                 root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._store: Any = LocalStore(root)
             else:
-                # obstore forgets this variable where it is given options of the client
+                # obstore ignores this variable where it gets client options
                 http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"}
                 client: Any = _CLIENT | ({"allow_http": True} if http else {})
                 self._store = from_url(url, client_options=client, **_OPTIONS)
@@ -80,7 +80,7 @@ class ObjectStore:
             raise errors.ResourceError(f"cannot open store {url}: {error.strerror}") from error
 
     def put(self, key: str, content: bytes, *, replace: bool = False) -> bool:
-        """Write an object that is not there, or any; answers whether it was written."""
+        """Write an object; False where it exists already, unless `replace`."""
         mode: Literal["create", "overwrite"] = "overwrite" if replace else "create"
         with self._translated(f"write {key}"):
             try:
@@ -90,12 +90,12 @@ class ObjectStore:
         return True
 
     def put_file(self, key: str, path: Path, *, replace: bool = False) -> bool:
-        """Write a file as an object named by its content; answers whether it was written.
+        """Write a file as an object named by its content; False where it exists already.
 
-        `replace` writes it over an object of that name, whose bytes may have become others.
+        `replace` overwrites an existing one, which may be damaged.
         """
         size = path.stat().st_size
-        if size <= _WHOLE_BYTES:
+        if size <= _MULTIPART_BYTES:
             return self.put(key, path.read_bytes(), replace=replace)
         with self._translated(f"write {key}"):
             try:
@@ -107,7 +107,7 @@ class ObjectStore:
         return True
 
     def get(self, key: str, *, limit_bytes: int) -> bytes | None:
-        """Read a small object; None where there is none. Raises StoreDamagedError for a longer."""
+        """Read an object, or None; raises StoreDamagedError where it is over the limit."""
         with self._translated(f"read {key}"):
             try:
                 answer = obstore.get(self._store, key)
@@ -119,9 +119,9 @@ class ObjectStore:
                 return None
 
     def download(self, key: str, path: Path, blob: Blob, *, tries: int = 3) -> None:
-        """Read an object into a new file, flushed; raises StoreDamagedError for other bytes.
+        """Download an object into a new file, flushed; raises StoreDamagedError for other bytes.
 
-        What a cache or a broken connection returned is asked for again.
+        Tries again, because a cache or a broken connection may be at fault.
         """
         for left in reversed(range(tries)):
             try:
@@ -152,43 +152,43 @@ class ObjectStore:
             file.flush()
             os.fsync(file.fileno())
         if (digest.hexdigest(), size) != blob:
-            fact = f"its {size} bytes are not what its manifest says"
-            raise errors.StoreDamagedError(f"cannot use {key} of the store: {fact}", object=key)
+            failure = f"cannot use {key} of the store: checksum or size mismatch"
+            raise errors.StoreDamagedError(failure, object=key)
 
     def iterate(self, prefix: str) -> Iterator[ObjectInfo]:
-        """The objects whose names begin with `prefix`, which ends with a slash."""
+        """Iterate over the objects below `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
             for batch in obstore.list(self._store, prefix.rstrip("/")):
                 for meta in batch:
                     yield ObjectInfo(meta["path"], meta["size"], meta["last_modified"])
 
     def directories(self, prefix: str) -> list[str]:
-        """The names right below `prefix`, which ends with a slash, that have objects below them."""
+        """List the directories right below `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
             found = obstore.list_with_delimiter(self._store, prefix.rstrip("/"))
             return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
 
     def delete(self, keys: Collection[str]) -> None:
-        """Delete objects; those that are gone already are no error."""
+        """Delete objects, in any order; one that is already gone is no error."""
         with self._translated("delete objects"):
             if not isinstance(self._store, LocalStore):
-                obstore.delete(self._store, list(keys))  # a thousand a request
+                obstore.delete(self._store, list(keys))  # a thousand per request
                 return
             for key in keys:
                 with suppress(exceptions.NotFoundError, FileNotFoundError):
                     obstore.delete(self._store, key)
 
-    def try_write(self) -> None:
-        """See that the store takes an object; raises StoreFullError, StoreUnavailableError."""
+    def probe_write(self) -> None:
+        """Write and delete an object; raises StoreFullError, StoreUnavailableError."""
         key = f"checks/{secrets.token_hex(16)}"
-        self.put(key, os.urandom(_TRIED_BYTES))
+        self.put(key, os.urandom(_PROBE_BYTES))
         self.delete([key])
 
     def check(self) -> None:
-        """Write, read and delete an object, and see that a second write of it is refused.
+        """Write, read and delete an object, and check that a second write of it is refused.
 
-        Raises StoreUnavailableError, or ResourceError for a store that ignores conditions: with
-        it, two that write one name would both win.
+        Raises StoreUnavailableError, or ResourceError for a store that ignores conditions: two
+        writers of one name would then both succeed.
         """
         key = f"checks/{secrets.token_hex(16)}"
         if not self.put(key, b"first"):
@@ -204,7 +204,7 @@ class ObjectStore:
                 fact = "it does not return what was written"
                 raise errors.ResourceError(f"cannot use store {self.shown}: {fact}")
         finally:
-            with suppress(errors.StoreUnavailableError):  # one that may not delete can be used
+            with suppress(errors.StoreUnavailableError):  # the right to delete is not needed
                 self.delete([key])
 
     @contextmanager
@@ -220,11 +220,11 @@ _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, 
 
 def _translate(error: Exception, failure: str) -> errors.StoreUnavailableError:
     if _FULL.search(str(error)):
-        hint = "make room in the store; what it refused is published by itself then"
+        hint = "make room in the store; what it refused is published then"
         return errors.StoreFullError(f"{failure}: it has no room", hint=hint)
     if isinstance(error, _REFUSALS):
         hint = "check the store's credentials: docs/fleet.md names where they are looked for"
-        return errors.StoreUnavailableError(f"{failure}: it refuses us", hint=hint)
-    hint = "check that it is up and can be reached; what is on this disk is served meanwhile"
+        return errors.StoreUnavailableError(f"{failure}: access denied", hint=hint)
+    hint = "check that it is up and can be reached; this machine's disk is served meanwhile"
     fact = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0][:200]
     return errors.StoreUnavailableError(f"{failure}: {fact}", hint=hint)

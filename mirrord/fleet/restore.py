@@ -1,8 +1,8 @@
-"""Mirrors again from the store, with what the catalog knew of them; a donor of heals.
+"""Restore mirrors, and what the catalog knew of them, from the store; a donor of heals.
 
-A generation holds all refs, pins among them, and the records of the catalog as a bundle has them:
-its reader trusts nothing, proves every closure, and merges into what is there. A crash leaves what
-the same restoration finishes.
+A generation holds all refs, pins among them, and the catalog's records as a bundle does. They are
+not trusted: every closure is proven, then merged into the mirror. After a crash, the same
+restoration finishes the work.
 """
 
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -14,11 +14,11 @@ from anyio import to_thread
 from .. import errors
 from ..catalog import Generation
 from ..git.packs import PackIndex, pack_trailer
-from ..host.files import full_disk_named, host_error
+from ..host.files import host_error
 from ..host.room import Room
 from ..mirrors.bundles import Bundles, sort_refs
 from ..mirrors.quarantine import Quarantine
-from ..mirrors.refs import theirs, write_durably
+from ..mirrors.refs import followed_refs
 from ..mirrors.repository import Repository
 from ..mirrors.upstream import public_url
 from ..model import MirrorName
@@ -28,20 +28,20 @@ from .exchange import Exchange
 from .generations import (
     GenerationManifest,
     PublishedPack,
-    generation_file,
     index_key,
     is_before,
     list_published,
     pack_key,
     read_generation,
     read_manifest,
+    write_generation,
 )
 from .objects import Blob, ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """Restores one mirror after the other, without a catalog that knows them."""
+    """Restores mirrors that the catalog need not know, one after the other."""
 
     exchange: Exchange
     bundles: Bundles
@@ -49,11 +49,10 @@ class Restoration:
     async def restore_all(
         self, names: Collection[str], owner_uid: int, progress: ProgressSink
     ) -> AsyncIterator[BundleImported | NotRestored]:
-        """Restore these mirrors, or all of the store, to their newest generation there.
+        """Restore these mirrors, or all of the store, to their newest undamaged generation.
 
-        Where that is damaged, to the newest one that is whole, and both are answered. One that
-        fails does not stop the others. Raises StoreUnavailableError where the store cannot be
-        reached for two in turn.
+        Yields each result, before it the damage of a newer generation. A failure does not stop the
+        others. Raises StoreUnavailableError where the store is away for two mirrors in a row.
         """
         store, is_away = self.exchange.store, False
         keys = {MirrorName.parse(name).key for name in names}
@@ -89,7 +88,7 @@ class Restoration:
     async def _restore_newest(
         self, key: str, published: Sequence[Generation], owner_uid: int
     ) -> tuple[BundleImported, errors.StoreDamagedError | None]:
-        """Restore the newest generation that is whole; answers why a newer one is not."""
+        """Restore the newest whole generation; return the damage of a newer one with it."""
         store, name, newest = self.exchange.store, MirrorName.parse(key), published[-1]
         first, damaged = None, set[str]()
         for generation in reversed(published):
@@ -114,70 +113,60 @@ class Restoration:
     async def restore(
         self, key: str, generation: Generation, owner_uid: int, epoch: int = 0
     ) -> BundleImported:
-        """Restore a mirror, its pins, its datasets' rows; what is there already stays.
+        """Merge a generation into a mirror: refs, pins, datasets' rows.
 
-        The generation becomes the catalog's, unless that knows a newer one; `epoch` is the last one
-        in the store, which whatever is published later comes after. Raises StoreDamagedError where
-        the store lacks something.
+        It becomes the catalog's newest one, unless that knows a newer one. `epoch` is the last one
+        in the store; later publications get a higher one. Raises StoreDamagedError where the store
+        lacks something.
         """
         mirrors, name = self.bundles.mirrors, MirrorName.parse(key)
         manifest = await to_thread.run_sync(read_manifest, self.exchange.store, name, generation)
         row = await mirrors.catalog.find_mirror(key)
         name = row.name if row else MirrorName.parse(manifest.mirror)
         is_new = not mirrors.path(name).exists()
-        await self._bring(name, generation)
+        await mirrors.make_again(name, lambda new: self.exchange.follow(new, generation))
+        async with mirrors.lock(name):
+            repository = mirrors.repository(name)
+            await self.exchange.fetch(repository, generation)
+            if is_before(await to_thread.run_sync(read_generation, repository.path), generation):
+                await to_thread.run_sync(write_generation, repository, generation)
         if row is None:
             await mirrors.add(str(name), public_url(manifest.url), at=generation)
         await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
         try:
-            result = await self._take(name, manifest, owner_uid)
+            result = await self._merge(name, manifest, owner_uid)
         except errors.InvalidBundleError as error:
             fact = error.message.partition(": ")[2]
             raise errors.StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
-        summary = f"{len(theirs(manifest.refs))} created"  # before the merge, which found them
+        summary = (
+            f"{len(followed_refs(manifest.refs))} created"  # by make_again, so the merge found them
+        )
         return replace(result, summary=summary) if is_new else result
 
-    async def _bring(self, name: MirrorName, generation: Generation) -> None:
-        """Have all objects of a generation in a mirror; one that is not there gets its refs too."""
-        mirrors = self.bundles.mirrors
-        repository = mirrors.repository(name)
-        await mirrors.make_again(name, lambda new: self.exchange.follow(new, generation))
-        async with mirrors.lock(name):
-            await self.exchange.fetch(repository, generation)
-            at = await to_thread.run_sync(read_generation, repository.path)
-            if is_before(at, generation):
-                with full_disk_named(f"mirror {name}"):
-                    await to_thread.run_sync(
-                        write_durably, *generation_file(repository.path, generation)
-                    )
-
-    async def _take(
+    async def _merge(
         self, name: MirrorName, manifest: GenerationManifest, owner_uid: int
     ) -> BundleImported:
-        """Merge refs, pins and rows, once everything that they need was proven."""
+        """Merge refs, pins and rows after proving what they need."""
         mirrors = self.bundles.mirrors
         async with mirrors.quarantine.directory("restore") as directory:
             scratch = Repository(mirrors.git, name, directory / "repository")
-            await scratch.create()
-            alternates = scratch.objects / "info/alternates"
-            alternates.write_text(f"{mirrors.repository(name).objects}\n", encoding="utf-8")
+            await scratch.create(lender=mirrors.repository(name))
             tip = manifest.refs.get(manifest.head or "")
             refs = manifest.refs | ({"HEAD": tip} if tip else {})
             return await self.bundles.take(scratch, sort_refs(refs), owner_uid)
 
 
 def restoration(url: str, bundles: Bundles) -> Restoration:
-    """From the store of a URL."""
     return Restoration(Exchange(ObjectStore(url), bundles.mirrors.quarantine), bundles)
 
 
-# -- a donor of heals: of the newest generation, the packs that are needed -------------------------
+# -- a donor of heals: the packs of the newest generation that are needed --------------------------
 #
-# No pack is thin, so each is of use alone, and its index says what it has.
+# No pack is thin, so each is of use alone, and its index lists its objects.
 
 
 class StoreDonor:
-    """One generation of a mirror in the store. `damage` says what of it could not be used."""
+    """One generation of a mirror in the store. `damage` says which part of it is unusable."""
 
     damage = ""
 
@@ -191,11 +180,11 @@ class StoreDonor:
         await Exchange(self.store, quarantine).follow(repository, self.generation)
 
     def take(self, wanted: Collection[str], packs: Path, room: Room) -> None:
-        """Download packs that have some of `wanted` into a directory; where asked again, all.
+        """Download the packs with some of `wanted` into a directory; at a second call, all packs.
 
-        Blocks. Objects behind those that are wanted may be in other packs: one that is damaged has
-        all others taken too. Raises StoreUnavailableError, also for a full disk: other donors may
-        need less room.
+        Blocks. Where a pack is damaged, it takes all others too: objects that the wanted ones refer
+        to may be in them. Raises StoreUnavailableError, also for a full disk, because other donors
+        may need less room.
         """
         try:
             room.must_suffice(f"download packs of mirror {self.name}")
@@ -221,7 +210,7 @@ class StoreDonor:
         return self._has(index_key(self.name, pack), path, pack.index)
 
     def _download(self, pack: PublishedPack, packs: Path, room: Room) -> None:
-        """Take a pack, which git sees when it is whole."""
+        """Download a pack, and rename it once it is proven, so that git sees it."""
         self._left.discard(pack)
         room.must_suffice(f"download packs of mirror {self.name}")
         part, index = _path(packs, pack, ".part"), _path(packs, pack, ".idx")
@@ -248,7 +237,7 @@ def _path(packs: Path, pack: PublishedPack, suffix: str) -> Path:
 
 
 def find_donor(url: str, name: MirrorName, known: Generation | None) -> StoreDonor | None:
-    """What the store has of a mirror: the generation that the catalog knows, or else the newest."""
+    """Open the generation that the catalog knows, or else the newest one in the store."""
     store = ObjectStore(url)
     published = [known] if known else list_published(store, name)
     return StoreDonor(store, name, published[-1]) if published else None

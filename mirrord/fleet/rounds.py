@@ -1,8 +1,9 @@
-"""What a daemon of a fleet does all the time: follow the others, sync what is due, tidy the store.
+"""The periodic work of a daemon in a fleet: follow the others, sync what is due, tidy the store.
 
-Every few seconds each looks at what changed in the catalog, and one of them claims what is due, as
-often as all that it claimed has begun: the longest sync of a round keeps no other mirror waiting.
-What fails is done again at a later look; without the catalog nothing is done, and health says so.
+Every few seconds each daemon polls the catalog for changes, and claims a round of the work that is
+due. It claims the next round once everything in this one has begun, so that the longest sync keeps
+no other mirror waiting. A later poll repeats what failed. Without the catalog nothing runs, and
+health reports it.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -26,18 +27,17 @@ from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Hold
-from .closures import list_needed
+from .exchange import list_needed
 from .generations import clock_of, collect, is_before
 from .restore import Restoration
 from .service import Fleet
 
-LOOK = timedelta(seconds=5)
-"""Between two looks at what other daemons changed."""
-_HEARTBEAT = 3  # looks
-_ROUND = 250  # mirrors that one daemon claims at a time
-_PATIENCE = timedelta(seconds=10)  # until a mirror is synced by a daemon that does not have it
-_HOPELESS = timedelta(minutes=10)  # until a mirror that is behind repairs what nobody else does
-_RECORDING = timedelta(seconds=10)  # between two records of mirrors that did not change
+POLL_INTERVAL = timedelta(seconds=5)
+_HEARTBEAT_POLLS = 3
+_ROUND_SIZE = 250  # mirrors that one daemon claims at a time
+_SYNC_GRACE = timedelta(seconds=10)  # until a daemon that lacks a mirror syncs it
+_REPAIR_AFTER = timedelta(minutes=10)  # until the store is repaired from a mirror that is behind
+_RECORD_INTERVAL = timedelta(seconds=10)  # of mirrors that did not change
 _COLLECTION = "store/collect"
 _COLLECTION_INTERVAL = timedelta(hours=24)
 _RETRY = timedelta(minutes=1)
@@ -46,10 +46,10 @@ _NEVER_FOUND_INTERVAL = timedelta(days=7)
 
 @dataclass(eq=False, kw_only=True)
 class Rounds:
-    """Opened when everything else is.
+    """Opened last of all.
 
-    `on_gone` forgets what was built from a mirror that another daemon removed, `on_mirrors` is
-    called when mirrors came or went.
+    `on_gone` forgets what was built from a mirror that another daemon removed; `on_mirrors` is
+    called after mirrors were added or removed.
     """
 
     fleet: Fleet
@@ -57,15 +57,15 @@ class Rounds:
     operations: Operations
     on_gone: Callable[[MirrorName], Awaitable[None]]
     on_mirrors: Callable[[], Awaitable[None]]
-    _repinned: set[str] = field(default_factory=set)  # mirrors behind whose pins changed
-    _unbegun: set[str] = field(default_factory=set)  # claims of mirrors that wait for a connection
-    _slots: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
-    _looks: int = 0
-    _patience_ends: int = 0  # at this look
-    _work: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mirrors, self.catalog = self.fleet.mirrors, self.fleet.catalog
+        self._repinned: set[str] = set()  # mirrors behind whose pins changed
+        self._unbegun: set[str] = set()  # claims of mirrors that wait for a connection
+        self._slots = anyio.CapacityLimiter(1)
+        self._polls = 0
+        self._adopt_any_at = 0  # the poll from which mirrors that are not here are adopted too
+        self._work: dict[str, asyncio.Task[None]] = {}
 
     async def open(self) -> None:
         """Begin to follow other daemons, and to sync what is due."""
@@ -75,43 +75,43 @@ class Rounds:
                 self.fleet.lost[key] = at
         self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_here(key)}
         self._repinned |= self.fleet.behind
-        self._looking = asyncio.create_task(self._look_forever())
+        self._polling = asyncio.create_task(self._poll_forever())
 
     async def close(self) -> None:
-        tasks = [self._looking, *self._work.values()]
+        tasks = [self._polling, *self._work.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- looks ----------------------------------------------------------------------------------
+    # -- polls ----------------------------------------------------------------------------------
 
-    async def _look_forever(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
             try:
-                await self._look()
+                await self._poll()
             except errors.CatalogUnavailableError:
-                pass  # health says so
+                pass  # reported by health
             except errors.MirrordError as error:
                 log.warning("fleet.failed", detail=error.message)
             except Exception:
                 log.exception("fleet.crashed")
-            await anyio.sleep(LOOK.total_seconds())
+            await anyio.sleep(POLL_INTERVAL.total_seconds())
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         here = await self._list_here()
-        if self._looks % _HEARTBEAT == 0:
+        if self._polls % _HEARTBEAT_POLLS == 0:
             fleet, name = self.fleet, socket.gethostname()
             state = {"mirrors": len(here), "behind": len(fleet.behind), "fault": fleet.fault}
             state["holder"] = fleet.claims.holder
-            with suppress(errors.CatalogFullError):  # what it has can be read
+            with suppress(errors.CatalogFullError):  # it can still be read
                 await self.catalog.put_node(self.catalog.node, name, __version__, state)
-        self._looks += 1
+        self._polls += 1
         await self._read_changes()
         if self.fleet.lost:
             self._begin("adopt", self._adopt)
         self._begin("follow", self._catch_up)
         if self.fleet.fault:
-            self._begin("store", self._try_store)
+            self._begin("store", self._probe_store)
         else:
             self._begin("records", self._publish_records)
             self._begin("unfinished", self._sync_unfinished)
@@ -119,14 +119,14 @@ class Rounds:
             await self._claim_round(here)
 
     async def _list_here(self) -> set[str]:
-        """The keys of mirrors on this disk."""
+        """List the keys of the mirrors on this disk."""
         known = {str(name): name.key for name in self.mirrors.names()}
         paths = await to_thread.run_sync(os.listdir, self.mirrors.root)
         return {known[path] for path in paths if path in known}
 
-    async def _try_store(self) -> None:
+    async def _probe_store(self) -> None:
         with suppress(errors.StoreUnavailableError), self.fleet.noting():
-            await to_thread.run_sync(self.fleet.store.try_write)
+            await to_thread.run_sync(self.fleet.store.probe_write)
             self.fleet.fault = None
 
     async def _read_changes(self) -> None:
@@ -158,14 +158,14 @@ class Rounds:
         await self.on_mirrors()
 
     async def _read_all(self) -> None:
-        """Read a catalog that went back, and note what it no longer knows."""
+        """Read a catalog that went back to an older state, and note what it has lost."""
         version, _ = await self.catalog.list_changes(-1)
         before, now = self.fleet.generations, await self.catalog.list_generations()
         lost = {key: old for key, old in before.items() if is_before(now.get(key), old)}
         log.warning("catalog.went_back", seen=self.fleet.version, mirrors=len(lost))
         self.fleet.lost |= lost
         self.fleet.generations = now
-        self._patience_ends = self._looks + _HEARTBEAT
+        self._adopt_any_at = self._polls + _HEARTBEAT_POLLS
         await self.catalog.enrol({_COLLECTION: ""})
         await self._read_mirrors()
         self.datasets.expire_cache()
@@ -174,16 +174,16 @@ class Rounds:
         self.fleet.version = version
 
     async def _adopt(self) -> None:
-        """Have the catalog know again what it has lost of mirrors, their pins and rows.
+        """Restore what the catalog has lost of mirrors, their pins and rows, from the store.
 
-        One daemon does it, from what is published: one that has the mirror, or later any.
+        One daemon does it for each mirror: one that has it on disk, or later any.
         """
         restoration = Restoration(self.fleet.exchange, self.fleet.bundles)
         for key, known in sorted(self.fleet.lost.items()):
-            if not self.fleet.is_here(key) and self._looks < self._patience_ends:
+            if not self.fleet.is_here(key) and self._polls < self._adopt_any_at:
                 continue
             try:
-                async with self.fleet.sole(f"adopt/{key}"):
+                async with self.fleet.exclusive(f"adopt/{key}"):
                     now = (await self.catalog.list_generations([key])).get(key)
                     if is_before(now, known):
                         restored = await restoration.restore(key, known, 0)
@@ -192,11 +192,11 @@ class Rounds:
                 del self.fleet.lost[key]
             except errors.CatalogUnavailableError:
                 raise
-            except (errors.MirrordError, OSError) as error:  # again at the next look
+            except (errors.MirrordError, OSError) as error:  # the next poll tries again
                 log.warning("mirror.not_adopted", mirror=key, detail=str(error))
 
     def _begin(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Have work done beside the looks, one of each kind at a time."""
+        """Run work beside the polls, one of each name at a time."""
         if name in self._work:
             return
 
@@ -213,7 +213,7 @@ class Rounds:
         self._work[name] = asyncio.create_task(run())
 
     async def _catch_up(self) -> None:
-        """Follow what was published of the mirrors here, and their pins."""
+        """Follow the generations and pins of the mirrors here."""
         for key in sorted(self.fleet.behind - self.fleet.lost.keys()):
             name = MirrorName.parse(key)
             try:
@@ -227,7 +227,7 @@ class Rounds:
             except errors.CatalogUnavailableError:
                 self._repinned.add(key)
                 raise
-            except (errors.MirrordError, OSError) as error:  # again at the next look
+            except (errors.MirrordError, OSError) as error:  # the next poll tries again
                 self._repinned.add(key)
                 log.warning("mirror.behind", mirror=str(name), detail=str(error))
                 if isinstance(error, errors.StoreUnavailableError | errors.DiskFullError):
@@ -248,7 +248,7 @@ class Rounds:
                     return
 
     async def _sync_unfinished(self) -> None:
-        """Sync again what an outage ended, as soon as it is over."""
+        """Repeat the syncs that an outage ended, once it is over."""
         for key in sorted(self.fleet.unfinished):
             self.fleet.unfinished.discard(key)
             try:
@@ -258,21 +258,19 @@ class Rounds:
                 self.fleet.unfinished.add(key)
                 return
             except (errors.MirrordError, OSError):
-                pass  # the row has it, and its claim when it is tried again
+                pass  # the row has the error, and the claim the time of the next try
 
-    # -- what is due ----------------------------------------------------------------------------
+    # -- rounds ---------------------------------------------------------------------------------
 
     async def _claim_round(self, here: set[str]) -> None:
-        ours = {f"{MIRROR}{key}" for key in here}
-        behind, past = self.fleet.behind, time.monotonic() - _HOPELESS.total_seconds()
-        left = {key for key, since in self.fleet.damaged.items() if since < past}
-        ours |= {f"{REPAIR}{key}" for key in here - (behind - left)}
+        past = time.monotonic() - _REPAIR_AFTER.total_seconds()
+        long_damaged = {key for key, since in self.fleet.damaged.items() if since < past}
+        able_to_repair = here - (self.fleet.behind - long_damaged)
+        local = {f"{MIRROR}{key}" for key in here} | {f"{REPAIR}{key}" for key in able_to_repair}
+        has_syncs = bool(self.fleet.settings().sync.interval)
         syncs = []
         due = await self.fleet.claims.claim_due(
-            most=_ROUND,
-            here=ours,
-            patience=_PATIENCE,
-            with_syncs=bool(self.fleet.settings().sync.interval),
+            most=_ROUND_SIZE, local=local, grace=_SYNC_GRACE, with_syncs=has_syncs
         )
         for hold in due:
             if hold.claim.key == _COLLECTION:
@@ -289,7 +287,7 @@ class Rounds:
         if syncs:
             first, count = syncs[0].claim.key.removeprefix(MIRROR), len(syncs)
             subject = first if count == 1 else f"{count} mirrors"
-            run = partial(self._sync_all, syncs)  # takes out what it gives back
+            run = partial(self._sync_all, syncs)  # removes from the list what it gives back
             work = partial(self._operate, "mirror.sync", subject, run)
             self._unbegun = {hold.claim.key for hold in syncs}
             self._begin(f"round {syncs[0].claim}", partial(self._round, syncs, work))
@@ -298,7 +296,7 @@ class Rounds:
         await self.operations.wait(self.operations.start(kind, subject, run).id)
 
     async def _round(self, holds: list[Hold], work: Callable[[], Awaitable[None]]) -> None:
-        """Do work under claims that were due, and give those back that it has not given back."""
+        """Work under claims, then give back those that are left in `holds`."""
         keys = {hold.claim.key for hold in holds}
         try:
             await work()
@@ -315,7 +313,7 @@ class Rounds:
         await self.fleet.claims.give_back(ended)
 
     async def _sync_all(self, holds: list[Hold], progress: ProgressSink) -> dict[str, int]:
-        """Sync mirrors that are due; those that did not change are recorded together."""
+        """Sync mirrors; those that did not change are recorded in one statement."""
         rows = {row.name.key: row for row in await self.catalog.list_mirrors()}
         await self.fleet.refresh([hold.claim.key.removeprefix(MIRROR) for hold in holds])
         waiting, unchanged = await self.datasets.list_waiting(), list[str]()
@@ -332,7 +330,7 @@ class Rounds:
                 try:
                     result = await self.mirrors.sync(row.name)
                     if result.changed or row.name.key in waiting:
-                        # others may wait for it; and who has a dataset's claim may, too
+                        # at once: others may wait for the claim, and repin takes a dataset's
                         holds.remove(hold)
                         await self._end([hold])
                         await self.datasets.repin(row.name)
@@ -353,9 +351,9 @@ class Rounds:
                 await self._end(ended)
 
         async def record_some() -> None:
-            """Whoever asks for one of them does not wait for the longest of the round."""
+            """Give claims back during the round, because clients may wait for them."""
             while True:
-                await anyio.sleep(_RECORDING.total_seconds())
+                await anyio.sleep(_RECORD_INTERVAL.total_seconds())
                 with suppress(errors.CatalogUnavailableError):
                     await record()
 
@@ -374,7 +372,7 @@ class Rounds:
     async def _repair(
         self, hold: Hold, name: MirrorName, progress: ProgressSink
     ) -> dict[str, bool]:
-        """Have a mirror whole in the store again that is whole here."""
+        """Repair a mirror in the store from the one here."""
         progress(Progress(done=0, total=1, unit="mirrors", note=name.repo))
         try:
             async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
@@ -387,10 +385,9 @@ class Rounds:
         return {"was_damaged": is_damaged}
 
     async def _retry_after(self, hold: Hold, row: MirrorRow, error: Exception) -> timedelta:
-        """A mirror never synced and unknown upstream is probably a mistyped name."""
         interval = self.fleet.settings().sync.interval
         unknown = errors.UpstreamNotFoundError | errors.UpstreamAuthError
-        if isinstance(error, unknown) and not row.synced_at:
+        if isinstance(error, unknown) and not row.synced_at:  # probably a mistyped name
             return _NEVER_FOUND_INTERVAL
         failures = await self.catalog.count_failures(hold.claim.key)
         asked = error.facts.get("retry_after_s") if isinstance(error, errors.MirrordError) else None
@@ -398,14 +395,14 @@ class Rounds:
         return max(pause, timedelta(seconds=asked or 0))
 
     async def _collect(self, progress: ProgressSink) -> dict[str, int]:
-        """Drop what no generation needs any more from the store, of the mirrors there are."""
+        """Drop from the store what the mirrors' generations no longer need."""
         now, objects, size = await to_thread.run_sync(clock_of, self.fleet.store), 0, 0
         keys = await to_thread.run_sync(self.fleet.store.directories, "mirrors/")
         for number, key in enumerate(keys):
             progress(Progress(done=number, total=len(keys), unit="mirrors", note=key))
             row = await self.catalog.find_mirror(key)
             if row is None:
-                continue  # what is left of a removed mirror, or of a catalog that is lost
+                continue  # of a removed mirror, or of a lost catalog
             async with self.fleet.turn(row.name):
                 newest = self.fleet.generations.get(key)
                 kept = await list_needed(self.catalog, row.name)

@@ -1,7 +1,7 @@
-"""A daemon in a fleet: its turns at mirrors, what it publishes, what it follows.
+"""A daemon in a fleet: its turns at mirrors, the generations it publishes and follows.
 
-The catalog says what there is, the store has it, this disk has what was asked for here. Without the
-catalog or the store a daemon serves what it has, and says so in health.
+The catalog lists the mirrors, the store has them all, this disk has those that were asked for here.
+Without the catalog or the store a daemon serves what is on its disk, and health reports it.
 """
 
 import asyncio
@@ -17,25 +17,23 @@ from anyio import to_thread
 
 from .. import errors, protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
-from ..host.files import full_disk_named
 from ..mirrors.bundles import Bundles
-from ..mirrors.refs import theirs, write_durably
+from ..mirrors.inventory import Sharing, Turn
+from ..mirrors.refs import followed_refs, write_durably
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..mirrors.repository import PINS as PIN_REFS
-from ..mirrors.sharing import Sharing, Turn
 from ..mirrors.upstream import parse_upstream
 from ..model import MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Claims, Hold
-from .closures import SharedClosures
-from .exchange import Exchange
-from .generations import generation_file, is_before, list_published, read_generation
+from .exchange import Exchange, SharedClosures
+from .generations import is_before, list_published, read_generation, write_generation
 from .objects import ObjectStore
 
 
 def read_node(state_dir: Path) -> str:
-    """The id of this state directory's daemon in a fleet, made at its first start."""
+    """Return the id of this state directory's node, made at its first start."""
     path = state_dir / "node"
     with suppress(FileNotFoundError):
         if known := path.read_text(encoding="ascii").strip():
@@ -47,22 +45,16 @@ def read_node(state_dir: Path) -> str:
 
 @dataclass(eq=False, slots=True)
 class FleetTurn(Turn):
-    """A turn while its claim is held."""
+    """A turn for as long as its claim is held."""
 
     fleet: "Fleet"
     name: MirrorName
     hold: Hold
-    is_fresh: bool = False
-    is_synced: bool = False
-
-    @property
-    def row(self) -> MirrorRow | None:  # type: ignore[override]
-        return self.hold.row
 
     async def publish(self, repository: Repository) -> None:
         await self.fleet.publish(self, repository)
 
-    def is_noted(self, row: MirrorRow) -> bool:
+    def defers_recording(self, row: MirrorRow) -> bool:
         if self.hold.unchanged is None:
             return False
         self.hold.unchanged.append(row.name.key)
@@ -71,7 +63,7 @@ class FleetTurn(Turn):
 
 @dataclass(eq=False)
 class Fleet(Sharing):
-    """Opened before the mirrors are. What is public here is brought up to date by the rounds."""
+    """Opened before the mirrors are. `rounds` work on the sets of mirror keys."""
 
     store: ObjectStore
     bundles: Bundles
@@ -85,40 +77,39 @@ class Fleet(Sharing):
         self.generations: dict[str, Generation] = {}
         self.version = -1  # of the catalog when the generations were read
         self.behind: set[str] = set()
-        self.unrecorded: set[str] = set()  # mirrors whose records are to be published
-        self.damaged: dict[str, float] = {}  # since when mirrors could not be followed for it
-        self.unfinished: set[str] = set()  # mirrors whose turn an outage ended
-        self.lost: dict[str, Generation] = {}  # what the catalog knew, and knows no longer
-        self.fault: str | None = None
+        self.unrecorded: set[str] = set()  # whose records are to be published
+        self.damaged: dict[str, float] = {}  # since when the store lacks some of a generation
+        self.unfinished: set[str] = set()  # whose turn an outage ended
+        self.lost: dict[str, Generation] = {}  # generations that the catalog no longer knows
+        self.fault: str | None = None  # of the store
         self.closures = SharedClosures(
             self.catalog, self.store, self.noting, lambda: self.fault is not None
         )
 
     async def open(self) -> None:
-        """Read what there is; from now on claims are kept."""
+        """Read the generations, and begin to renew claims."""
         self.version, _ = await self.catalog.list_changes(-1)
         self.generations = await self.catalog.list_generations()
-        self._keeping = asyncio.create_task(self.claims.keep())
+        self._renewal = asyncio.create_task(self.claims.renew_forever())
 
     async def close(self) -> None:
-        """Give back what this daemon claimed."""
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        """Give back all claims."""
+        self._renewal.cancel()
+        await asyncio.gather(self._renewal, return_exceptions=True)
         await self.claims.give_back([*self.claims.held.values()])
         with suppress(errors.CatalogUnavailableError):
             await self.catalog.delete_node(self.catalog.node)
 
     async def apply(self) -> None:
-        """Have mirrors due no later than the settings say now."""
+        """Make syncs due within the configured interval, which a reload may have shortened."""
         if interval := self.settings().sync.interval:
             await self.catalog.hasten(interval)
 
     def outages(self) -> list[str]:
-        """Why what is new cannot be published or followed."""
+        """Return why nothing can be published or followed."""
         return [self.fault] if self.fault else []
 
     async def status(self) -> protocol.FleetStatus:
-        """The daemons of the fleet, what they claim, and how far this one is."""
         nodes = await self.catalog.list_nodes()
         held = await self.catalog.list_claims()
         return protocol.FleetStatus(
@@ -151,17 +142,18 @@ class Fleet(Sharing):
     ) -> AsyncIterator[FleetTurn]:
         def wait(holder: HeldClaim | None) -> None:
             if progress:
-                note = f"another daemon has {name}" if holder else "its host has enough connections"
-                progress(Progress(unit="syncs", note=note))
+                fact = f"another daemon has {name}" if holder else "its host has enough connections"
+                progress(Progress(unit="syncs", note=fact))
 
         key, work = name.key, f"{MIRROR}{name.key}"
         is_sync = progress is not None and work not in self.claims.held
         before = await self.catalog.find_mirror(key) if is_sync else None
-        async with self.claims.holding(work, wait) as (hold, is_second):
+        async with self.claims.holding(work, wait) as (hold, was_claimed):
             turn = FleetTurn(self, name, hold)
+            turn.row = hold.row
             if hold.row is None:
                 await self.refresh([key])
-            if is_second and before and (after := await self.catalog.find_mirror(key)):
+            if was_claimed and before and (after := await self.catalog.find_mirror(key)):
                 turn.is_fresh = after.synced_at != before.synced_at and not after.error
             try:
                 yield turn
@@ -172,14 +164,14 @@ class Fleet(Sharing):
                 hold.after, hold.has_failed = self.settings().sync.interval or None, False
 
     @asynccontextmanager
-    async def sole(self, work: str) -> AsyncIterator[None]:
+    async def exclusive(self, work: str) -> AsyncIterator[None]:
         async with self.claims.holding(work):
             yield
 
     async def publish(
         self, turn: FleetTurn, repository: Repository, *, is_whole: bool = True
     ) -> None:
-        """Make what a mirror has its next generation; all of it, if the last one is not whole."""
+        """Publish a mirror as its next generation; upload all of it if the last is not whole."""
         name, epoch = turn.name, turn.hold.claim.epoch
         if is_whole and await self.is_behind(repository):
             await self.follow(repository)
@@ -190,7 +182,7 @@ class Fleet(Sharing):
         if at := await self.find_lost(repository):
             self.lost[name.key] = at
             failure = f"cannot publish mirror {name}: the catalog has an older state"
-            hint = "it is brought up to date; try again in a minute"
+            hint = "the catalog is being brought up to date; try again in a minute"
             raise errors.ClaimLostError(failure, hint=hint)
         kinds = (KEPT, PIN_REFS, HISTORY)
         ours = {ref: oid for ref, oid in present.items() if ref.startswith(kinds)}
@@ -201,21 +193,21 @@ class Fleet(Sharing):
 
         with self.noting():
             made = await self.exchange.publish(
-                repository, theirs(present) | ours, await repository.head(),
+                repository, followed_refs(present) | ours, await repository.head(),
                 url=row.url, epoch=epoch, previous=previous, accept=accept,
                 record=partial(self.bundles.write_records, row, repository), is_whole=is_whole,
             )  # fmt: skip
         if made is None:
             return
         self.generations[name.key] = made
-        await self._write(repository, made)
+        await to_thread.run_sync(write_generation, repository, made)
         log.info("mirror.published", mirror=str(name), epoch=made.epoch, number=made.number)
 
     async def repair(self, turn: FleetTurn, repository: Repository) -> bool:
-        """Publish a mirror again where the store lacks some of it; answers whether it does.
+        """Publish a mirror again if the store lacks some of it; return whether it did.
 
-        A mirror that is behind gets of the newest generation what there is; whoever has more of it
-        keeps that, and publishes it later.
+        A mirror that is behind then publishes less than the damaged generation had. A node with
+        more keeps its objects and publishes them later.
         """
         newest = self.generations.get(repository.name.key)
         if newest is None:
@@ -231,7 +223,7 @@ class Fleet(Sharing):
         return True
 
     async def ask_for_repair(self, key: str) -> None:
-        """Have a daemon that has the whole mirror look whether the store has it."""
+        """Let a daemon that has the whole mirror check and repair it in the store."""
         with suppress(errors.CatalogUnavailableError):
             await self.catalog.enrol({f"{REPAIR}{key}": ""})
 
@@ -247,7 +239,7 @@ class Fleet(Sharing):
         return is_before(await to_thread.run_sync(read_generation, repository.path), newest)
 
     async def find_lost(self, repository: Repository) -> Generation | None:
-        """The generation that a mirror is at, if the catalog does not know it yet, or no longer."""
+        """Return the generation of a mirror on disk if it is newer than the catalog's."""
         at = await to_thread.run_sync(read_generation, repository.path)
         return at if at and is_before(self.generations.get(repository.name.key), at) else None
 
@@ -272,10 +264,6 @@ class Fleet(Sharing):
             self.generations.pop(key, None)
         self.generations |= found
 
-    async def _write(self, repository: Repository, generation: Generation) -> None:
-        with full_disk_named(f"mirror {repository.name}"):
-            await to_thread.run_sync(write_durably, *generation_file(repository.path, generation))
-
     async def enrol(self, rows: Collection[MirrorRow]) -> None:
         hosts = {}
         for row in rows:
@@ -299,7 +287,7 @@ class Fleet(Sharing):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Remember for health that the store could not be used, until it takes an object."""
+        """Report an outage of the store to health, until a write succeeds."""
         try:
             yield
         except errors.StoreUnavailableError as error:

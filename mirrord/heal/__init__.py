@@ -1,1 +1,1 @@
-"""Heals: mirrors are repaired object by object, from any donor, nothing destroyed first."""
+"""Heals: mirrors are repaired object by object from donors; the mirror changes last."""

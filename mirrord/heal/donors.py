@@ -1,8 +1,8 @@
-"""Where a heal finds missing objects, the nearest donor first.
+"""The donors of a heal, the cheapest first, and the transfer of missing objects from them.
 
-A donor lends a repository that may have some of them; `Transfer` decides whether it has, and
-whether they are what it says. Checkouts are never asked: others write in them. A bundle is opened
-only when a heal misses something. Never writes to a mirror, and only reads damaged packs.
+A donor lends a repository that may have some of the objects; `Transfer` takes those that it has and
+checks them. Checkouts are no donors, because others write in them. A bundle is opened only when
+objects are missing. Never writes to a mirror, and only reads damaged packs.
 """
 
 import shutil
@@ -46,20 +46,20 @@ STORE = "the store"
 
 
 class Donor(NamedTuple):
-    """`lend` opens a repository to take from, or None where it has nothing."""
+    """A source of objects. `lend` opens a repository to take from, or None where it has none."""
 
     name: str
     lend: Callable[[Missing], AbstractAsyncContextManager[Path | None]]
 
 
 class DonorBundle(NamedTuple):
-    """A bundle whose header could be read; `is_own`: it was made of the mirror to heal."""
+    """A bundle with a readable header; `is_own` if it is of the mirror to heal."""
 
     number: int
     name: str
     path: Path
     header: BundleHeader
-    contents: BundleRefs
+    refs: BundleRefs
     is_own: bool
 
 
@@ -67,8 +67,8 @@ class DonorBundle(NamedTuple):
 class Donors:
     """The donors of the mirror of `row`.
 
-    `lent` are bundles that a request lends for its own time, `work` is the heal's directory.
-    `refusals` says why donors failed, `store` is what the store has of the mirror.
+    `lent` are bundles that came with a request, `work` is the heal's directory, `refusals` says why
+    donors failed, `store` is the mirror's generation in the store.
     """
 
     mirrors: Mirrors
@@ -85,33 +85,31 @@ class Donors:
 
     @property
     def stand_in(self) -> Path:
-        """The mirror's good objects: deltas, thin packs and incremental bundles build on them."""
+        """The mirror's good objects, on which deltas and incremental bundles build."""
         return self.work / "stand-in"
 
     async def all(self, tips: Collection[str]) -> list[Donor]:
-        """Every donor, the cheapest first; a fetch of a whole upstream asks for `tips`."""
+        """List every donor, the cheapest first; a fetch of a whole upstream asks for `tips`."""
         own = self.row.name.key
         rows = await self.mirrors.catalog.list_mirrors()
         names = sorted((row.name for row in rows), key=lambda name: (name.key != own, name.key))
         others = [name for name in names if name.key != own]
         upstreams = [(f"upstream {one.shown}", one) for one in self.mirrors.upstreams(self.row)]
-        bundles = [
-            (file, self.bundle(file)) for file in await anyio.to_thread.run_sync(self.bundles)
-        ]
-        dropped = [(file, donor) for file, donor in bundles if donor.name != _LENT]
-        whole = [
-            Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
-            for name, one in upstreams
-        ]
+        bundles = await anyio.to_thread.run_sync(self.bundles)
+        lent = [bundle for bundle in bundles if bundle.name == _LENT]
+        dropped = [bundle for bundle in bundles if bundle.name != _LENT]
         return [
             *(Donor(f"closure packs of {one}", partial(self._closure_packs, one)) for one in names),
-            *(donor for _, donor in bundles if donor.name == _LENT),
+            *map(self.donor_of, lent),
             *(Donor(f"mirror {one}", partial(lend, self.mirrors.path(one))) for one in others),
-            *([Donor(STORE, self._published)] if self.mirrors.settings().store.url else []),
+            *([Donor(STORE, self._from_store)] if self.mirrors.settings().store.url else []),
             *(Donor(name, partial(self._by_id, one)) for name, one in upstreams),
-            *(donor for file, donor in dropped if file.is_own),
-            *whole,
-            *(donor for file, donor in dropped if not file.is_own),
+            *(self.donor_of(bundle) for bundle in dropped if bundle.is_own),
+            *(
+                Donor(f"{name}, fetched whole", partial(self._whole, one, tips))
+                for name, one in upstreams
+            ),
+            *(self.donor_of(bundle) for bundle in dropped if not bundle.is_own),
         ]
 
     @asynccontextmanager
@@ -125,11 +123,8 @@ class Donors:
         yield into if is_there else None
 
     @asynccontextmanager
-    async def _published(self, missing: Missing) -> AsyncIterator[Path | None]:
-        """A repository with packs of the store and the objects of the stand-in.
-
-        A store that failed is not asked again in this heal.
-        """
+    async def _from_store(self, missing: Missing) -> AsyncIterator[Path | None]:
+        """Lend packs of the store on top of the stand-in; after an error, no more of them."""
         into = self.work / "published"
         if STORE not in self.refusals:
             try:
@@ -156,9 +151,9 @@ class Donors:
 
     @asynccontextmanager
     async def _by_id(self, upstream: Upstream, missing: Missing) -> AsyncIterator[Path]:
-        """Trees and blobs into an empty repository, commits on top of ours that are whole.
+        """Fetch trees and blobs into an empty repository, and commits on top of whole ones here.
 
-        So of commits only what is new comes.
+        So upstream sends only what is new of the commits.
         """
         async with self.mirrors.quarantine.directory("donor") as directory:
             fetched = directory / "repository"
@@ -177,7 +172,7 @@ class Donors:
     async def _whole(
         self, upstream: Upstream, tips: Collection[str], missing: Missing
     ) -> AsyncIterator[Path | None]:
-        """Everything, for a hole that upstream does not fill by id."""
+        """Fetch everything, for objects that upstream does not give by id."""
         if missing.all <= set(tips):
             yield None
             return
@@ -193,38 +188,37 @@ class Donors:
             self.refusals[f"upstream {upstream.shown}"] = min(unfetched.values())
 
     def bundles(self) -> list[DonorBundle]:
-        """The bundles that can be read, those that build on nothing first."""
+        """List the bundles that can be read, those without prerequisites first."""
         directory = self.layout.bundles
         files = [(path, _LENT) for path in self.lent]
         for path in sorted(directory.iterdir()) if directory.is_dir() else []:
             if path.is_file() and not path.name.startswith("."):
-                name = path.name.encode("utf-8", "replace").decode()  # it need not be text
+                name = path.name.encode("utf-8", "replace").decode()  # it need not be UTF-8
                 files.append((path, f"bundle {name}"))
         found = []
         for number, (path, name) in enumerate(files):
             try:
                 header = read_header(path)
-                contents = sort_refs(header.refs)
-                mirror = contents.mirror and MirrorName.parse(contents.mirror).key
+                refs = sort_refs(header.refs)
+                mirror = refs.mirror and MirrorName.parse(refs.mirror).key
                 is_own = mirror == self.row.name.key
-                found.append(DonorBundle(number, name, path, header, contents, is_own))
+                found.append(DonorBundle(number, name, path, header, refs, is_own))
             except MirrordError as error:
                 self.refusals[name] = error.message
             except OSError as error:
                 self.refusals[name] = f"cannot read the bundle: {error.strerror}"
-        return sorted(found, key=lambda file: (len(file.header.prerequisites) > 0, file.number))
+        return sorted(found, key=lambda bundle: (bool(bundle.header.prerequisites), bundle.number))
 
-    def bundle(self, file: DonorBundle) -> Donor:
-        return Donor(file.name, partial(self._opened, file))
+    def donor_of(self, bundle: DonorBundle) -> Donor:
+        return Donor(bundle.name, partial(self._unpacked, bundle))
 
     @asynccontextmanager
-    async def _opened(self, file: DonorBundle, _missing: Missing) -> AsyncIterator[Path]:
-        """A repository with the objects of the bundle and of the stand-in, made once for a heal.
+    async def _unpacked(self, bundle: DonorBundle, _missing: Missing) -> AsyncIterator[Path]:
+        """Lend the objects of a bundle on top of the stand-in, unpacked once in a heal.
 
-        It has its name when it is whole: a bundle that cannot be opened yet may build on what the
-        next donor gives.
+        A bundle that fails is tried again later: it may build on what the next donor gives.
         """
-        into = self.work / f"bundle-{file.number}"
+        into = self.work / f"bundle-{bundle.number}"
         if not into.exists():
             async with self.mirrors.quarantine.directory("donor") as directory:
                 building = directory / "repository"
@@ -233,14 +227,17 @@ class Donors:
                 repository = Repository(self.mirrors.git, self.row.name, building)
                 doing = "open the bundle"
                 await index_bundle(
-                    repository, file.path, file.header,
+                    repository, bundle.path, bundle.header,
                     progress=within_room(self.mirrors.room, self.progress, doing), doing=doing,
                 )  # fmt: skip
                 building.rename(into)
         yield into
 
     def damaged_packs(self) -> list[Donor]:
-        """The latest first: each may hold a missing object as a delta on what a donor has now."""
+        """List the packs of earlier heals, the latest first.
+
+        They may hold a missing object as a delta on one that a donor has now.
+        """
         directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
         packs = sorted(directory.glob("*/objects/pack/pack-*.pack"), reverse=True)
         return [
@@ -252,23 +249,21 @@ class Donors:
     async def _salvaged(
         self, pack: Path, number: int, missing: Missing
     ) -> AsyncIterator[Path | None]:
-        """A person may have removed the pack, or denied it to the daemon."""
         into = self.work / f"kept-{number}"
-        is_there = into.exists()
         try:
-            if not is_there and await anyio.to_thread.run_sync(may_hold, pack, missing.all):
+            is_useful = into.exists() or await anyio.to_thread.run_sync(may_hold, pack, missing.all)
+            if is_useful and not into.exists():
                 with full_disk_named("quarantine"):
                     await self.mirrors.workers.run(salvage, pack, into, timeout=TIMEOUT)
                 borrow_from(into, self.stand_in)
-                is_there = True
-        except OSError as error:
+        except OSError as error:  # a person may have removed the pack, or changed its mode
             reason = f"cannot salvage {pack.name} in quarantine: {error.strerror}"
             raise CorruptObjectError(reason) from error
-        yield into if is_there else None
+        yield into if is_useful else None
 
 
 async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
-    """What the store has of a mirror; None where that is nothing, or there is no store."""
+    """Open the generation of a mirror in the store; None without one, or without a store."""
     url = mirrors.settings().store.url
     if not url:
         return None
@@ -280,12 +275,11 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
 
 @asynccontextmanager
 async def lend(repository: Path, _missing: Missing) -> AsyncIterator[Path | None]:
-    """A repository as it is."""
     yield repository if repository.is_dir() else None
 
 
 def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
-    """Link the closure packs that are sound, if one of them has some of what is wanted."""
+    """Link the sound closure packs into a repository; False if none has a wanted object."""
     patterns = ("packs/*/pack-*.pack", "gits/*/.git/objects/pack/pack-*.pack")
     packs = {pack.name: pack for pattern in patterns for pack in templates.glob(pattern)}
     sound: dict[Path, PackIndex] = {}
@@ -307,17 +301,17 @@ def _gather_packs(templates: Path, wanted: Collection[str], into: Path) -> bool:
     return True
 
 
-# -- objects moved into a heal's stand-in ----------------------------------------------------------
+# -- the transfer of objects into a heal's stand-in ------------------------------------------------
 #
-# A donor lists and packs exactly what is missing, and `index-pack` hashes every object again: a
-# pack with any other object than those asked for is thrown away.
+# A donor's repository packs exactly the missing objects that it has, and `index-pack` hashes each
+# again. A pack with any other object is discarded.
 
 SALVAGED = "the intact part of "
 
 
 @dataclass(slots=True)
 class Transfer:
-    """Packs in `stand_in` that came from donors, and how many objects from each."""
+    """The packs in `stand_in` that came from donors, and the count of objects from each donor."""
 
     git: Git
     workers: Workers
@@ -327,22 +321,22 @@ class Transfer:
     counts: dict[str, int] = field(default_factory=dict)
 
     async def take_missing(self, name: str, donor: Path, missing: Missing) -> int:
-        """Take what the donor has of what is missing, and all behind that; answers the count."""
-        wanted = await self._there(donor, missing.all)
+        """Take the missing objects that the donor has, and what they reach; return the count."""
+        wanted = await self._find_present(donor, missing.all)
         if not wanted:
             return 0
-        whole = await self._there(donor, missing.whole) if missing.whole else set()
+        whole = await self._find_present(donor, missing.whole) if missing.whole else set()
         tips = lines_of([*sorted(wanted), *(f"^{oid}" for oid in sorted(whole))])
         walk = ("-c", "core.commitGraph=false", "rev-list", "--objects", "--no-object-names")
         try:
             walked = await self._git(donor, "walk a donor", *walk, "--stdin", stdin=tips)
             wanted.update(walked.lines)
         except (CorruptObjectError, GitFailedError):
-            pass  # the donor has holes itself
+            pass  # the donor lacks objects itself
         return await self._take(name, donor, wanted)
 
     async def take_all(self, name: str, donor: Path, bad: Collection[str]) -> int:
-        """Take every object of the donor that is not here but for the `bad` ones."""
+        """Take every object of the donor that the stand-in lacks, but for the `bad` ones."""
         command = ("cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered")
         listing = await self._git(donor, "list intact objects", *command, "--buffer")
         return await self._take(name, donor, set(listing.lines) - set(bad))
@@ -350,12 +344,12 @@ class Transfer:
     async def _git(self, git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
         return await self.git.run(*args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
 
-    async def _there(self, repository: Path, oids: Iterable[str]) -> set[str]:
+    async def _find_present(self, repository: Path, oids: Iterable[str]) -> set[str]:
         kinds = await self.workers.run(object_kinds, repository, sorted(oids), timeout=TIMEOUT)
         return {oid for oid, kind in kinds.items() if kind}
 
     async def _take(self, name: str, donor: Path, wanted: set[str]) -> int:
-        oids = sorted(wanted - await self._there(self.stand_in, wanted))
+        oids = sorted(wanted - await self._find_present(self.stand_in, wanted))
         if not oids:
             return 0
         try:
@@ -365,15 +359,15 @@ class Transfer:
             oids = [oid for oid in oids if oid not in bad]
             if not oids:
                 raise
-            # with --stdout git (2.39) copies what is packed unchecked, but with --no-reuse-object:
-            # then a good copy elsewhere is used
+            # git (2.39) copies packed objects unchecked to --stdout; with --no-reuse-object it
+            # checks them, and uses a good copy elsewhere
             taken = await self._pack(donor, oids, *(() if bad else ("--no-reuse-object",)))
         self.packs.append(taken)
         self.counts[name] = self.counts.get(name, 0) + len(oids)
         return len(oids)
 
     async def _pack(self, donor: Path, oids: Collection[str], *options: str) -> Path:
-        """Have exactly `oids` as a pack in the stand-in; other bytes are a CorruptObjectError."""
+        """Add a pack of exactly `oids` to the stand-in; raises CorruptObjectError for others."""
         stream = self.work / "stream.pack"
         await self._git(
             donor, "pack what is missing",
@@ -387,15 +381,13 @@ class Transfer:
         if {oid.hex() for oid in PackIndex(pack.with_suffix(".idx"))} != set(oids):
             for file in pack.parent.glob(f"{pack.stem}.*"):
                 file.unlink()
-            raise CorruptObjectError(
-                "cannot take objects from a donor: they are not what it calls them"
-            )
+            raise CorruptObjectError("cannot take objects from a donor: their ids do not match")
         return pack
 
     async def prove(self, final: Path, *, whole: bool) -> None:
-        """Index every taken pack once more, into `final`, which borrows from the stand-in.
+        """Index every pack that was taken into `final`, which borrows from the stand-in.
 
-        `whole`: nothing is missing any more, so fsck checks each object and all that it names.
+        With `whole`, nothing is missing any more, so fsck checks each object and its references.
         """
         command = ("index-pack", *((STRICT,) if whole else ()), "--stdin")
         for pack in self.packs:
@@ -406,7 +398,7 @@ class Transfer:
 
 
 def may_hold(pack: Path, oids: Collection[str]) -> bool:
-    """Whether one of `oids` is in a pack by its index; without a good index, any may be."""
+    """True if the index of a pack has one of `oids`, or is no good."""
     if pack.is_dir():
         return False
     try:
@@ -417,10 +409,11 @@ def may_hold(pack: Path, oids: Collection[str]) -> bool:
 
 
 def salvage(pack: Path, into: Path) -> set[str]:
-    """Make `into` a repository of what can be read of `pack`; answers the bad objects in it.
+    """Make `into` a repository of what can be read of `pack`; return the bad objects in it.
 
-    With an index, a copy of the pack gets both its ends right, so that git opens it, fsck names
-    every bad object in it, and those are blotted out. Without one, git unpacks it from the front.
+    With an index, a copy of the pack gets a right header and trailer, so that git opens it; fsck
+    names the bad objects, which are then made unreadable. Without an index, git unpacks the pack
+    from its start.
     """
     make_repository(into)
 
@@ -431,7 +424,7 @@ def salvage(pack: Path, into: Path) -> set[str]:
         )
 
     if git("index a pack again", "index-pack", "--stdin", stdin=pack).status == 0:
-        return set()  # the pack is whole, its index was the damage
+        return set()  # only the index was damaged
     try:
         index = PackIndex(pack.with_suffix(".idx"))
     except (CorruptObjectError, OSError):
@@ -440,26 +433,26 @@ def salvage(pack: Path, into: Path) -> set[str]:
     copy = into / "objects/pack" / pack.name
     shutil.copyfile(pack, copy)
     shutil.copyfile(index.path, copy.with_suffix(".idx"))
-    # git refuses a pack with another header or trailer than its index names, and dies where an
-    # object would begin behind the end
+    # git refuses a pack whose header or trailer do not fit its index, and dies where an object
+    # would begin after the end
     end, last = pack.stat().st_size - len(index.pack_checksum), max(index.offsets(), default=0)
     with copy.open("r+b") as file:
         file.write(struct.pack(">4sII", b"PACK", 2, index.count))
         file.truncate(file.seek(end if last < end else last + 4096))
         file.write(index.pack_checksum)
-    # it names objects, too, whose packed bytes changed and still unpack to what they were
     fsck = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
+    # among them objects whose packed bytes changed and still unpack to the same content
     named = OBJECT_ID.findall(git("look for intact objects", *fsck).stderr)
     bad = unreadable(into, sorted(set(named)))
-    # Break bad objects that unpack by themselves: deltas would build on them, not on a good copy.
-    # A damaged index may give the place of a good object to a bad one, too: that place stays.
+    # Break bad objects that are no deltas, or deltas would build on them instead of a good copy. A
+    # damaged index may give a bad object the offset of a good one; that offset stays.
     ids = {bytes.fromhex(oid) for oid in bad}
-    places = list(zip(index, index.offsets(), strict=True))
-    good = {place for oid, place in places if oid not in ids}
+    offsets = list(zip(index, index.offsets(), strict=True))
+    good = {offset for oid, offset in offsets if oid not in ids}
     with copy.open("r+b") as file:
-        for place in {place for oid, place in places if oid in ids} - good:
-            file.seek(place)
-            if 1 <= int.from_bytes(file.read(1)) >> 4 & 7 <= 4:  # a whole object, no delta
-                file.seek(place)
+        for offset in {offset for oid, offset in offsets if oid in ids} - good:
+            file.seek(offset)
+            if 1 <= int.from_bytes(file.read(1)) >> 4 & 7 <= 4:  # not a delta
+                file.seek(offset)
                 file.write(b"\0")
     return bad

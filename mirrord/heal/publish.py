@@ -1,8 +1,9 @@
-"""What the refs of a mirror must be; and the last step of a heal, the only one that changes it.
+"""The plan of a mirror's refs; and the last step of a heal, the only one that changes the mirror.
 
-Objects first, so that no moment has less than the moment before. Every file that goes is in the
-quarantine before another one has its name, and every change is one rename: a crash between any two
-leaves a mirror for the next heal. Functions for a thread; the caller holds the mirror's lock.
+Objects come first, so that the mirror never has less than before. Every file that is replaced is in
+the quarantine before another one gets its name, and every change is one rename. So a crash between
+any two leaves a mirror for the next heal. Functions for a thread; the caller holds the mirror's
+lock.
 """
 
 import hashlib
@@ -31,27 +32,26 @@ _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 
 @dataclass(slots=True)
 class RefPlan:
-    """What the refs and HEAD must be, where they are lost, broken or moved.
+    """The right refs and HEAD, where they are lost, broken or moved.
 
-    A pin and a kept ref carry the object in their name; HEAD and the others are in the newest
-    record of the ref history, which the catalog knows. Commits that a record, or a ref that is put
-    right, had and that nothing reaches any more are kept.
+    The name of a pin or kept ref has its object; the newest record of the ref history, which the
+    catalog knows, has HEAD and the other refs. Commits that a record, or a corrected ref, had and
+    that nothing reaches any more are kept.
 
-    `restore` are refs to make, `drop` those to remove; `head` is what HEAD must name.
-    `lines` are the tips of two lines of records that the history must join, where it has two.
-    `remnant` is the newest record that is left where newer ones are lost: what refs name is newer
-    than what it lists, so it only gives refs that are gone and whose commits are not kept, and the
-    history goes on from it.
+    `restore` are refs to make, `drop` refs to remove; `head` is the target of HEAD. `branches` are
+    the tips of two branches of records that the history must join. `remnant` is the newest record
+    left where newer ones are lost, from which the history continues. Refs on disk are newer than
+    it, so it only gives refs that are gone and whose commits are not kept.
     """
 
     restore: dict[str, str] = field(default_factory=dict)
     drop: set[str] = field(default_factory=set)
     head: str | None = None
-    lines: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
     remnant: str | None = None
 
     def refs(self, found: RefFiles) -> dict[str, str]:
-        """All refs as they must be."""
+        """Return all refs after the heal."""
         staying = {ref: oid for ref, oid in found.refs.items() if ref not in self.drop}
         return {**staying, **self.restore}
 
@@ -59,7 +59,7 @@ class RefPlan:
 def plan_refs(
     stand_in: Path, found: RefFiles, default_branch: str | None, known: str | None
 ) -> RefPlan:
-    """Plan the refs. `stand_in` has those that could be read, and every object that could be had.
+    """Plan the refs. `stand_in` has the readable refs, and every object that was found.
 
     `known` is a record that the history must have.
     """
@@ -67,20 +67,20 @@ def plan_refs(
     wrong = {bad.path for bad in found.bad if bad.path.startswith("refs/")}
     plan.restore = {ref: oid for ref in wrong if (oid := audited.oid_in_name(ref))}
     plan.drop = wrong - plan.restore.keys()
-    history, plan.lines = _history(stand_in, found, known)
+    history, plan.branches = _history(stand_in, found, known)
     if history and found.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
         is_older = known != history and (known or HISTORY in found.refs)
         plan.remnant = history if is_older else None
-    lines = plan.lines or ((history,) if history else ())
-    past = {oid for line in lines for oid in audited.recorded_tips(stand_in, line)}
+    tips = plan.branches or ((history,) if history else ())
+    past = {oid for tip in tips for oid in audited.recorded_tips(stand_in, tip)}
     recorded, head, *_ = audited.read_record(stand_in, history) if history else NOTHING_RECORDED
     lost = {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
     if plan.remnant:
         gone = lost.keys() - found.refs.keys()
         lost = {ref: lost[ref] for ref in gone if f"{KEPT}{lost[ref]}" not in found.refs}
     plan.restore |= lost
-    # refs that are a directory of a restored one, or below it
+    # refs that are a directory of a restored one, or below it, are in its way
     above = {directory for ref in plan.restore for directory in directories_of(ref, 2)}
     restored = plan.restore.keys()
     below = {ref for ref in found.refs if not restored.isdisjoint(directories_of(ref, 2))}
@@ -91,7 +91,7 @@ def plan_refs(
     moved = {ref: oid for ref, oid in found.refs.items() if refs.get(ref) != oid}
     astray = {*found.astray.values(), *moved.values()}
     if plan.remnant:
-        astray.discard(str(known))  # a record with a hole
+        astray.discard(str(known))  # an incomplete record
     kinds = object_kinds(stand_in, astray - set(refs.values()))
     plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
     plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(found))
@@ -108,7 +108,7 @@ def plan_refs(
 def _history(
     stand_in: Path, found: RefFiles, known: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The tip of the ref history; and both tips, where it lost `known` and got records since."""
+    """Find the tip of the ref history; and both tips, if it lost `known` and got records since."""
     tip = found.refs.get(HISTORY)
     tip = tip if tip and audited.is_record(stand_in, tip) else None
     if known is None or not audited.is_record(stand_in, known):
@@ -121,9 +121,9 @@ def _history(
 
 
 def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
-    """The newest record that no other one builds on.
+    """Find the newest record that no other one builds on.
 
-    What upstream's refs reach is upstream's, whatever it looks like.
+    Commits that upstream's refs reach are upstream's, even if they look like records.
     """
     kinds = object_kinds(stand_in, {oid for ref, oid in refs.items() if not ref.startswith(OURS)})
     upstreams = read_graph(stand_in, [oid for oid, kind in kinds.items() if kind == "commit"])
@@ -156,8 +156,8 @@ Step = Callable[[str], None]
 class DamagedFiles:
     """`quarantine/damaged/<mirror>/<time>-<id>/`: files of one heal at their old paths.
 
-    Nothing is ever removed from there but by a person. `record.json` is written before the first
-    file moves, so a crash leaves each file in one place or the other.
+    Only a person removes anything from there. `record.json` is written before the first file moves,
+    so a crash leaves each file in one place or the other.
     """
 
     def __init__(
@@ -185,23 +185,23 @@ class DamagedFiles:
             sync_directory(directory)
 
     def move(self, relative: str) -> None:
-        """Move a file of the mirror in here; one that is gone is fine."""
+        """Move a file of the mirror in here, if it exists."""
         source = self._git_dir / relative
         if os.path.lexists(source):
-            target = self._place(relative)
+            target = self._target_of(relative)
             source.rename(target)
             sync_directory(target.parent)
             sync_directory(source.parent)
 
     def link(self, relative: str) -> None:
-        """Keep a file, which stays in its place until something better is renamed over it."""
+        """Link a file in here; it stays in its place until another is renamed over it."""
         source = self._git_dir / relative
         if source.exists() and not (self.path / relative).exists():
-            target = self._place(relative)
+            target = self._target_of(relative)
             os.link(source, target)
             sync_directory(target.parent)
 
-    def _place(self, relative: str) -> Path:
+    def _target_of(self, relative: str) -> Path:
         target = self.path / relative
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return target
@@ -216,7 +216,7 @@ def publish(
     plan: RefPlan,
     step: Step,
 ) -> Path | None:
-    """Change the mirror at `git_dir`; answers where the bad files are.
+    """Change the mirror at `git_dir`; return where the bad files are.
 
     `work` has the new packs in `objects/pack`.
     """
@@ -230,9 +230,9 @@ def publish(
         for directory in ("objects/pack", "refs"):
             (git_dir / directory).mkdir(parents=True, exist_ok=True)
         going: dict[str, None] = {}
-        # a multi-pack index goes before the packs that it names
+        # a multi-pack index is moved before the packs that it names
         for bad in sorted(bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED):
-            if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with everything of that pack
+            if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with all other files of the pack
                 stem = bad.path.rpartition(".")[0]  # git finds a pack by its index
                 going |= dict.fromkeys(stem + end for end in (".idx", ".pack", ".rev", ".bitmap"))
             elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):

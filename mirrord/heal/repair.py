@@ -1,10 +1,10 @@
 """Heals: find damage, salvage, collect from donors, prove, publish; one mirror at a time.
 
-All but the last step happens in a stand-in below the quarantine, so a cancelled or killed heal
-leaves the mirror as it was. A damaged pack goes once its intact objects are in the stand-in: git
-may read a damaged object from it before a good copy elsewhere. It stays in quarantine, as a donor
-of later heals. Other bad files stay in place while they may hold a needed object that no donor
-has. The caller holds the mirror's lock.
+All but the last step happens in a stand-in in quarantine, so a cancelled or killed heal leaves the
+mirror as it was. A damaged pack moves to quarantine once its intact objects are in the stand-in,
+because git may read a damaged object from it before a good copy elsewhere; there it is a donor of
+later heals. Other bad files stay in place while they may hold a needed object that no donor has.
+The caller holds the mirror's lock.
 """
 
 import math
@@ -27,8 +27,8 @@ from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_fi
 from ..audit.refs import RefFiles, read_ref_files
 from ..catalog import MirrorRow
 from ..mirrors.bundles import must_be_history
-from ..mirrors.history import BEGUN_ANEW, columns_of, list_records, write_record
-from ..mirrors.refs import theirs
+from ..mirrors.history import RESTARTED, columns_of, list_records, write_record
+from ..mirrors.refs import followed_refs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, FindingKind, MirrorName
@@ -58,8 +58,8 @@ _PACK_KINDS = {FileKind.PACK, FileKind.INDEX}
 class MirrorRepair:
     """The heal of the mirror at `git_dir` with `donors`.
 
-    `recorded` are the commits that must be whole, `suspects` the defects that an audit found, some
-    of them in files with a right checksum. `step` is called before each change of the mirror.
+    `recorded` are the commits that must be whole. `suspects` are the defects that an audit found;
+    their files may have a right checksum. `step` is called before each change of the mirror.
     """
 
     donors: Donors
@@ -67,7 +67,7 @@ class MirrorRepair:
     recorded: Collection[str]
     suspects: Mapping[str, Defect]
     step: Step
-    history: str = ""  # what became of the ref history, where that was lost
+    history: str = ""  # how the ref history was continued, where it was lost
     salvaged: dict[str, Donor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class MirrorRepair:
         self.transfer = Transfer(self.donors.mirrors.git, self.workers, self.stand_in, self.work)
 
     async def perform(self) -> Repair:
-        self._tell("look for damage")
+        self._report("look for damage")
         found = await self.workers.run(read_ref_files, self.git_dir, timeout=TIMEOUT)
         bad_files = await self._find_bad_files()
         await anyio.to_thread.run_sync(
@@ -96,25 +96,25 @@ class MirrorRepair:
         if plan.restore or known & missing.all:
             missing = await self._collect({*self.recorded, *plan.refs(found).values()})
         refs = plan.refs(found)
-        if plan.lines:
-            await self._write_history(refs, plan, plan.lines, "joined by a heal")
-            self.history = "it was moved back; continued from both of its lines"
+        if plan.branches:
+            await self._write_history(refs, plan, plan.branches, "joined by a heal")
+            self.history = "it was moved back; continued from both of its branches"
         elif refs and (
             HISTORY not in refs or (missing and await self._missing({refs[HISTORY]}))
-        ):  # the records are not whole, and no donor but a bundle has them
-            await self._renew_history(refs, plan)
+        ):  # records are missing, and only a bundle can have them
+            await self._restart_history(refs, plan)
             missing = await self._collect({*self.recorded, *plan.refs(found).values()})
         elif plan.remnant:
             await self._write_history(refs, plan, [plan.remnant], "continued by a heal")
             self.history = "its newest records were lost; continued from what is here"
         plan.restore = {ref: oid for ref, oid in plan.restore.items() if oid not in missing.all}
-        going = [bad for bad in bad_files if self._may_go(bad, missing.all)] + found.bad
-        if plan.head != found.head and not any(bad.path == "HEAD" for bad in going):
-            going.append(BadFile("HEAD", FileKind.HEAD, f"it named {found.head}"))
-        going += [*self._replaced_refs(found, plan), *self._outdated(going, missing)]
-        return await self._publish(missing, going, plan)
+        replaced = [bad for bad in bad_files if self._is_replaceable(bad, missing.all)] + found.bad
+        if plan.head != found.head and not any(bad.path == "HEAD" for bad in replaced):
+            replaced.append(BadFile("HEAD", FileKind.HEAD, f"it named {found.head}"))
+        replaced += [*self._replaced_refs(found, plan), *self._outdated(replaced, missing)]
+        return await self._publish(missing, replaced, plan)
 
-    async def _publish(self, missing: Missing, going: list[BadFile], plan: RefPlan) -> Repair:
+    async def _publish(self, missing: Missing, replaced: list[BadFile], plan: RefPlan) -> Repair:
         final = self.work / "final"
         counts = self.transfer.counts
         await anyio.to_thread.run_sync(make_repository, final)
@@ -122,26 +122,26 @@ class MirrorRepair:
         try:
             await self.transfer.prove(final, whole=not missing)
         except errors.MirrordError:
-            # salvaged objects that nothing reaches may name others that were never here
+            # salvaged objects that nothing reaches may refer to objects that never were here
             if missing or not any(name.startswith(SALVAGED) for name in counts):
                 raise
             await self.transfer.prove(final, whole=False)
         kept_in = None
-        if counts or going or plan.restore:
-            self._tell("put everything in place")
+        if counts or replaced or plan.restore:
+            self._report("put everything in place")
             root = self.donors.mirrors.quarantine.root
             with anyio.CancelScope(shield=True):
                 kept_in = await anyio.to_thread.run_sync(
-                    publish, self.name, self.git_dir, root, final, going, plan, self.step
+                    publish, self.name, self.git_dir, root, final, replaced, plan, self.step
                 )
         return Repair(
-            mirror=str(self.name), objects=counts, files=[bad.path for bad in going],
+            mirror=str(self.name), objects=counts, files=[bad.path for bad in replaced],
             kept_in=str(kept_in) if kept_in else None, refs=sorted(plan.restore),
             unhealed=sorted(missing.all)[:100], unhealed_count=len(missing.all),
             history=self.history, refusals=self.donors.refusals,
         )  # fmt: skip
 
-    def _tell(self, note: str) -> None:
+    def _report(self, note: str) -> None:
         if self.donors.progress:
             self.donors.progress(Progress(unit="steps", note=f"{self.name}: {note}"))
 
@@ -162,15 +162,15 @@ class MirrorRepair:
         return found
 
     async def _salvage(self, bad_files: Collection[BadFile]) -> None:
-        """Take the intact objects of damaged packs, whether anything needs them or not.
+        """Take the intact objects of damaged packs, needed or not, and make the packs donors.
 
-        The packs are donors afterwards: a delta can be read again when another donor has given what
-        it builds on. So are symbolic links in the mirror that lead to objects, before they go.
+        A delta in such a pack can be read again once another donor has given its base. Symbolic
+        links in the mirror that lead to objects are donors too.
         """
         stems = {Path(bad.path).stem for bad in bad_files if bad.kind in _PACK_KINDS}
         packs = [self.git_dir / f"objects/pack/{stem}.pack" for stem in sorted(stems)]
         for number, pack in enumerate(filter(Path.is_file, packs)):
-            self._tell(f"salvage {pack.name}")
+            self._report(f"salvage {pack.name}")
             name, into = f"{SALVAGED}{pack.name}", self.work / f"salvage-{number}"
             try:
                 bad = await self.workers.run(salvage, pack, into, timeout=TIMEOUT)
@@ -187,11 +187,11 @@ class MirrorRepair:
             linked = self.work / "linked"
             make = partial(make_stand_in, self.git_dir, others, {}, linked, link=os.symlink)
             await anyio.to_thread.run_sync(make)
-            donor = Donor("what symbolic links lead to", partial(lend, linked))
+            donor = Donor("targets of symbolic links", partial(lend, linked))
             self.salvaged["/linked"] = donor  # no pack has such a name
 
     async def _collect(self, tips: Collection[str]) -> Missing:
-        """Ask donors for what is missing, in rounds while it gets less; answers the rest."""
+        """Ask donors for what is missing, again while a round helps; return what stays missing."""
         missing = await self._missing(tips)
         donors = list(self.salvaged.values())
         if missing:
@@ -206,10 +206,10 @@ class MirrorRepair:
     async def _ask_each(
         self, donors: Collection[Donor], tips: Collection[str], missing: Missing
     ) -> Missing:
-        """Each in turn, for as long as it gives. A donor that fails has nothing."""
+        """Ask each donor in turn, and again while it has something; return what stays missing."""
         for donor in donors:
             while missing:
-                self._tell(f"{len(missing.all)} objects are missing, ask {donor.name}")
+                self._report(f"{len(missing.all)} objects are missing, ask {donor.name}")
                 try:
                     async with donor.lend(missing) as lent:
                         take = self.transfer.take_missing
@@ -228,31 +228,31 @@ class MirrorRepair:
     async def _missing(self, tips: Collection[str]) -> Missing:
         return await self.workers.run(find_missing, self.stand_in, sorted(tips), timeout=TIMEOUT)
 
-    async def _renew_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
+    async def _restart_history(self, refs: Mapping[str, str], plan: RefPlan) -> None:
         """Record the refs as they are, on top of the newest history among the mirror's bundles."""
         stand_in = Repository(self.donors.mirrors.git, self.name, self.stand_in)
         best: tuple[datetime, str, DonorBundle] | None = None
-        for file in await to_thread.run_sync(self.donors.bundles):
-            record = file.contents.history
-            if record is None or not file.is_own:
+        for bundle in await to_thread.run_sync(self.donors.bundles):
+            record = bundle.refs.history
+            if record is None or not bundle.is_own:
                 continue
-            donor = self.donors.bundle(file)
+            donor = self.donors.donor_of(bundle)
             if await self._ask_each([donor], {record}, await self._missing({record})):
                 continue
             try:
                 await must_be_history(stand_in, record)
                 at = (await list_records(stand_in, limit=1, start=record))[0].at
                 if best is None or at > best[0]:
-                    best = at, record, file
+                    best = at, record, bundle
             except errors.MirrordError:
                 continue
         name = best[2].name if best else None
         log.warning("history.lost", mirror=str(self.name), record=refs.get(HISTORY), bundle=name)
-        parents, why = list[str](), BEGUN_ANEW
+        parents, why = list[str](), RESTARTED
         self.history = "its records were lost, and no bundle has them; a new one was begun"
         if best:
             at, record, bundle = best
-            kept = {f"{KEPT}{oid}": oid for oid in bundle.contents.kept}
+            kept = {f"{KEPT}{oid}": oid for oid in bundle.refs.kept}
             plan.restore |= {ref: oid for ref, oid in kept.items() if ref not in refs}
             parents, why = [record], "continued by a heal"
             self.history = f"its records were lost; continued from those of {at:%Y-%m-%d} in {name}"
@@ -266,12 +266,12 @@ class MirrorRepair:
         borrow_from(scratch.path, self.stand_in)
         kept = {ref.removeprefix(KEPT) for ref in refs if ref.startswith(KEPT)}
         plan.restore[HISTORY] = await write_record(
-            scratch, theirs(dict(refs)), plan.head, [], kept=kept, parents=parents, why=why
+            scratch, followed_refs(dict(refs)), plan.head, [], kept=kept, parents=parents, why=why
         )
         await self.transfer.take_all(_NEW_HISTORY, scratch.path, ())
 
-    def _may_go(self, bad: BadFile, unhealed: Collection[str]) -> bool:
-        """Whether a file holds no needed object that no donor has, or its objects were salvaged."""
+    def _is_replaceable(self, bad: BadFile, unhealed: Collection[str]) -> bool:
+        """True if a file has no object that is still missing, or its objects were salvaged."""
         if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
             return True
         if bad.kind is FileKind.LAYOUT:
@@ -282,7 +282,7 @@ class MirrorRepair:
         return file.stem in self.salvaged or not may_hold(file, unhealed)
 
     def _replaced_refs(self, found: RefFiles, plan: RefPlan) -> list[BadFile]:
-        """The files that restoring refs writes over, kept like every file that goes."""
+        """List the files that restoring refs overwrites, so that they are kept too."""
         listed = {bad.path for bad in found.bad}
         changed = [ref for ref in [*plan.restore, *plan.drop] if ref in found.refs]
         loose = [ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed]
@@ -292,14 +292,14 @@ class MirrorRepair:
             bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
         return bad
 
-    def _outdated(self, going: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
-        """Files that git derived from packs that go, or from lost commits; git makes them again."""
-        listed = {bad.path for bad in going}
+    def _outdated(self, replaced: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
+        """List files that git derived from packs that go, or from lost commits."""
+        listed = {bad.path for bad in replaced}
         objects = self.git_dir / "objects"
         files: list[Path] = []
-        if any(bad.kind in _PACK_KINDS for bad in going):
+        if any(bad.kind in _PACK_KINDS for bad in replaced):
             files += (objects / "pack").glob("multi-pack-index*")
-        is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in going)
+        is_lying = any(Path(bad.path).name.startswith("commit-graph") for bad in replaced)
         if missing.commits or _NEW_HISTORY in self.transfer.counts or is_lying:
             files += (objects / "info/commit-graphs").glob("*")
             files += (objects / "info").glob("commit-graph")
@@ -311,9 +311,9 @@ class MirrorRepair:
 
 # -- heals as the daemon runs them -----------------------------------------------------------------
 #
-# A mirror whose heal left something open is tried again after pauses that double, and at once after
-# a start, which an operator makes who has just repaired something. A heal answers what it did;
-# whether the mirror is sound is for the audit after it.
+# A mirror whose heal left something unhealed is tried again after pauses that double, and at once
+# after a start, because an operator may just have repaired something. A heal reports its changes;
+# the audit after it judges the mirror.
 
 
 class Heals:
@@ -322,34 +322,34 @@ class Heals:
     def __init__(self, mirrors: Mirrors, step: Step = lambda _name: None) -> None:
         self.mirrors, self.catalog, self.step = mirrors, mirrors.catalog, step
         self._lent: list[Path] = []
-        # mirrors that a heal left open, by key, and when to try again
-        self._open: dict[str, tuple[MirrorName, Backoff, float]] = {}
+        # by key, mirrors with something unhealed, and when to try again
+        self._unhealed: dict[str, tuple[MirrorName, Backoff, float]] = {}
 
     async def open(self) -> None:
-        """Take up what the last heals before the start left open."""
-        settled: set[str] = set()
+        """Schedule heals of the mirrors that the last heals before the start left unhealed."""
+        known: set[str] = set()
         for audit in await self.catalog.list_audits():
-            ends = _ends(audit)
-            for mirror in ends.keys() - settled:
-                if ends[mirror]:
+            unhealed = _unhealed_mirrors(audit)
+            for mirror in unhealed.keys() - known:
+                if unhealed[mirror]:
                     name = MirrorName.parse(mirror)
-                    self._open[name.key] = (name, _backoff(), time.monotonic())
-            settled |= ends.keys()
+                    self._unhealed[name.key] = (name, _backoff(), time.monotonic())
+            known |= unhealed.keys()
 
     def settle(self, audit: Audit) -> None:
-        """Do not try mirrors again that an audit found sound."""
-        for mirror, is_open in _ends(audit).items():
-            if not is_open:
-                self._open.pop(MirrorName.parse(mirror).key, None)
+        """Unschedule the mirrors that an audit found sound."""
+        for mirror, is_unhealed in _unhealed_mirrors(audit).items():
+            if not is_unhealed:
+                self._unhealed.pop(MirrorName.parse(mirror).key, None)
 
     def due(self) -> list[MirrorName]:
-        """Mirrors whose last heal left something open and whose time has come."""
+        """List the mirrors to heal again now."""
         now = time.monotonic()
-        return [name for name, _, at in self._open.values() if at <= now]
+        return [name for name, _, at in self._unhealed.values() if at <= now]
 
     @contextmanager
     def lending(self, bundle: Path) -> Iterator[None]:
-        """Have a bundle among the donors of every heal that begins meanwhile."""
+        """Add a bundle to the donors of every heal that begins in the block."""
         self._lent.append(bundle)
         try:
             yield
@@ -357,10 +357,7 @@ class Heals:
             self._lent.remove(bundle)
 
     async def repair(self, judged: Judged, progress: ProgressSink | None = None) -> Repair:
-        """Heal what an audit found, as far as donors allow.
-
-        Errors are in the answer: they keep no other mirror waiting.
-        """
+        """Heal what an audit found, as far as donors allow; the result has errors too."""
         name = judged.name
         try:
             repair = await self._repair(judged, progress)
@@ -375,7 +372,7 @@ class Heals:
         if repair.unhealed_count:
             self._postpone(name)
         else:
-            self._open.pop(name.key, None)
+            self._unhealed.pop(name.key, None)
         self.mirrors.events.publish(
             "mirror.repaired", mirror=str(name), objects=sum(repair.objects.values()),
             files=len(repair.files), refs=len(repair.refs), unhealed=repair.unhealed_count,
@@ -383,13 +380,14 @@ class Heals:
         return repair
 
     def _postpone(self, name: MirrorName) -> None:
-        _, backoff, _ = self._open.get(name.key, (name, _backoff(), math.inf))
-        self._open[name.key] = (name, backoff, time.monotonic() + backoff.next().total_seconds())
+        _, backoff, _ = self._unhealed.get(name.key, (name, _backoff(), math.inf))
+        at = time.monotonic() + backoff.next().total_seconds()
+        self._unhealed[name.key] = (name, backoff, at)
 
     async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Repair:
         row = await self.catalog.find_mirror(judged.name.key)
         if row is None and not await self.catalog.list_recorded(judged.name.key):
-            return Repair(mirror=str(judged.name))  # it was removed since the audit looked
+            return Repair(mirror=str(judged.name))  # it was removed since the audit
         row = row or await self.mirrors.add(judged.name.repo)
         refused = await self._make_again(row, progress)
         async with self.mirrors.lock(row.name), self.mirrors.quarantine.directory("heal") as work:
@@ -401,7 +399,7 @@ class Heals:
             if refused and not repair.objects:
                 await self.mirrors.quarantine.discard(path)
                 raise refused
-            # a history that could not be had whole is the one there is
+            # after a lost record, the history on disk is the right one
             known = None if repair.history else row.history
             repository = self.mirrors.repository(row.name)
             columns = await columns_of(repository, known)
@@ -414,13 +412,13 @@ class Heals:
     async def _make_again(
         self, row: MirrorRow, progress: ProgressSink | None
     ) -> errors.UpstreamError | None:
-        """Make a mirror that is gone from the store or upstream.
+        """Make a mirror that is gone again, from the store or upstream.
 
-        Or make it empty, and answer why, for other donors.
+        Where both fail, make it empty for other donors, and return upstream's error.
         """
         path, root = self.mirrors.path(row.name), self.mirrors.quarantine.root
         if os.path.lexists(path) and not path.is_dir():
-            bad = BadFile(path.name, FileKind.LAYOUT, "it is no directory")
+            bad = BadFile(path.name, FileKind.LAYOUT, "it is not a directory")
             async with self.mirrors.lock(row.name):
                 damaged = await to_thread.run_sync(DamagedFiles, root, row.name, path.parent, [bad])
                 await to_thread.run_sync(damaged.move, bad.path)
@@ -436,7 +434,7 @@ class Heals:
         return None
 
     async def _follow_store(self, name: MirrorName, progress: ProgressSink | None) -> bool:
-        """Make a mirror that is gone from the store; answers whether that could be done."""
+        """Make a mirror that is gone again from the store; False where that is impossible."""
         try:
             store = await open_store(self.mirrors, name)
             if store is None:
@@ -453,10 +451,10 @@ class Heals:
         return True
 
 
-def _ends(audit: Audit) -> dict[str, bool]:
-    """Whether a heal of each mirror left something open, as far as this audit can tell.
+def _unhealed_mirrors(audit: Audit) -> dict[str, bool]:
+    """Tell of each mirror that was healed, or is certainly sound, whether something is unhealed.
 
-    An audit below `content` does not see all.
+    Only an audit at level `content` can tell that a mirror is sound.
     """
     tried = {repair.mirror: bool(repair.unhealed_count or repair.error) for repair in audit.repairs}
     found = {finding.mirror for finding in audit.findings if not finding.accepted}

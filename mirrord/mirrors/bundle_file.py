@@ -1,8 +1,8 @@
-"""The parts of a bundle file: its header, its pack, and the records of the catalog in it.
+"""The parts of a bundle file: header, pack, and the catalog's records.
 
-Nothing that comes in is trusted: the header is read within bounds, every object is hashed and
-checked by fsck, the closure of every ref is walked, records are validated like a request. Records
-never hold a secret: a URL that cannot be shown whole is left out. Moves no ref of a mirror.
+Nothing read is trusted: the header has bounds, fsck checks every object, the closure of every ref
+is walked, records are validated like a request. Records hold no secrets: a URL that may have one is
+left out. Moves no ref of a mirror.
 """
 
 import re
@@ -30,7 +30,7 @@ from .upstream import public_url
 
 
 class BundleHeader(NamedTuple):
-    """`prerequisites` are commits that the file builds on; the pack begins at `pack_at`."""
+    """A bundle's header. The file builds on `prerequisites`; the pack begins at `pack_at`."""
 
     prerequisites: tuple[str, ...]
     refs: Refs
@@ -38,7 +38,7 @@ class BundleHeader(NamedTuple):
 
 
 def header_bytes(prerequisites: Iterable[str], refs: Refs) -> bytes:
-    """The header of a bundle as git writes it; the pack follows."""
+    """Format the header of a bundle, which the pack follows."""
     builds_on = (f"-{oid} " for oid in sorted(prerequisites))
     named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
     return lines_of(["# v2 git bundle", *builds_on, *named, ""])
@@ -62,23 +62,23 @@ def read_header(path: Path) -> BundleHeader:
     with path.open("rb") as file:
         signature = file.readline(8192)
         if signature not in {b"# v2 git bundle\n", b"# v3 git bundle\n"}:
-            raise refused("it does not begin like a git bundle")
+            raise refused("it has no signature of a git bundle")
         for _ in range(10_000_000):
             raw = file.readline(8192)
             if raw == b"\n":
                 break
             if not raw.endswith(b"\n"):
-                raise refused("it ends in the middle of its head")
+                raise refused("its header is cut short")
             line = raw[:-1].decode("utf-8", "surrogateescape")
             if b"v3" in signature and raw.startswith(b"@"):
                 if line != "@object-format=sha1":
-                    raise refused(f"it needs {shown(line)}, which mirrors do not have")
+                    raise refused(f"it needs {shown(line)}, which mirrors do not support")
             elif found := _PREREQUISITE.fullmatch(line):
                 prerequisites.append(found[1])
             elif found := _REF.fullmatch(line):
                 refs[found[2]] = found[1]
             else:
-                raise refused(f"{shown(line)} is no line of a bundle's head")
+                raise refused(f"{shown(line)} is not a line of a bundle's header")
         else:
             raise refused("it holds too many refs")
         if not refs:
@@ -89,7 +89,7 @@ def read_header(path: Path) -> BundleHeader:
 async def unbundle(
     repository: Repository, path: Path, progress: ProgressSink | None = None
 ) -> BundleHeader:
-    """Add the objects of a bundle file to `repository`, each checked; answers its header.
+    """Add the objects of a bundle file to `repository`, each checked; return its header.
 
     Raises InvalidBundleError where the file is damaged, hostile, or builds on missing commits.
     """
@@ -97,8 +97,8 @@ async def unbundle(
     if absent := sorted(await repository.absent(header.prerequisites)):
         raise errors.InvalidBundleError(
             f"cannot import the bundle: it builds on {len(absent)} commits that are not here,"
-            f" {absent[0]} for one",
-            hint="first import the bundle that was made at the record this one was made since",
+            f" such as {absent[0]}",
+            hint="first import the bundle of the record since which this one was made",
             absent=absent[:100],
         )
     doing = "import the bundle"
@@ -117,7 +117,7 @@ async def index_bundle(
     progress: ProgressSink | None = None,
     doing: str,
 ) -> None:
-    """Add the objects of a bundle file to `repository`, each hashed, within bounds.
+    """Add the objects of a bundle file to `repository`, within bounds.
 
     Raises GitFailedError, CorruptObjectError.
     """
@@ -134,10 +134,10 @@ async def index_bundle(
 
 
 async def verify_closures(repository: Repository, refs: Refs) -> None:
-    """Prove that everything the refs of a bundle reach is there; raises InvalidBundleError."""
+    """Prove that nothing is missing of what the refs reach; raises InvalidBundleError."""
     try:
         if absent := await repository.absent(refs.values()):
-            fact = f"{min(absent)} is named by it and not in it"
+            fact = f"it names {min(absent)}, which it does not contain"
             raise errors.InvalidBundleError(f"cannot import the bundle: {fact}")
         await repository.verify_closure(sorted(set(refs.values())))
     except (errors.GitFailedError, errors.CorruptObjectError) as error:
@@ -166,7 +166,7 @@ class BundledPin(_Stored):
 
 
 class BundledDataset(_Stored):
-    """The head of a dataset; its rows of this mirror are beside it in `dataset-NAME.jsonl`."""
+    """A dataset without rows; those of this mirror are in `dataset-NAME.jsonl`."""
 
     name: Annotated[str, Field(max_length=100)]
     format: Annotated[str, Field(max_length=100)]
@@ -179,7 +179,7 @@ class BundledDataset(_Stored):
 
 
 class BundleRecords(_Stored):
-    """The catalog's knowledge of a mirror. `url` is None where it is unknown or has a secret."""
+    """The catalog's records of a mirror. `url` is None where it is unknown or has a secret."""
 
     format: int = _FORMAT
     mirror: str
@@ -203,9 +203,9 @@ def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> B
 async def write_records(
     repository: Repository, objects: Path, records: BundleRecords, rows: dict[str, Path]
 ) -> str:
-    """Store records, and the rows of datasets, in the object directory `objects`.
+    """Write records, and the rows of datasets, into the object directory `objects`.
 
-    Answers their commit, which is the same for the same records.
+    Returns their commit, which is the same for the same records.
     """
     dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
 
@@ -227,7 +227,6 @@ async def write_records(
 
 
 async def read_records(repository: Repository, commit: str) -> BundleRecords:
-    """Raises InvalidBundleError."""
     words = ("cat-file", "blob", f"{commit}:mirror.json")
     found = await repository.run(*words, ok=(0, 128), doing="read a bundle's records")
     failure = "cannot read the records of the bundle"
@@ -244,13 +243,13 @@ async def read_records(repository: Repository, commit: str) -> BundleRecords:
 
 
 Spools = dict[str, tuple[DatasetHead, Path]]
-"""By dataset: its head, and its checked rows as the catalog takes them."""
+"""By name, datasets without rows, each with a file of checked rows for the catalog."""
 
 
 async def spool_datasets(scratch: Repository, commit: str | None, records: BundleRecords) -> Spools:
-    """Check the rows of the datasets in a bundle; one bad row refuses all.
+    """Check the rows of the datasets in a bundle; raise InvalidBundleError for any bad row.
 
-    Answers nothing where the records are of a mirror of another name.
+    Returns nothing where the records are of a mirror with another name.
     """
     if commit is None or MirrorName.parse(records.mirror).key != scratch.name.key:
         return {}
@@ -263,7 +262,7 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
                 try:
                     row = decode_row(line)
                 except (ValueError, KeyError, TypeError, errors.MirrordError) as error:
-                    fact = f"row {number} of a dataset is none: {error}"
+                    fact = f"row {number} of a dataset is invalid: {error}"
                     raise errors.InvalidBundleError(f"cannot import the bundle: {fact}") from error
                 if row.mirror.key == scratch.name.key:
                     out.write(encode_row(row))

@@ -1,12 +1,12 @@
-"""Bundles: a mirror with all that is known of it written to one file, and read back.
+"""Bundles: a mirror with the catalog's records of it written to one file, and read back.
 
-Writing changes nothing: the records are made in quarantine, the rest is streamed. A file that is
-read is indexed in quarantine and every closure proven; only then the mirror changes: the catalog's
-rows first, then objects, then one transaction of refs. So a bad bundle changes nothing, and what a
-crash interrupts the same import finishes.
+Writing changes nothing: the records are made in quarantine, everything else is streamed. A file
+that is read is indexed in quarantine and every closure is proven. Only then the mirror changes: the
+catalog's rows, then objects, then one transaction of refs. So a bad bundle changes nothing, and the
+same import finishes what a crash interrupted.
 
-The file is a git bundle (version 2): plain git lists, verifies, clones and fetches from it. In it
-`refs/mirrord/records/owner__name` is a commit whose tree holds what the catalog knows:
+The file is a git bundle (version 2): plain git lists, verifies, clones and fetches from it.
+`refs/mirrord/records/owner__name` in it is a commit, whose tree has what the catalog knows:
 `mirror.json`, and a file of rows for each dataset.
 """
 
@@ -30,23 +30,31 @@ from . import bundle_file, history
 from .maintenance import remove_stale_files, size_bytes
 from .pins import pin_ref, read_pins
 from .quarantine import accept_objects, within_room
-from .refs import Moves, commit, directories_of, drop_shadowed, is_followed, summarise, theirs
+from .refs import (
+    Moves,
+    commit,
+    directories_of,
+    drop_shadowed,
+    followed_refs,
+    is_followed,
+    summarise,
+)
 from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
 from .service import Mirrors
 
-# -- what a bundle does to the refs of a mirror ----------------------------------------------------
+# -- the refs of a bundle, merged into those of a mirror -------------------------------------------
 #
-# A ref of the bundle that the mirror lacks is made; one that is ahead of the mirror's moves it
-# forward; any other stays where it is, and the bundle's tip is kept. Pins are added. The longer ref
-# history is continued; one that had to begin anew is joined with the bundle's older one.
+# A ref that the mirror lacks is created; one that is ahead of the mirror's moves it forward. Any
+# other stays where it is, and the bundle's tip is kept. Pins are added. The longer ref history is
+# continued; one that a heal restarted is joined with the bundle's older one.
 
 RECORDS = "refs/mirrord/records/"
 
 
 class BundleRefs(NamedTuple):
-    """The refs of a bundle by kind, with the names that a mirror may have."""
+    """The refs of a bundle by kind, those with names that a mirror may have."""
 
-    theirs: Refs
+    followed: Refs
     kept: list[str]
     pins: list[tuple[str, CommitId]]
     history: str | None
@@ -56,10 +64,10 @@ class BundleRefs(NamedTuple):
 
     @property
     def tips(self) -> Refs:
-        """All of them, by a name."""
+        """All objects to be proven, by ref."""
         ours = {HISTORY: self.history, RECORDS: self.records}
         return (
-            self.theirs
+            self.followed
             | {f"{KEPT}{oid}": oid for oid in self.kept}
             | {pin_ref(owner, commit): str(commit) for owner, commit in self.pins}
             | {ref: oid for ref, oid in ours.items() if oid}
@@ -74,12 +82,12 @@ def sort_refs(refs: Refs) -> BundleRefs:
     if len(named) > 1:
         raise InvalidBundleError("cannot read the bundle: it holds the records of several mirrors")
     mirror = named[0].removeprefix(RECORDS) if named else ""
-    # a bundle has only the commit of HEAD: the branch is one that is there too
+    # a bundle names HEAD's commit, but not its branch
     tip = refs.get("HEAD")
     at_head = [ref for ref, oid in refs.items() if ref.startswith("refs/heads/") and oid == tip]
     usual = [ref for ref in ("refs/heads/main", "refs/heads/master") if ref in at_head]
     return BundleRefs(
-        theirs=followed,
+        followed=followed,
         kept=sorted({oid for ref, oid in refs.items() if ref == f"{KEPT}{oid}"}),
         pins=read_pins({ref: oid for ref, oid in refs.items() if ref.startswith(OURS)}),
         history=refs.get(HISTORY),
@@ -91,7 +99,7 @@ def sort_refs(refs: Refs) -> BundleRefs:
 
 @dataclass(slots=True)
 class MergePlan:
-    """`target` is where the refs that follow upstream will be."""
+    """A merge into a mirror; `target` has its refs that follow upstream after it."""
 
     target: Refs
     moves: Moves = field(default_factory=dict)
@@ -104,9 +112,9 @@ async def plan_merge(
 ) -> MergePlan:
     """Plan the merge into a repository that has all objects; `pins` have their future owners."""
     present = await repository.all_refs()
-    plan = MergePlan(theirs(present))
+    plan = MergePlan(followed_refs(present))
     above = {directory for ref in plan.target for directory in directories_of(ref, 2)}
-    for ref, oid in bundle.theirs.items():
+    for ref, oid in bundle.followed.items():
         now = plan.target.get(ref)
         if now == oid:
             continue
@@ -139,16 +147,16 @@ async def _plan_history(
     elif offered and own:
         first = (await history.list_records(repository, history.EVERY_RECORD, start=own))[-1]
         newest = (await history.list_records(repository, limit=1, start=offered))[0]
-        if first.summary.startswith(history.BEGUN_ANEW) and newest.at <= first.at:
+        if first.summary.startswith(history.RESTARTED) and newest.at <= first.at:
             parents = [offered, own]
     last = await history.read_last(repository, own)
     named = [*present, *plan.moves]
     kept = last.kept | {ref.removeprefix(KEPT) for ref in named if ref.startswith(KEPT)}
     tip = parents[0] if len(parents) == 1 else None
     if tip:
-        said = await history.read_record(repository, tip)
+        recorded = await history.read_record(repository, tip)
         wanted = (plan.target, head if head in plan.target else None, kept)
-    if not tip or (said.followed, said.head, said.kept) != wanted:
+    if not tip or (recorded.followed, recorded.head, recorded.kept) != wanted:
         tip = await history.write_record(
             repository, plan.target, head, plan.changes,
             kept=kept, parents=parents, why="import", last=last,
@@ -158,13 +166,13 @@ async def _plan_history(
 
 
 async def must_be_history(repository: Repository, offered: str) -> None:
-    """Refuse a ref history that could not be read later; raises InvalidBundleError."""
+    """Raise InvalidBundleError for a ref history that cannot be read."""
     try:
         await history.list_records(repository, start=offered)
         await history.read_record(repository, offered)
     except (MirrordError, ValueError) as error:
         hint = "nothing was changed; make the bundle again"
-        fact = "its ref history is not one"
+        fact = "its ref history is invalid"
         raise InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint) from error
 
 
@@ -173,7 +181,7 @@ async def must_be_history(repository: Repository, offered: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A bundle to be sent. `record` is its newest ref record, for `since` of a later bundle."""
+    """A bundle being sent. `record` is its newest ref record, for `since` of a later bundle."""
 
     mirror: MirrorName
     record: str | None
@@ -191,8 +199,8 @@ class Bundles:
     async def create(self, name: str, since: str | None = None) -> Outgoing:
         """Open a bundle of a mirror; with `since`, only what came after that ref record.
 
-        The content must be read or closed. It is read without the mirror's lock: nothing that a ref
-        reaches is ever dropped.
+        The content must be read or closed. Takes no lock, because nothing that a ref reaches is
+        ever dropped.
         """
         row = await self.mirrors.get(name)
         repository = self.mirrors.repository(row.name)
@@ -200,18 +208,20 @@ class Bundles:
             failure = f"cannot bundle mirror {row.name}: it was never synced"
             raise MirrorNotFoundError(failure, hint="sync it first")
         present = await repository.all_refs()
-        # all refs but the marks of a running fetch
+        # without the marks of a running fetch
         ours = {ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS))}
         ours |= {HISTORY: present[HISTORY]} if HISTORY in present else {}
         prerequisites: set[str] = set()
-        if since:  # the reader has all that the refs of that record reach, and the record
+        if since:  # the reader has that record, and all that its refs reach
             record = await history.find_record(repository, since)
             refs = (await history.read_record(repository, record.id)).followed
             prerequisites = {*await repository.commits_of(refs.values()), record.id}
-        content = self._write(row, repository, theirs(present) | ours, frozenset(prerequisites))
+        content = self._write(
+            row, repository, followed_refs(present) | ours, frozenset(prerequisites)
+        )
         first = [await anext(content), await anext(content)]  # raises where an object is missing
 
-        async def whole() -> AsyncGenerator[bytes]:
+        async def chunks() -> AsyncGenerator[bytes]:
             try:
                 for chunk in first:
                     yield chunk
@@ -220,7 +230,7 @@ class Bundles:
             finally:
                 await content.aclose()
 
-        return Outgoing(row.name, present.get(HISTORY), whole())
+        return Outgoing(row.name, present.get(HISTORY), chunks())
 
     async def _write(
         self, row: MirrorRow, repository: Repository, refs: Refs, prerequisites: frozenset[str]
@@ -234,8 +244,7 @@ class Bundles:
             header = bundle_file.header_bytes(prerequisites, refs)
             size = len(header)
             yield header
-            # git counts before it writes, so a missing object is an error before the next piece; it
-            # waits while the reader does
+            # git counts before it writes, so a missing object is an error before the next chunk
             tips = [*sorted({*refs.values()}), *(f"^{oid}" for oid in sorted(prerequisites))]
             async with self.mirrors.git.stream(
                 "pack-objects", "--revs", "--stdout", "--thin", "--delta-base-offset", "-q",
@@ -252,7 +261,7 @@ class Bundles:
         self.mirrors.events.publish("bundle.created", mirror=str(row.name), **made)
 
     async def write_records(self, row: MirrorRow, repository: Repository, objects: Path) -> Refs:
-        """Store what the catalog knows of a mirror in an object directory; answers its ref."""
+        """Write the catalog's records of a mirror into an object directory; return their ref."""
         key, catalog = row.name.key, self.mirrors.catalog
         datasets, rows = [], {}
         async with self.mirrors.quarantine.directory("records") as directory:
@@ -275,7 +284,7 @@ class Bundles:
         owner_uid: int = 0,
         progress: ProgressSink | None = None,
     ) -> BundleImported:
-        """Import a bundle file into its mirror, or into `mirror`; answers the changes.
+        """Import a bundle file into its own mirror, or into `mirror`.
 
         Raises InvalidBundleError where it is damaged, hostile, names no mirror, or builds on
         missing commits.
@@ -287,18 +296,15 @@ class Bundles:
                 text = mirror or bundle.mirror
                 if text is None:
                     raise InvalidBundleError(
-                        "cannot import the bundle: it does not say which mirror it is of",
-                        hint="say it with --mirror owner/name",
+                        "cannot import the bundle: it does not name its mirror",
+                        hint="name it with --mirror owner/name",
                     )
                 name = MirrorName.parse(text)
                 if found := await catalog.find_mirror(name.key):
                     name = found.name
                 scratch = Repository(self.mirrors.git, name, directory / "repository")
-                await scratch.create()
-                if self.mirrors.path(name).exists():
-                    alternates = scratch.objects / "info/alternates"
-                    borrowed = self.mirrors.repository(name).objects
-                    alternates.write_text(f"{borrowed}\n", encoding="utf-8")
+                lender = self.mirrors.repository(name)
+                await scratch.create(lender=lender if lender.path.exists() else None)
                 sink = within_room(self.mirrors.room, progress, "import the bundle")
                 await bundle_file.unbundle(scratch, path, sink)
                 result = await self.take(scratch, bundle, owner_uid)
@@ -307,9 +313,9 @@ class Bundles:
         return result
 
     async def take(self, scratch: Repository, bundle: BundleRefs, owner_uid: int) -> BundleImported:
-        """Prove what a repository in quarantine has, then merge it into its mirror.
+        """Prove the bundle in a repository in quarantine, then merge it into its mirror.
 
-        The catalog goes first: rows without pins are reported, pins without rows would be dropped.
+        The catalog is written first: rows without pins are reported, pins without rows removed.
         """
         name = scratch.name
         await bundle_file.verify_closures(scratch, bundle.tips)
@@ -322,7 +328,7 @@ class Bundles:
         found = await self.mirrors.catalog.find_mirror(name.key)
         if found is None:
             await self.mirrors.add(str(name), records.url)
-        # or a crash ended its first import after it was registered
+        # without a sync, an earlier import was interrupted after it registered the mirror
         is_new = found is None or found.synced_at is None
         async with self.mirrors.sharing.turn(name) as turn, self.mirrors.lock(name):
             await self.mirrors.catch_up(name)
@@ -367,7 +373,7 @@ class Bundles:
             await to_thread.run_sync(sync_directory, repository.path.parent)
             return plan
         with anyio.CancelScope(shield=True):
-            if await repository.absent(await _offered(scratch, bundle)):
+            if await repository.absent(await _packed_objects(scratch, bundle)):
                 with full_disk_named(f"mirror {scratch.name}"):
                     await to_thread.run_sync(accept_objects, scratch.objects, repository.objects)
             plan = await plan_merge(repository, bundle, owners, await repository.head())
@@ -385,7 +391,7 @@ class Bundles:
             columns["default_branch"] = (
                 head.removeprefix("refs/heads/") if head and is_born else None
             )
-            # when the bundle's mirror was synced last
+            # the last sync of the mirror that was bundled
             columns["synced_at"] = newest[0].at if newest else utc_now()
         await self.mirrors.catalog.update_mirror(name.key, **columns)
 
@@ -397,9 +403,9 @@ def _pin_rows(
     restored: dict[str, int],
     owner_uid: int,
 ) -> tuple[list[PinRow], int]:
-    """The pins of the bundle; those of datasets that were not restored go to the importing user.
+    """Return the pins of the bundle, and how many went to the importing user.
 
-    Answers how many those are, too.
+    Those are the pins of datasets that were not restored.
     """
     known = {(pin.owner, pin.commit): pin for pin in records.pins}
     owners = {f"dataset/{dataset}" for dataset in restored}
@@ -416,16 +422,16 @@ def _pin_rows(
     return list(rows.values()), len(taken_over)
 
 
-async def _offered(scratch: Repository, bundle: BundleRefs) -> set[str]:
-    """The objects in the packs of the bundle, except the records, which a mirror does not keep."""
+async def _packed_objects(scratch: Repository, bundle: BundleRefs) -> set[str]:
+    """List the objects of a bundle, except the records, which a mirror does not keep."""
 
-    def packed() -> set[str]:
+    def read_indexes() -> set[str]:
         indexes = (scratch.objects / "pack").glob("*.idx")
         return {oid.hex() for index in indexes for oid in PackIndex(index)}
 
-    offered = await to_thread.run_sync(packed)
+    packed = await to_thread.run_sync(read_indexes)
     if bundle.records:
         words = ("rev-list", "--objects", bundle.records)
         listed = await scratch.run(*words, doing="list the records of a bundle")
-        offered -= {line.partition(" ")[0] for line in listed.lines}
-    return offered
+        packed -= {line.partition(" ")[0] for line in listed.lines}
+    return packed

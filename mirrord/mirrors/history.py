@@ -1,11 +1,11 @@
 """The ref history: the refs after each sync that changed one.
 
-`refs/mirrord/history` is a history of commits, each a record. Its tree has two blobs of sorted
-lines `<object id> <ref>`, for the refs that follow upstream and the kept refs: `refs` lists them as
-they were at some record, `moved` what changed since, with zeros for a ref that went, and
-`@ HEAD <ref>`. Records share `refs` until the changes are many, so that a record costs what moved.
-It is in git in the mirror itself, so it is copied, packed and verified with it. Records are only
-added. HEAD and the refs of a mirror are what the newest record says.
+The commits of `refs/mirrord/history` are records, which are only added. The tree of a record has
+two blobs of sorted lines `<object id> <ref>`, for the refs that follow upstream and the kept refs.
+`refs` lists them as of some earlier record. `moved` lists the changes since, with zeros for a
+deleted ref, and `@ HEAD <ref>`. Records share `refs` until the changes are many, so that the cost
+of a record depends on what moved. HEAD and the refs of a mirror are what the newest record says.
+The history is in git, so it is copied, packed and verified with the mirror.
 """
 
 import re
@@ -21,19 +21,19 @@ from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, No
 from ..git.command import BatchObject, object_info
 from ..model import shown
 from ..protocol import RefChange, RefRecord
-from .refs import classify, compare, is_followed, summarise, theirs
+from .refs import classify, compare, followed_refs, is_followed, summarise
 from .repository import HISTORY, KEPT, Refs, Repository
 
-BEGUN_ANEW = "begun anew by a heal"
+RESTARTED = "begun anew by a heal"
 """The subject of a first record whose predecessors were lost and in no bundle."""
 EVERY_RECORD = 1_000_000
 _GONE = "0" * 40
 
 
 class RecordedRefs(NamedTuple):
-    """What a record lists: the refs that follow upstream and the kept ones, and HEAD.
+    """The content of a record: the refs that follow upstream, the kept refs, and HEAD.
 
-    `base` is its blob `refs`, which the next record may share, and `base_lists` what that lists.
+    `base` is its blob `refs`, which the next record may share; `base_lists` its content.
     """
 
     listed: Refs
@@ -43,7 +43,7 @@ class RecordedRefs(NamedTuple):
 
     @property
     def followed(self) -> Refs:
-        return theirs(self.listed)
+        return followed_refs(self.listed)
 
     @property
     def kept(self) -> set[str]:
@@ -54,7 +54,7 @@ NOTHING_RECORDED = RecordedRefs({}, None)
 
 
 def blobs_of(record: str) -> tuple[str, str]:
-    """The blobs `refs` and `moved` of a record, as git is asked for them."""
+    """Return the revisions of a record's blobs `refs` and `moved`."""
     return f"{record}:refs", f"{record}:moved"
 
 
@@ -66,9 +66,9 @@ def parse_record(refs: BatchObject, moved: BatchObject) -> RecordedRefs:
 def parse_lines(
     text: bytes, base: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Refs, str | None]:
-    """The refs that the lines of a record make of `base`, and the target of HEAD.
+    """Apply the lines of a record to `base`; return the refs and the target of HEAD.
 
-    Names that a mirror may not have are left out: a record may have come in a bundle.
+    Skips names that a mirror may not have: a record may have come in a bundle.
     """
     is_oid = re.compile(r"[0-9a-f]{40}").fullmatch
     listed, head = dict(base), None
@@ -95,7 +95,7 @@ async def read_record(repository: Repository, record: str) -> RecordedRefs:
 
 
 async def read_last(repository: Repository, record: str | None) -> RecordedRefs:
-    """A record, or an empty one where there is none that can be read."""
+    """Read a record; an empty one where it is missing or unreadable."""
     with suppress(CorruptObjectError, GitFailedError):
         return await read_record(repository, record) if record else NOTHING_RECORDED
     return NOTHING_RECORDED
@@ -112,16 +112,16 @@ async def write_record(
     why: str,
     last: RecordedRefs = NOTHING_RECORDED,
 ) -> str:
-    """Store a set of refs and the ids of the kept ones; answers the commit, which no ref names yet.
+    """Write a record of `refs` and of the ids in `kept`; return its commit, which no ref names yet.
 
-    The records of the last of `parents` are listed before those of the others. `last` is a record
-    whose blob `refs` may serve this one too.
+    `list_records` lists the records of the last of `parents` before those of the others. `last` is
+    a record whose blob `refs` this one may share.
     """
     listed = refs | {f"{KEPT}{oid}": oid for oid in kept}
     moved = dict(listed.items() - last.base_lists.items())
     moved |= dict.fromkeys(last.base_lists.keys() - listed, _GONE)
     base = last.base
-    # all of n refs take as much as k records, each with the changes of those before it, if k² = 2n
+    # k records, each with the changes of those before it, take as much as all n refs if k² = 2n
     if not base or len(moved) ** 2 > 2 * len(listed):
         base, moved = await repository.write_object("blob", _lines(listed)), {}
     head_line = f"@ HEAD {head}\n".encode("utf-8", "surrogateescape") if head else b""
@@ -144,7 +144,7 @@ def _lines(refs: Refs) -> bytes:
 async def list_records(
     repository: Repository, limit: int = 1000, start: str = HISTORY
 ) -> list[RefRecord]:
-    """The newest records first."""
+    """List records, the newest first."""
     if start == HISTORY and HISTORY not in await repository.all_refs():
         return []
     listing = await repository.run(
@@ -165,7 +165,7 @@ async def list_records(
 
 
 async def find_record(repository: Repository, at: str) -> RefRecord:
-    """The record with an id (at least 7 digits), `latest`, or the one in force at an ISO 8601 time.
+    """Find a record by id (at least 7 digits), `latest`, or the ISO 8601 time it was in force.
 
     Raises NotFoundError, InvalidRequestError.
     """
@@ -197,22 +197,22 @@ async def find_record(repository: Repository, at: str) -> RefRecord:
 
 
 async def columns_of(repository: Repository, known: str | None) -> dict[str, Any]:
-    """The columns of a mirror's row in the catalog that its refs decide.
+    """Return the columns of a mirror's row that depend on its refs.
 
-    `known` is the record in the row. It stays where the history has lost it, until a heal has
-    brought it back or said that nobody has it.
+    `known` is the record in the row. It stays there while the history lacks it, until a heal has
+    restored it or found that no donor has it.
     """
     refs = await repository.all_refs()
     tip = refs.get(HISTORY)
     is_lost = known and known != tip and not (tip and await repository.is_ancestor(known, tip))
     return {
-        "ref_count": len(theirs(refs)),
+        "ref_count": len(followed_refs(refs)),
         "kept_count": sum(ref.startswith(KEPT) for ref in refs),
         "history": known if is_lost else tip,
     }
 
 
 async def diff_records(repository: Repository, a: str, b: str, kept: Refs) -> list[RefChange]:
-    """The differences between two records; ancestry decides how a ref moved."""
+    """List the differences between two records, classified by ancestry."""
     old, new = [(await read_record(repository, record)).followed for record in (a, b)]
     return await classify(repository, compare(old, new), held=set(kept.values()))

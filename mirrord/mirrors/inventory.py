@@ -1,9 +1,9 @@
-"""The mirrors there are: found, added, locked, reconciled, removed.
+"""The mirrors of a daemon: found, added, locked, reconciled, removed; shared in a fleet.
 
-One lock for each mirror keeps syncs, pins, maintenance, heals and removal apart; readers take none,
-because objects are only added and refs move as a whole. The disk is the truth and the catalog
-follows it, at the start and after a failed operation: unknown mirrors and pins are adopted; a pin
-that only the catalog knows stays there until a heal has made it again.
+One lock for each mirror separates syncs, pins, maintenance, heals and removal. Readers need none,
+because objects are only added and refs move in one transaction. The catalog follows the disk, at
+the start and after a failed operation: unknown mirrors and pins are adopted. A pin that only the
+catalog knows stays there until a heal restores its ref.
 """
 
 import builtins
@@ -27,52 +27,116 @@ from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
-from ..protocol import Mirror, Problem, RefFault
+from ..protocol import Mirror, Problem, ProgressSink, RefFault
 from ..telemetry import log, masked
 from . import maintenance
 from .history import columns_of
-from .pins import Pins, adopt_pins, read_pins, stands_alone
+from .pins import Pins, adopt_pins, is_sole_record, read_pins
 from .quarantine import Quarantine
 from .refs import JOURNAL, recover
 from .repository import Repository, read_refs_of
-from .sharing import Sharing
 from .sync import INCOMING, unmark
 from .upstream import default_url, parse_upstream
 
-# -- what a start has to know of every mirror ------------------------------------------------------
+# -- how the daemons of a fleet share mirrors ------------------------------------------------------
+#
+# These classes are the implementation for a daemon alone, which has every turn at once and
+# publishes nothing. That of a fleet is `mirrord.fleet.service`.
 
+
+class Turn:
+    """The right of one daemon to change a mirror. `row` is its row, if the turn read it.
+
+    `is_fresh`: another daemon has synced the mirror since this turn was requested. A sync that
+    succeeds sets `is_synced`, which makes the next one due an interval later.
+    """
+
+    row: MirrorRow | None = None
+    is_fresh = False
+    is_synced = False
+
+    async def publish(self, repository: Repository) -> None:
+        """Publish the mirror for other daemons. Raises ClaimLostError, StoreUnavailableError."""
+
+    def defers_recording(self, row: MirrorRow) -> bool:
+        """True if the turn will record a sync that changed nothing but its time."""
+        return False
+
+
+class Sharing:
+    """The fleet as seen by the mirrors; of a daemon alone."""
+
+    is_fleet = False
+
+    @asynccontextmanager
+    async def turn(
+        self, name: MirrorName, progress: ProgressSink | None = None
+    ) -> AsyncIterator[Turn]:
+        """Wait for the turn at a mirror, and hold it; taken before the mirror's lock."""
+        yield Turn()
+
+    @asynccontextmanager
+    async def exclusive(self, work: str) -> AsyncIterator[None]:
+        """Exclude other daemons from a piece of work, by its name."""
+        yield
+
+    async def is_behind(self, repository: Repository, *, ask: bool = False) -> bool:
+        """True if a generation is published that a mirror lacks; with `ask`, query the catalog."""
+        return False
+
+    async def is_known(self, repository: Repository) -> bool:
+        """True if a mirror on this disk has a generation."""
+        return False
+
+    async def follow(self, repository: Repository) -> None:
+        """Bring a mirror, which may be empty, to the newest generation; under its lock."""
+
+    async def enrol(self, rows: Collection[MirrorRow]) -> None:
+        """Schedule the syncs of mirrors."""
+
+    async def find_published(self, name: MirrorName) -> Generation | None:
+        """Find the newest generation in the store, which the catalog need not know."""
+        return None
+
+    def is_kept_elsewhere(self, key: str) -> bool:
+        """True if the store has a mirror that is not on this disk."""
+        return False
+
+    def records_changed(self, keys: Collection[str]) -> None:
+        """Publish what the catalog has of these mirrors, soon."""
+
+
+# -- the check of every mirror at a start ----------------------------------------------------------
+
+_SURVEY_BATCH = 100  # mirrors in one call of a worker
 OwnedCommits = set[tuple[str, CommitId]]
 """Owner and commit of each pin of a mirror."""
 
 
 def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
-    """The pins of each mirror; None where a crash left something, or git has to look."""
+    """Read the pins of mirrors; None for one that a crash interrupted, or that git has to judge."""
     found: list[OwnedCommits | None] = [None] * len(git_dirs)
     for number, git_dir in enumerate(git_dirs):
         with suppress(OSError):
-            found[number] = _survey(git_dir)
+            packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
+            is_interrupted = packs != indexes or (git_dir / JOURNAL).exists()
+            if is_interrupted or next(maintenance.iter_temporary_files(git_dir), None):
+                continue
+            refs = read_refs_of(git_dir)
+            if refs is not None and not any(ref.startswith(INCOMING) for ref in refs):
+                found[number] = set(read_pins(refs))
     return found
 
 
-def _survey(git_dir: Path) -> OwnedCommits | None:
-    packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
-    is_unfinished = packs != indexes or (git_dir / JOURNAL).exists()
-    if is_unfinished or next(maintenance.iter_doubtful_files(git_dir), None):
-        return None
-    refs = read_refs_of(git_dir)
-    if refs is None or any(ref.startswith(INCOMING) for ref in refs):
-        return None
-    return set(read_pins(refs))
-
-
-# -- the mirrors there are -------------------------------------------------------------------------
-
-_SURVEYED = 100  # mirrors of one call of a worker
+# -- the inventory ---------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Inventory:
-    """All mirrors. Its methods take the locks they need; `lock` is for others' work on objects."""
+    """All mirrors. Methods take the locks that they need; `lock` is for work on objects elsewhere.
+
+    What other daemons may have changed just now is read from the catalog.
+    """
 
     settings: Callable[[], Settings]
     git: Git
@@ -89,14 +153,14 @@ class Inventory:
         self.quarantine = Quarantine(state / "quarantine", self.trash, self.room)
         self.pins = Pins(self.catalog)
         self._names: dict[str, MirrorName] = {}
-        self._unsynced: dict[str, str] = {}  # why the last sync failed
+        self._unsynced: dict[str, str] = {}  # the error code of the last sync, where that failed
         self._locks: dict[str, anyio.Lock] = {}
-        self._unclean: dict[str, MirrorName] = {}
+        self._unclean: dict[str, MirrorName] = {}  # for `clean_up`
 
     async def open(self) -> None:
         """Finish or remove what a crash left, and bring the catalog in line with the disk.
 
-        Mirrors for which that fails are marked as failed, and stop no other.
+        A mirror for which that fails is marked as failed and does not stop the others.
         """
         for directory in (self.root, self.quarantine.root):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -107,7 +171,7 @@ class Inventory:
         limiter = anyio.CapacityLimiter(4)
         async with anyio.create_task_group() as tasks:
             for path, found in await self._survey():
-                # work on a removed mirror may leave a directory: adopted, it would be damaged
+                # work on a mirror that is being removed may make its directory again
                 if found is None and Repository(self.git, MirrorName("", ""), path).is_stub():
                     log.warning("mirror.stub_removed", path=path.name)
                     await self.quarantine.discard(path)
@@ -129,11 +193,10 @@ class Inventory:
                     log.warning("mirror.adopted", mirror=str(name))
                 if row.history is None or found != pins.get(name.key, set()):
                     tasks.start_soon(self._reconcile_at_start, name, limiter)
-        for row in gone.values():  # never synced, or deleted by hand: the next sync clones it
-            if self.sharing.is_fleet:  # it comes when it is asked for
-                continue
+        # never synced, or deleted by hand: the next sync clones it; in a fleet the first request
+        for row in gone.values() if not self.sharing.is_fleet else ():
             for pin in await self.catalog.list_pins(row.name.key):
-                if not stands_alone(pin):
+                if not is_sole_record(pin):
                     await self.catalog.delete_pins(row.name.key, [pin.commit], pin.owner)
             if row.synced_at is not None:
                 log.warning("mirror.gone", mirror=str(row.name))
@@ -142,7 +205,7 @@ class Inventory:
         await self.refresh()
 
     async def refresh(self, keep: Collection[str] = ()) -> builtins.list[MirrorName]:
-        """Read the catalog's mirrors again; answers those that are gone, but for `keep` (keys)."""
+        """Read the catalog's mirrors again; return those that are gone, except `keep` (keys)."""
         listed = await self.catalog.list_mirrors()
         before, self._names = self._names, {row.name.key: row.name for row in listed}
         self._names |= {key: before[key] for key in keep if key in before}
@@ -151,18 +214,18 @@ class Inventory:
         return [before[key] for key in before.keys() - self._names.keys()]
 
     async def _survey(self) -> builtins.list[tuple[Path, OwnedCommits | None]]:
-        """The directories of mirrors with their pins; None where more has to be looked at."""
+        """Survey all directories of mirrors; None for one that has to be reconciled."""
         paths = sorted(await to_thread.run_sync(lambda: list(self.root.iterdir())))
         found: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
 
-        async def look(some: Sequence[Path]) -> None:
+        async def survey_batch(batch: Sequence[Path]) -> None:
             with suppress(MirrordError):
-                seen = await self.workers.run(survey, some, timeout=timedelta(minutes=10))
-                found.update(zip(some, seen, strict=True))
+                pins = await self.workers.run(survey, batch, timeout=timedelta(minutes=10))
+                found.update(zip(batch, pins, strict=True))
 
         async with anyio.create_task_group() as tasks:
-            for first in range(0, len(paths), _SURVEYED):
-                tasks.start_soon(look, paths[first : first + _SURVEYED])
+            for first in range(0, len(paths), _SURVEY_BATCH):
+                tasks.start_soon(survey_batch, paths[first : first + _SURVEY_BATCH])
         return list(found.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
@@ -189,11 +252,11 @@ class Inventory:
     async def _reconcile(self, repository: Repository) -> None:
         """Finish what was interrupted in one mirror, and bring its rows in line.
 
-        No git of ours runs in it, at the start or under its lock: stale files are those that no
-        process holds, however young they are.
+        No git of this daemon runs in it, at the start or under its lock, so files that no process
+        holds are stale at any age.
         """
         key = repository.name.key
-        # first: a stale lock would stop the rest
+        # first, because a stale lock would stop git
         await to_thread.run_sync(maintenance.remove_stale_files, repository.path, timedelta())
         await self.pins.settle(repository)
         await maintenance.repair_incomplete_packs(repository)
@@ -208,18 +271,17 @@ class Inventory:
             await self.catalog.update_mirror(key, **await columns_of(repository, None))
 
     def names(self) -> builtins.list[MirrorName]:
-        """Those of all mirrors, from memory."""
         return [*self._names.values()]
 
     def get_name(self, text: str) -> MirrorName:
-        """The name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
+        """Return the name of a mirror by any spelling, from memory; raises MirrorNotFoundError."""
         try:
             return self._names[MirrorName.parse(text).key]
         except (InvalidNameError, KeyError) as error:
             raise _not_found(text) from error
 
     async def find_name(self, text: str) -> MirrorName:
-        """The name of a mirror, which another daemon may have added just now."""
+        """Return the name of a mirror by any spelling; raises MirrorNotFoundError."""
         try:
             return self.get_name(text)
         except errors.MirrorNotFoundError:
@@ -228,10 +290,7 @@ class Inventory:
             return (await self.get(text)).name
 
     async def get(self, text: str) -> MirrorRow:
-        """A mirror by any spelling; raises MirrorNotFoundError.
-
-        From the catalog: another daemon may have added it just now.
-        """
+        """Return the row of a mirror by any spelling; raises MirrorNotFoundError."""
         try:
             name = MirrorName.parse(text)
         except InvalidNameError as error:
@@ -244,19 +303,18 @@ class Inventory:
         return found
 
     def path(self, name: MirrorName) -> Path:
-        """The bare repository of a mirror, by any spelling."""
         return self.root / str(self._names.get(name.key, name))
 
     def repository(self, name: MirrorName) -> Repository:
-        """The repository of a mirror, which may not exist yet."""
+        """Return the repository of a mirror, which may not exist."""
         return Repository(self.git, name, self.path(name))
 
     @asynccontextmanager
     async def lock(self, name: MirrorName) -> AsyncIterator[None]:
         """Exclude syncs, pins, maintenance, heals and removal of one mirror.
 
-        Where the block fails, `clean_up` reconciles the mirror: a git lock, half a pack, a journal
-        or a ref without its row may be left. An UpstreamError leaves nothing.
+        Where the block fails, `clean_up` reconciles the mirror, because a git lock, half a pack, a
+        journal or a ref without a row may be left. An UpstreamError leaves nothing.
         """
         async with self._locks.setdefault(name.key, anyio.Lock()):
             try:
@@ -271,7 +329,7 @@ class Inventory:
         return name.key in self._locks and self._locks[name.key].locked()
 
     async def clean_up(self) -> bool:
-        """Clean up after failed operations, as a start does; answers whether nothing is left."""
+        """Clean up after failed operations, as a start does; return whether nothing is left."""
         cleaned = await self.quarantine.clean()
         for name in list(self._unclean.values()):
             try:
@@ -298,9 +356,9 @@ class Inventory:
     async def add(
         self, repo: str, url: str | None = None, *, at: Generation | None = None
     ) -> MirrorRow:
-        """Register a mirror, or answer the row that exists; the first sync fills it.
+        """Register a mirror, or return its row if it exists; the first sync fills it.
 
-        It continues from `at`, else from the newest generation of the store. Raises
+        It continues from `at`, or else from the newest generation in the store. Raises
         InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
         """
         name = MirrorName.parse(repo)
@@ -311,7 +369,7 @@ class Inventory:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
                 published = at or await self.sharing.find_published(name)
                 await self.catalog.put_mirror(row)
-                if published:  # after it comes what is published next
+                if published:  # the next publication continues from it
                     await self.catalog.adopt_generation(self.catalog.node, name.key, published)
                 self._names[name.key] = name
                 await self.sharing.enrol([row])
@@ -347,7 +405,7 @@ class Inventory:
             try:
                 if path.exists():
                     await self.quarantine.discard(path)
-            except OSError:  # the disk refuses: it is not removed
+            except OSError:  # it cannot be moved away
                 await self.catalog.put_mirror(row)
                 raise
             self._names.pop(row.name.key, None)
@@ -357,7 +415,7 @@ class Inventory:
     async def make_again(
         self, name: MirrorName, fill: Callable[[Repository], Awaitable[object]] | None = None
     ) -> None:
-        """Put a repository in the place of a mirror that is not on disk, empty or filled."""
+        """Create the repository of a mirror that is not on disk, empty or filled."""
         async with self.lock(name):
             if self.path(name).exists():
                 return
@@ -366,7 +424,7 @@ class Inventory:
                     await fill(repository)
 
     async def discard(self, name: MirrorName) -> None:
-        """Remove what is on this disk of a mirror that another daemon removed."""
+        """Remove the files of a mirror that another daemon removed."""
         path = self.root / str(name)
         async with self.lock(name):
             if path.exists():
@@ -374,7 +432,7 @@ class Inventory:
 
     @asynccontextmanager
     async def _building(self, name: MirrorName) -> AsyncIterator[Repository]:
-        """A new repository in quarantine, renamed into its place when the block succeeds."""
+        """Create a repository in quarantine, renamed into its place when the block succeeds."""
         async with self.quarantine.directory("clone") as directory:
             building = Repository(self.git, name, directory / "repository")
             await building.create()
@@ -384,7 +442,7 @@ class Inventory:
 
 
 def _shown(row: MirrorRow, pin_count: int) -> Mirror:
-    """A mirror as clients see it: the catalog's row without the secrets of its URL."""
+    """Return a mirror as clients see it: without the secrets of its URL."""
     return Mirror(
         name=str(row.name),
         repo=row.name.repo,
@@ -404,5 +462,6 @@ def _shown(row: MirrorRow, pin_count: int) -> Mirror:
 
 def _not_found(text: str) -> errors.MirrorNotFoundError:
     return errors.MirrorNotFoundError(
-        f"cannot find mirror {shown(text)}: nobody added it", hint="`mirrord mirror list` shows all"
+        f"cannot find mirror {shown(text)}: it was never added",
+        hint="`mirrord mirror list` shows all",
     )

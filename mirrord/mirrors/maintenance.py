@@ -1,8 +1,8 @@
 """Maintenance of a mirror: packs, commit-graph, refs, and files that killed gits left.
 
-Never drops an object that a ref reaches: git refuses to repack when one is missing. Unreachable
-objects are kept in a cruft pack and expire thirty days after they were last written, so an object
-that was fetched by id and not yet pinned is safe.
+Never drops an object that a ref reaches; git refuses to repack when one is missing. Unreachable
+objects go to a cruft pack and expire thirty days after they were last written, so an object that
+was fetched by id and is not pinned yet is safe.
 """
 
 import math
@@ -27,10 +27,10 @@ from .repository import Repository
 
 
 async def maintain(repository: Repository, progress: ProgressSink | None = None) -> None:
-    """Pack what is due. The caller holds the mirror's lock.
+    """Pack objects and refs. The caller holds the mirror's lock.
 
-    A full repack comes now and then; otherwise packs are halved in a geometric series, which costs
-    as much as there is new.
+    A full repack is made every thirty days. Otherwise packs are merged in a geometric series, whose
+    cost depends on what is new.
     """
     stamp, deadline = repository.path / "mirrord-repacked", timedelta(hours=6)
 
@@ -49,7 +49,7 @@ async def maintain(repository: Repository, progress: ProgressSink | None = None)
                 "repack", "-d", "--write-midx", "--no-write-bitmap-index", *how,
                 timeout=deadline, progress=progress, doing=f"pack mirror {repository.name}",
             )  # fmt: skip
-            # whole after a full repack, so that it names no expired commit; else a layer
+            # a full repack may expire commits, which a layer below would still name
             split = "--split=replace" if full else "--split"
             await repository.run(
                 "commit-graph", "write", "--reachable", "--changed-paths", split,
@@ -57,7 +57,7 @@ async def maintain(repository: Repository, progress: ProgressSink | None = None)
             )  # fmt: skip
     finally:
         with anyio.CancelScope(shield=True):
-            # a git that succeeds may leave files too: it only warns
+            # a git that succeeds may leave files too, because it only warns
             await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
             await repair_incomplete_packs(repository)
     if full:
@@ -65,12 +65,11 @@ async def maintain(repository: Repository, progress: ProgressSink | None = None)
 
 
 async def repair_incomplete_packs(repository: Repository) -> None:
-    """Repair packs of which a crash left the pack or the index alone.
+    """Index a pack without an index; remove an index without a pack, if its objects are elsewhere.
 
-    git sees no pack without its index, and removes the pack before the index. A pack alone is
-    indexed. An index alone is removed where each object that it names is elsewhere, as a killed
-    repack leaves it; otherwise the pack is lost, which the audit reports. The caller holds the
-    mirror's lock, or the daemon starts.
+    git ignores a pack without an index, and removes the pack before the index. So a killed repack
+    leaves an index alone; where its objects are not elsewhere, the pack is lost, and the audit
+    reports it. The caller holds the mirror's lock, or the daemon starts.
     """
     mirror, directory = str(repository.name), repository.objects / "pack"
     packs, indexes = await to_thread.run_sync(packs_and_indexes, directory)
@@ -97,7 +96,7 @@ async def repair_incomplete_packs(repository: Repository) -> None:
 
 
 def packs_and_indexes(directory: Path) -> tuple[set[Path], set[Path]]:
-    """The packs that there are and those that have an index, without their suffixes."""
+    """Return the packs and the indexes in a directory, without their suffixes."""
     names = [path for path in directory.iterdir() if path.name.startswith("pack-")]
     packs, indexes = (
         {it.with_suffix("") for it in names if it.suffix == end} for end in (".pack", ".idx")
@@ -109,27 +108,27 @@ def packs_and_indexes(directory: Path) -> tuple[set[Path], set[Path]]:
 
 _STALE = re.compile(
     r"tmp_(pack|idx|rev|obj|midx|graph|bitmap)_\w+|.*\.lock|gc\.pid|mirrord-transaction\.new"
-    r"|packed-refs\.new"  # while there is one, git (2.39) deletes and packs no ref
+    r"|packed-refs\.new"  # while it exists, git (2.39) deletes and packs no ref
     r"|(refs|packs)_\w{6}"  # of update-server-info, which repack runs
 )
-# a finished pack of `git repack`, which opens none of them and renames them all
+# a finished pack of `git repack`, which renames all of them at its end and holds none open
 _OF_PROCESS = re.compile(r"\.tmp-(\d+)-pack-.*")
 _REUSED_S = 3600.0  # by then the number may be another process's
 
 
-def remove_stale_files(path: Path, age: timedelta) -> int:
-    """Remove locks and temporary files that no process holds; answers how many were found.
+def remove_stale_files(path: Path, age: timedelta) -> None:
+    """Remove locks and temporary files that are at least `age` old and that no process holds.
 
-    They are at least `age` old. That may be nothing where no git of ours can be running: at a
-    start, or under the mirror's lock after its git died. Where the name tells the process that made
-    a file, it counts whether that lives. The locks of linked worktrees are their owners'.
+    `age` may be zero where no git of this daemon can be running: at a start, or under the mirror's
+    lock after its git died. A file whose name has the number of its git is kept while that runs.
+    Locks of linked worktrees belong to their owners and stay.
     """
     now, found = time.time(), list[Path]()
-    for file, maker in iter_doubtful_files(path):
-        if maker and not _is_running_git(maker):
+    for file, git_pid in iter_temporary_files(path):
+        if git_pid and not _is_running_git(git_pid):
             found.append(file)
             continue
-        oldest = now - (_REUSED_S if maker else age.total_seconds())
+        oldest = now - (_REUSED_S if git_pid else age.total_seconds())
         with suppress(FileNotFoundError):
             if file.lstat().st_mtime <= oldest:
                 found.append(file)
@@ -138,32 +137,31 @@ def remove_stale_files(path: Path, age: timedelta) -> int:
         if file not in held:
             file.unlink(missing_ok=True)
             log.info("stale_file.removed", path=str(file.relative_to(path.parent)))
-    return len(found)
 
 
-def iter_doubtful_files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Locks and temporary files, each with the number of the process that its name tells."""
+def iter_temporary_files(path: Path) -> Iterator[tuple[Path, str]]:
+    """Iterate over locks and temporary files, each with the process number in its name, or ''."""
     for directory, below, files in os.walk(path):
         if directory == str(path) and "worktrees" in below:
             below.remove("worktrees")
         for name in files:
-            if maker := _OF_PROCESS.fullmatch(name):
-                yield Path(directory, name), maker[1]
+            if found := _OF_PROCESS.fullmatch(name):
+                yield Path(directory, name), found[1]
             elif _STALE.fullmatch(name):
                 yield Path(directory, name), ""
 
 
-def _is_running_git(process: str) -> bool:
+def _is_running_git(pid: str) -> bool:
     try:
-        name, state = Path("/proc", process, "stat").read_text().partition("(")[2].rsplit(") ", 1)
+        name, state = Path("/proc", pid, "stat").read_text().partition("(")[2].rsplit(") ", 1)
     except OSError:
         return False
-    # a container without an init keeps dead processes
+    # a container without an init does not reap dead processes
     return name.startswith("git") and state[0] not in "ZX"
 
 
 def size_bytes(path: Path) -> int:
-    """The disk that a directory takes, hard links counted once."""
+    """Return the disk usage of a directory; hard links count once."""
     sizes: dict[int, int] = {}
     for directory, _, files in os.walk(path):
         for name in files:

@@ -1,9 +1,8 @@
 """Pins: refs that keep recorded commits alive, `refs/mirrord/pins/OWNER/COMMIT`, each with a row.
 
-A pin is a proof: its ref is written only after all that the commit reaches was found in the mirror;
-`update-ref` alone would pin a commit whose tree lacks a blob. An error leaves refs and rows as they
-were; where the disk does not allow that, the rest is pending until a cleanup settles it. A crash
-leaves at worst a ref without a row, and a start brings them in line.
+A pin is a proof: its ref is written only after everything that the commit reaches was found in the
+mirror. An error leaves refs and rows as they were; where the disk does not allow that, a cleanup
+does it later. A crash leaves at worst a ref without a row, which the next start adopts.
 """
 
 import re
@@ -23,11 +22,11 @@ from .repository import PINS, Refs, Repository
 from .upstream import find_bad
 
 ADOPTED = "found in the mirror"
-"""The reason of a pin that the catalog did not know: a crash, or a catalog that is lost or old."""
+"""The reason of a pin that the catalog lacked, after a crash or with an older catalog."""
 
 
-def stands_alone(row: PinRow) -> bool:
-    """Whether only the pin says that its commit is wanted: a person's, or one that was adopted."""
+def is_sole_record(row: PinRow) -> bool:
+    """True if no dataset need record the commit: the pin is a person's, or was adopted."""
     return row.owner.startswith("person/") or row.reason == ADOPTED
 
 
@@ -36,7 +35,7 @@ _PIN = re.compile(rf"({_OWNER.pattern})/[0-9a-f]{{40}}")
 
 
 def check_owner(owner: str) -> None:
-    """Refuse an owner that is neither `dataset/NAME` nor `person/UID`."""
+    """Raise InvalidRequestError unless an owner is `dataset/NAME` or `person/UID`."""
     if not _OWNER.fullmatch(owner) or ".." in owner or owner.endswith((".lock", ".")):
         fact = "an owner is dataset/NAME or person/UID"
         raise InvalidRequestError(f"cannot pin for {shown(owner)}: {fact}")
@@ -51,7 +50,7 @@ def is_pin(ref: str) -> bool:
 
 
 def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
-    """The pins among refs, as (owner, commit)."""
+    """List the pins among refs, as (owner, commit)."""
     return [
         (ref.removeprefix(PINS).rpartition("/")[0], CommitId(oid))
         for ref, oid in refs.items()
@@ -62,7 +61,7 @@ def read_pins(refs: Refs) -> list[tuple[str, CommitId]]:
 async def verify_commits(
     repository: Repository, commits: Collection[CommitId]
 ) -> dict[CommitId, str]:
-    """Prove that each is a commit that can be served; answers the others, each with the reason."""
+    """Prove that commits can be served; return those that cannot, each with the reason."""
     doing = f"look up commits of mirror {repository.name}"
     refused: dict[CommitId, str] = {}
     for found in await object_info(repository.git, repository.path, commits, doing=doing):
@@ -71,16 +70,18 @@ async def verify_commits(
         elif found.kind != "commit":
             refused[CommitId(found.name)] = f"{found.name} is a {found.kind}, not a commit"
 
-    def is_theirs(error: MirrordError) -> bool:
+    def is_about_commits(error: MirrordError) -> bool:
         return isinstance(error, GitFailedError) or not isinstance(error, ResourceError)
 
-    present, verify = sorted(set(commits) - refused.keys()), repository.verify_closure
-    failed = await find_bad(present, verify, is_theirs=is_theirs, budget=400, hopeless=400)
+    failed = await find_bad(
+        sorted(set(commits) - refused.keys()), repository.verify_closure,
+        is_item_error=is_about_commits, max_failures=400, max_first_failures=400,
+    )  # fmt: skip
     return refused | {oid: error.message for oid, error in failed.items()}
 
 
 async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
-    """Give rows to pins that the catalog does not have, and report pins that only it has."""
+    """Add rows for pins that the catalog lacks, and report pins whose refs are lost."""
     there = set(read_pins(await repository.all_refs()))
     rows = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
@@ -90,14 +91,14 @@ async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
         owners = sorted({row.owner for row in adopted})
         log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
     for owner, commit_id in sorted(rows - there):
-        # an unpin deletes the row first, so this ref was lost: audits find it, heals restore it
+        # an unpin deletes the row first, so this ref is lost; audits find it and heals restore it
         log.warning("pin.lost", mirror=str(repository.name), commit=commit_id, owner=owner)
 
 
 class _Pending(NamedTuple):
-    """What a failed operation left to do for the `commits` of an owner.
+    """The cleanup of a failed operation on the `commits` of an owner.
 
-    Those whose ref stands get their row of `rows` back, those without a row lose their ref.
+    Commits whose ref exists get their row of `rows` back; those without a row lose their ref.
     """
 
     owner: str
@@ -120,10 +121,10 @@ class Pins:
         reason: str,
         publish: Callable[[Repository], Awaitable[None]],
     ) -> dict[CommitId, str]:
-        """Pin the commits that can be served; answers the others, each with the reason.
+        """Pin the commits that can be served; return the others, each with the reason.
 
-        A pin that is made again keeps its row, and its reason where there is no new one. Objects
-        are published before the catalog, which other daemons follow, says that they are pinned.
+        An existing pin keeps its row, and its reason unless there is a new one. Objects are
+        published before other daemons can read of their pins in the catalog.
         """
         refused = await verify_commits(repository, commits)
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
@@ -137,9 +138,9 @@ class Pins:
         return refused
 
     async def follow(self, repository: Repository) -> None:
-        """Make the refs of pins those of the catalog, to which other daemons write too.
+        """Make the refs of pins match the catalog, to which other daemons write too.
 
-        A pin whose commit is not here yet waits for what they publish.
+        A pin whose commit is not here yet waits for the generation that has it.
         """
         refs, key = await repository.all_refs(), repository.name.key
         there = {pin_ref(owner, oid): oid for owner, oid in read_pins(refs)}
@@ -155,10 +156,10 @@ class Pins:
             log.warning("pins.waiting", mirror=str(repository.name), count=len(refused))
 
     async def restore(self, repository: Repository) -> tuple[int, int]:
-        """Make lost pins again, the catalog's and those of recorded commits, once they are proven.
+        """Restore lost pins, the catalog's and those of recorded commits, after proving them.
 
-        Adopts pins that the catalog does not have. Answers how many were lost, and how many of
-        their commits cannot be served.
+        Adopts pins that the catalog lacks. Returns how many were lost, and how many of their
+        commits cannot be served.
         """
         name = repository.name
         if not self._pending.get(name.key):
@@ -181,9 +182,9 @@ class Pins:
     async def remove(
         self, repository: Repository, commits: Collection[CommitId], owner: str
     ) -> None:
-        """Remove pins: rows, then refs, so that a crash leaves a pin too many, never a row alone.
+        """Remove pins: rows, then refs, so that a crash leaves a ref without a row.
 
-        Where the refs cannot be removed the rows are put back.
+        Puts the rows back where the refs cannot be removed.
         """
         key, wanted = repository.name.key, frozenset(commits)
         listed = await self._catalog.list_pins(key, owner=owner)
@@ -192,15 +193,15 @@ class Pins:
             await self._catalog.delete_pins(key, commits, owner)
             try:
                 await _delete_refs(repository, wanted, owner)
-            except Exception:  # also OSError: a disk that fails
+            except Exception:  # an OSError too, of a failing disk
                 await self._undo(repository, _Pending(owner, wanted, rows))
                 raise
 
     async def remove_unrecorded(self, repository: Repository, rows: Collection[PinRow]) -> None:
         """Remove those of the pins just made whose dataset no longer records their commit.
 
-        A dataset's removal deletes what it records, then reads which pins to remove: either that
-        sees these pins, or this sees the removal.
+        The removal of a dataset deletes its recorded commits, then lists the pins to remove: either
+        it sees these pins, or this method sees the removal.
         """
         made = {(row.owner, row.commit) for row in rows}
         stale: dict[str, list[CommitId]] = {}
@@ -211,7 +212,7 @@ class Pins:
             await self.remove(repository, commits, owner)
 
     async def settle(self, repository: Repository) -> None:
-        """Finish the pending work of failed operations."""
+        """Finish pending cleanups."""
         pending = self._pending.get(repository.name.key, [])
         while pending:
             await self._settle(repository, pending[0])
@@ -224,37 +225,37 @@ class Pins:
         owner: str,
         publish: Callable[[Repository], Awaitable[None]] | None = None,
     ) -> None:
-        """Write refs, then rows; where the rows cannot be written no ref stays."""
+        """Write refs, then rows; remove the new refs where the rows cannot be written."""
         present = await repository.all_refs()
-        fresh = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
+        new = frozenset(row.commit for row in rows if pin_ref(owner, row.commit) not in present)
         with anyio.CancelScope(shield=True):
-            await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in fresh})
+            await commit(repository, {pin_ref(owner, oid): (None, oid) for oid in new})
             try:
-                if publish and fresh:
+                if publish and new:
                     await publish(repository)
                 await self._catalog.put_pins(rows)
             except Exception:
-                await self._undo(repository, _Pending(owner, fresh))
+                await self._undo(repository, _Pending(owner, new))
                 raise
 
     async def _undo(self, repository: Repository, pending: _Pending) -> None:
         try:
             await self._settle(repository, pending)
-        except Exception as error:  # noqa: BLE001 the caller raises the error that came first
+        except Exception as error:  # noqa: BLE001 the caller raises the first error
             facts = {"owner": pending.owner, "count": len(pending.commits), "detail": str(error)}
             log.warning("pins.pending", mirror=str(repository.name), **facts)
             self._pending.setdefault(repository.name.key, []).append(pending)
 
     async def _settle(self, repository: Repository, pending: _Pending) -> None:
-        """Bring refs and rows in line as they are now: what was pinned since stays pinned."""
+        """Bring refs and rows in line as they are now; a commit pinned since stays pinned."""
         await recover(repository)
         refs, owner = await repository.all_refs(), pending.owner
         listed = await self._catalog.list_pins(repository.name.key, owner=owner)
         without_row = pending.commits - {row.commit for row in listed}
-        hollow = {commit_id for commit_id in without_row if pin_ref(owner, commit_id) in refs}
-        if back := [row for row in pending.rows if row.commit in hollow]:
-            await self._catalog.put_pins(back)
-        await _delete_refs(repository, hollow - {row.commit for row in back}, owner)
+        refs_alone = {oid for oid in without_row if pin_ref(owner, oid) in refs}
+        if restored := [row for row in pending.rows if row.commit in refs_alone]:
+            await self._catalog.put_pins(restored)
+        await _delete_refs(repository, refs_alone - {row.commit for row in restored}, owner)
 
 
 async def _delete_refs(repository: Repository, commits: Collection[CommitId], owner: str) -> None:

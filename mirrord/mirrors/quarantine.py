@@ -1,8 +1,8 @@
 """Quarantine: incoming objects wait here, a directory for each fetch, until they are verified.
 
-Nothing here is needed after a restart, so a start removes all that no process holds open, except
-`damaged/` (files that heals took out of mirrors; a person removes them) and the spools of imports,
-which the datasets still have to undo. Also the bounds of incoming objects.
+Nothing here is needed after a restart. A start removes what no process holds open, except
+`damaged/`, files that heals took out of mirrors, which a person removes; and the spools of imports,
+which the datasets still have to undo. Also the limits of gits that take objects in.
 """
 
 import os
@@ -25,7 +25,7 @@ SPOOL_PREFIX = "dataset-"
 
 
 class Quarantine:
-    """Directories that are gone when their block ends."""
+    """Temporary directories, and what killed processes left of them."""
 
     def __init__(self, root: Path, trash: Trash, room: Room = UNBOUNDED) -> None:
         self.root = root
@@ -36,7 +36,7 @@ class Quarantine:
 
     @asynccontextmanager
     async def directory(self, kind: str) -> AsyncIterator[Path]:
-        """A new private directory, removed at the end unless it was renamed away."""
+        """Make a private directory; remove it at the end unless it was renamed away."""
         path = self.root / f"{kind}-{secrets.token_hex(8)}"
         with full_disk_named("quarantine"):
             path.mkdir(mode=0o700)
@@ -49,7 +49,7 @@ class Quarantine:
 
     @contextmanager
     def holding(self, path: Path) -> Iterator[None]:
-        """Keep a file or directory in here from being cleaned away meanwhile."""
+        """Protect a file or directory in here from `clean`."""
         self._active.add(path)
         try:
             yield
@@ -57,24 +57,24 @@ class Quarantine:
             self._active.discard(path)
 
     async def discard(self, path: Path) -> None:
-        """Take a tree out of its place at once, and remove its files later."""
-        away = new_trash(self.root)
-        path.rename(away)
-        await self.remove(away)
+        """Discard a tree from anywhere on this disk; its files are removed later."""
+        trash = new_trash(self.root)
+        path.rename(trash)
+        await self.remove(trash)
 
     async def remove(self, path: Path) -> None:
-        """Remove something in here; the trash tries again where the disk refuses."""
+        """Remove something in here; the trash tries again where that fails."""
         await to_thread.run_sync(self._trash.remove, path)
 
     @property
     def leftovers(self) -> set[Path]:
-        """What killed processes left and the start could not remove."""
+        """Return what killed processes left and the start could not remove."""
         return (self._left or set()) - self._active
 
     async def clean(self) -> bool:
-        """Remove what killed processes left, once no process holds it; answers whether all is gone.
+        """Remove what killed processes left, unless another holds it; return whether all is gone.
 
-        Only a start can tell leftovers from files in use, such as those of a running import.
+        The first call lists the leftovers: later ones could not tell them from files in use.
         """
         if self._left is None:
             found = await to_thread.run_sync(lambda: list(self.root.iterdir()))
@@ -102,7 +102,7 @@ class Quarantine:
 
 
 def held_files(root: Path) -> set[Path]:
-    """Files below `root` that some process holds open, or has as its working directory."""
+    """Return the paths below `root` that some process holds open, or works in."""
     held = set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -117,7 +117,7 @@ def held_files(root: Path) -> set[Path]:
 def accept_objects(source: Path, destination: Path) -> None:
     """Move all objects of one object directory into another on the same file system, durably.
 
-    Objects that the other has stay as they are.
+    Existing objects stay as they are.
     """
 
     def accept(files: Iterable[Path], directory: Path) -> None:
@@ -130,20 +130,20 @@ def accept_objects(source: Path, destination: Path) -> None:
 
     if (source / "pack").is_dir():
         packs = (source / "pack").glob("pack-*")
-        # git finds a pack by its index, so that is moved last
+        # git finds a pack by its index, so the index is moved last
         ordered = sorted(packs, key=lambda file: (file.suffix == ".idx", file.name))
         accept((file for file in ordered if file.suffix != ".keep"), destination / "pack")
     for fan in source.glob("[0-9a-f][0-9a-f]"):
         accept((file for file in fan.iterdir() if len(file.name) == 38), destination / fan.name)
 
 
-# A pack can unpack to a thousand times its size, and git (2.39) bounds none of it on a fetch: each
-# git that takes objects in gets a limit of memory and streams big files.
+# A pack can unpack to a thousand times its size, and git (2.39) does not bound that in a fetch.
+# Each git that takes objects in gets a limit of memory, and streams big files.
 STREAM_BIG_FILES = ("-c", "core.bigFileThreshold=64m", "-c", "pack.windowMemory=256m")
 
 
 def within_room(room: Room, sink: ProgressSink | None, doing: str) -> ProgressSink:
-    """A sink that passes progress on, and raises DiskFullError at the disk's reserve."""
+    """Return a sink that passes progress on, and raises DiskFullError at the disk's reserve."""
 
     def watch(progress: Progress) -> None:
         room.must_suffice(doing)

@@ -1,7 +1,7 @@
-"""Refs: what an upstream offers, which names are allowed, how two sets differ; how refs move.
+"""Refs: the offer of an upstream, names that are allowed, differences, transactions.
 
-A mirror takes the refs that the configured patterns name, never `refs/mirrord/`, never
-`refs/replace/`, never a name that git or a file system could misread.
+A mirror takes the refs that the configured patterns match, but none below `refs/mirrord/` or
+`refs/replace/`, and no name that git or a file system could misread.
 """
 
 import os
@@ -22,14 +22,21 @@ from ..telemetry import log
 from .maintenance import remove_stale_files
 from .repository import OURS, Refs, Repository
 
-_NEVER = (OURS, "refs/replace/", "refs/bisect/", "refs/worktree/", "refs/rewritten/", "refs/stash")
+_NEVER_FOLLOWED = (
+    OURS,
+    "refs/replace/",
+    "refs/bisect/",
+    "refs/worktree/",
+    "refs/rewritten/",
+    "refs/stash",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The refs of an upstream at one moment.
 
-    `head` is the branch that its HEAD names; `redirected_to` is the URL that answered instead.
+    `head` is the branch that its HEAD names; `redirected_to` is the URL that it redirected to.
     """
 
     refs: Refs
@@ -49,7 +56,7 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
         if line.startswith("ref: ") and line.endswith("\tHEAD"):
             head = line[5:-5]
         found = find(line)
-        if not found or found[2].startswith(_NEVER) or found[2].endswith("^{}"):
+        if not found or found[2].startswith(_NEVER_FOLLOWED) or found[2].endswith("^{}"):
             continue
         oid, ref = found.groups()
         if is_safe_ref(ref):
@@ -62,15 +69,15 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
 
 
 def is_followed(ref: str) -> bool:
-    """Whether a ref may follow upstream: a safe name, not ours, with no effect on other objects."""
-    return is_safe_ref(ref) and not ref.startswith(_NEVER)
+    """True if a ref may follow upstream: a safe name, not mirrord's, not special to git."""
+    return is_safe_ref(ref) and not ref.startswith(_NEVER_FOLLOWED)
 
 
 _BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.$|/$|\.\./")
 
 
 def is_safe_ref(ref: str) -> bool:
-    """The rules of git check-ref-format, and a length that every file system can hold."""
+    """Check a name by git check-ref-format's rules, and for a length that every disk can hold."""
     return (
         ref.startswith("refs/")
         and not _BAD_NAME.search(ref)
@@ -79,13 +86,16 @@ def is_safe_ref(ref: str) -> bool:
 
 
 def directories_of(ref: str, shortest: int = 3) -> list[str]:
-    """The directories that a loose ref is in, of at least `shortest` parts: none may be a ref."""
+    """List the directories of a loose ref that have `shortest` parts or more.
+
+    None of them may be a ref.
+    """
     parts = ref.split("/")
     return ["/".join(parts[:n]) for n in range(shortest, len(parts))]
 
 
 def drop_shadowed(refs: Refs) -> list[RefFault]:
-    """Drop `a/b` where `a` is a ref too: git cannot hold both, but an upstream may offer them."""
+    """Drop `a/b` where `a` is a ref too: an upstream may offer both, but git cannot hold them."""
     faults = []
     for ref in sorted(refs, key=len, reverse=True):
         if not refs.keys().isdisjoint(directories_of(ref)):
@@ -94,13 +104,13 @@ def drop_shadowed(refs: Refs) -> list[RefFault]:
     return faults
 
 
-def theirs(refs: Refs) -> Refs:
-    """The refs that follow upstream: all but ours."""
+def followed_refs(refs: Refs) -> Refs:
+    """Return the refs that follow upstream: all but those below `refs/mirrord/`."""
     return {ref: oid for ref, oid in refs.items() if not ref.startswith(OURS)}
 
 
 def compare(old: Refs, new: Refs) -> list[RefChange]:
-    """The differences, by name. A move counts as `forced` until its commits were compared."""
+    """List the differences by name. A move counts as `forced` until `classify` compares commits."""
     changes = []
     for ref in sorted({ref for ref, _ in old.items() ^ new.items()}):
         before, after = old.get(ref), new.get(ref)
@@ -112,7 +122,7 @@ def compare(old: Refs, new: Refs) -> list[RefChange]:
 
 
 def summarise(changes: Iterable[RefChange]) -> str:
-    """`2 created, 1 forced`: many changes in one line."""
+    """Summarise changes in one line: `2 created, 1 forced`."""
     counts = Counter[str](change.kind for change in changes)
     kinds = ("created", "forwarded", "forced", "deleted")
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds if kind in counts) or "no change"
@@ -121,7 +131,7 @@ def summarise(changes: Iterable[RefChange]) -> str:
 async def classify(
     repository: Repository, changes: Sequence[RefChange], held: set[str] | None = None
 ) -> list[RefChange]:
-    """Mark fast-forwards as `forwarded`, other moves as `kept`, if their old tip is in `held`."""
+    """Mark fast-forwards `forwarded`, and other moves `kept` if their old tip is in `held`."""
     classified = []
     for change in changes:
         if change.old and change.kind != "created":
@@ -136,9 +146,9 @@ async def classify(
 
 # -- transactions: all refs move or none, also across a crash --------------------------------------
 #
-# git's own transaction is all-or-nothing against other writers, but it renames one lock file after
-# the other, so a crash in the middle leaves half of it. Therefore a journal is written and flushed
-# first; a start that finds one finishes it. No ref is moved to an object that is missing.
+# git's own transaction is atomic for other writers, but it renames one lock file after another, so
+# a crash leaves half of it. Therefore a journal is written and flushed first, and a start finishes
+# it. git refuses to move a ref to a missing object.
 
 JOURNAL = "mirrord-transaction"
 Moves = dict[str, tuple[str | None, str | None]]
@@ -146,7 +156,7 @@ Moves = dict[str, tuple[str | None, str | None]]
 
 
 def journal_text(moves: Moves, head: str | None = None) -> str:
-    """Moves as `git update-ref --stdin` reads them, sorted; HEAD on a line of its own."""
+    """Format moves for `git update-ref --stdin`, sorted; HEAD on a line of its own."""
     lines = []
     for ref, (old, new) in sorted(moves.items()):
         if new is None:
@@ -157,13 +167,13 @@ def journal_text(moves: Moves, head: str | None = None) -> str:
 
 
 async def commit(repository: Repository, moves: Moves, head: str | None = None) -> None:
-    """Make all moves, or none on an error. What a killed git began is finished.
+    """Make all moves, or none on an error; finish what a killed git began.
 
-    `head` is the new target of HEAD, where that changes too.
+    `head` is the new target of HEAD, if that changes too.
     """
     if not moves and head is None:
         return
-    await recover(repository)  # an old journal names tips to keep: it must not be overwritten
+    await recover(repository)  # an old journal names tips to keep, so it must not be overwritten
     journal = repository.path / JOURNAL
     text = journal_text(moves, head)
     before = await repository.all_refs()
@@ -186,11 +196,11 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     await to_thread.run_sync(_remove, journal)
 
 
-async def recover(repository: Repository) -> bool:
-    """Finish a transaction that a crash interrupted; answers whether there was one."""
+async def recover(repository: Repository) -> None:
+    """Finish a transaction that a crash interrupted."""
     journal = repository.path / JOURNAL
     if not journal.exists():
-        return False
+        return
     targets: dict[str, str | None] = {}
     head = None
     for line in (await to_thread.run_sync(journal.read_text, "utf-8")).splitlines():
@@ -207,12 +217,11 @@ async def recover(repository: Repository) -> bool:
         await repository.set_head(head)
     await to_thread.run_sync(_remove, journal)
     log.info("transaction.recovered", mirror=str(repository.name), refs=len(targets))
-    return True
 
 
 async def _apply(repository: Repository, moves: Moves) -> None:
-    # git (2.39) cannot make `a/b` in the transaction that deletes `a`, nor `a` in the one that
-    # deletes `a/b`: such deletions go first
+    # git (2.39) cannot create `a/b` in the transaction that deletes `a`, nor `a` in the one that
+    # deletes `a/b`; such deletions need a transaction before it
     new = {ref for ref, (old, target) in moves.items() if old is None and target is not None}
     above = {directory for ref in new for directory in directories_of(ref, 2)}
     first: Moves = {
@@ -232,20 +241,20 @@ async def _apply(repository: Repository, moves: Moves) -> None:
 
 
 async def _update(repository: Repository, moves: Moves) -> None:
-    many = len(moves) >= 50  # one flushed packed-refs is cheaper then than a flush for each ref
+    many = len(moves) >= 50  # then one flushed packed-refs is cheaper than a flush for each ref
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
         stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),
         doing=f"move refs of mirror {repository.name}",
     )  # fmt: skip
-    if done.stderr:  # git only warns of a lock that it cannot remove, and the next git stops at it
+    if done.stderr:  # git only warns of a lock that it cannot remove; it would stop the next git
         await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     if many:
         await repository.pack_refs()
 
 
 def packed_refs(refs: Mapping[str, str]) -> bytes:
-    """The content of a packed-refs file. Nothing is peeled, so git does that when it is asked."""
+    """Format a packed-refs file without peeled tags, which git then peels when asked."""
     lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
     return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
 

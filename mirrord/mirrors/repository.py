@@ -1,4 +1,4 @@
-"""A bare repository of ours: its configuration, its refs as they are on disk, questions to git.
+"""A mirror's bare repository: its configuration, its refs on disk, queries to git.
 
 Takes no lock and makes no decision.
 """
@@ -34,7 +34,7 @@ _CONTENT = (
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A bare repository at `path`: a mirror, or one that is being built in quarantine."""
+    """The bare repository of a mirror, in its place or under construction in quarantine."""
 
     git: Git
     name: MirrorName
@@ -45,37 +45,39 @@ class Repository:
         return self.path / "objects"
 
     async def run(self, *args: str, doing: str, **options: Any) -> GitResult:
-        """`Git.run` in this repository, with its options."""
+        """Call `Git.run` in this repository."""
         return await self.git.run(*args, git_dir=self.path, doing=doing, **options)
 
     def is_stub(self) -> bool:
-        """Whether it is a directory with no ref, no object and no HEAD in it."""
+        """True if it is a directory with no ref, no object and no HEAD in it."""
         return self.path.is_dir() and not any(any(self.path.glob(it)) for it in _CONTENT)
 
-    async def create(self) -> None:
-        """Make an empty repository at `path`, flushed: git (2.39) does not flush HEAD or config."""
+    async def create(self, *, lender: "Repository | None" = None) -> None:
+        """Make an empty repository at `path`; with `lender`, one that also reads its objects."""
         words = ("init", "--quiet", "--bare", "--object-format=sha1", str(self.path))
         await self.git.run(*words, doing=f"create mirror {self.name}")
 
         def configure() -> None:
             (self.path / "config").write_text(CONFIGURATION, encoding="ascii")
-            sync_tree(self.path)
+            if lender:
+                alternates = self.objects / "info/alternates"
+                alternates.write_text(f"{lender.objects}\n", encoding="utf-8")
+            sync_tree(self.path)  # git (2.39) flushes neither HEAD nor config
 
         await to_thread.run_sync(configure)
 
     async def must_be_ours(self) -> None:
-        """Raise DamagedMirrorError where git cannot open a mirror, or opens it as something else.
+        """Raise DamagedMirrorError where git cannot open the mirror, or misreads it.
 
-        `extensions.objectFormat = sha256` alone makes git (2.39) see no tag, and a sync would
-        drop them all; a promisor remote makes it accept holes.
+        With `extensions.objectFormat = sha256` git (2.39) sees no tag, and a sync would drop all of
+        them. With a promisor remote it accepts missing objects.
         """
-
         if fact := await to_thread.run_sync(_find_fault, self.path):
             hint = f"`mirrord heal {self.name}` repairs it"
             raise DamagedMirrorError(f"cannot use mirror {self.name}: {fact}", hint=hint)
 
     async def all_refs(self) -> Refs:
-        """Every ref, ours included."""
+        """Return every ref, those below `refs/mirrord/` included."""
         refs = await to_thread.run_sync(read_refs_of, self.path)
         if refs is not None:
             return refs
@@ -84,7 +86,7 @@ class Repository:
         return {ref: oid for oid, _, ref in (line.partition(" ") for line in listing.lines)}
 
     async def head(self) -> str | None:
-        """The ref that HEAD names."""
+        """Return the ref that HEAD names."""
         if head := await to_thread.run_sync(read_head, self.path):
             return head
         doing = f"read HEAD of mirror {self.name}"
@@ -93,31 +95,31 @@ class Repository:
 
     async def set_head(self, ref: str) -> None:
         await self.run("symbolic-ref", "HEAD", ref, doing=f"set HEAD of mirror {self.name}")
-        # git (2.39) does not flush it: a power cut would leave it empty
+        # git (2.39) does not flush it; a power cut would leave it empty
         await to_thread.run_sync(sync_file, self.path / "HEAD")
 
     async def absent(self, oids: Iterable[str]) -> set[str]:
-        """The ids with no object in the store. Says nothing of closures."""
+        """Return the ids that have no object here; what those objects refer to is not checked."""
         wanted = sorted(set(oids))
         doing = f"look up objects of mirror {self.name}"
         found = await object_info(self.git, self.path, wanted, doing=doing)
         return {each.name for each in found if each.kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
-        """The objects that are commits, and the commits that tags among them lead to."""
+        """Return the commits among the objects, and those that tags among them lead to."""
         peeled = [f"{oid}^{{commit}}" for oid in sorted(set(oids))]
         doing = f"look up commits of mirror {self.name}"
         found = await object_info(self.git, self.path, peeled, doing=doing)
         return {each.oid for each in found if each.exists}
 
     async def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether a ref that moves from `old` to `new` loses nothing; False for non-commits."""
+        """True if a move of a ref from `old` to `new` loses nothing; False for non-commits."""
         words = ("merge-base", "--is-ancestor", old, new)
         doing = f"compare commits of {self.name}"
         return (await self.run(*words, ok=(0, 1, 128), doing=doing)).status == 0
 
     async def is_public(self, commit: str) -> bool:
-        """Whether a ref that follows upstream reaches the commit."""
+        """True if a ref that follows upstream reaches the commit."""
         answer = await self.run(
             "rev-list", "--max-count=1", commit,
             "--not", f"--exclude={OURS}*", "--exclude=refs/replace/*", "--all",
@@ -126,19 +128,19 @@ class Repository:
         return not answer.lines
 
     async def write_object(self, kind: str, content: bytes) -> str:
-        """Write a loose object, flushed: `git mktree` (2.39) ignores core.fsync."""
+        """Write a loose object, flushed; `git mktree` (2.39) would ignore core.fsync."""
         words = ("hash-object", "-w", "-t", kind, "--stdin")
         doing = f"write into mirror {self.name}"
         return (await self.run(*words, stdin=content, doing=doing)).lines[0]
 
     async def pack_refs(self) -> None:
-        """Pack loose refs: each costs a file, and 50,000 a second in every fetch."""
+        """Pack loose refs: 50,000 of them cost every fetch a second."""
         await self.run("pack-refs", "--all", doing=f"pack refs of mirror {self.name}")
 
     async def verify_closure(self, commits: Iterable[str]) -> None:
-        """Prove that everything reachable from all of `commits` is present.
+        """Prove that everything reachable from `commits` is present.
 
-        Raises CorruptObjectError or GitFailedError. Reads no commit-graph: with one, git (2.39)
+        Raises CorruptObjectError or GitFailedError. Reads no commit-graph, with which git (2.39)
         does not notice a deleted commit.
         """
         await self.run(
@@ -149,7 +151,7 @@ class Repository:
 
 
 def read_refs_of(git_dir: Path) -> Refs | None:
-    """Every ref without a process; None where git has to judge them, or cannot use the mirror."""
+    """Read every ref without git; None where git has to judge them, or cannot use the mirror."""
     is_sound = not _find_fault(git_dir) and read_head(git_dir)
     return read_refs(git_dir) if is_sound else None
 
@@ -158,7 +160,7 @@ def _find_fault(git_dir: Path) -> str | None:
     kinds = {"objects": Path.is_dir, "refs": Path.is_dir, "HEAD": Path.is_file}
     for name, is_right in kinds.items():
         if not is_right(git_dir / name):
-            return f"its {name} is lost, or something else"
+            return f"its {name} is missing or of the wrong type"
     changed = changed_settings(git_dir / "config")
     return f"its configuration was changed: {changed}" if changed else None
 
@@ -178,13 +180,13 @@ CONFIGURATION = """\
 [transfer]
 	hideRefs = refs/mirrord
 """
-"""The whole configuration of every mirror: git's needs, and protection from git run by hand."""
+"""The whole configuration of every mirror; much of it protects from git run by hand."""
 
 
 def changed_settings(config: Path) -> str:
-    """How a configuration differs from CONFIGURATION, by its first lines; empty where it does not.
+    """Describe how a configuration differs from CONFIGURATION; empty where it does not.
 
-    Includes are not followed: one is a difference.
+    Does not follow includes: an include is a difference.
     """
     try:
         text = config.read_bytes().decode("utf-8", "surrogateescape")
@@ -201,21 +203,21 @@ def changed_settings(config: Path) -> str:
     return ", ".join(changes[:3]) + more or "its lines are in another order"
 
 
-# -- HEAD and refs read from their files, without a process ----------------------------------------
+# -- HEAD and refs read from their files, without git ----------------------------------------------
 #
-# Only what is plain is answered; anything else is for git to judge.
+# Anything unusual is left for git to judge.
 
 _NAME = r"refs/[^\x00-\x20\x7f~^:?*\[\\]+"
 _HEAD = re.compile(rf"ref: ({_NAME})\n")
 _VALUE = re.compile(r"(?!0{40})([0-9a-f]{40})\n")
 _PACKED = re.compile(rf"([0-9a-f]{{40}}) ({_NAME})\n(?:\^[0-9a-f]{{40}}\n)?")
 _PACKED_HEADER = re.compile(r"(?:# pack-refs with:[^\n]*\n)?")
-# with the class above, what git check-ref-format refuses
+# with the character class of _NAME, what git check-ref-format refuses
 _NEVER_IN_NAMES = ("..", "@{", "//", "/.", ".\n", "/\n", ".lock\n", ".lock/")
 
 
 def read_head(git_dir: Path) -> str | None:
-    """The ref that HEAD names, which may not exist; None where git has to be asked."""
+    """Read the ref that HEAD names, which may not exist; None where git has to judge."""
     try:
         found = _HEAD.fullmatch(_read(git_dir / "HEAD"))
     except (OSError, ValueError):
@@ -224,9 +226,9 @@ def read_head(git_dir: Path) -> str | None:
 
 
 def read_refs(git_dir: Path) -> dict[str, str] | None:
-    """Every ref, by its full name, sorted; None where git has to be asked."""
+    """Read every ref, sorted by name; None where git has to judge."""
     try:
-        # loose ones first: packing moves refs the other way
+        # loose refs first, because packing moves refs the other way
         loose = dict(_loose_refs(git_dir / "refs", "refs"))
         try:
             text = _read(git_dir / "packed-refs")
@@ -236,10 +238,10 @@ def read_refs(git_dir: Path) -> dict[str, str] | None:
         return None
     header = _PACKED_HEADER.match(text)
     packed = {ref: oid for oid, ref in _PACKED.findall(text)}
-    # 42: an id, a blank or `^`, a newline
-    known = sum(map(len, packed)) + 42 * (len(packed) + text.count("\n^"))
+    # every byte is accounted for; 42 are an id, a blank or `^`, and a newline
+    matched = sum(map(len, packed)) + 42 * (len(packed) + text.count("\n^"))
     names = text + "".join(f"{ref}\n" for ref in loose)
-    is_plain = header and header.end() + known == len(text)
+    is_plain = header and header.end() + matched == len(text)
     if not is_plain or any(each in names for each in _NEVER_IN_NAMES):
         return None
     return dict(sorted((packed | loose).items()))
@@ -264,7 +266,7 @@ def _loose_refs(directory: Path | str, above: str) -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path | str) -> str:
-    """The content of a plain file. Raises ValueError for anything else: a pipe would block."""
+    """Read a plain file; raises ValueError for anything else, because a pipe would block."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with opened(fd):
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,6 +1,6 @@
-"""The mirrors of a daemon: synced, maintained, read, pinned, put back.
+"""The mirrors of a daemon: synced, maintained, read, pinned, put back to a record.
 
-A first clone is built in quarantine and renamed, so a mirror that exists is complete.
+A first clone is made in quarantine and renamed, so a mirror that exists is complete.
 """
 
 import re
@@ -22,12 +22,11 @@ from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import masked
 from .history import columns_of, diff_records, find_record, list_records, read_record
-from .inventory import Inventory
+from .inventory import Inventory, Turn
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
 from .refs import is_followed
 from .repository import HISTORY, Repository
-from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 
@@ -54,10 +53,10 @@ class Mirrors(Inventory):
         *,
         accept_loss: bool = False,
     ) -> protocol.Synced:
-        """Bring a mirror up to date with its upstream; joins a sync that has not asked it yet.
+        """Bring a mirror up to date with its upstream; join a sync that has not asked it yet.
 
-        Raises an UpstreamError, which is also recorded in the row: an UpstreamLossError where
-        upstream lost most of what it had, unless the loss is accepted.
+        Raises and records an UpstreamError: an UpstreamLossError where upstream lost most of its
+        refs, unless `accept_loss`.
         """
         found = await self.find_name(str(name))
         key = f"{found.key}{' accepted' if accept_loss else ''}"
@@ -76,16 +75,16 @@ class Mirrors(Inventory):
                 if not is_done:
                     result = await self._ask(row, accept_loss, work)
                     await self._record(row, result, turn)
-            if is_done:  # without the claim, which others wait for
+            if is_done:  # after the claim was given back, which others wait for
                 work.close()
                 await self.follow(row.name)
                 return _as_synced(row)
         except errors.ClaimLostError:
-            raise  # the row tells of the other node's sync
+            raise  # the row has the result of the other node
         except errors.MirrordError as error:
             problem = error.problem()
             await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
-            self._unsynced[name.key] = error.code  # not its message: health answers everybody
+            self._unsynced[name.key] = error.code  # not its message, because health is public
             fact = {"code": error.code, "detail": error.message}
             self.events.publish("mirror.failed", mirror=str(name), **fact)
             raise
@@ -100,7 +99,7 @@ class Mirrors(Inventory):
     async def _ask(
         self, row: MirrorRow, accept_loss: bool, work: SharedWork[protocol.Synced]
     ) -> protocol.Synced:
-        """Bring a mirror up to date with its upstream, after all that is published of it."""
+        """Follow what is published of a mirror, then bring it up to date with its upstream."""
         mirror, upstream = self.repository(row.name), parse_upstream(row.url)
         if await to_thread.run_sync(mirror.is_stub):
             await self.quarantine.discard(mirror.path)
@@ -125,7 +124,7 @@ class Mirrors(Inventory):
         now, repository = utc_now(), self.repository(row.name)
         columns: dict[str, Any] = {"ref_count": result.ref_count, "kept_count": result.kept_count}
         refs = await repository.all_refs()
-        # an earlier sync may have ended before it was recorded
+        # an earlier sync may have failed before it was recorded
         if result.changed or row.size_bytes is None or row.history != refs.get(HISTORY):
             await turn.publish(repository)
             columns = await columns_of(repository, row.history)
@@ -133,19 +132,19 @@ class Mirrors(Inventory):
         faults = [fault.to_json() for fault in result.faults]
         columns |= {"default_branch": result.default_branch, "error": None, "ref_faults": faults}
         is_same = all(getattr(row, name) == value for name, value in columns.items())
-        if not (is_same and turn.is_noted(row)):
+        if not (is_same and turn.defers_recording(row)):
             columns |= {"synced_at": now, "attempted_at": now}
             await self.catalog.update_mirror(row.name.key, **columns)
 
     # -- what other daemons published -----------------------------------------------------------
 
     async def follow(self, name: MirrorName) -> bool:
-        """Bring a mirror to what another daemon published last; answers whether that was new."""
+        """Bring a mirror to its newest generation; return whether that was new here."""
         async with self.lock(name):
             return await self.catch_up(name, ask=True)
 
     async def catch_up(self, name: MirrorName, *, ask: bool = False) -> bool:
-        """Follow under the mirror's lock; without `ask`, what the catalog said last."""
+        """Do the same under the mirror's lock; without `ask`, the catalog is not queried."""
         mirror = self.repository(name)
         if not await self.sharing.is_behind(mirror, ask=ask):
             return False
@@ -157,7 +156,7 @@ class Mirrors(Inventory):
         return True
 
     def outages(self) -> list[str]:
-        """Why nothing is up to date: the last sync of every mirror failed."""
+        """Report that the last sync of every mirror failed."""
         if not self._names or not self._names.keys() <= self._unsynced.keys():
             return []
         name, count = next(iter(self._names)), len(self._names)
@@ -183,10 +182,7 @@ class Mirrors(Inventory):
     async def _synced(
         self, name: MirrorName, progress: protocol.ProgressSink | None = None
     ) -> MirrorRow:
-        """The row of a mirror that is on disk.
-
-        Takes one that is not from the store, or syncs it, unless that is being done.
-        """
+        """Return the row of a mirror, after following or syncing one that is not on disk."""
         row = await self.get(str(name))
         if not self.path(row.name).exists():
             async with self.lock(row.name):
@@ -198,7 +194,7 @@ class Mirrors(Inventory):
     # -- commits --------------------------------------------------------------------------------
 
     async def resolve(self, name: MirrorName, commitish: str) -> Resolved:
-        """The commit of a branch, tag or id; raises CommitNotFoundError."""
+        """Resolve a branch, tag or id; raises CommitNotFoundError."""
         row = await self._synced(name)
         path, timeout = self.path(row.name), timedelta(seconds=30)
         try:
@@ -211,7 +207,7 @@ class Mirrors(Inventory):
     async def resolve_revisions(
         self, name: MirrorName, revisions: Collection[str]
     ) -> dict[str, CommitId]:
-        """The commits that branches, or expressions `SHA^`, are at; leaves out what is missing."""
+        """Resolve branches, and expressions `SHA^`; leave out what is missing."""
         names = {
             each if each.endswith("^") else f"refs/heads/{each}^{{commit}}": each
             for each in revisions
@@ -224,9 +220,9 @@ class Mirrors(Inventory):
         return {names[f.name]: CommitId(f.oid) for f in found if f.kind == "commit"}
 
     async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved:
-        """The commit of a name that is not ours, where a ref that follows upstream reaches it.
+        """Resolve a public name, to a commit that a ref which follows upstream reaches.
 
-        A commit that only our refs reach is answered like one that is missing.
+        A commit that only private refs reach is CommitNotFoundError, like one that is missing.
         """
         ref = re.split(r"[~^]", commitish, maxsplit=1)[0]
         if not is_followed(ref if ref.startswith("refs/") else f"refs/{ref}"):
@@ -247,7 +243,7 @@ class Mirrors(Inventory):
         return found
 
     def upstreams(self, row: MirrorRow) -> list[Upstream]:
-        """The upstream of a mirror, then its fallbacks."""
+        """List the upstream of a mirror and its fallbacks."""
         fallbacks = self.settings().upstream.fallbacks
         urls = [row.url, *(upstream_url(template, row.name) for template in fallbacks)]
         return [parse_upstream(url) for url in urls]
@@ -260,7 +256,7 @@ class Mirrors(Inventory):
     ) -> dict[CommitId, str]:
         """Fetch missing commits by id, from upstream and then from the fallbacks.
 
-        Answers those still missing with the reason of the upstream, which should have had them.
+        Returns those still missing, with the reason that upstream gave.
         """
         row = await self._synced(name, progress)
         async with self.lock(row.name):
@@ -284,7 +280,7 @@ class Mirrors(Inventory):
         oids: Collection[CommitId],
         progress: protocol.ProgressSink | None = None,
     ) -> dict[CommitId, str]:
-        """Fetch objects by id into a repository; answers those that did not come, with reasons."""
+        """Fetch objects by id into a repository; return those that failed, with reasons."""
         fetcher = self._fetcher(Repository(self.git, row.name, path), upstream, progress)
         try:
             async with self._hosts.turn(upstream.host):
@@ -304,7 +300,7 @@ class Mirrors(Inventory):
     async def pin(
         self, name: MirrorName, commits: Collection[CommitId], *, owner: str, reason: str
     ) -> dict[CommitId, str]:
-        """Pin commits for an owner, once proven; answers those refused, with the reason."""
+        """Prove commits and pin them for an owner; return those refused, with the reason."""
         check_owner(owner)
         row = await self._synced(name)
         repository = self.repository(row.name)
@@ -319,7 +315,7 @@ class Mirrors(Inventory):
         return refused
 
     async def standing_pins(self, name: MirrorName, owner: str) -> dict[CommitId, str]:
-        """The reasons of an owner's pins whose refs stand: each was proven when it was made."""
+        """Return the reasons of an owner's pins that have their ref: each is proven."""
         rows = await self.catalog.list_pins(name.key, owner=owner)
         refs = await self.repository(name).all_refs() if rows else {}
         return {row.commit: row.reason for row in rows if pin_ref(owner, row.commit) in refs}
@@ -334,7 +330,7 @@ class Mirrors(Inventory):
         self.events.publish("commits.unpinned", mirror=str(row.name), **fact)
 
     async def restore_pins(self, name: MirrorName) -> None:
-        """Make lost pins again: the catalog's, and those of what datasets record now."""
+        """Restore lost pins: the catalog's, and those of what datasets record now."""
         async with self.lock(name):
             if self.sharing.is_fleet:
                 await self.pins.follow(self.repository(name))
@@ -358,11 +354,11 @@ class Mirrors(Inventory):
     # -- ref history ----------------------------------------------------------------------------
 
     async def refs_log(self, name: MirrorName) -> list[protocol.RefRecord]:
-        """The newest first."""
+        """List ref records, the newest first."""
         return await list_records(self.repository((await self._synced(name)).name))
 
     async def refs_diff(self, name: MirrorName, a: str, b: str) -> protocol.RefDiff:
-        """The changes between two records, each named by id or time."""
+        """Compare two records, each named by id or time."""
         repository = self.repository((await self._synced(name)).name)
         old = await find_record(repository, a)
         new = await find_record(repository, b)
@@ -371,7 +367,7 @@ class Mirrors(Inventory):
         return protocol.RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
 
     async def refs_restore(self, name: MirrorName, at: str) -> protocol.RefDiff:
-        """Put the refs back to a record, and keep the tips that they leave.
+        """Move the refs back to a record, and keep the tips that they leave.
 
         The next sync follows upstream again.
         """

@@ -1,12 +1,12 @@
 """One sync of one mirror: ask, fetch, move.
 
 The order makes a crash harmless: objects first, then the record of the new refs, then one
-transaction that moves all refs, keeps every tip that upstream left, and moves the ref history. A
-sync that finds nothing new writes nothing. The caller holds the mirror's lock.
+transaction that moves all refs and the ref history, and keeps every tip that upstream left. A sync
+that finds nothing new writes nothing. The caller holds the mirror's lock.
 
-Objects are fetched by id, into quarantine, checked, then accepted. Where upstream cannot give those
-of some refs, these are found and all others arrive; refs below `refs/mirrord/incoming/` mark what
-was accepted so far, so that nothing is fetched twice.
+Objects are fetched by id, into quarantine, checked, then accepted. Where upstream cannot give the
+objects of some refs, those refs become faults and all others arrive. Refs below
+`refs/mirrord/incoming/` mark what was accepted so far, so that nothing is fetched twice.
 """
 
 import re
@@ -34,12 +34,12 @@ from .repository import HISTORY, KEPT, Refs, Repository
 from .upstream import Upstream, blames_objects, find_bad
 
 INCOMING = "refs/mirrord/incoming/"
-_MOST_REFS_BYTES = 64 * 1024**2  # of an offer: about a million refs
+_MAX_OFFER_BYTES = 64 * 1024**2  # about a million refs
 
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Asks one upstream for one mirror. `quiet` is the longest silence to wait for."""
+    """Fetches from one upstream for one mirror. `quiet` is the longest silence to wait for."""
 
     repository: Repository
     upstream: Upstream
@@ -48,13 +48,13 @@ class Fetcher:
     progress: ProgressSink | None = None
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
-        """The refs that upstream has now; raises UpstreamEmptyError where it has none."""
+        """Ask upstream for its refs; raises UpstreamEmptyError where it has none."""
         answer = await self.repository.git.run(
             "ls-remote", "--symref", "--", self.upstream.remote.url,
             remote=self.upstream.remote,
             timeout=self.quiet,
-            memory_bytes=4 * _MOST_REFS_BYTES,
-            stdout_limit_bytes=_MOST_REFS_BYTES,
+            memory_bytes=4 * _MAX_OFFER_BYTES,
+            stdout_limit_bytes=_MAX_OFFER_BYTES,
             doing=f"ask upstream {self.upstream.shown} for its refs",
         )  # fmt: skip
         if not answer.lines and not may_be_empty:
@@ -72,38 +72,38 @@ class Fetcher:
     async def fetch(
         self, oids: Sequence[str], known: Mapping[str, str] | None = None
     ) -> dict[str, errors.MirrordError]:
-        """Fetch `oids`, the likeliest first, with all they reach; answers those that did not come.
+        """Fetch `oids`, the likeliest first, with all they reach; return those that failed.
 
-        `known` are those that failed before, each with the message: as the objects that they reach
-        never change, they fail for as long as the object in the message is damaged.
+        `known` are those that failed before, each with the message. What they reach never changes,
+        so they fail again while the object in the message is damaged.
         """
         failures_seen = False
         if oids:
             await self.quarantine.room.ensure(f"fetch from upstream {self.upstream.shown}")
 
-        async def attempt(some: Sequence[str]) -> None:
+        async def attempt(group: Sequence[str]) -> None:
             nonlocal failures_seen
             try:
                 async with self.quarantine.directory("fetch") as objects:
-                    await self.fetch_into(objects, some, self.upstream.remote.url)
+                    await self.fetch_into(objects, group, self.upstream.remote.url)
                     full = full_disk_named(f"mirror {self.repository.name}")
                     with anyio.CancelScope(shield=True), full:
                         await to_thread.run_sync(accept_objects, objects, self.repository.objects)
             except errors.MirrordError:
                 failures_seen = True
                 raise
-            if failures_seen:  # tell the next fetch what is here already
-                lines = [f"update {INCOMING}{oid} {oid}" for oid in some]
+            if failures_seen:  # more fetches follow, which need not repeat these objects
+                lines = [f"update {INCOMING}{oid} {oid}" for oid in group]
                 await _update_marks(self.repository, lines)
-                if len(some) >= 50:
+                if len(group) >= 50:
                     await self.repository.pack_refs()
 
         async with AsyncExitStack() as closing:
             lineage = _Lineage(self, oids, known or {}, closing)
             try:
                 failed = await find_bad(
-                    oids, attempt, is_theirs=blames_objects, budget=400, hopeless=64,
-                    blame=lineage.blame, sort=lineage.sort,
+                    oids, attempt, is_item_error=blames_objects, max_failures=400,
+                    max_first_failures=64, blame=lineage.blame, sort=lineage.sort,
                 )  # fmt: skip
             finally:
                 if failures_seen:
@@ -125,7 +125,7 @@ class Fetcher:
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """Fetch into an object directory; accepts nothing."""
+        """Fetch into an object directory."""
         doing = f"fetch from upstream {self.upstream.shown}"
         await self.repository.run(
             *STREAM_BIG_FILES, *config,
@@ -145,13 +145,12 @@ class Fetcher:
 
 @dataclass(slots=True)
 class _Lineage:
-    """The history of wanted tips, by which a damaged object is traced to the tips that it stops.
+    """The history of wanted tips, which tells the tips that reach a damaged object.
 
     A failed fetch names the first object that stopped it. Commits and trees are a small part of a
-    repository, and an upstream sends them without reading a file (`--filter=blob:none`): with them
-    all tips that reach the object are known. They are unchecked, and never get into a mirror. From
-    an upstream that knows no filters nothing is learnt. `known` are tips that failed before, with
-    the messages.
+    repository, and an upstream sends them without reading a blob (`--filter=blob:none`). They are
+    unchecked, and never get into a mirror. An upstream that ignores filters is not asked again.
+    `known` are tips that failed before, with the messages.
     """
 
     fetcher: Fetcher
@@ -166,12 +165,12 @@ class _Lineage:
     has_trees: bool = False
 
     async def blame(self, error: errors.MirrordError, group: Sequence[str]) -> Collection[str]:
-        """The tips that certainly fail, by what made `group` fail."""
+        """Return the tips that certainly fail for the error of `group`."""
         lost = error.facts.get("objects", ())
         named = set(group) if len(group) == 1 else set(lost)
         blamed = named.intersection(self.tips)
         blamed |= {tip for tip, reason in self.known.items() if any(oid in reason for oid in lost)}
-        # a few tips are not worth asking for their history apart
+        # for a few tips, halving is cheaper than their history
         worthwhile = self.history is None and self.tries and len(self.tips) > 8
         if worthwhile and blamed.isdisjoint(group):
             self.tries -= 1
@@ -179,19 +178,19 @@ class _Lineage:
         if self.history is not None and named:
             try:
                 blamed |= await self._reaching(named, self.history)
-            except (errors.CorruptObjectError, errors.GitFailedError):  # its objects are unchecked
+            except (errors.CorruptObjectError, errors.GitFailedError):  # of unchecked objects
                 self.history, self.tries = None, 0
         return blamed
 
     def sort(self, group: Sequence[str]) -> Sequence[str] | None:
-        """The oldest first, on which the others build; None where the history is unknown."""
+        """Sort the oldest first, because others build on them; None where history is unknown."""
         if self.history is None:
             return None
         position = {oid: number for number, (oid, *_) in enumerate(self.history)}
         return sorted(group, key=lambda tip: position.get(self.commits.get(tip) or tip, -1))
 
     async def _read(self, tips: Sequence[str]) -> None:
-        """Fetch the history, with its trees if those are whole, cut below commits that are lost."""
+        """Fetch the history, with trees if they are whole, cut off at commits that are lost."""
         directory = self.fetcher.quarantine.directory("lineage")
         self.objects = await self.closing.enter_async_context(directory)
         filters, cuts = ["blob:none", "tree:0"], set[str]()
@@ -216,19 +215,18 @@ class _Lineage:
                 file.writelines(f"{oid}\n" for oid in named)
 
     async def _fetch(self, tips: Sequence[str], kind: str) -> None:
-        """Fetch the objects that a filter selects, unchecked: to be read, never to be accepted."""
+        """Fetch the objects that a filter selects, unchecked."""
         upstream = self.fetcher.upstream
         config = (
             f"remote.upstream.url={upstream.remote.url}",
-            # a promisor from the start: else git (2.39) writes that into the mirror's configuration
+            # or git (2.39) would write it into the mirror's configuration
             "remote.upstream.promisor=true",
             f"remote.upstream.partialCloneFilter={kind}",
             "fetch.fsckObjects=false",
         )
         options = [f"--filter={kind}"]
         if upstream.is_local:
-            # an upstream on this machine serves filters only where its configuration says so, or
-            # the command that serves it
+            # a local upstream serves filters only if its configuration or its command allows that
             options += ["--upload-pack", "git -c uploadpack.allowFilter=true upload-pack"]
         words = [word for setting in config for word in ("-c", setting)]
         env = self._environment()
@@ -250,10 +248,10 @@ class _Lineage:
         self.history = await to_thread.run_sync(lambda: [it.split() for it in listing.lines])
 
     async def _reaching(self, oids: Collection[str], history: list[list[str]]) -> set[str]:
-        """The tips that reach any of these objects."""
+        """Return the tips that reach any of these objects."""
         seeds = set(oids)
         unknown = seeds.difference(self.commits, *history) if self.has_trees else set()
-        if unknown:  # trees or files: the commits that add and those that remove one both reach it
+        if unknown:  # trees or blobs: commits that add or remove one reach it
             words = ("log", "--format=%H", "--no-patch", "-m", "-t", "--no-renames")
             finds = (f"--find-object={oid}" for oid in sorted(unknown))
             doing = "look for the commits that reach a damaged object"
@@ -283,14 +281,14 @@ class _Lineage:
 
 
 async def unmark(repository: Repository) -> None:
-    """Remove the marks of a fetch, also of one that a crash ended."""
+    """Remove the marks of a fetch, also of one that a crash interrupted."""
     marks = [ref for ref in await repository.all_refs() if ref.startswith(INCOMING)]
     if marks:
         await _update_marks(repository, [f"delete {ref}" for ref in marks])
 
 
 async def _update_marks(repository: Repository, lines: Sequence[str]) -> None:
-    # not flushed: marks are lost in a crash without harm
+    # not flushed, because losing marks in a crash is harmless
     words = ("-c", "core.fsync=none", "update-ref", "--stdin")
     await repository.run(*words, stdin=lines_of(lines), doing="mark fetched objects")
 
@@ -305,17 +303,17 @@ async def sync(
     known_faults: Mapping[str, str] | None = None,
     accept_loss: bool = False,
 ) -> Synced:
-    """Bring the mirror up to date; single bad refs become faults.
+    """Bring the mirror up to date; bad refs become faults.
 
-    `known_faults` are objects that upstream could not give last time, with the reason: they are
-    asked for again, but together and last. Raises an UpstreamError when nothing could be fetched;
-    without `accept_loss` an upstream that lost most of its refs is an UpstreamLossError.
+    `known_faults` are objects that upstream could not give last time, with the reason. They are
+    fetched last. Raises an UpstreamError when nothing could be fetched; an UpstreamLossError where
+    upstream lost most of its refs, unless `accept_loss`.
     """
     repository = fetcher.repository
     await refs.recover(repository)
     present = await repository.all_refs()
-    old = refs.theirs(present)
-    is_empty = HISTORY in present and not old  # as somebody accepted
+    old = refs.followed_refs(present)
+    is_empty = HISTORY in present and not old  # after an accepted loss
     offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
         must_not_vanish(repository.name, old, offer)
@@ -329,7 +327,7 @@ async def sync(
     ]
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
     if stuck := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
-        # a ref whose new objects did not come stays where it is, unless another took its place
+        # a ref whose new objects did not arrive stays, unless another ref took its place
         above = {directory for ref in target for directory in refs.directories_of(ref)}
         for ref in stuck:
             if ref not in above and target.keys().isdisjoint(refs.directories_of(ref)):
@@ -367,22 +365,21 @@ async def _fetch_missing(
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
     if failed and len(fresh) == 1:
-        # asked for only once: perhaps the connection broke, which says nothing of the object
+        # it was tried only once: perhaps the connection broke
         failed = await fetcher.fetch(fresh)
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
 
 def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:
-    """Refuse an offer that lacks most of the old refs, or every branch; raises UpstreamLossError.
+    """Raise UpstreamLossError for an offer that lacks most of the old refs, or every branch.
 
-    That is what an accident or a takeover looks like. Every tip would be kept, but checkouts by
-    branch would get something else, so a person has to accept it once. A rewritten history is
-    followed: that is what force pushes do.
+    An accident or a takeover looks like that. Every tip would be kept, but checkouts by branch
+    would change, so a person has to accept it once. A force push is followed.
     """
     faulty = {fault.ref for fault in offer.faults}
     gone = [ref for ref in old if ref not in offer.refs and ref not in faulty]
     has_branches = any(ref.startswith("refs/heads/") for ref in [*offer.refs, *faulty])
-    # a small project that tidies up is no accident
+    # a small project may tidy up
     if len(gone) > 10 and 2 * len(gone) > len(old):
         fact = f"{len(gone)} of its {len(old)} refs are gone from upstream"
     elif not has_branches and any(ref.startswith("refs/heads/") for ref in old):
@@ -405,9 +402,9 @@ async def move_refs(
     """Move the refs that follow upstream, and HEAD, to `target`, in one transaction.
 
     Keeps the tips that they leave, and records the move; writes nothing where nothing moves.
-    Answers the changes, and the target of HEAD: the wanted one, or else one that exists.
+    Returns the changes and the target of HEAD: the wanted one, or else one that exists.
     """
-    changes = await refs.classify(repository, refs.compare(refs.theirs(present), target))
+    changes = await refs.classify(repository, refs.compare(refs.followed_refs(present), target))
     now = await repository.head()
     branches = sorted(ref for ref in target if ref.startswith("refs/heads/"))
     choices = (wanted_head, now, "refs/heads/main", "refs/heads/master", *branches)
@@ -418,7 +415,7 @@ async def move_refs(
     left = {f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old}
     moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
     parent = present.get(HISTORY)
-    # also those that only the last record has: a kept ref that was removed by hand is to be missed
+    # with those that only the last record has, so that audits miss a kept ref removed by hand
     last = await read_last(repository, parent)
     named = {ref.removeprefix(KEPT) for ref in [*present, *moves] if ref.startswith(KEPT)}
     record = await write_record(

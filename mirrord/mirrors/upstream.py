@@ -1,8 +1,7 @@
-"""Upstreams: their URLs without secrets, the limits of their hosts, what one cannot give.
+"""Upstreams: their URLs without secrets, the limits of their hosts, the bisection of failures.
 
-https, http, ssh, git, file, an absolute path and the scp-like `user@host:path` are accepted. A
-transport that names a program (`ext::`), a relative path and a host that looks like an option are
-refused.
+Accepts https, http, ssh, git, file, an absolute path, and the scp-like `user@host:path`. Refuses a
+transport that names a program (`ext::`), a relative path, and a host that looks like an option.
 """
 
 import math
@@ -31,7 +30,7 @@ _LOCAL = "local"
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """An upstream that may be contacted. Its limits are counted by `host`."""
+    """An upstream whose URL was accepted. Limits are counted by `host`."""
 
     url: str = field(repr=False)
     remote: Remote
@@ -48,18 +47,17 @@ class Upstream:
 
 
 def upstream_url(template: str, name: MirrorName) -> str:
-    """Fill `{owner}` and `{name}` in."""
     return template.replace("{owner}", name.owner).replace("{name}", name.name)
 
 
 def default_url(settings: Settings, name: MirrorName) -> str:
-    """The URL of the [[mirror]] table with this name, else the template."""
+    """Return the URL of the mirror's [[mirror]] table, or else the one that `url` makes."""
     own = (m.url for m in settings.mirror if m.url and MirrorName.parse(m.repo).key == name.key)
     return next(own, None) or upstream_url(settings.upstream.url, name)
 
 
 def public_url(text: str) -> str | None:
-    """The URL to show to others: without user information; None where it may hold a secret."""
+    """Return a URL without user information; None where it may still hold a secret."""
     try:
         bare = parse_upstream(text).remote.url
     except InvalidUrlError:
@@ -76,7 +74,7 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]|[0-9A-Fa-f:.]+
 def parse_upstream(text: str) -> Upstream:
     """Read an upstream URL or path; raises InvalidUrlError."""
     if not text or len(text) > 4000 or re.search(r"[\x00-\x20\x7f]", text):
-        raise _refused(text, "it is empty, too long, or has blanks or control characters")
+        raise _refused(text, "it is empty, too long, or has spaces or control characters")
     if text.startswith("-") or _HELPER.match(text):
         raise _refused(text, "it names an option or a program")
     if text.startswith("/"):
@@ -134,11 +132,11 @@ _SPREAD = 0.2  # of pauses
 
 
 class Hosts:
-    """The limits of upstream hosts: connections at a time, and a pause after each 429.
+    """The limits of upstream hosts: concurrent connections, and a pause after each 429.
 
-    A host that throttles is not asked again until its Retry-After, or for a pause that doubles with
-    each refusal; its mirrors fail at once instead of queueing. `concurrency` is read at each use,
-    so that a reload applies.
+    A host that throttles is left alone until its Retry-After, or for a pause that doubles with each
+    refusal. Its mirrors fail at once instead of queueing. `concurrency` is read at each use, so
+    that a reload applies.
     """
 
     def __init__(
@@ -182,12 +180,11 @@ class Hosts:
             host.backoff.reset()
 
 
-# -- what a damaged upstream cannot give, so that all else arrives ---------------------------------
+# -- bisection: everything arrives but what a damaged upstream cannot give -------------------------
 #
-# One damaged object upstream makes a fetch of everything fail. `find_bad` asks for ever smaller
-# groups: where a failure shows which items share its cause, those are left out and the rest is
-# asked for again, a step for each cause; where it shows nothing, groups are halved, and small ones
-# tried item by item.
+# One damaged object upstream makes a fetch of everything fail. Where a failure shows which items
+# share its cause, `find_bad` leaves those out and tries the others, one step for each cause. Where
+# it shows nothing, groups are halved, and small ones tried item by item.
 
 T = TypeVar("T")
 
@@ -196,52 +193,52 @@ async def find_bad(
     items: Sequence[T],
     attempt: Callable[[Sequence[T]], Awaitable[None]],
     *,
-    is_theirs: Callable[[MirrordError], bool],
-    budget: int,
-    hopeless: int,
+    is_item_error: Callable[[MirrordError], bool],
+    max_failures: int,
+    max_first_failures: int,
     blame: Callable[[MirrordError, Sequence[T]], Awaitable[Collection[T]]] | None = None,
     sort: Callable[[Sequence[T]], Sequence[T] | None] = lambda _: None,
 ) -> dict[T, MirrordError]:
-    """Call `attempt` on `items`, then on ever smaller groups; answers the items that failed.
+    """Call `attempt` on `items`, then on ever smaller groups; return the items that failed.
 
-    An error that is not theirs, the items', is raised. `blame` answers all items that certainly
-    fail for the cause of a group's failure; `sort` puts those first that make others fail, or
-    answers None where that is unknown. The rest gets the last error untried after `budget`
-    failures, or when `hopeless` single items failed before anything succeeded.
+    Raises an error that is not about items. `blame` returns all items that certainly fail for the
+    cause of a group's failure. `sort` puts those first that make others fail, or returns None where
+    that is unknown. Gives up on the remaining items after `max_failures`, or after
+    `max_first_failures` of single items before any success.
     """
     bad: dict[T, MirrordError] = {}
-    waiting: list[Sequence[T]] = [items]
-    failures = alone = 0
-    any_whole = False
-    while waiting:
-        if not (group := [item for item in waiting.pop() if item not in bad]):
+    pending: list[Sequence[T]] = [items]
+    failures = single_failures = 0
+    has_succeeded = False
+    while pending:
+        if not (group := [item for item in pending.pop() if item not in bad]):
             continue
         try:
             await attempt(group)
-            any_whole = True
+            has_succeeded = True
             continue
         except MirrordError as raised:
-            if not is_theirs(raised):
+            if not is_item_error(raised):
                 raise
             error = raised
-        failures, alone = failures + 1, alone + (len(group) == 1)
+        failures, single_failures = failures + 1, single_failures + (len(group) == 1)
         blamed = set(group) if len(group) == 1 else set[T]()
         blamed.update(await blame(error, group) if blame else ())
         bad.update({item: error for item in items if item in blamed and item not in bad})
-        rest = [item for item in group if item not in bad]
-        arranged = sort(rest)
-        if failures > budget or (not any_whole and alone >= hopeless):
+        left = [item for item in group if item not in bad]
+        ordered = sort(left)
+        if failures > max_failures or (not has_succeeded and single_failures >= max_first_failures):
             untried = "cannot ask for it by itself: too many others failed"
-            bad |= dict.fromkeys(rest, type(error)(untried, hint=error.hint))
-        elif len(rest) < len(group) and failures <= 3:  # later, the rest is halved even so
-            waiting.append(rest)
-        elif arranged is None and len(rest) <= 8:
-            waiting += [[item] for item in reversed(rest)]
+            bad |= dict.fromkeys(left, type(error)(untried, hint=error.hint))
+        elif len(left) < len(group) and failures <= 3:  # later, they are halved even so
+            pending.append(left)
+        elif ordered is None and len(left) <= 8:
+            pending += [[item] for item in reversed(left)]
         else:
-            # where nothing is known of them, the first is the likeliest, and makes the rest cheaper
-            middle = 1 if failures == 1 and arranged is None else len(rest) // 2
-            arranged = arranged or rest
-            waiting += [arranged[middle:], arranged[:middle]]
+            # in unknown order the first is the likeliest to succeed, and makes the others cheaper
+            middle = 1 if failures == 1 and ordered is None else len(left) // 2
+            ordered = ordered or left
+            pending += [ordered[middle:], ordered[:middle]]
     return bad
 
 
@@ -259,5 +256,5 @@ _CONNECTION = re.compile(
 
 
 def blames_objects(error: MirrordError) -> bool:
-    """Whether some of the wanted objects may be the cause, so that others could come."""
+    """True if some of the wanted objects may be the cause, so that others could be fetched."""
     return not isinstance(error, _WHOLE_UPSTREAM) and not _CONNECTION.search(error.message)

@@ -285,7 +285,7 @@ def test_a_deleted_pack_is_found(site: Site, level: AuditLevel) -> None:
     name = site.pack.name
     site.pack.unlink()
     result = site.examine(level)
-    assert result.defects[name] == Defect(FindingKind.PACK, "its index is there and it is not")
+    assert result.defects[name] == Defect(FindingKind.PACK, "it is missing, but its index exists")
     assert {verdict.state for verdict in result.verdicts.values()} == {CommitState.MISSING}
 
 

@@ -16,7 +16,7 @@ from mirrord.catalog import Generation
 from mirrord.errors import ClaimLostError, StoreDamagedError
 from mirrord.fleet.generations import list_published, manifest_key, read_generation, read_manifest
 from mirrord.fleet.objects import ObjectStore
-from mirrord.mirrors.refs import theirs
+from mirrord.mirrors.refs import followed_refs
 from mirrord.mirrors.repository import HISTORY
 
 
@@ -226,7 +226,7 @@ def test_a_mirror_with_a_past_of_its_own_keeps_it(
         made = await a.publish(None)
         assert made
         await b.follow(made)
-        theirs_b, theirs_a = [theirs(await it.mirror.all_refs()) for it in (b, a)]
+        theirs_b, theirs_a = [followed_refs(await it.mirror.all_refs()) for it in (b, a)]
         assert theirs_b == theirs_a
         kept = await b.mirror.all_refs()
         assert kept[f"refs/mirrord/kept/{own}"] == own

@@ -19,7 +19,7 @@ from mirrord.fleet import service
 from mirrord.fleet.generations import pack_key, read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.mirrors.bundles import Bundles
-from mirrord.mirrors.refs import theirs
+from mirrord.mirrors.refs import followed_refs
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_a_daemon_that_is_behind_publishes_what_it_has(
         await fleet.refresh([NAME.key])
         with pytest.raises(StoreDamagedError):
             await fleet.follow(repository)
-        before = theirs(await repository.all_refs())
+        before = followed_refs(await repository.all_refs())
         async with fleet.turn(NAME) as turn, it.mirrors.lock(NAME):
             with pytest.raises(StoreDamagedError):
                 await turn.publish(repository)
@@ -91,7 +91,7 @@ def test_a_daemon_that_is_behind_publishes_what_it_has(
             assert not await fleet.repair(turn, repository)
         third = fleet.generations[NAME.key]
         assert third[:2] > second[:2] > first[:2]
-        assert theirs(read_manifest(store, NAME, third).refs) == before
+        assert followed_refs(read_manifest(store, NAME, third).refs) == before
         await it.mirrors.sync(NAME)
         assert upstream.git("rev-parse", "HEAD") in (await repository.all_refs()).values()
         await fleet.close()

@@ -29,7 +29,13 @@ def test_the_bad_ones_are_found_and_the_rest_is_taken(bad: set[int]) -> None:
         taken.extend(some)
 
     async def main() -> dict[int, MirrordError]:
-        return await find_bad(range(100), attempt, is_theirs=lambda _: True, budget=100, hopeless=8)
+        return await find_bad(
+            range(100),
+            attempt,
+            is_item_error=lambda _: True,
+            max_failures=100,
+            max_first_failures=8,
+        )
 
     assert anyio.run(main).keys() == bad
     assert sorted(taken) == sorted(set(range(100)) - bad)
@@ -53,9 +59,9 @@ def test_what_shares_a_cause_is_left_out_at_once() -> None:
         return await find_bad(
             range(100),
             attempt,
-            is_theirs=lambda _: True,
-            budget=100,
-            hopeless=8,
+            is_item_error=lambda _: True,
+            max_failures=100,
+            max_first_failures=8,
             blame=blame,
             sort=lambda group: group,
         )
@@ -74,7 +80,11 @@ def test_when_nothing_works_the_search_ends_early() -> None:
 
     async def main() -> dict[int, MirrordError]:
         return await find_bad(
-            range(1000), attempt, is_theirs=lambda _: True, budget=400, hopeless=8
+            range(1000),
+            attempt,
+            is_item_error=lambda _: True,
+            max_failures=400,
+            max_first_failures=8,
         )
 
     assert len(anyio.run(main)) == 1000
@@ -89,9 +99,9 @@ def test_an_error_that_blames_nobody_is_raised() -> None:
         await find_bad(
             [1, 2],
             attempt,
-            is_theirs=lambda error: not isinstance(error, UpstreamAuthError),
-            budget=9,
-            hopeless=9,
+            is_item_error=lambda error: not isinstance(error, UpstreamAuthError),
+            max_failures=9,
+            max_first_failures=9,
         )
 
     with pytest.raises(UpstreamAuthError):

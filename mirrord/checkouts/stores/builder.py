@@ -36,7 +36,7 @@ from .packer import PackFile, together, write_graph
 from .store import SealedStore, StoreKey, Tag
 
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
-    from ...fleet.closures import SharedClosures
+    from ...fleet.exchange import SharedClosures
 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph

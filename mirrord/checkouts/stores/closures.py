@@ -32,7 +32,7 @@ from .packer import TIMEOUT, Packer, PackFile, together, unservable
 from .store import building, publish
 
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
-    from ...fleet.closures import SharedClosures
+    from ...fleet.exchange import SharedClosures
 
 _QUICK_TIMEOUT = timedelta(seconds=30)
 _KEPT_COMMITS = 64
