@@ -415,7 +415,7 @@ class Engine:
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
             health=self.health.report().health,
-            mirrors=await self.mirrors.list(),
+            mirrors=await self.mirrors.list_mirrors(),
             datasets=await self.catalog.summarise_datasets(),
             checkout_count=len(self.checkouts.leases),
             checkout_max=self._settings.checkouts.max,

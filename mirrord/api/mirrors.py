@@ -50,7 +50,7 @@ class AuditsQuery(Query):
 
 
 async def list_mirrors(call: Call) -> list[protocol.Mirror]:
-    return [visible_mirror(call, mirror) for mirror in await call.engine.mirrors.list()]
+    return [visible_mirror(call, mirror) for mirror in await call.engine.mirrors.list_mirrors()]
 
 
 async def add_mirror(call: Call, body: protocol.AddMirror) -> protocol.Operation:
@@ -181,7 +181,7 @@ async def start_audit(call: Call, body: protocol.StartAudit) -> protocol.Operati
 
 
 async def list_audits(call: Call, query: AuditsQuery) -> list[protocol.Audit]:
-    return await call.engine.audits.list(query.limit)
+    return await call.engine.audits.list_audits(query.limit)
 
 
 async def get_audit(call: Call) -> protocol.Audit:

@@ -6,7 +6,6 @@ left. The mirror whose last judgement is oldest comes first.
 """
 
 import asyncio
-import builtins
 import os
 import secrets
 from collections import Counter
@@ -94,7 +93,7 @@ class Audits:
         """
         level = request.level or self.settings().audit.level
         recorded = await self._names(request)
-        past: builtins.list[JudgementRow] = []
+        past: list[JudgementRow] = []
         if _is_of_everything(request):
             past = await self.catalog.list_judgements(level, self.catalog.node)
         begun = await self._unfinished(level, past) if resume else []
@@ -136,7 +135,7 @@ class Audits:
             )
         return audit
 
-    async def list(self, limit: int = 50) -> builtins.list[protocol.Audit]:
+    async def list_audits(self, limit: int = 50) -> list[protocol.Audit]:
         """List audits, the newest first."""
         return await self.catalog.list_audits(limit)
 
@@ -163,7 +162,7 @@ class Audits:
 
     async def _unfinished(
         self, level: AuditLevel, past: Sequence[JudgementRow]
-    ) -> builtins.list[JudgementRow]:
+    ) -> list[JudgementRow]:
         """Return the judgements of the last audit of everything, if it should be resumed.
 
         That is if it left mirrors, and the next one is not due yet.

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -149,9 +149,6 @@ def _find_history(stand_in: Path, refs: Mapping[str, str]) -> str | None:
 
 # -- the changes -----------------------------------------------------------------------------------
 
-Step = Callable[[str], None]
-"""Called before each change of a mirror; tests stop there."""
-
 
 class DamagedFiles:
     """`quarantine/damaged/<mirror>/<time>-<id>/`: files of one heal at their old paths.
@@ -214,18 +211,15 @@ def publish(
     work: Path,
     bad_files: Collection[BadFile],
     plan: RefPlan,
-    step: Step,
 ) -> Path | None:
     """Change the mirror at `git_dir`; return where the bad files are.
 
     `work` has the new packs in `objects/pack`.
     """
     with full_disk_named(f"mirror {name}"):
-        step("evidence")
         damaged = DamagedFiles(quarantine, name, git_dir, bad_files)
         for bad in bad_files:
             if bad.kind is FileKind.LAYOUT:
-                step("take what is in the way")
                 damaged.move(bad.path)
         for directory in ("objects/pack", "refs"):
             (git_dir / directory).mkdir(parents=True, exist_ok=True)
@@ -240,7 +234,6 @@ def publish(
         packs = list((work / "objects/pack").glob("pack-*"))
         for file in sorted(packs, key=lambda file: (file.suffix == ".idx", file.name)):
             path = f"objects/pack/{file.name}"
-            step(f"put {file.suffix}")
             if path in going or not (git_dir / path).exists():  # else it is the same
                 damaged.link(path)
                 file.rename(git_dir / path)
@@ -248,9 +241,8 @@ def publish(
         new = {f"objects/pack/{file.name}" for file in packs}
         for path in going:
             if path not in new:
-                step(f"take {Path(path).suffix}")
                 damaged.move(path)
-        _write_refs(name, git_dir, work / "new", damaged, bad_files, plan, step)
+        _write_refs(name, git_dir, work / "new", damaged, bad_files, plan)
     return damaged.path if bad_files else None
 
 
@@ -261,14 +253,12 @@ def _write_refs(
     damaged: DamagedFiles,
     bad_files: Collection[BadFile],
     plan: RefPlan,
-    step: Step,
 ) -> None:
     def replace(path: str, content: bytes) -> None:
         with new.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        step(f"write {path}")
         damaged.link(path)
         new.rename(git_dir / path)
         sync_directory(git_dir)
@@ -293,5 +283,4 @@ def _write_refs(
             lock.unlink(missing_ok=True)
     for bad in bad_files:
         if bad.kind in {FileKind.REF, FileKind.PLANTED}:
-            step("take ref")
             damaged.move(bad.path)

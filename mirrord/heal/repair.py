@@ -47,7 +47,7 @@ from .donors import (
     open_store,
     salvage,
 )
-from .publish import DamagedFiles, RefPlan, Step, plan_refs, publish
+from .publish import DamagedFiles, RefPlan, plan_refs, publish
 
 _backoff = partial(Backoff, timedelta(minutes=10), timedelta(hours=24))
 _NEW_HISTORY = "a new ref history"
@@ -59,14 +59,13 @@ class MirrorRepair:
     """The heal of the mirror at `git_dir` with `donors`.
 
     `recorded` are the commits that must be whole. `suspects` are the defects that an audit found;
-    their files may have a right checksum. `step` is called before each change of the mirror.
+    their files may have a right checksum.
     """
 
     donors: Donors
     git_dir: Path
     recorded: Collection[str]
     suspects: Mapping[str, Defect]
-    step: Step
     history: str = ""  # how the ref history was continued, where it was lost
     salvaged: dict[str, Donor] = field(default_factory=dict)
 
@@ -132,7 +131,7 @@ class MirrorRepair:
             root = self.donors.mirrors.quarantine.root
             with anyio.CancelScope(shield=True):
                 kept_in = await anyio.to_thread.run_sync(
-                    publish, self.name, self.git_dir, root, final, replaced, plan, self.step
+                    publish, self.name, self.git_dir, root, final, replaced, plan
                 )
         return Repair(
             mirror=str(self.name), objects=counts, files=[bad.path for bad in replaced],
@@ -317,10 +316,10 @@ class MirrorRepair:
 
 
 class Heals:
-    """Repairs mirrors. `step` is called before each change of a mirror."""
+    """Repairs mirrors, and schedules what has to be tried again."""
 
-    def __init__(self, mirrors: Mirrors, step: Step = lambda _name: None) -> None:
-        self.mirrors, self.catalog, self.step = mirrors, mirrors.catalog, step
+    def __init__(self, mirrors: Mirrors) -> None:
+        self.mirrors, self.catalog = mirrors, mirrors.catalog
         self._lent: list[Path] = []
         # by key, mirrors with something unhealed, and when to try again
         self._unhealed: dict[str, tuple[MirrorName, Backoff, float]] = {}
@@ -395,7 +394,7 @@ class Heals:
             donors = Donors(self.mirrors, row, tuple(self._lent), work, progress)
             recorded = pinned | {recorded.commit for recorded in judged.rows}
             suspects, path = judged.examined.defects, self.mirrors.path(row.name)
-            repair = await MirrorRepair(donors, path, recorded, suspects, self.step).perform()
+            repair = await MirrorRepair(donors, path, recorded, suspects).perform()
             if refused and not repair.objects:
                 await self.mirrors.quarantine.discard(path)
                 raise refused

@@ -6,7 +6,6 @@ the start and after a failed operation: unknown mirrors and pins are adopted. A 
 catalog knows stays there until a heal restores its ref.
 """
 
-import builtins
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -204,7 +203,7 @@ class Inventory:
                 await self.catalog.update_mirror(row.name.key, **state)
         await self.refresh()
 
-    async def refresh(self, keep: Collection[str] = ()) -> builtins.list[MirrorName]:
+    async def refresh(self, keep: Collection[str] = ()) -> list[MirrorName]:
         """Read the catalog's mirrors again; return those that are gone, except `keep` (keys)."""
         listed = await self.catalog.list_mirrors()
         before, self._names = self._names, {row.name.key: row.name for row in listed}
@@ -213,7 +212,7 @@ class Inventory:
         await self.sharing.enrol(listed)
         return [before[key] for key in before.keys() - self._names.keys()]
 
-    async def _survey(self) -> builtins.list[tuple[Path, OwnedCommits | None]]:
+    async def _survey(self) -> list[tuple[Path, OwnedCommits | None]]:
         """Survey all directories of mirrors; None for one that has to be reconciled."""
         paths = sorted(await to_thread.run_sync(lambda: list(self.root.iterdir())))
         found: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
@@ -270,7 +269,7 @@ class Inventory:
         if row is not None and row.history is None:
             await self.catalog.update_mirror(key, **await columns_of(repository, None))
 
-    def names(self) -> builtins.list[MirrorName]:
+    def names(self) -> list[MirrorName]:
         return [*self._names.values()]
 
     def get_name(self, text: str) -> MirrorName:
@@ -344,7 +343,7 @@ class Inventory:
                 log.warning("mirror.cleanup_pending", mirror=str(name), detail=str(error))
         return cleaned and not self._unclean
 
-    async def list(self) -> builtins.list[Mirror]:
+    async def list_mirrors(self) -> list[Mirror]:
         counts = await self.catalog.count_pins()
         rows = await self.catalog.list_mirrors()
         return [_shown(row, counts.get(row.name.key, 0)) for row in rows]

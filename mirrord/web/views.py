@@ -141,7 +141,7 @@ def _mirror_line(row: MirrorRow, pins: int, audits: Mapping[str, MirrorAudit]) -
 async def _latest_audits(engine: Engine) -> dict[str, MirrorAudit]:
     """Return the newest audit of each mirror, by mirror key."""
     found: dict[str, MirrorAudit] = {}
-    for audit in await engine.audits.list(_AUDITS):
+    for audit in await engine.audits.list_audits(_AUDITS):
         of_mirror: dict[str, list[Finding]] = {}
         for finding in audit.findings:
             of_mirror.setdefault(finding.mirror.lower(), []).append(finding)
@@ -276,7 +276,7 @@ def _group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
 
 
 async def show_audits(engine: Engine, values: Values) -> Facts:
-    return {"slice": Slice.of(await engine.audits.list(50), values)}
+    return {"slice": Slice.of(await engine.audits.list_audits(50), values)}
 
 
 async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
@@ -397,7 +397,7 @@ async def show_overview(engine: Engine, values: Values) -> Facts:
     unservable = _unservable_commits(
         {line.row.name.key: line.audit for line in lines if line.audit}
     )
-    newest = await engine.audits.list(1)
+    newest = await engine.audits.list_audits(1)
     synced = [line.row.synced_at for line in lines if line.row.synced_at]
     return {
         "activity": activity,

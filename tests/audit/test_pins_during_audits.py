@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.from_thread
 import pytest
-from anyio.abc import TaskGroup
 from gitrepos import Upstream, git
 from heallab import House, refs_of
 
@@ -70,24 +68,20 @@ async def heal_while(
     """
     lose_a_blob(house)
 
-    async def repair(judged: Judged, progress: ProgressSink | None) -> Repair:
-        if when == "before":
-            await change()
-        heals = house.make_heals(step) if when == "during" else house.heals
-        return await heals.repair(judged, progress)
-
     async with anyio.create_task_group() as tasks:
 
-        def step(_: str) -> None:
-            if not begun:
-                begun.append(True)
-                anyio.from_thread.run(begin, tasks)
+        async def change_during_heal(name: MirrorName) -> None:
+            while not house.mirrors.is_busy(name):
+                await anyio.sleep(0.001)
+            await change()
 
-        async def begin(group: TaskGroup) -> None:
-            group.start_soon(change)
-            await anyio.sleep(0.2)  # it waits for the mirror by then
+        async def repair(judged: Judged, progress: ProgressSink | None) -> Repair:
+            if when == "before":
+                await change()
+            else:
+                tasks.start_soon(change_during_heal, judged.name)
+            return await house.heals.repair(judged, progress)
 
-        begun: list[bool] = []
         return await auditing(house, repair).run(EVERYTHING)
     raise AssertionError  # a task group may swallow, says its type
 

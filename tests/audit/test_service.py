@@ -389,7 +389,7 @@ def test_an_audit_is_saved_and_says_that_all_is_well(tmp_path: Path, upstream: U
         assert audit.reach == {Reach.DEFAULT_BRANCH: 3}
         assert (audit.findings, audit.affected, audit.mirrors) == ([], [], ["owner__name"])
         assert await daemon.audits.get(audit.id) == audit
-        assert await daemon.audits.list() == [audit]
+        assert await daemon.audits.list_audits() == [audit]
         with pytest.raises(AuditNotFoundError):
             await daemon.audits.get("nonsense")
 
@@ -510,7 +510,7 @@ async def interrupted_after(daemon: Daemon, done: int, request: StartAudit) -> A
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
-    return (await daemon.audits.list())[0]
+    return (await daemon.audits.list_audits())[0]
 
 
 @pytest.mark.parametrize("level", DEEP_LEVELS)
@@ -531,7 +531,7 @@ def test_an_interrupted_audit_says_what_it_left_and_goes_on_there(
         assert (seen, whole.id, whole.started_at) == (names[2:], partial.id, partial.started_at)
         assert (whole.mirrors, whole.left) == (names, [])
         assert await daemon.audits.find_unfinished(level) is None
-        assert [audit.id for audit in await daemon.audits.list()] == [whole.id]
+        assert [audit.id for audit in await daemon.audits.list_audits()] == [whole.id]
 
     with_daemon(tmp_path, upstream, body)
 

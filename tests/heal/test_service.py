@@ -377,16 +377,18 @@ import anyio
 from gitrepos import Upstream
 from heallab import House
 steps = 0
-def step(name):
+def watch(event, arguments):
     global steps
-    steps += 1
-    if steps == {at}:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if event in ("os.rename", "os.link") and "mirrors/owner__name" in str(arguments):
+        steps += 1
+        if steps == {at}:
+            os.kill(os.getpid(), signal.SIGKILL)
 async def run():
     upstream = object.__new__(Upstream)
     upstream.path = Path({upstream!r})
     house = House(Path({root!r}), upstream)
-    await house.open(step)
+    await house.open()
+    sys.addaudithook(watch)
     await house.heal()
     await house.close()
 if __name__ == "__main__":

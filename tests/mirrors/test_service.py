@@ -72,7 +72,7 @@ def test_a_mirror_is_added_synced_and_found_in_any_spelling(
         assert (shown.size_bytes or 0) > 0
         head = upstream.git("rev-parse", "HEAD"), upstream.git("rev-parse", "HEAD^{tree}")
         assert (await it.mirrors.resolve(NAME, "main"))[:2] == head
-        assert len(await it.mirrors.list()) == 1
+        assert len(await it.mirrors.list_mirrors()) == 1
 
     house.run(body)
 

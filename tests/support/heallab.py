@@ -46,7 +46,7 @@ class Daemon:
         )
         self.name = MirrorName("owner", "name")
 
-    async def open(self, step: Callable[[str], None] = lambda _name: None) -> None:
+    async def open(self) -> None:
         self.workers = Workers(size=1)
         self.catalog = await Catalog.open(self.state_dir / "catalog.sqlite3")
         self.events = Events()
@@ -60,11 +60,11 @@ class Daemon:
         )
         await self.mirrors.open()
         self.bundles = Bundles(self.mirrors)
-        self.heals = self.make_heals(step)
+        self.heals = self.make_heals()
         self.audits = Audits(self.mirrors, self.heals.repair)
 
-    def make_heals(self, step: Callable[[str], None] = lambda _name: None) -> Heals:
-        return Heals(self.mirrors, step)
+    def make_heals(self) -> Heals:
+        return Heals(self.mirrors)
 
     async def close(self) -> None:
         await self.mirrors.close()
