@@ -17,7 +17,7 @@ from typing import Any
 from anyio import to_thread
 
 from ..catalog import Catalog, Generation
-from ..errors import ClaimLostError, StoreDamagedError
+from ..errors import ClaimLostError, CorruptObjectError, GitFailedError, StoreDamagedError
 from ..git.command import lines_of, low_priority
 from ..git.packs import PackIndex, pack_trailer
 from ..host.files import full_disk_named
@@ -235,15 +235,11 @@ async def _must_be_whole(repository: Repository, manifest: GenerationManifest) -
     fresh = tips - present
     if not present or not fresh:
         return
-    walked = await repository.run(
-        "-c", "core.commitGraph=false", "rev-list", "--objects", "--quiet", "--stdin",
-        stdin=lines_of([*sorted(fresh), *(f"^{oid}" for oid in sorted(present))]),
-        ok=(0, 1, 128),
-        doing=f"prove the generation of mirror {repository.name}",
-    )  # fmt: skip
-    if walked.status:
-        fact = walked.stderr.strip().partition("\n")[0]
-        raise StoreDamagedError(f"{failure}: {fact}")
+    try:
+        await repository.verify_closure(sorted(fresh), present)
+    except (GitFailedError, CorruptObjectError) as error:
+        fact = error.message.partition(": ")[2]
+        raise StoreDamagedError(f"{failure}: {fact}") from error
 
 
 async def _move_refs(repository: Repository, manifest: GenerationManifest) -> None:

@@ -36,7 +36,7 @@ from .generations import (
     read_manifest,
     write_generation,
 )
-from .objects import Blob, ObjectStore
+from .objects import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,52 +188,43 @@ class StoreDonor:
         """
         try:
             room.must_suffice(f"download packs of mirror {self.name}")
-            self._take([bytes.fromhex(oid) for oid in wanted], packs, room)
+            if self._indexes is None:
+                manifest = read_manifest(self.store, self.name, self.generation)
+                found = {pack: self._read_index(pack, packs) for pack in manifest.packs}
+                self._indexes = {pack: index for pack, index in found.items() if index}
+                self._left = {*self._indexes}
+            ids, indexes = [bytes.fromhex(oid) for oid in wanted], self._indexes.items()
+            having = {pack for pack, index in indexes if any(oid in index for oid in ids)}
+            is_first = len(self._left) == len(self._indexes)
+            for pack in sorted(self._left, key=lambda it: (it not in having, it.pack.size_bytes)):
+                if pack in having or (having and (self.damage or not is_first)):
+                    room.must_suffice(f"download packs of mirror {self.name}")
+                    self._download(pack, self._indexes[pack])
         except errors.DiskFullError as error:
             raise errors.StoreUnavailableError(error.message, hint=error.hint) from error
 
-    def _take(self, wanted: Collection[bytes], packs: Path, room: Room) -> None:
-        if self._indexes is None:
-            manifest = read_manifest(self.store, self.name, self.generation)
-            self._left = {pack for pack in manifest.packs if self._has_index(pack, packs)}
-            self._indexes = {pack: PackIndex(_path(packs, pack, ".idx")) for pack in self._left}
-        having = {
-            pack for pack, index in self._indexes.items() if any(oid in index for oid in wanted)
-        }
-        is_first = len(self._left) == len(self._indexes)
-        for pack in sorted(self._left, key=lambda pack: (pack not in having, pack.pack.size_bytes)):
-            if pack in having or (having and (self.damage or not is_first)):
-                self._download(pack, packs, room)
-
-    def _has_index(self, pack: PublishedPack, packs: Path) -> bool:
-        path = _path(packs, pack, ".idx")
-        return self._has(index_key(self.name, pack), path, pack.index)
-
-    def _download(self, pack: PublishedPack, packs: Path, room: Room) -> None:
-        """Download a pack, and rename it once it is proven, so that git sees it."""
-        self._left.discard(pack)
-        room.must_suffice(f"download packs of mirror {self.name}")
-        part, index = _path(packs, pack, ".part"), _path(packs, pack, ".idx")
+    def _read_index(self, pack: PublishedPack, packs: Path) -> PackIndex | None:
+        path = packs / f"pack-{pack.pack.sha256[:40]}.idx"
         try:
-            if self._has(pack_key(self.name, pack), part, pack.pack):
-                if PackIndex(index).pack_checksum == pack_trailer(part):
-                    part.rename(part.with_suffix(".pack"))
-                else:
-                    self.damage = f"the index of {pack_key(self.name, pack)} is of another pack"
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _has(self, key: str, path: Path, blob: Blob) -> bool:
-        try:
-            self.store.download(key, path, blob)
+            self.store.download(index_key(self.name, pack), path, pack.index)
+            return PackIndex(path)
         except errors.StoreDamagedError as error:
             self.damage = error.message
-            return False
-        return True
+            return None
 
-
-def _path(packs: Path, pack: PublishedPack, suffix: str) -> Path:
-    return packs / f"pack-{pack.pack.sha256[:40]}{suffix}"
+    def _download(self, pack: PublishedPack, index: PackIndex) -> None:
+        """Download a pack, and rename it once it is proven, so that git sees it."""
+        self._left.discard(pack)
+        key, part = pack_key(self.name, pack), index.path.with_suffix(".part")
+        try:
+            self.store.download(key, part, pack.pack)
+            if index.pack_checksum != pack_trailer(part):
+                raise errors.StoreDamagedError(f"the index of {key} is of another pack")
+            part.rename(index.path.with_suffix(".pack"))
+        except errors.StoreDamagedError as error:
+            self.damage = error.message
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def find_donor(url: str, name: MirrorName, known: Generation | None) -> StoreDonor | None:

@@ -19,9 +19,8 @@ from .. import errors, protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..mirrors.bundles import Bundles
 from ..mirrors.inventory import Sharing, Turn
-from ..mirrors.refs import followed_refs, write_durably
-from ..mirrors.repository import HISTORY, KEPT, Repository
-from ..mirrors.repository import PINS as PIN_REFS
+from ..mirrors.refs import lasting_refs, write_durably
+from ..mirrors.repository import Repository
 from ..mirrors.upstream import parse_upstream
 from ..model import MirrorName
 from ..protocol import Progress, ProgressSink
@@ -178,14 +177,12 @@ class Fleet(Sharing):
         row = turn.row or await self.catalog.find_mirror(name.key)
         if row is None:
             return  # removed
-        present, previous = await repository.all_refs(), self.generations.get(name.key)
+        previous = self.generations.get(name.key)
         if at := await self.find_lost(repository):
             self.lost[name.key] = at
             failure = f"cannot publish mirror {name}: the catalog has an older state"
             hint = "the catalog is being brought up to date; try again in a minute"
             raise errors.ClaimLostError(failure, hint=hint)
-        kinds = (KEPT, PIN_REFS, HISTORY)
-        ours = {ref: oid for ref, oid in present.items() if ref.startswith(kinds)}
 
         async def accept(new: Generation) -> bool:
             holder = self.claims.holder
@@ -193,7 +190,7 @@ class Fleet(Sharing):
 
         with self.noting():
             made = await self.exchange.publish(
-                repository, followed_refs(present) | ours, await repository.head(),
+                repository, lasting_refs(await repository.all_refs()), await repository.head(),
                 url=row.url, epoch=epoch, previous=previous, accept=accept,
                 record=partial(self.bundles.write_records, row, repository), is_whole=is_whole,
             )  # fmt: skip

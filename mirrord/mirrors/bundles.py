@@ -37,9 +37,10 @@ from .refs import (
     drop_shadowed,
     followed_refs,
     is_followed,
+    lasting_refs,
     summarise,
 )
-from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
+from .repository import HISTORY, KEPT, OURS, Refs, Repository
 from .service import Mirrors
 
 # -- the refs of a bundle, merged into those of a mirror -------------------------------------------
@@ -207,18 +208,13 @@ class Bundles:
         if not repository.path.exists():
             failure = f"cannot bundle mirror {row.name}: it was never synced"
             raise MirrorNotFoundError(failure, hint="sync it first")
-        present = await repository.all_refs()
-        # without the marks of a running fetch
-        ours = {ref: oid for ref, oid in present.items() if ref.startswith((KEPT, PINS))}
-        ours |= {HISTORY: present[HISTORY]} if HISTORY in present else {}
+        present = lasting_refs(await repository.all_refs())
         prerequisites: set[str] = set()
         if since:  # the reader has that record, and all that its refs reach
             record = await history.find_record(repository, since)
             refs = (await history.read_record(repository, record.id)).followed
             prerequisites = {*await repository.commits_of(refs.values()), record.id}
-        content = self._write(
-            row, repository, followed_refs(present) | ours, frozenset(prerequisites)
-        )
+        content = self._write(row, repository, present, frozenset(prerequisites))
         first = [await anext(content), await anext(content)]  # raises where an object is missing
 
         async def chunks() -> AsyncGenerator[bytes]:

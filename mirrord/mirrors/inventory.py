@@ -63,7 +63,7 @@ class Turn:
 
 
 class Sharing:
-    """The fleet as seen by the mirrors; of a daemon alone."""
+    """Sharing of mirrors with other daemons, for a daemon alone."""
 
     is_fleet = False
 

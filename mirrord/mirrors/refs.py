@@ -20,7 +20,7 @@ from ..host.files import full_disk_named, sync_directory
 from ..protocol import RefChange, RefFault
 from ..telemetry import log
 from .maintenance import remove_stale_files
-from .repository import OURS, Refs, Repository
+from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
 
 _NEVER_FOLLOWED = (
     OURS,
@@ -107,6 +107,12 @@ def drop_shadowed(refs: Refs) -> list[RefFault]:
 def followed_refs(refs: Refs) -> Refs:
     """Return the refs that follow upstream: all but those below `refs/mirrord/`."""
     return {ref: oid for ref, oid in refs.items() if not ref.startswith(OURS)}
+
+
+def lasting_refs(refs: Refs) -> Refs:
+    """Return the refs that bundles and generations have: all but marks of a running fetch."""
+    kinds = (HISTORY, KEPT, PINS)
+    return followed_refs(refs) | {ref: oid for ref, oid in refs.items() if ref.startswith(kinds)}
 
 
 def compare(old: Refs, new: Refs) -> list[RefChange]:

@@ -137,15 +137,15 @@ class Repository:
         """Pack loose refs: 50,000 of them cost every fetch a second."""
         await self.run("pack-refs", "--all", doing=f"pack refs of mirror {self.name}")
 
-    async def verify_closure(self, commits: Iterable[str]) -> None:
-        """Prove that everything reachable from `commits` is present.
+    async def verify_closure(self, commits: Iterable[str], proven: Iterable[str] = ()) -> None:
+        """Prove that everything reachable from `commits`, but not from `proven`, is present.
 
         Raises CorruptObjectError or GitFailedError. Reads no commit-graph, with which git (2.39)
         does not notice a deleted commit.
         """
         await self.run(
             "-c", "core.commitGraph=false", "rev-list", "--objects", "--quiet", "--stdin",
-            stdin=lines_of(commits),
+            stdin=lines_of([*commits, *(f"^{oid}" for oid in sorted(proven))]),
             doing=f"verify the closure in mirror {self.name}",
         )  # fmt: skip
 
