@@ -138,8 +138,8 @@ def run_fsck(git_dir: Path) -> Fsck:
     for _ in range(2):
         before = set(packs.glob("pack-*.pack"))
         done = run_git(git_dir, "fsck", *command, ok=range(256))
-        said = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
-        complaints = [line for line in said if line and not _HARMLESS.match(line)]
+        output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
+        complaints = [line for line in output if line and not _HARMLESS.match(line)]
         # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
         is_sound = not done.status & ~(1 | 4) and not complaints
         if is_sound or before <= set(packs.glob("pack-*.pack")):
@@ -273,14 +273,14 @@ def incomplete_refs(
     `proven` are whole commits. One ref is enough, because a heal looks at all refs.
     """
     kinds = object_kinds(git_dir, refs.values())
-    there = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
-    others = [ref for ref in there if ref != HISTORY] if level is AuditLevel.CONTENT else []
+    present = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
+    others = [ref for ref in present if ref != HISTORY] if level is AuditLevel.CONTENT else []
     found = {}
-    for suspects in ([HISTORY] if HISTORY in there else [], others):
-        if reason := find_hole(git_dir, [there[ref] for ref in suspects], proven):
+    for suspects in ([HISTORY] if HISTORY in present else [], others):
+        if reason := find_hole(git_dir, [present[ref] for ref in suspects], proven):
             while len(suspects) > 1:
                 half = suspects[: len(suspects) // 2]
-                has_hole = find_hole(git_dir, [there[ref] for ref in half], proven)
+                has_hole = find_hole(git_dir, [present[ref] for ref in half], proven)
                 suspects = half if has_hole else suspects[len(half) :]
             reason = f"it reaches a missing object: {reason}"
             found[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)

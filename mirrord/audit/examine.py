@@ -441,9 +441,9 @@ def _finding(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) 
     is_accepted = False
     for line in judged.accept:  # `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, with `*`
         accepted, mirror, pattern = (*line.split(), "", "")[:3]
-        is_here = not mirror or MirrorName.parse(mirror).key == judged.name.key
-        is_it = not pattern or fnmatchcase(subject, pattern)
-        is_accepted |= accepted == kind and is_here and is_it
+        is_of_mirror = not mirror or MirrorName.parse(mirror).key == judged.name.key
+        is_of_subject = not pattern or fnmatchcase(subject, pattern)
+        is_accepted |= accepted == kind and is_of_mirror and is_of_subject
     more.setdefault("state", CommitState.CORRUPT)
     return Finding(
         mirror=str(judged.name), kind=kind, subject=subject, accepted=is_accepted, **more

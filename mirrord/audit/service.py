@@ -296,8 +296,8 @@ class Audits:
         for ref in lost - owned:
             del defects[ref]
         if unknown:
-            there = await self.mirrors.repository(name).all_refs()
-            left = sorted(ref for ref in unknown if ref in there and ref not in owned)
+            refs = await self.mirrors.repository(name).all_refs()
+            left = sorted(ref for ref in unknown if ref in refs and ref not in owned)
             reason = "the catalog does not have it"
             defects |= dict.fromkeys(left, Defect(FindingKind.PIN_UNKNOWN, reason))
 

@@ -103,7 +103,7 @@ class Resolver:
                     f"cannot find instance {shown(request.instance)}: {fact}",
                     hint="see `mirrord dataset list`, or write NAME@COMMIT",
                 )
-        return await self._resolve_name(await self.mirrors.find_name(name), commitish, naming)
+        return await self._resolve_name(await self.mirrors.resolve_name(name), commitish, naming)
 
     async def _resolve_base(self, row: InstanceRow) -> ResolvedRequest:
         cause: errors.MirrordError | None = None

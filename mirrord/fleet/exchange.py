@@ -232,11 +232,11 @@ async def _must_be_whole(repository: Repository, manifest: GenerationManifest) -
         hint = "`mirrord audit` on another node finds it"
         raise StoreDamagedError(f"{failure}: {fact}", hint=hint)
     present = set((await repository.all_refs()).values())
-    fresh = tips - present
-    if not present or not fresh:
+    new = tips - present
+    if not present or not new:
         return
     try:
-        await repository.verify_closure(sorted(fresh), present)
+        await repository.verify_closure(sorted(new), present)
     except (GitFailedError, CorruptObjectError) as error:
         fact = error.message.partition(": ")[2]
         raise StoreDamagedError(f"{failure}: {fact}") from error
@@ -247,13 +247,15 @@ async def _move_refs(repository: Repository, manifest: GenerationManifest) -> No
     present, target = await repository.all_refs(), manifest.refs
     changes = await classify(repository, compare(followed_refs(present), followed_refs(target)))
     moves: Moves = {change.ref: (change.old, change.new) for change in changes}
-    left = {str(change.old) for change in changes if change.kept}
+    kept_tips = {str(change.old) for change in changes if change.kept}
     old, new = present.get(HISTORY), target.get(HISTORY)
     if old and old != new and not (new and await repository.is_ancestor(old, new)):
-        left.add(old)
-    ours = {ref: oid for ref, oid in target.items() if ref.startswith(KEPT) or ref == HISTORY}
-    ours |= {f"{KEPT}{oid}": oid for oid in left}
-    moves |= {ref: (present.get(ref), oid) for ref, oid in ours.items() if present.get(ref) != oid}
+        kept_tips.add(old)
+    private = {ref: oid for ref, oid in target.items() if ref.startswith(KEPT) or ref == HISTORY}
+    private |= {f"{KEPT}{oid}": oid for oid in kept_tips}
+    moves |= {
+        ref: (present.get(ref), oid) for ref, oid in private.items() if present.get(ref) != oid
+    }
     head = manifest.head if manifest.head != await repository.head() else None
     await commit(repository, moves, head)
 

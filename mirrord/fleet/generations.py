@@ -265,8 +265,8 @@ def collect(
                      index_key(name, pack): pack.index.size_bytes}  # fmt: skip
             needed |= sizes.keys()
             if generation == newest:
-                there = {key: found[key].size_bytes for key in sizes.keys() & found.keys()}
-                lost += [key for key, size in sizes.items() if there.get(key) != size]
+                stored = {key: found[key].size_bytes for key in sizes.keys() & found.keys()}
+                lost += [key for key, size in sizes.items() if stored.get(key) != size]
     dropped = old - needed
     packs = {key for key in dropped if "/packs/" in key}
     # One after the other, because a store deletes what one call names in any order: a manifest that

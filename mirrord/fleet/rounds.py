@@ -70,10 +70,10 @@ class Rounds:
     async def open(self) -> None:
         """Begin to follow other daemons, and to sync what is due."""
         await self.catalog.enrol({_COLLECTION: ""})
-        for key in await self._list_here():
+        for key in await self._list_on_disk():
             if at := await self.fleet.find_lost(self.mirrors.repository(MirrorName.parse(key))):
                 self.fleet.lost[key] = at
-        self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_here(key)}
+        self.fleet.behind |= {key for key in self.fleet.generations if self.fleet.is_on_disk(key)}
         self._repinned |= self.fleet.behind
         self._polling = asyncio.create_task(self._poll_forever())
 
@@ -98,10 +98,10 @@ class Rounds:
             await anyio.sleep(POLL_INTERVAL.total_seconds())
 
     async def _poll(self) -> None:
-        here = await self._list_here()
+        on_disk = await self._list_on_disk()
         if self._polls % _HEARTBEAT_POLLS == 0:
             fleet, name = self.fleet, socket.gethostname()
-            state = {"mirrors": len(here), "behind": len(fleet.behind), "fault": fleet.fault}
+            state = {"mirrors": len(on_disk), "behind": len(fleet.behind), "fault": fleet.fault}
             state["holder"] = fleet.claims.holder
             with suppress(errors.CatalogFullError):  # it can still be read
                 await self.catalog.put_node(self.catalog.node, name, __version__, state)
@@ -116,9 +116,9 @@ class Rounds:
             self._begin("records", self._publish_records)
             self._begin("unfinished", self._sync_unfinished)
         if not self._unbegun:
-            await self._claim_round(here)
+            await self._claim_round(on_disk)
 
-    async def _list_here(self) -> set[str]:
+    async def _list_on_disk(self) -> set[str]:
         """List the keys of the mirrors on this disk."""
         known = {str(name): name.key for name in self.mirrors.names()}
         paths = await to_thread.run_sync(os.listdir, self.mirrors.root)
@@ -146,7 +146,9 @@ class Rounds:
             await self.fleet.refresh(kinds[MIRROR])
         if any(it.startswith("dataset/") for it in topics):
             self.datasets.expire_cache()
-        self.fleet.behind |= {key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_here(key)}
+        self.fleet.behind |= {
+            key for key in kinds[MIRROR] | kinds[PINS] if self.fleet.is_on_disk(key)
+        }
         self._repinned |= self.fleet.behind & kinds[PINS]
         self.fleet.version = version
 
@@ -169,7 +171,7 @@ class Rounds:
         await self.catalog.enrol({_COLLECTION: ""})
         await self._read_mirrors()
         self.datasets.expire_cache()
-        self.fleet.behind |= await self._list_here()
+        self.fleet.behind |= await self._list_on_disk()
         self._repinned |= self.fleet.behind
         self.fleet.version = version
 
@@ -180,7 +182,7 @@ class Rounds:
         """
         restoration = Restoration(self.fleet.exchange, self.fleet.bundles)
         for key, known in sorted(self.fleet.lost.items()):
-            if not self.fleet.is_here(key) and self._polls < self._adopt_any_at:
+            if not self.fleet.is_on_disk(key) and self._polls < self._adopt_any_at:
                 continue
             try:
                 async with self.fleet.exclusive(f"adopt/{key}"):
@@ -220,8 +222,8 @@ class Rounds:
                 async with self.mirrors.lock(name):
                     has_pins = key in self._repinned
                     self._repinned.discard(key)
-                    is_here = self.fleet.is_here(key)
-                    if is_here and not await self.mirrors.catch_up(name) and has_pins:
+                    is_on_disk = self.fleet.is_on_disk(key)
+                    if is_on_disk and not await self.mirrors.catch_up(name) and has_pins:
                         await self.mirrors.pins.follow(self.mirrors.repository(name))
                 self.fleet.behind.discard(key)
             except errors.CatalogUnavailableError:
@@ -239,7 +241,7 @@ class Rounds:
             name = MirrorName.parse(key)
             try:
                 async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
-                    if self.fleet.is_here(key):
+                    if self.fleet.is_on_disk(key):
                         await turn.publish(self.mirrors.repository(name))
             except (errors.MirrordError, OSError) as error:
                 log.warning("mirror.unpublished", mirror=str(name), detail=str(error))
@@ -262,11 +264,11 @@ class Rounds:
 
     # -- rounds ---------------------------------------------------------------------------------
 
-    async def _claim_round(self, here: set[str]) -> None:
+    async def _claim_round(self, on_disk: set[str]) -> None:
         past = time.monotonic() - _REPAIR_AFTER.total_seconds()
         long_damaged = {key for key, since in self.fleet.damaged.items() if since < past}
-        able_to_repair = here - (self.fleet.behind - long_damaged)
-        local = {f"{MIRROR}{key}" for key in here} | {f"{REPAIR}{key}" for key in able_to_repair}
+        able_to_repair = on_disk - (self.fleet.behind - long_damaged)
+        local = {f"{MIRROR}{key}" for key in on_disk} | {f"{REPAIR}{key}" for key in able_to_repair}
         has_syncs = bool(self.fleet.settings().sync.interval)
         syncs = []
         due = await self.fleet.claims.claim_due(

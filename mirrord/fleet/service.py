@@ -274,12 +274,12 @@ class Fleet(Sharing):
         return found[-1] if found else None
 
     def is_kept_elsewhere(self, key: str) -> bool:
-        return key in self.generations and not self.is_here(key)
+        return key in self.generations and not self.is_on_disk(key)
 
     def records_changed(self, keys: Collection[str]) -> None:
         self.unrecorded |= set(keys)
 
-    def is_here(self, key: str) -> bool:
+    def is_on_disk(self, key: str) -> bool:
         return self.mirrors.path(MirrorName.parse(key)).exists()
 
     @contextmanager

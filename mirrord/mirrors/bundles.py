@@ -211,7 +211,7 @@ class Bundles:
         present = lasting_refs(await repository.all_refs())
         prerequisites: set[str] = set()
         if since:  # the reader has that record, and all that its refs reach
-            record = await history.find_record(repository, since)
+            record = await history.get_record(repository, since)
             refs = (await history.read_record(repository, record.id)).followed
             prerequisites = {*await repository.commits_of(refs.values()), record.id}
         content = self._write(row, repository, present, frozenset(prerequisites))

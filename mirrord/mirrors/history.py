@@ -130,9 +130,11 @@ async def write_record(
     content = (f"100644 {name}\0".encode() + bytes.fromhex(oid) for name, oid in entries)
     tree = await repository.write_object("tree", b"".join(content))
     message = f"{why}: {summarise(changes)}\n\nRefs: {len(refs)}\n"
-    above = [word for parent in parents for word in ("-p", parent)]
+    parent_options = [word for parent in parents for word in ("-p", parent)]
     doing = f"record the refs of mirror {repository.name}"
-    made = await repository.run("commit-tree", *above, tree, stdin=message.encode(), doing=doing)
+    made = await repository.run(
+        "commit-tree", *parent_options, tree, stdin=message.encode(), doing=doing
+    )
     return made.lines[0]
 
 
@@ -164,7 +166,7 @@ async def list_records(
     ]
 
 
-async def find_record(repository: Repository, at: str) -> RefRecord:
+async def get_record(repository: Repository, at: str) -> RefRecord:
     """Find a record by id (at least 7 digits), `latest`, or the ISO 8601 time it was in force.
 
     Raises NotFoundError, InvalidRequestError.

@@ -279,7 +279,7 @@ class Inventory:
         except (InvalidNameError, KeyError) as error:
             raise _not_found(text) from error
 
-    async def find_name(self, text: str) -> MirrorName:
+    async def resolve_name(self, text: str) -> MirrorName:
         """Return the name of a mirror by any spelling; raises MirrorNotFoundError."""
         try:
             return self.get_name(text)

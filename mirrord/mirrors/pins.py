@@ -82,15 +82,15 @@ async def verify_commits(
 
 async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
     """Add rows for pins that the catalog lacks, and report pins whose refs are lost."""
-    there = set(read_pins(await repository.all_refs()))
-    rows = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
+    in_refs = set(read_pins(await repository.all_refs()))
+    in_catalog = {(row.owner, row.commit) for row in await catalog.list_pins(repository.name.key)}
     now = utc_now()
-    new = sorted(there - rows)
-    if adopted := [PinRow(repository.name, oid, owner, ADOPTED, now) for owner, oid in new]:
+    unknown = sorted(in_refs - in_catalog)
+    if adopted := [PinRow(repository.name, oid, owner, ADOPTED, now) for owner, oid in unknown]:
         await catalog.put_pins(adopted)
         owners = sorted({row.owner for row in adopted})
         log.warning("pins.adopted", mirror=str(repository.name), count=len(adopted), owners=owners)
-    for owner, commit_id in sorted(rows - there):
+    for owner, commit_id in sorted(in_catalog - in_refs):
         # an unpin deletes the row first, so this ref is lost; audits find it and heals restore it
         log.warning("pin.lost", mirror=str(repository.name), commit=commit_id, owner=owner)
 
@@ -143,13 +143,13 @@ class Pins:
         A pin whose commit is not here yet waits for the generation that has it.
         """
         refs, key = await repository.all_refs(), repository.name.key
-        there = {pin_ref(owner, oid): oid for owner, oid in read_pins(refs)}
+        present = {pin_ref(owner, oid): oid for owner, oid in read_pins(refs)}
         wanted = {
             pin_ref(row.owner, row.commit): row.commit for row in await self._catalog.list_pins(key)
         }
-        new = {ref: oid for ref, oid in wanted.items() if ref not in there}
+        new = {ref: oid for ref, oid in wanted.items() if ref not in present}
         refused = await verify_commits(repository, {*new.values()}) if new else {}
-        moves: Moves = {ref: (oid, None) for ref, oid in there.items() if ref not in wanted}
+        moves: Moves = {ref: (oid, None) for ref, oid in present.items() if ref not in wanted}
         moves |= {ref: (None, oid) for ref, oid in new.items() if oid not in refused}
         await commit(repository, moves)
         if refused:

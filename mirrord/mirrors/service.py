@@ -21,7 +21,7 @@ from ..git.objects.repository import resolve
 from ..git.turns import Coalescer, SharedWork
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import masked
-from .history import columns_of, diff_records, find_record, list_records, read_record
+from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory, Turn
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
@@ -58,7 +58,7 @@ class Mirrors(Inventory):
         Raises and records an UpstreamError: an UpstreamLossError where upstream lost most of its
         refs, unless `accept_loss`.
         """
-        found = await self.find_name(str(name))
+        found = await self.resolve_name(str(name))
         key = f"{found.key}{' accepted' if accept_loss else ''}"
         run = partial(self._sync, found, accept_loss)
         return await self._syncs.join(key, run, progress)
@@ -109,8 +109,8 @@ class Mirrors(Inventory):
         async with self._hosts.turn(upstream.host):
             work.close()
             work.report(protocol.Progress(unit="syncs", note="ask upstream for its refs"))
-            place = nullcontext(mirror) if exists else self._building(row.name)
-            async with place as repository:
+            target = nullcontext(mirror) if exists else self._building(row.name)
+            async with target as repository:
                 return await sync(
                     self._fetcher(repository, upstream, work.report),
                     self.settings().upstream.refs,
@@ -148,8 +148,8 @@ class Mirrors(Inventory):
         mirror = self.repository(name)
         if not await self.sharing.is_behind(mirror, ask=ask):
             return False
-        place = nullcontext(mirror) if mirror.path.exists() else self._building(name)
-        async with place as repository:
+        target = nullcontext(mirror) if mirror.path.exists() else self._building(name)
+        async with target as repository:
             await self.sharing.follow(repository)
         await self.pins.follow(self.repository(name))
         self.events.publish("mirror.followed", mirror=str(name))
@@ -360,8 +360,8 @@ class Mirrors(Inventory):
     async def refs_diff(self, name: MirrorName, a: str, b: str) -> protocol.RefDiff:
         """Compare two records, each named by id or time."""
         repository = self.repository((await self._synced(name)).name)
-        old = await find_record(repository, a)
-        new = await find_record(repository, b)
+        old = await get_record(repository, a)
+        new = await get_record(repository, b)
         refs = await repository.all_refs()
         changes = await diff_records(repository, old.id, new.id, refs)
         return protocol.RefDiff(mirror=str(repository.name), a=old.id, b=new.id, changes=changes)
@@ -375,8 +375,8 @@ class Mirrors(Inventory):
         repository = self.repository(row.name)
         async with self.sharing.turn(row.name) as turn, self.lock(row.name):
             await self.catch_up(row.name)
-            record = await find_record(repository, at)
-            before = await find_record(repository, "latest")
+            record = await get_record(repository, at)
+            before = await get_record(repository, "latest")
             recorded = await read_record(repository, record.id)
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
             refs, head = recorded.followed, recorded.head

@@ -326,11 +326,11 @@ async def sync(
         if oid in failed
     ]
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
-    if stuck := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
+    if unfetched := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
         # a ref whose new objects did not arrive stays, unless another ref took its place
-        above = {directory for ref in target for directory in refs.directories_of(ref)}
-        for ref in stuck:
-            if ref not in above and target.keys().isdisjoint(refs.directories_of(ref)):
+        directories = {directory for ref in target for directory in refs.directories_of(ref)}
+        for ref in unfetched:
+            if ref not in directories and target.keys().isdisjoint(refs.directories_of(ref)):
                 target[ref] = old[ref]
     why = "sync, loss accepted" if accept_loss else "sync"
     changes, head = await move_refs(repository, present, target, offer.head, why=why)
@@ -412,15 +412,17 @@ async def move_refs(
     if not changes and head in {None, now}:
         return changes, head
     moves: refs.Moves = {change.ref: (change.old, change.new) for change in changes}
-    left = {f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old}
-    moves |= {ref: (None, oid) for ref, oid in left.items() if ref not in present}
+    kept_refs = {
+        f"{KEPT}{change.old}": change.old for change in changes if change.kept and change.old
+    }
+    moves |= {ref: (None, oid) for ref, oid in kept_refs.items() if ref not in present}
     parent = present.get(HISTORY)
     # with those that only the last record has, so that audits miss a kept ref removed by hand
     last = await read_last(repository, parent)
-    named = {ref.removeprefix(KEPT) for ref in [*present, *moves] if ref.startswith(KEPT)}
+    kept = {ref.removeprefix(KEPT) for ref in [*present, *moves] if ref.startswith(KEPT)}
     record = await write_record(
         repository, target, head, changes,
-        kept=last.kept | named, parents=[parent] if parent else [], why=why, last=last,
+        kept=last.kept | kept, parents=[parent] if parent else [], why=why, last=last,
     )  # fmt: skip
     moves[HISTORY] = (parent, record)
     await refs.commit(repository, moves, head if head != now else None)

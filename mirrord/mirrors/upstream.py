@@ -161,12 +161,12 @@ class Hosts:
         host = self._hosts[name]
         host.limiter.total_tokens = self._concurrency()
         async with host.limiter:
-            left = host.blocked_until - self._clock()
-            if left > 0:
+            wait_s = host.blocked_until - self._clock()
+            if wait_s > 0:
                 raise UpstreamThrottledError(
-                    f"cannot ask upstream host {name}: rate-limited for another {left:.0f} s",
+                    f"cannot ask upstream host {name}: rate-limited for another {wait_s:.0f} s",
                     hint="the next scheduled sync tries again",
-                    retry_after_s=round(left, 1),
+                    retry_after_s=round(wait_s, 1),
                     host=name,
                 )
             try:
