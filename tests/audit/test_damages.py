@@ -190,7 +190,7 @@ def lie_in_rev(it: Furnished) -> None:
 
 
 def hide_by_promisor(it: Furnished) -> set[str]:
-    """git excuses what a promisor pack names and nobody has."""
+    """git excuses missing objects that a promisor pack names."""
     oid = it.object("main:docs/page1.txt")
     listing = git(
         it.mirror, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)"
@@ -213,7 +213,7 @@ def hide_by_promisor(it: Furnished) -> set[str]:
 
 
 def borrow(it: Furnished) -> set[str]:
-    """What is lost is in a store elsewhere, of which nobody knows how long it stays."""
+    """Lost objects are in a repository elsewhere, which may go at any time."""
     oid = it.object("main:docs/page1.txt")
     lender = it.root / "lender"
     shutil.rmtree(lender, ignore_errors=True)

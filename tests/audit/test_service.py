@@ -560,7 +560,7 @@ def test_an_audit_that_a_crash_ended_goes_on_after_the_start(
 
 
 def test_what_was_not_looked_at_for_longest_comes_first(tmp_path: Path, upstream: Upstream) -> None:
-    """A person's audit of everything begins anew, with what the interrupted one left."""
+    """A person's audit of everything starts from the beginning, with the mirrors that were left."""
 
     async def body(daemon: Daemon) -> None:
         names = await mirrors_of(daemon, upstream, 3)
@@ -652,7 +652,7 @@ def test_a_multi_pack_index_hides_nothing(site: Site) -> None:
     "content", [b"MIDX\1\1\0\0" + bytes(60), b"MIDX\1\1\x09\0" + bytes(8)], ids=["no names", "cut"]
 )
 def test_a_multi_pack_index_of_no_sense_is_a_finding(site: Site, content: bytes) -> None:
-    """Its checksum is right: somebody made it so."""
+    """Its checksum is right, as a forger would make it."""
     (site.path / "objects/pack/multi-pack-index").write_bytes(
         content + hashlib.sha1(content).digest()
     )

@@ -185,7 +185,7 @@ def test_a_mirror_that_nobody_has_stays_gone_and_says_so(furnished: Furnished) -
     furnished.live(body)
 
 
-# -- what is told, once and rightly ----------------------------------------------------------------
+# -- reports -------------------------------------------------------------------------------------
 
 
 def test_a_sync_does_not_follow_upstream_with_a_foreign_configuration(furnished: Furnished) -> None:
@@ -233,7 +233,7 @@ def test_a_history_that_lost_records_and_went_on_is_joined(furnished: Furnished)
 
 
 def test_pins_that_are_made_meanwhile_are_no_finding(furnished: Furnished) -> None:
-    """Their refs come before their rows; whoever holds the mirror's lock may be between the two."""
+    """Refs come before rows; the holder of the mirror's lock may be between the two."""
 
     async def body(house: House) -> None:
         tip = furnished.refs["refs/heads/main"]

@@ -1,4 +1,4 @@
-"""Closure packs that one daemon made are taken by the others, and by nobody who cannot trust them."""
+"""Closure packs that one daemon made are taken by the others, if they are undamaged."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_is_newer_is_packed_on_what_others_share(
     assert checkout(other, mirror=MIRROR, commit=line[0])
     assert line[FAR] not in _packed(other)
     assert len(_taken(other)) == 1
-    eventually(lambda: line[0] in _shared(fleet))  # with what it stands on
+    eventually(lambda: line[0] in _shared(fleet))  # with its bases
     assert _packed(other).items() <= _shared(fleet).items()
     _must_be_sealed(other, upstream, line[0])
     third = fleet.make(SETTINGS)

@@ -183,7 +183,7 @@ def test_damaged_objects_change_nothing_and_are_named(
 def test_a_pack_that_lacks_objects_moves_no_ref(
     node: Callable[[str], Node], upstream: Upstream
 ) -> None:
-    """Its hashes are right: whoever published it had a hole."""
+    """Its hashes are right, but its publisher lacked objects."""
 
     async def body() -> None:
         a, b = node("a"), node("b")

@@ -96,7 +96,7 @@ class Lab:
             for generation in published:
                 try:
                     manifest = read_manifest(self.store, name, generation)
-                except StoreDamagedError:  # a collection goes on
+                except StoreDamagedError:  # a collection is running
                     assert generation not in list_published(self.store, name)
                     continue
                 for pack in manifest.packs:
@@ -202,7 +202,7 @@ class Follow(Operation):
 
 
 class FirstSync(Operation):
-    """Of a mirror that nobody has."""
+    """Of a mirror that no daemon has."""
 
     def prepare(self) -> None:
         self.key = f"owner__n{self.lab.number()}"

@@ -1,4 +1,4 @@
-"""What the store has lost comes back from a daemon that has it, by nobody's hand."""
+"""Objects that the store lost come back from a daemon that has them, without an operator."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_pack_that_is_gone_is_found_by_the_collection(fleet: Fleet, upstream: 
 def test_a_daemon_that_is_behind_publishes_what_it_has(
     store: ObjectStore, upstream: Upstream, tmp_path: Path
 ) -> None:
-    """Where nobody has more: the packs of the newest generation are gone, with the node that made it."""
+    """If no daemon has more: the packs of the newest generation are gone, with its publisher."""
 
     async def body(it: House) -> None:
         fleet = it.mirrors.sharing = service.Fleet(store, Bundles(it.mirrors))

@@ -54,7 +54,7 @@ def done(running: Daemon, path: str, body: Any) -> Any:
 
 
 def state_of(running: Daemon) -> dict[str, Any]:
-    """The same wherever it is restored; times of imports are not."""
+    """Equal wherever it is restored; times of imports are not."""
     dataset = running.json("GET", "/v1/datasets/d")
     mirrors = running.json("GET", "/v1/mirrors")
     logs = [running.json("GET", f"/v1/mirrors/{name}/refs/log") for name in NAMES]

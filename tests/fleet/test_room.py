@@ -1,4 +1,4 @@
-"""A store, and a database, whose disk is full: what is there is served, and the rest follows by itself."""
+"""A store, and a database, with a full disk: the daemon serves what it has, and recovers."""
 
 from __future__ import annotations
 

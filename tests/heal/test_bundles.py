@@ -130,7 +130,7 @@ def test_a_bad_bundle_is_told_and_harms_nothing(furnished: Furnished, damage: st
         await house.bundle(file)
         if (
             damage == "hostile"
-        ):  # names what it does not hold, and refs that nobody may have; the pack is somebody else's
+        ):  # missing objects, refs that are not allowed, the pack of another bundle
             blob = git(house.upstream.path, "hash-object", "-w", "--stdin", stdin=b"evil")
             pack = git_pack(house.upstream.path, blob)
             names = {
@@ -221,7 +221,7 @@ def test_a_ref_history_that_nobody_has_begins_anew_and_says_so(furnished: Furnis
 
 @pytest.mark.parametrize("part", ["", ":moved", ":"], ids=["commit", "blob", "tree"])
 def test_refs_stay_where_only_the_newest_record_is_lost(furnished: Furnished, part: str) -> None:
-    """They are newer than what the record before it lists; the history goes on from that."""
+    """They are newer than the record before it lists; the history continues from that record."""
 
     async def body(house: House) -> None:
         house.upstream.commit({"later": "1"})
@@ -245,7 +245,7 @@ def test_refs_stay_where_only_the_newest_record_is_lost(furnished: Furnished, pa
 def test_a_bundle_that_is_found_later_brings_the_old_records_back(
     furnished: Furnished, tmp_path: Path
 ) -> None:
-    """After those made since the ref history began anew; once, however often it is imported."""
+    """After those made since a heal restarted the ref history; once, however often it is imported."""
     file = tmp_path / "found.bundle"
 
     async def body(house: House) -> None:

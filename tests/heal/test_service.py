@@ -171,7 +171,7 @@ def test_every_fault_is_found_and_healed(furnished: Furnished, fault: str) -> No
 
 
 def must_be_as_before(refs: dict[str, str], before: dict[str, str], *, history: bool) -> None:
-    """Every ref of before; the ref history goes on, or was begun anew where nobody has its records."""
+    """Every ref of before; the ref history continues, or restarts where no donor has its records."""
     assert HISTORY in refs
     wanted = {ref: oid for ref, oid in before.items() if history or ref != HISTORY}
     assert {ref: oid for ref, oid in refs.items() if ref in wanted} == wanted
@@ -213,7 +213,7 @@ def test_pins_of_persons_come_back(furnished: Furnished) -> None:
 
 
 def a_fallback(house: House) -> str:
-    """The same history under another URL."""
+    """A mirror with the history of this one under another URL."""
     git(house.root, "clone", "-q", "--mirror", str(house.upstream.path), str(house.root / "name-b"))
     return f"file://{house.root}/{{name}}-b"
 

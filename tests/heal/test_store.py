@@ -187,7 +187,7 @@ def test_a_gone_mirror_whose_generation_is_damaged_comes_from_upstream(
 def test_packs_without_what_is_missing_are_not_downloaded(
     furnished: Furnished, published: Published
 ) -> None:
-    """The older pack is damaged, and nobody notices."""
+    """The older pack is damaged, which no audit has found."""
 
     async def body(house: House) -> None:
         truncate(file_of(published, published.packs[0]))
@@ -230,7 +230,7 @@ def test_what_is_damaged_in_the_store_is_refused_and_upstream_heals(
 def test_a_damaged_pack_does_not_stop_the_others(
     furnished: Furnished, published: Published
 ) -> None:
-    """All packs are lost and upstream is away: what the store still has comes, the rest later."""
+    """All packs are lost and upstream is away: the store gives what it has, upstream the others later."""
 
     async def body(house: House) -> None:
         older = furnished.object("main~1")

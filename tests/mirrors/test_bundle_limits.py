@@ -92,7 +92,7 @@ def _mirror(running: Daemon, upstream: Upstream) -> None:
 
 
 def test_a_client_that_hangs_up_ends_the_bundle(tmp_path: Path) -> None:
-    """No git goes on, nothing is left in quarantine, and the next one gets the whole file."""
+    """git ends, quarantine is empty, and the next download gets the whole file."""
     upstream = Upstream(tmp_path / "upstream")
     upstream.commit({"large": os.urandom(30_000_000)})
     with daemon(CONFIG) as running:

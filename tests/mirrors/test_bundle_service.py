@@ -502,7 +502,7 @@ def test_records_that_lie_change_nothing(pair: Pair) -> None:
 
 
 def test_a_bundle_of_plain_git_becomes_a_mirror(pair: Pair) -> None:
-    """When its mirror is named; without a name it is told what to do."""
+    """If the request names its mirror; without one, the error has a hint."""
     file = pair.root / "plain.bundle"
     pair.upstream.git("bundle", "create", "--quiet", str(file), "--all", "HEAD")
     with pytest.raises(InvalidBundleError) as caught:

@@ -37,7 +37,7 @@ HOSTILE = b"100644 .git\0" + bytes.fromhex("e69de29bb2d1d6434b8b29ae775ad8c2e48c
 
 @dataclass
 class Case:
-    """An upstream as it was, as it is now, and the refs that cannot be had."""
+    """An upstream before and after its damage, and the refs that it cannot give."""
 
     whole: Upstream
     path: Path

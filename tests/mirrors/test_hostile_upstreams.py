@@ -1,4 +1,4 @@
-"""Upstreams that mean harm, against a real daemon: what of theirs enters a mirror, and what they make it do."""
+"""Hostile upstreams against a real daemon: what enters a mirror, and what the daemon does."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def running() -> Iterator[Daemon]:
 def test_what_enters_a_mirror_and_what_is_checked_out(
     make_upstream: Callable[[str], Upstream], running: Daemon
 ) -> None:
-    """Each hostile branch is told and keeps no other out; what no file system holds is refused in its words."""
+    """Each hostile branch is a fault and does not keep others out; impossible names are refused."""
     upstream = make_upstream("up")
     upstream.commit({"README": "plain\n", "src/a.py": "a\n"})
     trees = Trees(upstream)
@@ -187,7 +187,7 @@ def _must_be_printable(running: Daemon, *words: str) -> str:
 def test_nothing_that_a_local_upstream_says_runs(
     make_upstream: Callable[[str], Upstream], running: Daemon, tmp_path: Path
 ) -> None:
-    """Its configuration, hooks, alternates and missing objects are somebody's who may write there."""
+    """Its configuration, hooks, alternates and missing objects may be any writer's."""
     upstream, canary = make_upstream("local"), tmp_path / "canary"
     upstream.commit({"README": "1\n"})
     run = f"touch {canary}; false"

@@ -108,7 +108,7 @@ def test_another_url_for_a_mirror_that_exists_is_refused(house: Builder) -> None
 
 
 def test_syncs_of_one_mirror_at_the_same_time_run_once(house: Builder) -> None:
-    """All who ask get the same answer."""
+    """All callers get the same result."""
 
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name")
@@ -130,7 +130,7 @@ def test_syncs_of_one_mirror_at_the_same_time_run_once(house: Builder) -> None:
 def test_a_sync_brings_what_was_pushed_before_it_was_asked_for(
     house: Builder, upstream: Upstream
 ) -> None:
-    """One that runs has asked upstream already; all who ask meanwhile share one more."""
+    """A running sync has asked upstream already; all callers during it share the next one."""
 
     async def body(it: House) -> None:
         await it.mirrors.add("owner/name")
@@ -299,7 +299,7 @@ def test_removal_waits_for_nobody_to_need_the_mirror(house: Builder, upstream: U
 
 
 def test_a_commit_that_no_ref_brings_is_fetched_by_id(house: Builder, upstream: Upstream) -> None:
-    """And resolves; one that nobody has is answered with the reason."""
+    """And resolves; one that no upstream has is returned with the reason."""
     hidden = CommitId(upstream.git("commit-tree", "-p", "HEAD", "-m", "hidden", "HEAD^{tree}"))
     nowhere = CommitId("1" * 40)
 
@@ -331,7 +331,7 @@ def test_fallbacks_are_asked_for_what_upstream_lost(
 def test_a_commit_whose_closure_has_a_hole_is_not_pinned(
     house: Builder, upstream: Upstream
 ) -> None:
-    """A pin is a proof, and nobody holds one of what is not whole."""
+    """A pin is a proof, so an incomplete commit gets none."""
     base = CommitId(upstream.git("rev-parse", "HEAD"))
     blob = upstream.git("rev-parse", "HEAD:README")
 

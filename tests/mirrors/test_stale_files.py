@@ -111,7 +111,7 @@ def test_the_locks_of_linked_worktrees_are_their_owners(mirror: Path) -> None:
 def test_a_git_that_dies_leaves_nothing_in_the_way_of_the_next(
     house: Builder, mirror: Path, upstream: Upstream
 ) -> None:
-    """Nobody waits for a start, or for a lock to grow old."""
+    """Without a restart, and at any age of the lock."""
     commit = CommitId(upstream.git("rev-parse", "HEAD"))
 
     async def body(it: House) -> None:
@@ -172,7 +172,7 @@ def test_a_damaged_pack_without_an_index_is_left_to_the_audit(house: Builder, mi
 def test_maintenance_leaves_the_files_of_a_running_import_alone(
     house: Builder, tmp_path: Path
 ) -> None:
-    """Only a start can tell leftovers from what somebody is at."""
+    """Only a start can tell leftovers from files in use."""
     quarantine = tmp_path / "state/quarantine"
 
     async def body(it: House) -> None:

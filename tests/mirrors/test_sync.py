@@ -362,7 +362,7 @@ def test_a_refused_transaction_moves_nothing(site: Site) -> None:
 
 @pytest.mark.parametrize("moved", [0, 1, 2])
 def test_an_interrupted_transaction_is_finished(site: Site, moved: int) -> None:
-    """A crash after any number of moves: the next start makes the rest."""
+    """A crash after any number of moves: the next start makes the others."""
     site.sync()
     head = site.refs()["refs/heads/main"]
     tag = site.refs()["refs/tags/v1"]

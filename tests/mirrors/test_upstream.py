@@ -30,7 +30,7 @@ from mirrord.model import MirrorName
 def test_an_upstream_is_split_from_its_secrets(
     text: str, url: str, host: str, username: str | None, password: str | None
 ) -> None:
-    """What goes on a command line has no secret; what goes into a message has none either."""
+    """Neither command lines nor messages have a secret."""
     upstream = parse_upstream(text)
     assert (upstream.remote.url, upstream.host) == (url, host)
     assert (upstream.remote.username, upstream.remote.password) == (username, password)

@@ -121,7 +121,7 @@ def _has(text: str, one: Daemon) -> bool:
 
 
 def checkout(one: Daemon, **body: str) -> bool:
-    """Whether a checkout can be had."""
+    """Return whether a checkout succeeds."""
     return one.request("POST", "/v1/checkouts", body)[0] == 201
 
 

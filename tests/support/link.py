@@ -19,7 +19,7 @@ class Link:
     """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything.
 
     While `is_full`, requests that write get 507 in the place of the server's answer. `on_data` sees
-    what is about to be passed on: the connection, whether it goes to the server, the bytes.
+    data before it is passed on: the connection, whether it goes to the server, the bytes.
     """
 
     on_data: Callable[[int, bool, bytes], None]
