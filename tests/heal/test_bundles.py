@@ -310,7 +310,7 @@ def test_the_command_line_sends_a_bundle(tmp_path: Path) -> None:
             write(file, b"")
         (tmp_path / "bad").write_bytes(b"nothing")
         for words, hint in (
-            (("--bundle", tmp_path / "b"), "name the one"),
+            (("--bundle", tmp_path / "b"), "name one mirror"),
             (("demo/project", "--bundle", tmp_path), "file"),
         ):
             status, _, err = call("heal", *words)
