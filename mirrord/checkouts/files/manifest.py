@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 
 from ...errors import ProofFailedError
 from ...host.files import exchange
-from ...host.processes import boot_id
+from ...host.processes import Owner, boot_id
 
 DIRECTORY = 0o040000
 SYMLINK = 0o120000
@@ -261,7 +261,7 @@ class Manifest:
     index: str = ""
 
     @property
-    def owner(self) -> tuple[int, int]:
+    def owner(self) -> Owner:
         top = self.files[b""]
         return top.uid, top.gid
 

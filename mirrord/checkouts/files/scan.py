@@ -28,7 +28,7 @@ from ...host.files import (
     opened,
     shown_path,
 )
-from ...host.processes import ActingAs
+from ...host.processes import ActingAs, Owner
 from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import TreeReader, content_id, enter, open_top
 
@@ -249,7 +249,7 @@ def hash_tree(dest: Path, manifest: Manifest) -> str:
 
 
 def prove_files(
-    dest: Path, owner: tuple[int, int], files: Mapping[bytes, Entry], paths: Iterable[bytes]
+    dest: Path, owner: Owner, files: Mapping[bytes, Entry], paths: Iterable[bytes]
 ) -> None:
     """Compare files on disk with their entries: kind, mode, bytes. Raises ProofFailedError."""
     with (

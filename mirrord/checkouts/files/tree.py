@@ -19,14 +19,12 @@ from ...git.objects.repository import CommitInfo, Objects, open_objects, read_co
 from ...git.objects.text import Conversions
 from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
 from ...host.files import full_disk_named, opened
-from ...host.processes import ActingAs
+from ...host.processes import ActingAs, Owner
 from ...host.trash import TrashDirectory, try_to_remove
 from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns
 from .reader import content_id, open_top
 from .scan import ScanResult, is_control
 from .writer import TreeWriter
-
-Owner = tuple[int, int]
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
 _SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index

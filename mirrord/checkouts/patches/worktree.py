@@ -22,7 +22,7 @@ from ...git.objects.text import Conversion, find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry, walk
 from ...git.patterns import Attributes
 from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
-from ...host.processes import ActingAs
+from ...host.processes import ActingAs, Owner
 from ...model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..files.manifest import blob_id
 from ..files.reader import TreeReader, parents
@@ -51,7 +51,7 @@ class PatchJob:
     mirror: Path
     commit: str
     tree: str
-    owner: tuple[int, int]
+    owner: Owner
     scratch: Path
 
 
@@ -87,7 +87,7 @@ def open_worktree(job: PatchJob) -> "Iterator[Worktree]":
 
 
 @contextmanager
-def denials_named(owner: tuple[int, int]) -> Iterator[None]:
+def denials_named(owner: Owner) -> Iterator[None]:
     """Turn PermissionError for a path in a checkout, which is bytes, into OwnerDeniedError."""
     try:
         yield

@@ -8,7 +8,7 @@ a cache: a layer is renamed into place after those below it.
 
 import json
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -205,11 +205,10 @@ class Closures:
         """Copy the shared layers of a chain that are not on disk."""
         known = self._known(name)
         wanted = [at for at in chain({**shared, **known}, commit) if at.commit not in known]
-        if not (wanted and self.shared):
+        if not wanted or self.shared is None:
             return
         with ExitStack() as stack:
-            begin = partial(building, self.directory(name), self.trash)
-            places = {layer.commit: stack.enter_context(begin()) for layer in wanted}
+            places = {layer.commit: stack.enter_context(self._new_place(name)) for layer in wanted}
             await self.shared.take(name, places)
             for layer in wanted:
                 self._publish(name, layer, places[layer.commit])
@@ -218,14 +217,15 @@ class Closures:
 
     async def _offer(self, name: MirrorName, commit: CommitId) -> None:
         """Share a chain, so that no other daemon packs it."""
-        known = await self.shared.find(name) if self.shared else {}
-        if self.shared and self._is_whole(
-            name, commit
-        ):  # else it was evicted, or the mirror removed
-            new = [at for at in chain(self._known(name), commit) if at.commit not in known]
-            layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
-            await self.shared.offer(name, layers)
-            log.info("closures.shared", mirror=str(name), commit=commit, count=len(new))
+        if self.shared is None:
+            return
+        known = await self.shared.find(name)
+        if not self._is_whole(name, commit):  # evicted meanwhile, or the mirror was removed
+            return
+        new = [at for at in chain(self._known(name), commit) if at.commit not in known]
+        layers = [(asdict(layer), self._pack_file(name, layer).path) for layer in new]
+        await self.shared.offer(name, layers)
+        log.info("closures.shared", mirror=str(name), commit=commit, count=len(new))
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -244,8 +244,7 @@ class Closures:
         line = [commit]
         if commit not in shared or not self._is_whole(name, commit, shared):
             line = await self._line_to_base(name, commit, shared)
-        directory = self.directory(name)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.directory(name).mkdir(parents=True, exist_ok=True, mode=0o700)
         if line[-1] in shared or line[-1] in self._known(name):
             await self._take(name, shared, line[-1])
         if commit in self._known(name):
@@ -255,8 +254,7 @@ class Closures:
         steps = plan(self._known(name), line, straight=straight)
         layers = {**self._known(name), **{step.commit: step for step in steps}}
         with ExitStack() as stack:
-            begin = partial(building, directory, self.trash)
-            places = [(step, stack.enter_context(begin())) for step in steps]
+            places = [(step, stack.enter_context(self._new_place(name))) for step in steps]
             long = [
                 self._pack(name, step, place)
                 for step, place in places
@@ -265,7 +263,7 @@ class Closures:
             packed = {layer.commit: layer for layer in await together(*long)}
             for step, place in places:  # a short step needs the packs below it in place
                 layer = packed.get(step.commit) or await self._pack_short(name, step, place)
-                self._log_packed(name, self._publish(name, layer, place))
+                self._publish_packed(name, layer, place)
         if long and self.shared:
             self.deferred.begin(("share", commit), partial(self._offer, name, commit))
         if [step.base for step in steps] == [None, line[-1]]:
@@ -279,9 +277,8 @@ class Closures:
                 known = self._known(name)
                 if step.commit in known or step.base not in known:
                     continue
-                with building(self.directory(name), self.trash) as place:
-                    layer = await self._pack_short(name, step, place)
-                    self._log_packed(name, self._publish(name, layer, place))
+                with self._new_place(name) as place:
+                    self._publish_packed(name, await self._pack_short(name, step, place), place)
 
     async def _pack(self, name: MirrorName, step: PackLayer, place: Path) -> PackLayer:
         """Pack a planned layer with git; reads its base from the mirror, so any order will do."""
@@ -307,13 +304,16 @@ class Closures:
             return await self._pack(name, step, place)
         return step.packed(packed.name, packed.object_count, packed.size_bytes)
 
-    def _publish(self, name: MirrorName, layer: PackLayer, place: Path) -> PackLayer:
+    def _new_place(self, name: MirrorName) -> AbstractContextManager[Path]:
+        return building(self.directory(name), self.trash)
+
+    def _publish(self, name: MirrorName, layer: PackLayer, place: Path) -> None:
         (place / "layer.json").write_text(json.dumps(asdict(layer)))
         publish(place, self.directory(name) / layer.commit)
         self._known(name)[layer.commit] = layer
-        return layer
 
-    def _log_packed(self, name: MirrorName, layer: PackLayer) -> None:
+    def _publish_packed(self, name: MirrorName, layer: PackLayer, place: Path) -> None:
+        self._publish(name, layer, place)
         facts = {"commit": layer.commit, "base": layer.base, "objects": layer.object_count}
         log.info("closure.packed", mirror=str(name), **facts)
 
