@@ -42,7 +42,7 @@ from .changes import OverlayPaths, copy_overlay, overlay_changes
 from .environments import EnvironmentStore
 from .leases import Directories, Lease, Leases, LeaseState, resetting
 from .snapshots import layer_path, objects_path
-from .templates.service import Template, TemplateFacts, Templates, read_facts, template_proven_at
+from .templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class OverlayBackend:
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         held = self._held.get(lease.id)
-        return await anyio.to_thread.run_sync(template_proven_at, held.template) if held else None
+        return await anyio.to_thread.run_sync(last_proven_at, held.template) if held else None
 
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule

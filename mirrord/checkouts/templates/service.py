@@ -60,7 +60,7 @@ class Template:
     facts: TemplateFacts | None = None
 
 
-def template_proven_at(template: Template) -> datetime:
+def last_proven_at(template: Template) -> datetime:
     """Return when the last of its layers was proven by content."""
     _, _, *files = template.layers
     return datetime.fromtimestamp(max(proven_at(each.parent) for each in files), UTC)
