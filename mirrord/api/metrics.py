@@ -210,7 +210,7 @@ def _oldest(times: list[tuple[datetime, str]]) -> dict[str, float]:
 
 def _request_times(traffic: Traffic) -> Metric:
     times = HistogramMetricFamily(
-        "mirrord_request_duration_seconds", "Time to an answer.", labels=["endpoint"]
+        "mirrord_request_duration_seconds", "Response time.", labels=["endpoint"]
     )
     for endpoint, answered in traffic.since_start().items():
         below, bounds = 0, []

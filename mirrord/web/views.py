@@ -423,7 +423,7 @@ def _charts(activity: Activity) -> list[Chart]:
     used = [Point(each.at, activity.disk_bytes - each.disk_free_bytes) for each in past]
     return [
         chart(
-            "Time to an answer",
+            "Response time",
             {"median": points("p50_s"), "99 of 100": points("p99_s")}, now, seconds, log=True,
         ),
         chart("Requests a second", {"requests": points("per_second")}, now, _plain, most=1),
