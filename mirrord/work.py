@@ -37,6 +37,7 @@ from .protocol import (
     Message,
     NotRestored,
     Operation,
+    Prewarmed,
     Progress,
     ProgressSink,
     Restored,
@@ -299,7 +300,7 @@ class Prewarm:
     is_full: Callable[[], Awaitable[bool]]
     _unfinished: dict[DatasetName, _Commits] = field(default_factory=dict)
     _preparing: dict[str, anyio.Lock] = field(default_factory=dict)
-    _running: Coalescer[dict[str, int]] = field(default_factory=Coalescer)
+    _running: Coalescer[Prewarmed] = field(default_factory=Coalescer)
 
     @asynccontextmanager
     async def paused(self, name: MirrorName) -> AsyncIterator[None]:
@@ -327,11 +328,11 @@ class Prewarm:
 
     async def _run(
         self, dataset: DatasetName, commits: _Commits | None, progress: ProgressSink
-    ) -> dict[str, int]:
+    ) -> Prewarmed:
         commits = commits or await self.ordered(await self.list_bases(dataset))
         result = await self.run(dataset, commits, progress)
-        if left := result["left"]:
-            self._unfinished[dataset] = commits[-left:]
+        if result.left:
+            self._unfinished[dataset] = commits[-result.left :]
         return result
 
     async def list_bases(self, dataset: DatasetName) -> _Commits:
@@ -358,7 +359,7 @@ class Prewarm:
 
     async def run(
         self, dataset: DatasetName, commits: _Commits, progress: ProgressSink
-    ) -> dict[str, int]:
+    ) -> Prewarmed:
         """Prepare commits in this order regardless of the settings, or join a run of the same."""
         history = self.settings().checkouts.history
         if history is History.LINKED:  # it needs no template; requests for another are for sealed
@@ -371,8 +372,8 @@ class Prewarm:
         dataset: DatasetName,
         commits: _Commits,
         history: History,
-        work: SharedWork[dict[str, int]],
-    ) -> dict[str, int]:
+        work: SharedWork[Prewarmed],
+    ) -> Prewarmed:
         total, prepared, failed = len(commits), 0, 0
         for number, (name, commit) in enumerate(commits):
             work.report(Progress(done=number, total=total, unit="commits", note=str(name)))
@@ -390,4 +391,4 @@ class Prewarm:
                 failed += 1
                 log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
         work.report(Progress(done=prepared + failed, total=total, unit="commits"))
-        return {"prepared": prepared, "failed": failed, "left": total - prepared - failed}
+        return Prewarmed(prepared=prepared, failed=failed, left=total - prepared - failed)
