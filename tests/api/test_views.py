@@ -355,7 +355,7 @@ def test_no_page_tells_a_secret(world: World) -> None:
     ]
     assert len(receipts) >= 2 * len(world.tasks)
     assert not world.secrets.found_in("".join(receipts))
-    assert {"Of a grader" in text for text in receipts} == {True, False}
+    assert {"a grader's checkout" in text for text in receipts} == {True, False}
     for task in world.tasks:
         if task.id != task.public:  # nobody finds a commit by trying its digits one by one
             asked = re.findall(r"[0-9a-f]{7}", task.id.lower())[0]
