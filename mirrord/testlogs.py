@@ -184,6 +184,7 @@ def parser_of_repo(repo: str) -> str:
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
 """The first line of a report on one test in pytest, sympy and unittest."""
 _END = re.compile(r"={4,}|-{4,} Captured ")
+_LINES_MAX = 8
 
 # -- what a dataset expects ------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ def iter_misses(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) 
             yield Miss(test, outcome)
 
 
-def lines_about(log: str, test: str, most: int = 8) -> list[str]:
+def lines_about(log: str, test: str) -> list[str]:
     """Return the last lines about a failed test, or of the log if it does not mention the test."""
     name = test.rpartition("::")[2].partition(" ")[0]
     lines = [line.rstrip() for line in log.splitlines()]
@@ -259,4 +260,4 @@ def lines_about(log: str, test: str, most: int = 8) -> list[str]:
         lines = lines[: next(ends, None)]
     elif summary := [line for line in lines if name in line and line.startswith(_STATUSES)]:
         lines = summary
-    return [line[:300] for line in lines if line.strip(" _=-")][-most:]
+    return [line[:300] for line in lines if line.strip(" _=-")][-_LINES_MAX:]

@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()
-                asyncio.run(Daemon(engine, listeners, Notifier.from_environment()).run())
+                asyncio.run(Daemon(engine, listeners, Notifier()).run())
             finally:
                 listeners.remove()
     except (errors.MirrordError, OSError) as error:

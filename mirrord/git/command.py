@@ -51,6 +51,7 @@ from .turns import Askers
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
+_NO_HOME = Path("/nonexistent")
 # setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit
 # the ambient capabilities that systemd gives to the daemon.
 _DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
@@ -99,7 +100,6 @@ class Git:
         self,
         *args: str,
         git_dir: Path | None = None,
-        work_tree: Path | None = None,
         stdin: bytes | Path | io.RawIOBase | None = None,
         env: Mapping[str, str] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -125,8 +125,8 @@ class Git:
         stdout, stderr = bytearray(), StderrReader(progress)
         environment = child_environment(home=self._home, remote=remote, extra=env)
         with _started(
-            args, environment, git_dir, work_tree, stdin, stdout_path, quarantine_objects,
-            memory_bytes,
+            args, environment, git_dir, stdin, stdout_path, quarantine_objects,
+            memory_bytes=memory_bytes,
         ) as process:  # fmt: skip
             began = anyio.current_time()
             end = began + timeout.total_seconds()
@@ -197,9 +197,7 @@ class Git:
             if status:
                 raise failure(doing, status, stderr.text())
 
-        with _started(
-            args, environment, git_dir, stdin=stdin, quarantine=quarantine_objects
-        ) as process:
+        with _started(args, environment, git_dir, stdin, None, quarantine_objects) as process:
             async with Child(process) as child, contextlib.aclosing(pieces()) as iterator:
                 yield iterator
 
@@ -230,19 +228,19 @@ def run_git_sync(
     git_dir: Path | None = None,
     work_tree: Path | None = None,
     stdin: bytes | Path | None = None,
-    env: Mapping[str, str] | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     stdout_path: Path | None = None,
     ok: Collection[int] = (0,),
     quarantine_objects: Path | None = None,
-    home: Path = Path("/nonexistent"),
     doing: str | None = None,
 ) -> GitResult:
     """Run one git command without an event loop, as `Git.run`. Never talks to an upstream."""
     doing = doing or f"run git {args[0]}"
-    environment = child_environment(home=home, extra=env)
+    if work_tree is not None:
+        args = (f"--work-tree={work_tree}", *args)
+    environment = child_environment(home=_NO_HOME)
     with _started(
-        args, environment, git_dir, work_tree, stdin, stdout_path, quarantine_objects
+        args, environment, git_dir, stdin, stdout_path, quarantine_objects, cwd=work_tree
     ) as process:
         ended = run_to_end(process, timeout)
     if ended is None:
@@ -261,11 +259,12 @@ def _started(
     args: tuple[str, ...],
     environment: dict[str, str],
     git_dir: Path | None,
-    work_tree: Path | None = None,
-    stdin: bytes | Path | io.RawIOBase | None = None,
-    stdout_path: Path | None = None,
-    quarantine: Path | None = None,
+    stdin: bytes | Path | io.RawIOBase | None,
+    stdout_path: Path | None,
+    quarantine: Path | None,
+    *,
     memory_bytes: int | None = None,
+    cwd: Path | None = None,
 ) -> Iterator[Popen]:
     argv = [*priority_prefix(), *_DIE_WITH_PARENT, "git"]
     if memory_bytes is not None:
@@ -273,8 +272,6 @@ def _started(
         argv = ["prlimit", f"--data={memory_bytes}", *argv]
     if git_dir:
         argv.append(f"--git-dir={git_dir}")
-    if work_tree:
-        argv.append(f"--work-tree={work_tree}")
     if quarantine is not None and git_dir is not None:  # git moves no refs with these set
         environment = environment | {
             "GIT_OBJECT_DIRECTORY": str(quarantine),
@@ -290,7 +287,7 @@ def _started(
         elif stdin is not None:
             source = stdin.fileno()
         sink = stack.enter_context(stdout_path.open("wb")) if stdout_path else PIPE
-        yield start([*argv, *args], environment, work_tree or git_dir or Path("/"), source, sink)
+        yield start([*argv, *args], environment, cwd or git_dir or Path("/"), source, sink)
 
 
 async def _read_stderr(child: Child, reader: StderrReader, extend: Callable[[], None]) -> None:

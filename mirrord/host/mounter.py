@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, errors.MirrordError) as error:
         parser.error(f"cannot serve: {error}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    Notifier.from_environment().ready("mounts checkouts")
+    Notifier().ready("mounts checkouts")
     try:
         serve(listener, mounter, daemon[0])
     finally:

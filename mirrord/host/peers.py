@@ -146,15 +146,8 @@ class Owners:
     and are cached for a minute. Belongs to one event loop.
     """
 
-    def __init__(
-        self,
-        settings: "Callable[[], Settings]",
-        access: Access,
-        *,
-        subuid: Path = _SUBUID,
-        subgid: Path = _SUBGID,
-    ) -> None:
-        self._settings, self._access, self._files = settings, access, (subuid, subgid)
+    def __init__(self, settings: "Callable[[], Settings]", access: Access) -> None:
+        self._settings, self._access = settings, access
         self._known: dict[tuple[int, int | None], Owner | None] = {}
         self._known_since = time.monotonic()
 
@@ -186,7 +179,7 @@ class Owners:
         """Pair with the gid at the same offset in /etc/subgid, or the member's own gid."""
         users, groups = (
             [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
-            for file in self._files
+            for file in (_SUBUID, _SUBGID)
         )
         offset = 0
         for first, count in users:

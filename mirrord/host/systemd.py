@@ -8,18 +8,16 @@ import os
 import socket
 import stat
 import time
-from collections.abc import MutableMapping
 from datetime import timedelta
-from typing import Self
 
 
-def take_sockets(environ: MutableMapping[str, str] = os.environ) -> dict[str, socket.socket]:
+def take_sockets() -> dict[str, socket.socket]:
     """Take the listening Unix sockets that systemd passed to this process, by name.
 
     LISTEN_PID must be this process: a child may have inherited the variables.
     """
-    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
-    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
+    names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdecimal():
         return {}
     descriptors = range(3, 3 + int(count))
@@ -50,17 +48,13 @@ def _find_listener(fd: int) -> socket.socket | None:
 class Notifier:
     """Sends the daemon's state to the service manager: sd_notify(3) without libsystemd."""
 
-    def __init__(self, address: str | None = None, watchdog: timedelta | None = None) -> None:
-        self._address = "\0" + address[1:] if address and address.startswith("@") else address
-        self._watchdog = watchdog
-
-    @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Self:
+    def __init__(self) -> None:
         """Take NOTIFY_SOCKET and WATCHDOG_USEC out of the environment."""
-        address = environ.pop("NOTIFY_SOCKET", None)
-        usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", str(os.getpid()))
-        is_watched = usec.isdecimal() and pid == str(os.getpid())
-        return cls(address, timedelta(microseconds=int(usec)) if is_watched else None)
+        address, own_pid = os.environ.pop("NOTIFY_SOCKET", ""), str(os.getpid())
+        usec, pid = os.environ.pop("WATCHDOG_USEC", ""), os.environ.pop("WATCHDOG_PID", own_pid)
+        self._address = "\0" + address[1:] if address.startswith("@") else address  # abstract
+        is_watched = usec.isdecimal() and pid == own_pid
+        self._watchdog = timedelta(microseconds=int(usec)) if is_watched else None
 
     @property
     def watchdog_interval(self) -> timedelta | None:

@@ -160,12 +160,15 @@ def test_neither_the_environment_nor_the_repository_runs_a_program(
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(trap))
     monkeypatch.setenv("GIT_DIR", "/nonexistent")
 
+    git_dir = upstream.path / ".git"
+
     async def body(git: Git) -> None:
-        await git.run("status", git_dir=upstream.path / ".git", work_tree=upstream.path)
-        await git.run("update-ref", "refs/heads/other", "HEAD", git_dir=upstream.path / ".git")
-        await git.run("diff", "HEAD", git_dir=upstream.path / ".git", work_tree=upstream.path)
+        await git.run("update-ref", "refs/heads/other", "HEAD", git_dir=git_dir)
 
     run_git(body)
+    (upstream.path / "a").write_text("2", encoding="ascii")
+    for command in (["status"], ["diff", "--no-ext-diff", "HEAD"]):
+        assert run_git_sync(*command, git_dir=git_dir, work_tree=upstream.path).stdout
     assert not (tmp_path / "sprung").exists()
 
 

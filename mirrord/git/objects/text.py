@@ -237,7 +237,7 @@ DRIVERS = frozenset(_NAMES)
 """The values of the attribute `diff` that `hunks` supports; None is plain text."""
 
 
-def hunks(old: bytes, new: bytes, driver: str | None = None) -> bytes:
+def hunks(old: bytes, new: bytes, driver: str | None) -> bytes:
     """Return the hunks between two texts, without a file header; empty if they are equal."""
     if not old or not new:
         return _whole_file(old or new, b"-" if old else b"+")
