@@ -47,15 +47,16 @@ _WEIGHING_PAUSE_S = 5.0  # between two weighings for users over the bound
 
 
 class Admitted(NamedTuple):
-    """What a peer was allowed to check out."""
+    """What a peer may check out: backends to try, time to live, and members of the lease."""
 
-    owner: Owner
-    taken_by: int
     backends: list[Backend]
     ttl: timedelta
+    owner_uid: int
+    owner_gid: int
+    taken_by: int
     history: History
     view: View
-    process: Process | None
+    bound_to: Process | None
     label: str | None
 
 
@@ -207,7 +208,7 @@ class Leasing:
                 hint="ask for sealed or squashed",
             )
 
-    def must_be_gradable(self, graded: Lease, owner: Owner) -> None:
+    def must_be_gradable(self, graded: Lease, owner_uid: int) -> None:
         """Raise AccessError where the agent could reach into its own grade.
 
         The grade's owner must not be the agent's uid, whose processes may still run. The checkout's
@@ -215,9 +216,9 @@ class Leasing:
         and the daemon's own user may grade what they ran, administrators what they saved.
         """
         agent, saved = graded.owner_uid, graded.saved
-        if owner[0] == agent and agent not in (0, os.geteuid()):
+        if owner_uid == agent and agent not in (0, os.geteuid()):
             raise errors.AccessError(
-                f"cannot grade checkout {graded.id} for uid {owner[0]}: the agent had this uid",
+                f"cannot grade checkout {graded.id} for uid {owner_uid}: the agent had this uid",
                 hint="name another with --owner, or grade as root",
             )
         if saved is not None and saved.saved_by == agent and not self.access.is_admin(agent):
@@ -350,38 +351,27 @@ class Leasing:
         if request.environment is not None:
             backends = must_mount(backends)
         return Admitted(
-            owner, peer.uid, backends, ttl, history, request.view, process, request.label
+            backends, ttl, *owner, peer.uid, history, request.view, process, request.label
         )
 
     async def begin(
         self, admitted: Admitted, found: ResolvedRequest, **more: Any
     ) -> tuple[Lease, dict[str, float]]:
         """Make a checkout of a resolved commit."""
-        now = self.clock()
+        members, now = admitted._asdict(), self.clock()
+        backends, expires_at = members.pop("backends"), now + members.pop("ttl")
         draft = partial(
-            Lease,
-            **found._asdict(),
-            history=admitted.history,
-            view=admitted.view,
-            owner_uid=admitted.owner[0],
-            owner_gid=admitted.owner[1],
-            taken_by=admitted.taken_by,
-            created_at=now,
-            expires_at=now + admitted.ttl,
-            bound_to=admitted.process,
-            label=admitted.label,
-            **more,
+            Lease, **found._asdict(), **members, created_at=now, expires_at=expires_at, **more
         )
-        with self.counted(admitted.taken_by, admitted.owner[0]):
-            return await self.hand_out(draft, admitted.backends, admitted.process)
+        with self.counted(admitted.taken_by, admitted.owner_uid):
+            return await self.hand_out(draft, backends)
 
     async def hand_out(
-        self, draft: Callable[..., Lease], backends: Sequence[Backend], process: Process | None
+        self, draft: Callable[..., Lease], backends: Sequence[Backend]
     ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout of the lease that `draft` makes; it ends with `process`, if given."""
+        """Make a checkout of the lease that `draft` makes, and watch the process it is bound to."""
         lease, timings = await self.lifecycle.make(draft, backends)
-        if process is not None:
-            self.expiry.bind(lease, process)
+        self.expiry.watch_process(lease)
         return lease, timings
 
     @asynccontextmanager

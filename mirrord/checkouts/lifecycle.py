@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, ProofFailedError
-from ..host.peers import Process, ProcessWatch, process_gone
+from ..host.peers import ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, CheckoutId, new_checkout_id
@@ -219,11 +219,11 @@ class Expiry:
             self._watching.cancel()
         self._processes.keep_only(())
 
-    def bind(self, lease: Lease, process: Process) -> None:
-        """End a new lease with `process`, or at once, with ProcessGoneError, if that has ended."""
+    def watch_process(self, lease: Lease) -> None:
+        """Watch the process of a new lease. Raises ProcessGoneError, and ends the lease."""
         try:
-            if not self._processes.hold(process):
-                raise process_gone(process.pid)
+            if lease.bound_to and not self._processes.hold(lease.bound_to):
+                raise process_gone(lease.bound_to.pid)
         except BaseException:
             self.lifecycle.end(lease)
             raise

@@ -197,7 +197,7 @@ class Checkouts:
                         snapshots=(),
                         volumes=volumes,
                     )
-                    lease, timings = await self._leasing.hand_out(draft, [parent.backend], process)
+                    lease, timings = await self._leasing.hand_out(draft, [parent.backend])
         timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
         self._leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)

@@ -67,7 +67,7 @@ class Grading:
                     view=View.GRADER, history=parent.history, label=parent.label, **choices
                 )
                 admitted = await self.leasing.admit(start, peer, process)
-                self.leasing.must_be_gradable(parent, admitted.owner)
+                self.leasing.must_be_gradable(parent, admitted.owner_uid)
                 found = ResolvedRequest.of(parent)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed)
