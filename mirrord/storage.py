@@ -26,7 +26,7 @@ from .environments.service import Environments
 from .host.peers import Peer
 from .host.trash import TRASH_PREFIX, find_trash
 from .mirrors.service import Mirrors
-from .model import Backend, History
+from .model import History
 from .places import Layout
 from .protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
 
@@ -192,17 +192,14 @@ class Storage:
 
     def _find_layers(self, peer: Peer) -> list[_Item]:
         """Find the prepared layers that a peer saved; for an administrator all."""
-        root, found = self.layout.root, self.checkouts.layers_of(peer)
+        prepared = self.checkouts.prepared
         return [
             _Item(
                 f"{record.saved.name} {record.mirror}@{record.commit}",
-                (
-                    layer_path(root, record.saved.id).with_suffix(".git"),
-                    *(layer_path(root, layer) for layer in record.own_layers),
-                ),
+                prepared.paths_of(record),
                 holders,
             )
-            for record, holders in found
+            for record, holders in self.checkouts.layers_of(peer)
         ]
 
     def _find_garbage(self) -> _Items:
@@ -292,11 +289,8 @@ class Storage:
 
 def _find_checkouts(root: Path, leases: Iterable[Lease]) -> _Items:
     """Find the private files of checkouts, of an overlay its upper layer, and snapshots."""
-    checkouts, layers = [], Counter(layer for lease in leases for layer in lease.own_layers)
-    for lease in leases:
-        is_pool = lease.backend is Backend.POOL
-        paths = (lease.private, lease.tree_path) if is_pool else (lease.private,)
-        checkouts.append(_Item(lease.id, paths, 1))
+    layers = Counter(layer for lease in leases for layer in lease.own_layers)
+    checkouts = [_Item(lease.id, lease.own_paths, 1) for lease in leases]
     snapshots = [
         _Item(layer, (layer_path(root, layer),), count) for layer, count in sorted(layers.items())
     ]

@@ -142,13 +142,11 @@ class Quotas:
     def _paths_by_user(self) -> dict[int, list[tuple[Path, ...]]]:
         found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
         for lease in self.leases:
-            trees = [lease.tree_path] if lease.backend is Backend.POOL else []
-            own = map(self.layers.path, sorted(lease.own_layers))
-            found[self.access.user_of(lease.owner_uid)].append((lease.private, *trees, *own))
+            layers = map(self.layers.path, sorted(lease.own_layers))
+            found[self.access.user_of(lease.owner_uid)].append((*lease.own_paths, *layers))
         for record in self.prepared.all():
-            own = map(self.layers.path, record.own_layers)
-            objects = self.layers.path(record.saved.id).with_suffix(".git")
-            found[self.access.user_of(record.saved.saved_by)].append((objects, *own))
+            user = self.access.user_of(record.saved.saved_by)
+            found[user].append(self.prepared.paths_of(record))
         return found
 
 

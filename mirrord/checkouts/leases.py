@@ -185,6 +185,11 @@ class Lease:
         return self.directory / "tree"
 
     @property
+    def own_paths(self) -> tuple[Path, ...]:
+        """What is written in the checkout: on an overlay its upper layer, on the pool the tree."""
+        return (self.private, self.tree_path) if self.backend is Backend.POOL else (self.private,)
+
+    @property
     def owner(self) -> tuple[int, int]:
         return self.owner_uid, self.owner_gid
 

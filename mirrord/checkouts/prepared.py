@@ -312,6 +312,10 @@ class PreparedLayers:
                 max=_STACK_LIMIT,
             )
 
+    def paths_of(self, record: LayerRecord) -> tuple[Path, ...]:
+        """Return the directories that were made for a layer; there may be no `.git`."""
+        return self._path(record).with_suffix(".git"), *map(self.layers.path, record.own_layers)
+
     def _path(self, record: LayerRecord) -> Path:
         return self.layers.path(record.saved.id).with_suffix(".json")
 
