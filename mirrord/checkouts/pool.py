@@ -65,9 +65,8 @@ class PoolBackend:
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
-        if pruned := await anyio.to_thread.run_sync(
-            dotgit.prune_worktrees, self.state_dir / "mirrors"
-        ):
+        mirrors = self.state_dir / "mirrors"
+        if pruned := await anyio.to_thread.run_sync(dotgit.prune_worktrees, mirrors):
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
@@ -136,9 +135,8 @@ class PoolBackend:
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        tree = self._tree(lease)
         return await self.workers.run(
-            copy_pool, directory, tree, earlier, what, timeout=DIFF_TIMEOUT
+            copy_pool, directory, self._tree(lease), earlier, what, timeout=DIFF_TIMEOUT
         )
 
     def clone(self, lease: Lease, target: Target) -> int:
