@@ -164,14 +164,14 @@ async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
     """Apply the patch in the body, or a named one. Access is checked before the body is read."""
     identity = call.path["id"]
     call.engine.checkouts.must_be_usable(identity, call.peer)
-    hint = "send the patch as the body, or ?named=@test_patch or @patch with no body"
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         if patch and query.named:
             raise InvalidRequestError(
                 "cannot read the patch of the request: the body and `named` both give one",
-                hint=hint,
+                hint="send the patch as the body, or ?named=@test_patch or @patch with no body",
             )
         if not patch and not query.named:
+            hint = "give the output of `git diff`, or the name @test_patch or @patch"
             raise InvalidPatchError("cannot apply the patch: it is empty", hint=hint)
         return await call.engine.checkouts.apply(
             identity,

@@ -231,6 +231,9 @@ def apply(
     context that differs; stderr says how it applied.
     """
     found = find_id(session, checkout_id)
+    if patch.startswith("@") and patch not in {"@patch", "@test_patch"}:
+        fact = f"an instance has @patch and @test_patch, not {patch}"
+        raise UsageError(f"cannot apply the patch: {fact}", hint=f"a file is ./{patch}")
     content = patch if patch.startswith("@") else read_file(patch)
     answer = session.client.apply_patch(found, content, reverse=reverse, strategy=strategy)
     if answer.strategy is not FoundStrategy.EXACT:

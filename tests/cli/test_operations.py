@@ -207,5 +207,13 @@ def test_an_empty_patch_is_refused_in_a_patchs_words(site: Site, tmp_path: Path)
     tree = site.run("checkout", "a/b@main")[1].rstrip("\n")
     (tmp_path / "empty").touch()
     status, _, err = site.run("apply", tree, str(tmp_path / "empty"))
-    assert (status, err.splitlines()[0]) == (2, "mirrord: cannot apply the patch: it is empty")
+    assert (status, err.splitlines()) == (
+        2,
+        [
+            "mirrord: cannot apply the patch: it is empty",
+            "hint: give the output of `git diff`, or the name @test_patch or @patch",
+        ],
+    )
+    status, _, err = site.run("apply", tree, "@gold")
+    assert (status, "an instance has @patch and @test_patch, not @gold" in err) == (2, True)
     assert site.run("release", tree)[0] == 0
