@@ -9,7 +9,7 @@ import fnmatch
 import glob
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -208,11 +208,22 @@ def _listed_splits(config: Mapping[str, Any], files: list[str]) -> dict[str, lis
     splits: dict[str, list[str]] = {}
     for split, paths in listed:
         patterns = [
-            str(path).removeprefix("./") for path in (paths if isinstance(paths, list) else [paths])
+            str(path).removeprefix("./").split("/")
+            for path in (paths if isinstance(paths, list) else [paths])
         ]
-        found = [file for file in files if any(fnmatch.fnmatchcase(file, p) for p in patterns)]
+        found = [file for file in files if any(_matches(file.split("/"), p) for p in patterns)]
         splits.setdefault(split, []).extend(found)
     return {split: found for split, found in splits.items() if found}
+
+
+def _matches(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Match as the Hub does: `*` stays within a name, `**` stands for any number of directories."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(_matches(path[start:], pattern[1:]) for start in range(len(path) + 1))
+    is_same = bool(path) and fnmatch.fnmatchcase(path[0], pattern[0])
+    return is_same and _matches(path[1:], pattern[1:])
 
 
 def _splits_by_words(config: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]:

@@ -91,6 +91,23 @@ DATASETS = {
             }
         }
     ),
+    "o/patterns": HubDataset(
+        {
+            COMMIT: {
+                "README.md": b"""---
+configs:
+- config_name: top
+  data_files: "data/*.jsonl"
+- config_name: all
+  data_files: "data/**/*.jsonl"
+---
+""",
+                "data/rows.jsonl": _lines("r1"),
+                "data/old/rows.jsonl": _lines("o1"),
+                "rows.jsonl": _lines("other"),
+            }
+        }
+    ),
     "o/tasks": HubDataset({COMMIT: _TASK}),
     "o/none": HubDataset({COMMIT: {"notes.txt": b"nothing"}}),
     "o/private": HubDataset({COMMIT: {"train.jsonl": _lines("p1")}}, token="hf_right"),
@@ -151,6 +168,14 @@ def test_splits_configs_and_revisions_are_chosen_and_the_label_names_the_commit(
 def test_the_files_of_a_config_are_those_in_its_directory(server: Hub, tmp_path: Path) -> None:
     (found,) = _open(server, tmp_path, "hf://o/directories?config=en")
     assert _ids(found) == ["e1"]
+
+
+def test_only_two_asterisks_cross_directories(server: Hub, tmp_path: Path) -> None:
+    top, everything = _open(
+        server, tmp_path, *(f"hf://o/patterns?config={n}" for n in ("top", "all"))
+    )
+    assert _ids(top) == ["r1"]
+    assert sorted(_ids(everything)) == ["o1", "r1"]
 
 
 def test_what_cannot_be_chosen_or_read_is_said(server: Hub, tmp_path: Path) -> None:
