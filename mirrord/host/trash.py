@@ -97,11 +97,11 @@ class Trash:
             self._has_room.clear()
             await self._has_room.wait()
 
-    async def settle(self) -> bool:
-        """Wait for the removals added so far and retry failed ones; True if nothing is left."""
+    async def settle(self) -> None:
+        """Wait for the removals added so far, and retry failed ones."""
         if self._tasks:
             await asyncio.wait(self._tasks.copy())
-        return await self.retry()
+        await self.retry()
 
     @property
     def count(self) -> int:
@@ -121,8 +121,9 @@ class Trash:
 
     async def retry(self) -> bool:
         """Retry the failed removals; True if nothing is left."""
-        failed, self._failed = self._failed, {}
-        await asyncio.gather(*(self._try(*each) for each in failed.items()))
+        # `remove` may add to it in another thread: each entry is taken, the dictionary stays
+        failed = [(paths, self._failed.pop(paths)) for paths in list(self._failed)]
+        await asyncio.gather(*(self._try(*each) for each in failed))
         return not self._failed
 
     async def close(self) -> None:
