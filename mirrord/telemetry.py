@@ -186,3 +186,8 @@ _QUIET = {
     "watchdog": logging.WARNING,
     "asyncio": logging.WARNING,
 }
+
+
+def elapsed_s(began: float) -> float:
+    """Return the seconds since `began`, of `time.perf_counter`."""
+    return round(time.perf_counter() - began, 6)

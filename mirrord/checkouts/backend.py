@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -145,11 +144,6 @@ class CheckoutBackend(Protocol):
         the tree, without its own `.git`. Unchanged paths may be among them.
         """
         ...
-
-
-def elapsed_s(began: float) -> float:
-    """Return the seconds since `began`, of `time.perf_counter`."""
-    return round(time.perf_counter() - began, 6)
 
 
 def must_prove(proof: Proof, *, head: str, tree: str) -> Proof:

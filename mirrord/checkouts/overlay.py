@@ -36,8 +36,8 @@ from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..protocol import Proof
-from ..telemetry import log
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, elapsed_s, must_prove
+from ..telemetry import elapsed_s, log
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import OverlayPaths, copy_overlay, overlay_changes
 from .environments import EnvironmentStore
 from .leases import Directories, Lease, Leases, LeaseState, resetting

@@ -27,8 +27,8 @@ from ..host.mounts import mounts_below
 from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
 from ..model import Backend, History, MirrorName, Target
 from ..protocol import Proof
-from ..telemetry import log
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, elapsed_s, must_prove
+from ..telemetry import elapsed_s, log
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import PoolTree, copy_pool, has_top, pool_changes
 from .files import dotgit
 from .files.manifest import DIRECTORY, Manifest, clock_ns

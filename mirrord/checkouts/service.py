@@ -25,7 +25,7 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
-from ..telemetry import log
+from ..telemetry import elapsed_s, log
 from .admission import (
     Leasing,
     Quotas,
@@ -35,7 +35,7 @@ from .admission import (
     must_mount,
     snapshot_of,
 )
-from .backend import CheckoutBackend, elapsed_s
+from .backend import CheckoutBackend
 from .environments import EnvironmentStore
 from .grading.service import Grading
 from .leases import Lease, Leases, LeaseState, Volume, base_of

@@ -18,8 +18,9 @@ from ...git.workers import Workers
 from ...host.peers import Peer, Process
 from ...mirrors.service import Mirrors
 from ...model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
+from ...telemetry import elapsed_s
 from ..admission import Admitted, Leasing, checkout_fields, must_mount
-from ..backend import DIFF_TIMEOUT, elapsed_s
+from ..backend import DIFF_TIMEOUT
 from ..leases import Graded, SavedState
 from ..patches.service import Patches
 from ..resolve import ResolvedRequest, Resolver
