@@ -1,8 +1,11 @@
 """Restore mirrors, and what the catalog knew of them, from the store; a donor of heals.
 
 A generation holds all refs, pins among them, and the catalog's records as a bundle does. They are
-not trusted: every closure is proven, then merged into the mirror. After a crash, the same
-restoration finishes the work.
+not trusted: every closure is proven, then merged into the mirror.
+
+The catalog knows the generation once everything of it is merged. Until then nothing is published of
+the mirror, because that would lack the pins and rows that are not merged yet. After a crash, the
+rounds or the same restoration finish the work.
 """
 
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -131,13 +134,15 @@ class Restoration:
             if is_before(await to_thread.run_sync(read_generation, repository.path), generation):
                 await to_thread.run_sync(write_generation, repository, generation)
         if row is None:
-            await mirrors.add(str(name), public_url(manifest.url), at=generation)
-        await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
+            await mirrors.add(str(name), public_url(manifest.url), adopt=False)
         try:
             result = await self._merge(name, manifest, owner_uid)
         except errors.InvalidBundleError as error:
             fact = error.message.partition(": ")[2]
             raise errors.StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
+        await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
+        async with mirrors.sharing.turn(name) as turn, mirrors.lock(name):
+            await turn.publish(mirrors.repository(name))
         summary = (
             f"{len(followed_refs(manifest.refs))} created"  # by make_again, so the merge found them
         )
@@ -153,7 +158,7 @@ class Restoration:
             await scratch.create(lender=mirrors.repository(name))
             tip = manifest.refs.get(manifest.head or "")
             refs = manifest.refs | ({"HEAD": tip} if tip else {})
-            return await self.bundles.take(scratch, sort_refs(refs), owner_uid)
+            return await self.bundles.take(scratch, sort_refs(refs), owner_uid, publish=False)
 
 
 def restoration(url: str, bundles: Bundles) -> Restoration:

@@ -308,7 +308,9 @@ class Bundles:
         self.mirrors.events.publish("bundle.imported", mirror=result.mirror, **counts)
         return result
 
-    async def take(self, scratch: Repository, bundle: BundleRefs, owner_uid: int) -> BundleImported:
+    async def take(
+        self, scratch: Repository, bundle: BundleRefs, owner_uid: int, *, publish: bool = True
+    ) -> BundleImported:
         """Prove the bundle in a repository in quarantine, then merge it into its mirror.
 
         The catalog is written first: rows without pins are reported, pins without rows removed.
@@ -336,7 +338,8 @@ class Bundles:
             plan = await self._move(scratch, bundle, pins, records.default_branch)
             await self.mirrors.catalog.put_pins(pins)
             await self.mirrors.pins.remove_unrecorded(self.mirrors.repository(name), pins)
-            await turn.publish(self.mirrors.repository(name))
+            if publish:
+                await turn.publish(self.mirrors.repository(name))
             await self._record(name, is_new=is_new)
         return BundleImported(
             mirror=str(name),

@@ -352,13 +352,11 @@ class Inventory:
         row = await self.get(str(name))
         return _shown(row, (await self.catalog.count_pins()).get(row.name.key, 0))
 
-    async def add(
-        self, repo: str, url: str | None = None, *, at: Generation | None = None
-    ) -> MirrorRow:
+    async def add(self, repo: str, url: str | None = None, *, adopt: bool = True) -> MirrorRow:
         """Register a mirror, or return its row if it exists; the first sync fills it.
 
-        It continues from `at`, or else from the newest generation in the store. Raises
-        InvalidNameError, InvalidUrlError, MirrorExistsError when it has another URL.
+        With `adopt`, it continues from the newest generation in the store. Raises InvalidNameError,
+        InvalidUrlError, MirrorExistsError when it has another URL.
         """
         name = MirrorName.parse(repo)
         upstream = parse_upstream(url or default_url(self.settings(), name))
@@ -366,7 +364,7 @@ class Inventory:
             found = await self.catalog.find_mirror(name.key)
             if found is None:
                 row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
-                published = at or await self.sharing.find_published(name)
+                published = await self.sharing.find_published(name) if adopt else None
                 await self.catalog.put_mirror(row)
                 if published:  # the next publication continues from it
                     await self.catalog.adopt_generation(self.catalog.node, name.key, published)

@@ -7,17 +7,20 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 from gitrepos import Upstream, git
 from mirrorlab import NAME, Builder, House
 
 from mirrord.catalog import DatasetHead, Generation, InstanceRow, encode_row
-from mirrord.errors import StoreDamagedError
+from mirrord.errors import ClaimLostError, StoreDamagedError
 from mirrord.fleet.exchange import Exchange
 from mirrord.fleet.generations import list_published, pack_key, read_generation, read_manifest
 from mirrord.fleet.objects import ObjectStore
 from mirrord.fleet.restore import Restoration
+from mirrord.fleet.service import Fleet
 from mirrord.mirrors.bundles import Bundles
+from mirrord.mirrors.repository import PINS
 from mirrord.model import CommitId, CommitRole, Direction, parse_dataset_name
 
 HEAD = DatasetHead(
@@ -105,6 +108,43 @@ def test_mirror_pins_and_rows_come_back(
         again = await _restoration(it, store).restore(NAME.key, made[0], 0)
         assert (again.created, again.datasets) == (False, {"tasks": 0})
         assert await state(it) == states[0]
+
+    house("lost").synced().run(lose)
+    house("new").run(restore)
+
+
+def test_nothing_is_published_before_a_restoration_is_finished(
+    house: Callable[[str], Builder], store: ObjectStore, upstream: Upstream, tmp_path: Path
+) -> None:
+    """It would lack the pins and rows that are not merged yet, and the next one would take it."""
+    commit = CommitId(upstream.git("rev-parse", "HEAD~2"))
+    made: list[Generation] = []
+
+    async def lose(it: House) -> None:
+        await _record(it, commit, tmp_path)
+        generation = await _publish(it, store, None)
+        assert generation
+        made.append(generation)
+        upstream.commit({"file": "more\n"})
+
+    async def restore(it: House) -> None:
+        fleet = it.mirrors.sharing = Fleet(store, Bundles(it.mirrors))
+        await fleet.open()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_restoration(it, store).restore, NAME.key, made[0], 0)
+            while await it.catalog.find_mirror(NAME.key) is None:
+                await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        with pytest.raises(ClaimLostError, match="older state"):
+            await it.mirrors.sync(NAME)
+        assert list_published(store, NAME) == made
+        assert fleet.lost == {NAME.key: made[0]}  # the next round restores it
+        result = await _restoration(it, store).restore(NAME.key, made[0], 0)
+        assert (result.pins, {*result.datasets}) == (2, {"tasks"})
+        await it.mirrors.sync(NAME)
+        published = read_manifest(store, NAME, list_published(store, NAME)[-1])
+        assert len([ref for ref in published.refs if ref.startswith(PINS)]) == 2
+        await fleet.close()
 
     house("lost").synced().run(lose)
     house("new").run(restore)
