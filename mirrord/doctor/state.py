@@ -126,7 +126,7 @@ def catalog(settings: Settings) -> Result:
     names = [entry.name for entry in entries(mirrors)]
     missing = _read_pins(mirrors, names)
     if not path.exists() or not path.stat().st_size:
-        fact = f"it does not exist, but {len(names)} mirrors do"
+        fact = f"it does not exist, but {len(names)} mirrors do" if names else "none yet"
         return judge(not names, fact, _remedy(missing))
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
