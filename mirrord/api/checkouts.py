@@ -1,6 +1,7 @@
 """Handlers of checkouts, snapshots, prepared layers, grades and receipts."""
 
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import Field
@@ -40,14 +41,18 @@ def _bound_process(call: Call, bind: Bind) -> Process | None:
 
 
 async def _release_if_abandoned(call: Call, making: Awaitable[C]) -> C:
-    """Return the new checkout; release it if its client has hung up meanwhile."""
+    """Return the new checkout; release it if its client hangs up before it reads the answer."""
     checkout = await making
-    if call.connection.is_lost:
-        try:
+
+    async def release() -> None:
+        with suppress(CheckoutNotFoundError):
             await call.engine.checkouts.release(checkout.id, call.peer)
             log.info("checkout.abandoned", checkout=checkout.id, uid=call.peer.uid)
-        except CheckoutNotFoundError:
-            pass
+
+    if call.connection.is_lost:
+        await release()
+    else:
+        call.connection.undo_if_unread(release)
     return checkout
 
 

@@ -17,7 +17,7 @@ import errno
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -243,6 +243,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_lingering = False
         self._linger_bytes = LINGER_BYTES
         self._working: asyncio.Task[Any] | None = None
+        self._undo_unread: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._head_bytes = 0
         self._unfinished_bytes = 0
         self._in_head = False
@@ -276,9 +277,19 @@ class HttpConnection(HttpToolsProtocol):
         self._server.connections.remove(self)
         if self._is_lingering:
             self._server.lingering -= 1
+        # a client that closes before it has read all of an answer resets the connection
+        is_unread = exc is not None or not self.is_idle
         super().connection_lost(exc)
         if self._working is not None:
             self._working.cancel()
+        if self._undo_unread is not None and is_unread:
+            task = self.loop.create_task(self._undo_unread())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    def undo_if_unread(self, undo: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `undo` if the client closes the connection before it reads the coming answer."""
+        self._undo_unread = undo
 
     @property
     def is_idle(self) -> bool:
@@ -334,6 +345,7 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._undo_unread = None  # a client that sends its next request has read the answer
         if self._is_lingering:
             self._linger_bytes -= len(data)
             if self._linger_bytes < 0:
