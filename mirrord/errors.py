@@ -16,8 +16,10 @@ an RFC 9457 problem, and the client reads it as the same class. Messages have th
 <verb> <noun> <name>: <fact>`; the hint is the remedy.
 """
 
+import errno
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -209,3 +211,38 @@ class NoDaemonError(MirrordError, title="No daemon", status=503, exits=9): ...
 class InternalError(MirrordError, title="Internal error", status=500, exits=1): ...
 
 # fmt: on
+
+
+# -- errors of the operating system -------------------------------------------------------------
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def full_disk_named(subject: str) -> Iterator[None]:
+    """Turn ENOSPC, EDQUOT and EFBIG into a DiskFullError about `subject`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            hint = "free some space, or lower template_bytes"
+            fact = f"cannot write {subject}: {error.strerror}"
+            raise DiskFullError(fact, hint=hint) from error
+        raise
+
+
+def host_error(error: BaseException, doing: str) -> ResourceError | None:
+    """Return our error for one that the disk or the limit on open files caused, else None."""
+    if not isinstance(error, OSError):
+        return None
+    fact = f"cannot {doing}: {error.strerror}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "raise LimitNOFILE= of the unit, or ulimit -n"
+        return TooManyFilesError(fact, hint=hint, retry_after=1)
+    if isinstance(error.filename, str):
+        fact += f" at {error.filename}"
+    if error.errno in _FULL:
+        return DiskFullError(fact, hint="free some space")
+    if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN):
+        return DiskFailedError(fact, hint="see the kernel's log, then audit and heal")
+    return None

@@ -31,7 +31,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .. import errors
 from ..engine import Engine
-from ..host.files import full_disk_named, host_error, write_all
+from ..errors import full_disk_named, host_error
+from ..host.files import write_all
 from ..host.peers import Peer, Role
 from ..mirrors.quarantine import Quarantine
 from ..telemetry import Seldom, log, masked

@@ -22,16 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..errors import CheckoutBusyError, ForkTooLargeError
-from ..host.files import (
-    CREATE,
-    FOR_READING,
-    copy_bytes,
-    full_disk_named,
-    make_whiteout,
-    opened,
-    write_all,
-)
+from ..errors import CheckoutBusyError, ForkTooLargeError, full_disk_named
+from ..host.files import CREATE, FOR_READING, copy_bytes, make_whiteout, opened, write_all
 from ..host.processes import ActingAs
 from ..host.trash import remove_tree
 from ..model import utc_now

@@ -20,11 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import EnvironmentInUseError, EnvironmentNotFoundError
+from ..errors import EnvironmentInUseError, EnvironmentNotFoundError, full_disk_named
 from ..host.files import (
     CREATE,
     entries_in,
-    full_disk_named,
     open_child,
     open_directory,
     open_regular,

@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckoutNotFoundError
-from ..host.files import full_disk_named, grant_search, opened, write_all
+from ..errors import CheckoutNotFoundError, full_disk_named
+from ..host.files import grant_search, opened, write_all
 from ..host.peers import Process
 from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX

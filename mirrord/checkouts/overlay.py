@@ -21,15 +21,9 @@ from typing import NamedTuple, TypeVar
 import anyio.to_thread
 
 from .. import errors
+from ..errors import full_disk_named, host_error
 from ..git.workers import Workers
-from ..host.files import (
-    full_disk_named,
-    host_error,
-    open_child,
-    open_directory,
-    open_regular,
-    opened,
-)
+from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
 from ..host.mounts import read_overlays
 from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder

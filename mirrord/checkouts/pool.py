@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio.to_thread
 
 from .. import errors
-from ..host.files import full_disk_named, mounted_on, open_directory, opened
+from ..errors import full_disk_named
+from ..host.files import mounted_on, open_directory, opened
 from ..host.mounts import mounts_below
 from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
 from ..model import Backend, History, MirrorName, Target

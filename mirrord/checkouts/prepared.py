@@ -19,8 +19,9 @@ from typing import Any
 import anyio.to_thread
 
 from .. import errors
+from ..errors import full_disk_named
 from ..git.workers import Workers
-from ..host.files import full_disk_named, opened, sync_directory, sync_tree, write_all
+from ..host.files import opened, sync_directory, sync_tree, write_all
 from ..model import CommitId, History, LayerId, MirrorName, View, shown
 from ..protocol import Copied, PreparedLayer
 from .backend import ChangedPaths, CopyRule, Taken

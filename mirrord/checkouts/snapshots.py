@@ -16,10 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import SnapshotExistsError, SnapshotNotFoundError, TooManySnapshotsError
+from ..errors import (
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    TooManySnapshotsError,
+    full_disk_named,
+)
 from ..host.files import (
     CREATE,
-    full_disk_named,
     make_whiteout,
     open_child,
     open_directory,

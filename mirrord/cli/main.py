@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import click
 
 from .. import __version__
-from ..errors import InternalError, MirrordError, UsageError
+from ..errors import InternalError, MirrordError, UsageError, host_error
 from .session import Argument, Session
 from .table import EXIT_STATUSES, GROUPS, VERBS, Verb, exit_lines
 
@@ -88,8 +88,6 @@ def _fault_of_path(error: Exception) -> MirrordError | None:
     if error.errno in _PATH_ERRORS and error.filename is not None:
         fact = f"cannot use {os.fsdecode(error.filename)}: {error.strerror}"
         return UsageError(fact, hint="name a path that this user may use")
-    from ..host.files import host_error  # noqa: PLC0415  only here: it takes 4 ms to load
-
     return host_error(error, "write")
 
 

@@ -27,7 +27,7 @@ from ..config import Settings
 from ..doctor import examine
 from ..doctor.checks import run
 from ..doctor.units import NAMES
-from ..host.files import full_disk_named
+from ..errors import full_disk_named
 from ..host.mounts import find_mount, mounts_below
 from ..places import Layout
 from ..telemetry import masked

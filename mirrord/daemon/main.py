@@ -28,7 +28,8 @@ from ..api.application import Application
 from ..api.server import Server
 from ..api.volumes import VolumeDriver
 from ..engine import Engine
-from ..host.files import host_error, opened
+from ..errors import host_error
+from ..host.files import opened
 from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
 from ..places import DOCKER_SOCKET

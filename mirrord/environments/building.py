@@ -31,8 +31,7 @@ from ..checkouts.environments import (
 from ..checkouts.leases import EnvironmentName
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
-from ..errors import EnvironmentFailedError
-from ..host.files import full_disk_named
+from ..errors import EnvironmentFailedError, full_disk_named
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, MirrorName

@@ -17,10 +17,15 @@ from typing import Any
 from anyio import to_thread
 
 from ..catalog import Catalog, Generation
-from ..errors import ClaimLostError, CorruptObjectError, GitFailedError, StoreDamagedError
+from ..errors import (
+    ClaimLostError,
+    CorruptObjectError,
+    GitFailedError,
+    StoreDamagedError,
+    full_disk_named,
+)
 from ..git.command import lines_of, low_priority
 from ..git.packs import PackIndex, pack_trailer
-from ..host.files import full_disk_named
 from ..mirrors.quarantine import Quarantine, accept_objects
 from ..mirrors.refs import Moves, classify, commit, compare, followed_refs, recover
 from ..mirrors.repository import HISTORY, KEPT, Refs, Repository

@@ -20,7 +20,7 @@ from obstore import exceptions
 from obstore.store import LocalStore, from_url
 
 from .. import errors
-from ..host.files import full_disk_named
+from ..errors import full_disk_named
 
 _PART_BYTES = 16 * 1024**2
 _MULTIPART_BYTES = 64 * 1024**2  # a larger file is sent in parts, which takes no condition

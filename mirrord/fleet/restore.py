@@ -16,8 +16,8 @@ from anyio import to_thread
 
 from .. import errors
 from ..catalog import Generation
+from ..errors import host_error
 from ..git.packs import PackIndex, pack_trailer
-from ..host.files import host_error
 from ..host.room import Room
 from ..mirrors.bundles import Bundles, sort_refs
 from ..mirrors.quarantine import Quarantine

@@ -23,8 +23,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from ..errors import ResourceError
-from ..host.files import host_error
+from ..errors import ResourceError, host_error
 from ..host.processes import search_path
 
 NOTHING = subprocess.DEVNULL

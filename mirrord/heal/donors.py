@@ -20,13 +20,18 @@ from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
 from ..audit.examine import borrow_from, make_repository
 from ..audit.object_files import TIMEOUT
 from ..catalog import MirrorRow
-from ..errors import CorruptObjectError, GitFailedError, MirrordError, StoppingError
+from ..errors import (
+    CorruptObjectError,
+    GitFailedError,
+    MirrordError,
+    StoppingError,
+    full_disk_named,
+)
 from ..fleet import load
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..git.process import STRICT
 from ..git.workers import Workers
-from ..host.files import full_disk_named
 from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED, within_room

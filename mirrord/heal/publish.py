@@ -19,8 +19,8 @@ from ..audit import refs as audited
 from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
 from ..audit.object_files import BadFile, FileKind
 from ..audit.refs import RefFiles
-from ..errors import ConflictError
-from ..host.files import full_disk_named, sync_directory
+from ..errors import ConflictError, full_disk_named
+from ..host.files import sync_directory
 from ..mirrors.history import NOTHING_RECORDED, blobs_of
 from ..mirrors.quarantine import DAMAGED
 from ..mirrors.refs import directories_of, packed_refs, write_durably

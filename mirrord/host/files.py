@@ -10,8 +10,7 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +29,6 @@ _FICLONE = 0x40049409  # linux/fs.h
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _SYS_OPENAT2 = 437  # the same on every architecture
 _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x1, 0x2, 0x4, 0x8  # linux/openat2.h
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p) * 2 + (ctypes.c_uint,)
@@ -57,36 +55,6 @@ class opened:  # noqa: N801  (used as a function; a generator would cost 1 µs m
 
     def __exit__(self, *failure: object) -> None:
         os.close(self._fd)
-
-
-@contextmanager
-def full_disk_named(subject: str) -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG into a DiskFullError about `subject`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _FULL:
-            hint = "free some space, or lower template_bytes"
-            fact = f"cannot write {subject}: {error.strerror}"
-            raise errors.DiskFullError(fact, hint=hint) from error
-        raise
-
-
-def host_error(error: BaseException, doing: str) -> errors.ResourceError | None:
-    """Return our error for one that the disk or the limit on open files caused, else None."""
-    if not isinstance(error, OSError):
-        return None
-    fact = f"cannot {doing}: {error.strerror}"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        hint = "raise LimitNOFILE= of the unit, or ulimit -n"
-        return errors.TooManyFilesError(fact, hint=hint, retry_after=1)
-    if isinstance(error.filename, str):
-        fact += f" at {error.filename}"
-    if error.errno in _FULL:
-        return errors.DiskFullError(fact, hint="free some space")
-    if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN):
-        return errors.DiskFailedError(fact, hint="see the kernel's log, then audit and heal")
-    return None
 
 
 def is_read_only(path: Path) -> bool:

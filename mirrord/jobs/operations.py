@@ -20,10 +20,9 @@ import anyio
 import structlog
 
 from .. import errors
-from ..errors import MirrordError
+from ..errors import MirrordError, host_error
 from ..git.command import low_priority
 from ..git.turns import Askers
-from ..host.files import host_error
 from ..model import shown, utc_now
 from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink, to_json
 from ..telemetry import log

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import errors
 from ..catalog import DatasetHead, MirrorRow, PinRow, decode_row, encode_row
+from ..errors import full_disk_named
 from ..git.command import lines_of
 from ..git.process import STRICT
-from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, parse_dataset_name, shown
 from ..protocol import Dataset, ProgressSink, RowFault

@@ -20,10 +20,10 @@ import anyio
 from anyio import to_thread
 
 from ..catalog import MirrorRow, PinRow
-from ..errors import InvalidBundleError, MirrordError, MirrorNotFoundError
+from ..errors import InvalidBundleError, MirrordError, MirrorNotFoundError, full_disk_named
 from ..git.command import lines_of
 from ..git.packs import PackIndex
-from ..host.files import full_disk_named, sync_directory, sync_tree
+from ..host.files import sync_directory, sync_tree
 from ..model import CommitId, MirrorName, utc_now
 from ..protocol import BundleImported, ProgressSink, RefChange
 from . import bundle_file, history

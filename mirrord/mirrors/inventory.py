@@ -18,10 +18,10 @@ from anyio import to_thread
 from .. import errors
 from ..catalog import Catalog, Generation, MirrorRow
 from ..config import Settings
-from ..errors import DamagedMirrorError, InvalidNameError, MirrordError
+from ..errors import DamagedMirrorError, InvalidNameError, MirrordError, host_error
 from ..git.command import Git
 from ..git.workers import Workers
-from ..host.files import host_error, sync_directory
+from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events

@@ -14,7 +14,8 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from ..host.files import full_disk_named, sync_directory
+from ..errors import full_disk_named
+from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash, try_to_remove
 from ..protocol import Progress, ProgressSink

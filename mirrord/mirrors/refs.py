@@ -16,7 +16,8 @@ from typing import Literal
 import anyio
 from anyio import to_thread
 
-from ..host.files import full_disk_named, sync_directory
+from ..errors import full_disk_named
+from ..host.files import sync_directory
 from ..protocol import RefChange, RefFault
 from ..telemetry import log
 from .maintenance import remove_stale_files

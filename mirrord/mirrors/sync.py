@@ -20,9 +20,8 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..errors import MirrordError, UpstreamLossError
+from ..errors import MirrordError, UpstreamLossError, full_disk_named
 from ..git.command import GitResult, lines_of, object_info
-from ..host.files import full_disk_named
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ...errors import CommitUnservableError
+from ...errors import CommitUnservableError, full_disk_named
 from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ...git.objects.text import Conversions
 from ...git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
-from ...host.files import full_disk_named, opened
+from ...host.files import opened
 from ...host.processes import ActingAs, Owner
 from ...host.trash import TrashDirectory, try_to_remove
 from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns

@@ -20,13 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import DiffTooLargeError
+from ...errors import DiffTooLargeError, full_disk_named
 from ...git.command import run_git_sync
 from ...git.objects.repository import Objects
 from ...git.objects.text import DRIVERS, hunks
 from ...git.objects.trees import ScratchObjects, TreeEntry, make_repository
 from ...git.patterns import Attributes, Ignores, State
-from ...host.files import full_disk_named, write_all
+from ...host.files import write_all
 from ...host.trash import remove_tree
 from ...model import DiffFormat
 from ..files.manifest import blob_id

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ... import errors
+from ...errors import full_disk_named
 from ...git.objects.repository import Objects, open_objects, read_commit
 from ...git.objects.text import Conversion, find_conversion
 from ...git.objects.trees import BaseTree, TreeEntry, walk
 from ...git.patterns import Attributes
-from ...host.files import full_disk_named, mounted_on, open_directory, opened, shown_path
+from ...host.files import mounted_on, open_directory, opened, shown_path
 from ...host.processes import ActingAs, Owner
 from ...model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..files.manifest import blob_id

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import anyio.to_thread
 
+from ...errors import full_disk_named
 from ...git.command import Git, object_info
 from ...git.packs import PackIndex, graph_is_whole, has_both_ends
-from ...host.files import full_disk_named
 from ...host.trash import Trash, find_trash
 from ...model import CommitId, History, MirrorName
 from ...protocol import SealLeak

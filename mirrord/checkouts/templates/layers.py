@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ...errors import ProofFailedError
+from ...errors import ProofFailedError, full_disk_named
 from ...git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ...git.objects.trees import TreeChange, changes
-from ...host.files import full_disk_named, open_directory, opened, shown_path
+from ...host.files import open_directory, opened, shown_path
 from ...host.processes import ActingAs, boot_id
 from ..files.dotgit import index_bytes
 from ..files.manifest import Entries, Manifest
