@@ -141,8 +141,7 @@ class Restoration:
             fact = error.message.partition(": ")[2]
             raise errors.StoreDamagedError(f"cannot restore mirror {name}: {fact}") from error
         await mirrors.catalog.adopt_generation(mirrors.catalog.node, key, generation, epoch)
-        async with mirrors.sharing.turn(name) as turn, mirrors.lock(name):
-            await turn.publish(mirrors.repository(name))
+        mirrors.sharing.records_changed([key])
         summary = (
             f"{len(followed_refs(manifest.refs))} created"  # by make_again, so the merge found them
         )

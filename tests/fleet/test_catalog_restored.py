@@ -63,7 +63,7 @@ def test_daemons_tell_a_restored_catalog_what_it_does_not_know(
         eventually(lambda: node.get("/v1/instances/i-0")[0] == 200)  # noqa: B023
         assert (node.state_dir / "mirrors/owner__name").is_dir()
     assert (b.state_dir / "mirrors/owner__second").is_dir()
-    eventually(lambda: all(newest(fleet)[key] >= it for key, it in before.items()))
+    eventually(lambda: all(newest(fleet).get(key, (0, 0)) >= it for key, it in before.items()))
     eventually(lambda: len(a.json("GET", "/v1/pins")) == len(pins))
     assert sorted((it["owner"], it["reason"]) for it in a.json("GET", "/v1/pins")) == pins
     become_like(a, b)
