@@ -57,14 +57,13 @@ class SmallDisk:
         run("mount", "-t", "tmpfs", "-o", f"size={self._size_bytes},mode=0711", "tmpfs", path)
 
     def leave_free(self, free_bytes: int) -> None:
-        """Fill it up but for so much, also while others write to it."""
-        self.empty()
-        filled = 0
-        with (self._path / "ballast").open("wb") as file:
+        """Fill it up but for so much, also while others write to it; again takes what they gave back."""
+        if self._free_bytes() < free_bytes:
+            self.empty()
+        with (self._path / "ballast").open("ab") as file:
             while (room := self._free_bytes() - free_bytes) > 0:
-                with suppress(OSError):  # somebody took some of it meanwhile
-                    os.posix_fallocate(file.fileno(), filled, room)
-                    filled += room
+                with suppress(OSError):  # others took some of it meanwhile
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, room)
 
     def _free_bytes(self) -> int:
         found = os.statvfs(self._path)

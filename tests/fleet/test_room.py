@@ -99,6 +99,7 @@ def test_a_full_store_delays_news_and_nothing_else(
         commit = upstream.commit({"new": "line\n" * 10})
         failed = ended(b, "POST", "/v1/mirrors/owner__name/sync")
         assert failed["error"]["code"] == "store-full"
+        store.fill()  # also with the room of objects that were being written
         status, _, body = c.request("POST", "/v1/pins", {"mirror": "owner/name", "commit": base})
         assert (status, b"store-full" in body) == (507, True), body
         # said by the daemons that met it, and on the others of them
