@@ -220,6 +220,7 @@ def main() -> None:
             if options.first:
                 return
             with fleetlab.fleet(server, f"file://{area}/store", area / "upstreams") as fleet:
+                server.record(fleet.catalog)
                 join(fleet, options.repositories, options.mirrors, options.nodes)
                 rest(fleet, 30)
                 done(fleet.nodes[0], "POST", "/v1/mirrors", {"repo": "owner/name"})
@@ -227,6 +228,7 @@ def main() -> None:
                     take_all(node, ["owner__name"])
                 spread(fleet, upstream)
             with fleetlab.fleet(server, f"file://{area}/store2", area / "upstreams") as fleet:
+                server.record(fleet.catalog)
                 rounds(fleet, upstream, options.round)
             with fleetlab.fleet(server, f"file://{area}/store3", area / "upstreams") as fleet:
                 for _ in range(4):
