@@ -24,7 +24,7 @@ from ..errors import MirrordError
 from ..model import Bind, ReportKind
 from ..protocol import Grade, to_json
 from .output import count, table
-from .reports import PAGES, Report, run
+from .reports import PAGES, RunReport, run
 from .session import Session
 
 _BOM = b"\xef\xbb\xbf"
@@ -195,7 +195,7 @@ class GradedPrediction:
         }
 
 
-class GradingReport(Report[GradedPrediction]):
+class GradingReport(RunReport[GradedPrediction]):
     """A report of the predictions in a file, `source`."""
 
     kind = ReportKind.GRADING

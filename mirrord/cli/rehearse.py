@@ -77,7 +77,7 @@ def _log_directory(logs: Path | None, files: list[Path]) -> Path | None:
 _Key = tuple[str | None, str]
 
 
-class Results(reports.Report[protocol.Rehearsed]):
+class Results(reports.RunReport[protocol.Rehearsed]):
     """The results of a run, and those of earlier runs that still hold."""
 
     kind = ReportKind.REHEARSAL

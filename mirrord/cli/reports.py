@@ -41,7 +41,7 @@ class Row(Protocol):
 R = TypeVar("R", bound=Row)
 
 
-class Report(ABC, Generic[R]):
+class RunReport(ABC, Generic[R]):
     """The rows of a run, and its report files, which `close` completes.
 
     JSON lines are written when their row is added, so an interrupted run leaves them complete.
@@ -153,7 +153,7 @@ class Report(ABC, Generic[R]):
 def run(
     session: Session,
     title: str,
-    report: Report[R],
+    report: RunReport[R],
     jobs: int,
     begin: Callable[[AsyncClient], Awaitable[Iterator[Awaitable[R]]]],
 ) -> None:

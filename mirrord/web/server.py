@@ -152,7 +152,7 @@ class Visitors:
         self._connections.pop(connection, None)
 
 
-class Answer(NamedTuple):
+class PageResponse(NamedTuple):
     status: int
     media_type: str
     body: bytes
@@ -165,7 +165,7 @@ class WebApplication:
         self._engine = engine
         self._pages: Pages | None = None
         self._rendering = asyncio.Lock()
-        self._cache: OrderedDict[tuple[str, bytes], tuple[float, Answer]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, bytes], tuple[float, PageResponse]] = OrderedDict()
 
     async def load(self) -> None:
         """Load jinja2 and the templates, which a daemon without a page does not need."""
@@ -215,7 +215,7 @@ class WebApplication:
         except ValueError:
             return False
 
-    async def _answer(self, path: str, query: bytes) -> Answer:
+    async def _answer(self, path: str, query: bytes) -> PageResponse:
         try:
             async with asyncio.timeout(WAIT_LIMIT_S), self._rendering:
                 expires, answer = self._cache.get((path, query), (0.0, None))
@@ -225,7 +225,7 @@ class WebApplication:
         except TimeoutError:
             return _plain(503, "Too many requests are waiting; retry later.")
 
-    async def _render_and_cache(self, path: str, query: bytes) -> Answer:
+    async def _render_and_cache(self, path: str, query: bytes) -> PageResponse:
         began = time.monotonic()
         try:
             answer = await self._render(path, query)
@@ -240,22 +240,22 @@ class WebApplication:
                 self._cache.popitem(last=False)
         return answer
 
-    async def _render(self, path: str, query: bytes) -> Answer:
+    async def _render(self, path: str, query: bytes) -> PageResponse:
         assert self._pages is not None
         if path in self._pages.files:
-            return Answer(200, *self._pages.files[path])
+            return PageResponse(200, *self._pages.files[path])
         if not self._engine.is_open:
             return _plain(503, "The daemon is still opening its state directory.")
         if path == "/metrics":
             text, media_type = await metrics.answer(self._engine)
-            return Answer(200, media_type, text)
+            return PageResponse(200, media_type, text)
         try:
             values = dict(parse_qsl(query.decode("ascii", "replace"), max_num_fields=16))
         except ValueError:
             return _plain(400, "The query has too many parameters.")
         status, page = await self._pages.render(path, values)
-        return Answer(status, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
+        return PageResponse(status, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
 
 
-def _plain(status: int, text: str) -> Answer:
-    return Answer(status, "text/plain; charset=utf-8", f"{text}\n".encode())
+def _plain(status: int, text: str) -> PageResponse:
+    return PageResponse(status, "text/plain; charset=utf-8", f"{text}\n".encode())

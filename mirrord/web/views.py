@@ -187,7 +187,7 @@ async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
 # -- datasets --------------------------------------------------------------------------------------
 
 
-class Readiness(NamedTuple):
+class DatasetReadiness(NamedTuple):
     """The number of a dataset's instances in each state."""
 
     name: str
@@ -202,11 +202,11 @@ class Readiness(NamedTuple):
         return self.states[Servable.READY] + self.states[Servable.PARTLY]
 
 
-def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Readiness]:
+def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetReadiness]:
     found: dict[str, Counter[Servable]] = {}
     for name, _, state, count in counts:
         found.setdefault(name, Counter())[state] += count
-    return [Readiness(name, states) for name, states in found.items()]
+    return [DatasetReadiness(name, states) for name, states in found.items()]
 
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
@@ -215,7 +215,7 @@ async def show_datasets(engine: Engine, values: Values) -> Facts:
         each.name: each for each in _readiness(await engine.catalog.count_servable(unservable))
     }
     rows = [
-        (each, ready.get(each.name, Readiness(each.name, Counter())))
+        (each, ready.get(each.name, DatasetReadiness(each.name, Counter())))
         for each in await engine.catalog.summarise_datasets()
     ]
     return {"slice": Slice.of(rows, values), "why": _WHY}
@@ -230,7 +230,7 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
     if dataset not in known:
         raise NotFoundError(f"cannot show dataset {dataset}: no dataset has that name")
     counts = await engine.catalog.count_servable(unservable, dataset)
-    ready = next(iter(_readiness(counts)), Readiness(dataset, Counter()))
+    ready = next(iter(_readiness(counts)), DatasetReadiness(dataset, Counter()))
     asked = values.get("state", "")
     state = Servable(asked) if asked in set(Servable) else None
     find = partial(
