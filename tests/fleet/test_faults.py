@@ -103,7 +103,7 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             failed = ended(a, "POST", "/v1/mirrors/owner__name/sync", bound_s=120)
             assert failed["error"]["code"] == "store-unavailable"
             assert checkout(a, mirror="owner/name", commit=commit)
-            assert b"the store cannot be reached" in a.get("/v1/health")[2]
+            eventually(lambda: b"the store cannot be reached" in a.get("/v1/health")[2])
             wire.mend()
             eventually(lambda: newest(fleet) > at)
             eventually(lambda: a.get("/v1/health")[0] == 200)
