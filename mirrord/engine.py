@@ -22,6 +22,7 @@ from .activity import ActivityMonitor, HealthMonitor, Traffic
 from .audit.service import Audits
 from .catalog import Catalog
 from .checkouts.environments import EnvironmentStore
+from .checkouts.grading.service import Grading
 from .checkouts.overlay import find_overlay
 from .checkouts.service import Checkouts
 from .checkouts.stores.builder import StoreBuilder
@@ -214,6 +215,12 @@ class Engine:
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         await self.checkouts.open()
+        self.grading = Grading(
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,
+            leasing=self.checkouts.leasing, resolver=self.checkouts.resolver,
+            patches=self.checkouts.patches,
+        )  # fmt: skip
         place = self.layout.environments
         builds = Builds(
             place=place, service=self._settings.socket.parent / "build.sock",

@@ -272,6 +272,16 @@ class MirrorName:
         return f"{self.owner}__{self.name}"
 
 
+class EnvironmentName(NamedTuple):
+    """The environment of a checkout."""
+
+    key: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.key}@{self.digest[:12]}"
+
+
 def parse_commit(text: str) -> CommitId:
     """Read a full commit id in either letter case; raises InvalidCommitError."""
     commit = text.strip().lower()

@@ -190,7 +190,7 @@ async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
 
 async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grade:
     """Make a grader's checkout with the changes of a checkout and the instance's tests."""
-    process, grading = _bound_process(call, body.bind), call.engine.checkouts.grading
+    process, grading = _bound_process(call, body.bind), call.engine.grading
     making = grading.grade(call.path["id"], body, call.peer, process)
     return await _release_if_abandoned(call, making)
 
@@ -217,7 +217,7 @@ async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
     """
     choices = query.model_dump(exclude={"strategy", "policy"})
     start = protocol.StartCheckout(view=View.GRADER, **choices)
-    process, grading = _bound_process(call, query.bind), call.engine.checkouts.grading
+    process, grading = _bound_process(call, query.bind), call.engine.grading
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
         making = grading.grade_patch(start, source, query.policy, call.peer, process)

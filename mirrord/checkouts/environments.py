@@ -31,9 +31,8 @@ from ..host.files import (
     write_all,
 )
 from ..host.trash import TRASH_PREFIX, Trash, new_trash
-from ..model import ENVIRONMENT_KEY, shown
+from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
 from ..places import ENVIRONMENT
-from .leases import EnvironmentName
 
 DIRECTORY = ".environments"
 """Below `templates`, which the mounter shows to each owner as its own."""

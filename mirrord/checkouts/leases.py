@@ -24,7 +24,17 @@ from ..host.files import grant_search, opened, write_all
 from ..host.peers import Process
 from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX
-from ..model import Backend, CheckoutId, CommitId, History, LayerId, MirrorName, View, shown
+from ..model import (
+    Backend,
+    CheckoutId,
+    CommitId,
+    EnvironmentName,
+    History,
+    LayerId,
+    MirrorName,
+    View,
+    shown,
+)
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -63,16 +73,6 @@ class SavedLayer(NamedTuple):
     tree: str
     layers: tuple[LayerId, ...]
     environment_layers: tuple[LayerId, ...] = ()
-
-
-class EnvironmentName(NamedTuple):
-    """The environment of a checkout."""
-
-    key: str
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.key}@{self.digest[:12]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from .. import errors
 from ..errors import full_disk_named
 from ..git.workers import Workers
 from ..host.files import opened, sync_directory, sync_tree, write_all
-from ..model import CommitId, History, LayerId, MirrorName, View, shown
+from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
 from ..protocol import Copied, PreparedLayer
 from .backend import ChangedPaths, CopyRule, Taken
 from .environments import EnvironmentStore
-from .leases import EnvironmentName, Lease, Leases, SavedLayer, from_json, to_json
+from .leases import Lease, Leases, SavedLayer, from_json, to_json
 from .lifecycle import Lifecycle
 from .patches.diff import write_repository
 from .patches.worktree import PatchJob

@@ -17,10 +17,10 @@ from ..catalog import InstanceRow
 from ..datasets.service import Datasets
 from ..host.peers import Peer
 from ..mirrors.service import Mirrors
-from ..model import CommitId, History, MirrorName, Resolved, View, shown
+from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
 from .environments import EnvironmentStore
-from .leases import EnvironmentName, Lease, SavedLayer
+from .leases import Lease, SavedLayer
 from .prepared import PreparedLayers
 
 _CACHED = 100_000

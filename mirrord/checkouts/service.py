@@ -37,7 +37,6 @@ from .admission import (
 )
 from .backend import CheckoutBackend
 from .environments import EnvironmentStore
-from .grading.service import Grading
 from .leases import Lease, Leases, LeaseState, Volume, base_of
 from .lifecycle import Lifecycle
 from .patches.service import DiffAnswer, Patches
@@ -80,7 +79,7 @@ class Checkouts:
         environments, datasets, trash = self.environments, self.datasets, self.trash
         self.pool = PoolBackend(state_dir, workers, self.stores, mirrors.path, trash)
         self.leases = leases = Leases(state_dir)
-        self._layers = layers = Layers(state_dir, leases, trash)
+        self.layers = layers = Layers(state_dir, leases, trash)
         backends = {each.name: each for each in (self.overlay, self.pool) if each}
         self._lifecycle = lifecycle = Lifecycle(leases, layers, backends, events, trash)
         self._forks = Forks(leases, layers, lifecycle.backend_of)
@@ -89,22 +88,18 @@ class Checkouts:
         def objects_of(lease: Lease) -> Path:
             return objects_path(state_dir, mirrors.path(lease.mirror), lease.tree, lease.saved)
 
-        self._patches = Patches(workers, mirrors, datasets, objects_of)
+        self.patches = Patches(workers, mirrors, datasets, objects_of)
         self.prepared = PreparedLayers(
             leases, layers, lifecycle, environments, workers, access.is_admin
         )
         learn = self.stores.commits.learn
-        self._resolver = Resolver(
+        self.resolver = Resolver(
             datasets, mirrors, learn, self.prepared, environments, self.environment_of
         )
         self.quotas = Quotas(settings, access, leases, layers, self.prepared, workers, events)
-        self._leasing = leasing = Leasing(
+        self.leasing = leasing = Leasing(
             settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
             has_overlay=bool(self.overlay),
-        )  # fmt: skip
-        self.grading = Grading(
-            settings, state_dir, workers, mirrors, datasets, layers, leasing, self._resolver,
-            self._patches,
         )  # fmt: skip
         self.volumes = Volumes(leasing, self.checkout, self.fork)
 
@@ -112,22 +107,22 @@ class Checkouts:
         """Adopt the leases of an earlier daemon; end those whose process is gone."""
         await anyio.to_thread.run_sync(self.prepared.open)
         await self._lifecycle.open()
-        await self._leasing.expiry.open()
+        await self.leasing.expiry.open()
 
     async def close(self) -> None:
         """Refuse new work. Checkouts stay as they are."""
-        self._leasing.is_closing = True
-        self._leasing.expiry.close()
+        self.leasing.is_closing = True
+        self.leasing.expiry.close()
         await self._lifecycle.close()
 
     async def expire(self) -> int:
         """Release expired checkouts that are not in use; return how many."""
-        return await self._leasing.expiry.expire()
+        return await self.leasing.expiry.expire()
 
     @property
     def backend(self) -> Backend:
         """The backend of a request that names none."""
-        return self._leasing.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
+        return self.leasing.choose_backends(None, History.SEALED, Visible.MOUNTS)[0]
 
     @property
     def needed_templates(self) -> frozenset[StoreKey]:
@@ -152,17 +147,17 @@ class Checkouts:
         It ends with `process`, if given.
         """
         began = time.perf_counter()
-        admitted = await self._leasing.admit(request, peer, process)
-        found = await self._resolver.resolve_start(request, self._leasing.naming(peer))
-        history = await self._resolver.choose_history(
+        admitted = await self.leasing.admit(request, peer, process)
+        found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
+        history = await self.resolver.choose_history(
             found, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
-        async with self._resolver.completed(request, found, history, peer) as found:
+        async with self.resolver.completed(request, found, history, peer) as found:
             resolved_s = elapsed_s(began)
-            lease, timings = await self._leasing.begin(admitted, found, volumes=volumes)
+            lease, timings = await self.leasing.begin(admitted, found, volumes=volumes)
         timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
-        self._leasing.publish("checkout.made", lease, duration_s=timings["total"])
+        self.leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**checkout_fields(lease, timings))
 
     async def fork(
@@ -175,11 +170,11 @@ class Checkouts:
     ) -> protocol.Fork:
         """Make a checkout for the same owner with the content of this one, or of a snapshot."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, live=True) as parent:
-            self._leasing.check(peer, parent.owner, parent.view, parent.history)
-            ttl = self._leasing.ttl(request.ttl, peer)
+        async with self.leasing.held(checkout, peer, live=True) as parent:
+            self.leasing.check(peer, parent.owner, parent.view, parent.history)
+            ttl = self.leasing.ttl(request.ttl, peer)
             await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
-            with self._leasing.counted(peer.uid, parent.owner_uid):
+            with self.leasing.counted(peer.uid, parent.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
                     copied_s = elapsed_s(began)
                     now = self.clock()
@@ -197,10 +192,10 @@ class Checkouts:
                         snapshots=(),
                         volumes=volumes,
                     )
-                    lease, timings = await self._leasing.hand_out(draft, [parent.backend])
+                    lease, timings = await self.leasing.hand_out(draft, [parent.backend])
         timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
-        self._leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
+        self.leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
         return protocol.Fork(
             **checkout_fields(lease, timings), snapshot=request.snapshot, copied=copied_of(source)
         )
@@ -210,23 +205,23 @@ class Checkouts:
     ) -> protocol.Snapshot:
         """Save the present state of a checkout under a name."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("make a snapshot", peer.uid, lease.owner_uid)
             made = await self._forks.make(lease, request.name)
             self.quotas.add(lease.owner_uid, made.size_bytes)
         facts = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
-        self._leasing.publish("snapshot.made", lease, **facts)
+        self.leasing.publish("snapshot.made", lease, **facts)
         return snapshot_of(lease, made)
 
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
         """Return the snapshots of a checkout, oldest first."""
-        lease = self._leasing.get(checkout, peer)
+        lease = self.leasing.get(checkout, peer)
         return [snapshot_of(lease, each) for each in lease.snapshots]
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
-        async with self._leasing.held(checkout, peer) as lease:
+        async with self.leasing.held(checkout, peer) as lease:
             self._forks.remove(lease, name)
-        self._leasing.publish("snapshot.removed", lease, snapshot=name)
+        self.leasing.publish("snapshot.removed", lease, snapshot=name)
 
     async def reset(
         self, checkout: str, request: protocol.ResetCheckout, peer: Peer
@@ -234,7 +229,7 @@ class Checkouts:
         """Reset a checkout to clean, to another commit of its mirror, or to a snapshot of it."""
         began = time.perf_counter()
         async with (
-            self._leasing.held(checkout, peer) as before,
+            self.leasing.held(checkout, peer) as before,
             self._base_of(request, before, peer) as base,
         ):
             base |= {"resets": before.resets + 1, "reset_at": self.clock()}
@@ -245,15 +240,15 @@ class Checkouts:
         facts: dict[str, Any] = {"snapshot": request.to} if request.to else {}
         facts |= {"restored": proof.files_restored, "removed": proof.files_removed}
         name = "checkout.rolled_back" if request.to else "checkout.reset"
-        self._leasing.publish(name, lease, duration_s=timings["total"], **facts)
+        self.leasing.publish(name, lease, duration_s=timings["total"], **facts)
         return protocol.ResetAnswer(**checkout_fields(lease, timings), proof=proof)
 
     async def renew(
         self, checkout: str, request: protocol.RenewCheckout, peer: Peer
     ) -> protocol.Checkout:
         """Set the deadline to the time to live from now, which may be earlier than before."""
-        async with self._leasing.held(checkout, peer) as lease:
-            expires_at = self.clock() + self._leasing.ttl(request.ttl, peer)
+        async with self.leasing.held(checkout, peer) as lease:
+            expires_at = self.clock() + self.leasing.ttl(request.ttl, peer)
             lease = replace(lease, expires_at=expires_at)
             await anyio.to_thread.run_sync(self.leases.prepare, lease)  # flushed: see leases.py
             self.leases.put(lease)
@@ -263,23 +258,23 @@ class Checkouts:
         self, checkout: str, request: protocol.AttachCheckout, peer: Peer
     ) -> tuple[protocol.Attachment, int]:
         """Return the descriptor of a mount for the peer's namespace; the caller closes it."""
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             mount = self._lifecycle.backend_of(lease).clone(lease, request.target)
         facts = {"target": str(request.target), "by": peer.uid}
-        self._leasing.publish("checkout.attached", lease, **facts)
+        self.leasing.publish("checkout.attached", lease, **facts)
         return protocol.Attachment(
             checkout=lease.id, target=request.target, resets=lease.resets
         ), mount
 
     async def release(self, checkout: str, peer: Peer) -> None:
         """End a lease. The checkout is gone at once; its files are removed in the background."""
-        async with self._leasing.held(checkout, peer) as lease:
+        async with self.leasing.held(checkout, peer) as lease:
             self._lifecycle.end(lease)
-        self._leasing.publish("checkout.released", lease)
+        self.leasing.publish("checkout.released", lease)
         await self.trash.keep_up()
 
     async def get(self, checkout: str, peer: Peer) -> protocol.Checkout:
-        return protocol.Checkout(**checkout_fields(self._leasing.get(checkout, peer), {}))
+        return protocol.Checkout(**checkout_fields(self.leasing.get(checkout, peer), {}))
 
     async def list(self, peer: Peer, label: str | None = None) -> list[protocol.Checkout]:
         """Return the checkouts that the peer may see, with `label` if given, oldest first."""
@@ -288,12 +283,12 @@ class Checkouts:
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """Return the leases that the peer may see, oldest first."""
-        return [lease for lease in self.leases if self._leasing.may_see(lease, peer)]
+        return [lease for lease in self.leases if self.leasing.may_see(lease, peer)]
 
     def must_be_usable(self, checkout: str, peer: Peer) -> None:
         """Raise what `diff` and `apply` would raise before they begin."""
-        self._leasing.must_be_open()
-        must_be_live(self._leasing.get(checkout, peer))
+        self.leasing.must_be_open()
+        must_be_live(self.leasing.get(checkout, peer))
 
     async def diff(
         self, checkout: str, peer: Peer, form: DiffFormat = DiffFormat.PATCH
@@ -302,15 +297,15 @@ class Checkouts:
 
         A long patch is a file, which the caller removes.
         """
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
-            return await self._patches.diff(lease, changed, form)
+            return await self.patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
         """Issue a receipt: what the checkout is now, and how that was proven."""
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             backend = self._lifecycle.backend_of(lease)
-            made = await self._patches.diff(lease, backend.changed_paths(lease))
+            made = await self.patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
             receipt = await self._receipts.issue(lease, made.content, proven_at)
         await self._receipts.keep(receipt, lease)
@@ -320,9 +315,9 @@ class Checkouts:
         """Check that the checkout's store is as it was built, and lacks the instance's gold and bug
         commits, unless one of them is the base commit.
         """
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
-            row = await self._patches.find_row(lease)
+            row = await self.patches.find_row(lease)
             answers = (CommitRole.GOLD, CommitRole.BUG)
             secret = {commit for commit, role in row.commits if role in answers} if row else set()
             secret.discard(lease.commit)
@@ -338,17 +333,17 @@ class Checkouts:
 
     async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
         """Compare a receipt with the mirror, for a peer that may check its commit out."""
-        self._leasing.must_be_open()
+        self.leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:
-            found = await self._resolver.resolve_start(wanted, self._leasing.naming(peer))
+            found = await self.resolver.resolve_start(wanted, self.leasing.naming(peer))
         except MirrorNotFoundError:
             return report(receipt, {"mirror": None})
         except CommitNotFoundError:
             return report(receipt, {"mirror": receipt.mirror, "commit": None})
         base = None
         if receipt.instance is not None:
-            base = await self._resolver.find_base(receipt.instance, receipt.dataset)
+            base = await self.resolver.find_base(receipt.instance, receipt.dataset)
         return await self._receipts.verify(receipt, found, base)
 
     async def apply(
@@ -366,26 +361,26 @@ class Checkouts:
         Without a patch, apply the instance's own one that is `named`: `@patch`, in the direction
         that fixes the bug, or `@test_patch` (grader view).
         """
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             backwards = reverse
             if patch is None:
-                self._leasing.must_be_admin(peer, "apply the instance's own patch")
-                patch, direction = await self._patches.named_patch(lease, named or "")
+                self.leasing.must_be_admin(peer, "apply the instance's own patch")
+                patch, direction = await self.patches.named_patch(lease, named or "")
                 backwards ^= direction is Direction.REVERSE
-            paths, found = await self._patches.apply(
+            paths, found = await self.patches.apply(
                 lease, patch, reverse=backwards, strategy=strategy
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
-        self._leasing.publish("checkout.patched", lease, **facts)
+        self.leasing.publish("checkout.patched", lease, **facts)
         return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=found)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
     ) -> protocol.RestoreAnswer:
         """Write files of a pinned commit into the checkout (grader view)."""
-        async with self._leasing.held(checkout, peer, live=True) as lease:
-            paths = await self._patches.restore(lease, request)
-        self._leasing.publish("checkout.restored", lease, files=len(paths))
+        async with self.leasing.held(checkout, peer, live=True) as lease:
+            paths = await self.patches.restore(lease, request)
+        self.leasing.publish("checkout.restored", lease, files=len(paths))
         return protocol.RestoreAnswer(paths=paths)
 
     @asynccontextmanager
@@ -393,9 +388,9 @@ class Checkouts:
         self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the members of the lease that a reset changes."""
-        resolver, history = self._resolver, lease.history
+        resolver, history = self.resolver, lease.history
         if request.to is None:
-            found = await resolver.resolve_reset(request, lease, self._leasing.naming(peer))
+            found = await resolver.resolve_reset(request, lease, self.leasing.naming(peer))
             if found.commit != lease.commit:
                 await resolver.choose_history(found, lease.view, history, history)
             async with resolver.completed(request, found, history, peer, lease) as found:
@@ -419,14 +414,14 @@ class Checkouts:
     ) -> protocol.PreparedLayer:
         """Save the changes in a checkout as a layer for other checkouts of its commit."""
         began = time.perf_counter()
-        async with self._leasing.held(checkout, peer, live=True) as lease:
+        async with self.leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("save a layer", peer.uid, peer.uid)
             changed = self._lifecycle.backend_of(lease).changed_paths(lease)
-            job = self._patches.job(lease)
+            job = self.patches.job(lease)
             record = await self.prepared.save(lease, request.name, peer.uid, job, changed)
             self.quotas.add(peer.uid, record.copied["size_bytes"])
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
-        self._leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **facts)
+        self.leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **facts)
         return self.prepared.describe(record)
 
     async def list_layers(

@@ -28,13 +28,12 @@ from ..checkouts.environments import (
     adopt,
     sweep_shared,
 )
-from ..checkouts.leases import EnvironmentName
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
 from ..errors import EnvironmentFailedError, full_disk_named
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
-from ..model import CommitId, MirrorName
+from ..model import CommitId, EnvironmentName, MirrorName
 from ..protocol import Preparation, Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked

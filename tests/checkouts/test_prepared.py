@@ -368,7 +368,7 @@ def test_a_grade_has_the_layer_and_the_change_alone(service: Service, backend: B
         "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
     )
     with pytest.raises(errors.AccessError, match="saved its layer"):
-        service.call(service.checkouts.grading.grade, held.id, StartGrade(owner=GRADER), ROOT_PEER)
+        service.call(service.grading.grade, held.id, StartGrade(owner=GRADER), ROOT_PEER)
     held.reset()
     held.save("shared", ROOT_PEER)
     agent = start(service, backend, layer="shared")
@@ -376,7 +376,7 @@ def test_a_grade_has_the_layer_and_the_change_alone(service: Service, backend: B
         "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
     )
     grade = service.call(
-        service.checkouts.grading.grade,
+        service.grading.grade,
         agent.id,
         StartGrade(owner=GRADER, backend=backend),
         ROOT_PEER,

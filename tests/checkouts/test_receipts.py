@@ -140,7 +140,7 @@ def test_a_grade_says_what_it_was_made_of(service: Service, backend: Backend) ->
     (Path(checkout.path) / "conftest.py").write_text("import os\n")
     (Path(checkout.path) / "README").write_text("changed\n")
     wanted = StartGrade(policy="report,runner=drop", backend=backend)
-    grade = service.call(service.checkouts.grading.grade, checkout.id, wanted, ROOT_PEER)
+    grade = service.call(service.grading.grade, checkout.id, wanted, ROOT_PEER)
     service.restart()
     receipt = issue(service, grade, ROOT_PEER)
     assert (receipt.parent, receipt.view) == (checkout.id, View.GRADER)

@@ -45,7 +45,7 @@ def checkout_on(service: Service, files: list[LayerFile], backend: Backend) -> L
     )  # fmt: skip
 
     async def make() -> Lease:
-        with service.checkouts._layers.making() as new:
+        with service.checkouts.layers.making() as new:
             with open_objects(service.mirror) as objects:
                 write_layer(new, BaseTree(objects, tree).names_in, files)
             lease, _ = await service.checkouts._lifecycle.make(
@@ -142,7 +142,7 @@ def test_a_checkout_that_fails_leaves_no_layer(service: Service) -> None:
     lease = checkout_on(service, [], Backend.OVERLAY)
 
     async def fail() -> None:
-        with service.checkouts._layers.making() as new:
+        with service.checkouts.layers.making() as new:
             write_layer(new, lambda _: [], FILES[:1])
             wrong = replace(lease, tree="0" * 40)
             await service.checkouts._lifecycle.make(

@@ -22,6 +22,7 @@ from mountlab import unmount_below
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
 from mirrord.checkouts.environments import EnvironmentStore
+from mirrord.checkouts.grading.service import Grading
 from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay import find_overlay
 from mirrord.checkouts.pool import PoolBackend, PoolPaths
@@ -217,6 +218,10 @@ class Service:
             environments=self.environments, access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         await self.checkouts.open()
+        self.grading = Grading(
+            state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers, leasing=self.checkouts.leasing,
+            resolver=self.checkouts.resolver, patches=self.checkouts.patches, settings=lambda: self._settings, workers=self.workers,
+        )  # fmt: skip
 
     async def close(self) -> None:
         await self.checkouts.close()
