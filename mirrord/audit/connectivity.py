@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import BatchObject, GitResult, lines_of, read_objects_sync, run_git_sync
-from ..git.process import UNTRUSTING
+from ..git.configuration import UNTRUSTING
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
 from .object_files import TIMEOUT, BadFile, Defect, FileKind

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..bubblewrap import Box
 from ..errors import BackendUnavailableError, MirrordError, ResourceError
-from ..git.process import NOTHING, Child, start
+from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, may_give_files_away
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 

@@ -30,23 +30,12 @@ import anyio
 
 from .. import errors
 from ..errors import CorruptObjectError, GitFailedError
+from ..host.children import NOTHING, PIPE, Child, Popen, Stream, in_memory, run_to_end, start
 from ..model import shown
 from ..protocol import Progress
 from ..telemetry import log
+from .configuration import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
-from .process import (
-    NOTHING,
-    PIPE,
-    Child,
-    Popen,
-    Remote,
-    Stream,
-    child_environment,
-    in_memory,
-    make_home,
-    run_to_end,
-    start,
-)
 from .turns import Askers
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)

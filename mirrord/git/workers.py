@@ -25,10 +25,10 @@ import anyio
 import structlog
 
 from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
+from ..host.children import Popen, await_end, start_module
 from ..host.processes import memory_limit_bytes
 from ..model import utc_now
 from ..telemetry import log
-from .process import Popen, await_end, start_module
 from .turns import Askers, Turns
 
 T = TypeVar("T")

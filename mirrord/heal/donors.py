@@ -29,8 +29,8 @@ from ..errors import (
 )
 from ..fleet import load
 from ..git.command import Git, GitResult, lines_of, run_git_sync
+from ..git.configuration import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
-from ..git.process import STRICT
 from ..git.workers import Workers
 from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles import BundleRefs, sort_refs

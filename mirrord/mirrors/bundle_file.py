@@ -18,7 +18,7 @@ from .. import errors
 from ..catalog import DatasetHead, MirrorRow, PinRow, decode_row, encode_row
 from ..errors import full_disk_named
 from ..git.command import lines_of
-from ..git.process import STRICT
+from ..git.configuration import STRICT
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, parse_dataset_name, shown
 from ..protocol import Dataset, ProgressSink, RowFault

@@ -20,7 +20,7 @@ import anyio
 from .. import errors
 from ..config import Settings
 from ..errors import InvalidUrlError, MirrordError, UpstreamThrottledError
-from ..git.process import Remote
+from ..git.configuration import Remote
 from ..model import MirrorName, shown
 from ..telemetry import masked
 from ..units import Backoff

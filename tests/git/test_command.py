@@ -28,6 +28,7 @@ from mirrord.errors import (
     UpstreamTimeoutError,
 )
 from mirrord.git.command import Git, low_priority, run_git_sync
+from mirrord.git.configuration import Remote
 from mirrord.git.errors import (
     HttpAnswer,
     StderrReader,
@@ -35,7 +36,6 @@ from mirrord.git.errors import (
     foreign_redirect,
     retry_after_seconds,
 )
-from mirrord.git.process import Remote
 from mirrord.mirrors.upstream import blames_objects
 from mirrord.protocol import Progress
 

@@ -22,8 +22,8 @@ import anyio.to_thread
 
 from ...errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ...git.command import Git, lines_of
+from ...git.configuration import UNTRUSTING
 from ...git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer
-from ...git.process import UNTRUSTING
 from ...git.workers import Workers
 from ...host.files import write_all
 from ...host.trash import Trash

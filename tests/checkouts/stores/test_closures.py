@@ -18,11 +18,12 @@ from mirrord.checkouts.stores.closures import Closures
 from mirrord.checkouts.stores.packer import PackFile, check_written
 from mirrord.checkouts.stores.store import BUILDING, remove_leftovers
 from mirrord.errors import CommitNotFoundError, CommitUnservableError, CorruptObjectError
-from mirrord.git import command, process
+from mirrord.git import command
 from mirrord.git.command import Git
 from mirrord.git.packs import PackIndex
-from mirrord.git.process import Popen
 from mirrord.git.workers import Workers
+from mirrord.host import children
+from mirrord.host.children import Popen
 from mirrord.host.trash import Trash
 from mirrord.jobs.operations import Deferred, answering
 from mirrord.model import CommitId, MirrorName
@@ -317,7 +318,7 @@ def test_a_large_pack_is_copied_only_from_packs_that_are_whole(
 
 def count_processes(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
     """Note the command of every git that is started from here on."""
-    start = process.start
+    start = children.start
     known = ("rev-list", "pack-objects", "verify-pack", "cat-file")
 
     def counted(argv: Sequence[str], *rest: Any) -> Popen:

@@ -18,15 +18,7 @@ import anyio
 import pytest
 
 from mirrord.errors import ResourceError
-from mirrord.git.process import (
-    NOTHING,
-    Child,
-    Popen,
-    Stream,
-    in_memory,
-    run_to_end,
-    start,
-)
+from mirrord.host.children import NOTHING, Child, Popen, Stream, in_memory, run_to_end, start
 
 Run = Callable[[Callable[[], Awaitable[None]]], None]
 
