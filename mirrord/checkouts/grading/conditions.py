@@ -7,30 +7,29 @@ are an agent's: nothing is run, and a file that cannot be parsed counts as chang
 import configparser
 import json
 import re
-import sys
 import tomllib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
-from ...git.objects.trees import BaseTree
+import iniconfig
+
 from ..patches.fit import Change
+from .context import SUBMODULE, SYMLINK, Context, is_test
+from .names import (
+    LINKED_FILES,
+    new_dependency,
+    new_module,
+    new_tested_module,
+    seen_through,
+    takes_name,
+)
 
 T = TypeVar("T")
 
-_SYMLINK, _SUBMODULE = 0o120000, 0o160000
 _PARSED_BYTES, _MOST_DOTS = 128 * 1024, 100
 
-_TEST_PATH = re.compile(
-    rb"(?:.*/)?(?:tests?|testing|__tests__|specs?|e2e|unittests?|test[_-]suite|src/test)/.*"
-    rb"|(?:.*/)?(?:test_[^/]*|[^/]*_tests?)\.py"
-    rb"|(?:.*/)?[^/]*_(?:test|spec)\.(?:go|rb|rs|exs|dart|c|cc|cpp|php)"
-    rb"|(?:.*/)?[^/]*[.-](?:test|spec)\.[cm]?[jt]sx?"
-    rb"|(?:.*/)?[^/]*Tests?\.(?:java|kt|kts|scala|groovy|cs|php|swift)",
-    re.DOTALL,
-)
 _TESTS = re.compile(
     rb"^[ \t]*(?:async[ \t]+)?def[ \t]+test|\b(?:it|test)[ \t]*\(|^func[ \t]+Test|#\[test\]|@Test\b"
     rb"|@ParameterizedTest\b",
@@ -46,61 +45,6 @@ _SKIPS = re.compile(
     rb"|\bcollect_ignore|__test__|\bdeselect|\bpytestmark\b",
     re.IGNORECASE,
 )
-_RUNNER_MODULES = (
-    "pytest _pytest pluggy py iniconfig packaging exceptiongroup tomli nose nose2 tox coverage mock"
-    " hypothesis xdist execnet setuptools pkg_resources pip _distutils_hack site"
-)
-_RUNNERS = frozenset(_RUNNER_MODULES.split())
-_IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w*)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceTests:
-    """The changes of an instance's test patch to the base tree.
-
-    `imports` are the modules that the patched files import at the base commit, `new_imports` those
-    that they import only after the patch.
-    """
-
-    changes: list[Change] = field(default_factory=list)
-    imports: frozenset[str] = frozenset()
-    new_imports: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Context:
-    """What conditions read besides a change: the base tree, all changes by path, the tests."""
-
-    base: BaseTree
-    read_blob: Callable[[str], bytes]
-    changes: Mapping[bytes, Change]
-    tests: InstanceTests
-    file_bytes: int
-
-    def before(self, change: Change) -> bytes:
-        """Return the bytes at the base commit; empty if there was no file."""
-        is_file = change.old is not None and not (change.old.is_tree or change.old.is_submodule)
-        return self.read_blob(change.old.oid) if change.old and is_file else b""
-
-    def has(self, path: bytes) -> bool:
-        """Return whether the path exists after the changes."""
-        change = self.changes.get(path)
-        return change.mode is not None if change else self.base.find(path) is not None
-
-    @cached_property
-    def modules_of(self) -> Callable[[bytes], list[str]]:
-        """Return the top-level modules that a new file at a path makes importable."""
-        return cache(lambda path: list(_iter_modules(path, self)))
-
-
-@lru_cache(maxsize=1024)
-def is_test(path: bytes) -> bool:
-    return _TEST_PATH.fullmatch(path) is not None
-
-
-def imports_of(source: bytes) -> set[str]:
-    """Return the top-level modules that Python source imports, by a match of its lines."""
-    return {name.decode("ascii", "replace") for name in _IMPORT.findall(source)}
 
 
 # -- lines and files ------------------------------------------------------------------------------
@@ -108,7 +52,7 @@ def imports_of(source: bytes) -> set[str]:
 
 def _adds(change: Change, context: Context, *patterns: str) -> str | None:
     """A new line matches one of the patterns."""
-    if change.mode in (None, _SYMLINK, _SUBMODULE):
+    if change.mode in (None, SYMLINK, SUBMODULE):
         return None
     wanted, old = _expression(patterns), context.before(change)
     part = differing_part(old, change.data)
@@ -151,7 +95,7 @@ def _beside(change: Change, context: Context, name: str) -> str | None:
 
 def _submodule(change: Change, context: Context) -> str | None:
     was = change.old is not None and change.old.is_submodule
-    return "" if was or change.mode == _SUBMODULE else None
+    return "" if was or change.mode == SUBMODULE else None
 
 
 def _large(change: Change, context: Context) -> str | None:
@@ -161,31 +105,43 @@ def _large(change: Change, context: Context) -> str | None:
 
 def _symlink_outside(change: Change, context: Context) -> str | None:
     """The target is absolute, leaves the tree, or has `..` after a name, which may be a link."""
-    if change.mode != _SYMLINK:
+    if change.mode != SYMLINK:
         return None
     target, depth = change.data, change.path.count(b"/")
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     ups = next((n for n, part in enumerate(parts) if part != b".."), len(parts))
     if target.startswith(b"/") or ups > depth or b".." in parts[ups:]:
         return f"to {target[:200].decode(errors='backslashreplace')}"
+    if sum(1 for _ in seen_through(change, context)) == LINKED_FILES:
+        return f"to more than {LINKED_FILES} files"
     return None
 
 
 # -- parts of configuration -----------------------------------------------------------------------
 
 
+_Ini = tuple[configparser.RawConfigParser, iniconfig.IniConfig]
+
+
 def _sections(change: Change, context: Context, *names: str) -> str | None:
-    """A section of an INI file differs."""
+    """A section of an INI file differs, for either of the two that read it.
 
-    def read(text: str) -> configparser.RawConfigParser:
-        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        parser.read_string(text)
-        return parser
+    setuptools and coverage read it with configparser. pytest's iniconfig keeps the case of keys,
+    and finds sections where configparser finds none.
+    """
+    return _differing(change, context, _read_ini, _pick, names)
 
-    def pick(found: configparser.RawConfigParser, name: str) -> dict[str, str] | None:
-        return dict(found[name]) if found.has_section(name) else None
 
-    return _differing(change, context, read, pick, names)
+def _read_ini(text: str) -> _Ini:
+    parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
+    parser.read_string(text)
+    return parser, iniconfig.IniConfig("", data=text)
+
+
+def _pick(readers: _Ini, name: str) -> list[dict[str, str] | None]:
+    parser, ini = readers
+    sections = parser[name] if parser.has_section(name) else None, ini.sections.get(name)
+    return [None if each is None else dict(each) for each in sections]
 
 
 def _tables(change: Change, context: Context, *names: str) -> str | None:
@@ -218,7 +174,7 @@ def _differing(
     pick: Callable[[T, str], Any],
     names: tuple[str, ...],
 ) -> str | None:
-    if change.mode == _SYMLINK:
+    if change.mode == SYMLINK:
         return "becomes a symbolic link"
     before, after = context.before(change), change.data
     if max(len(before), len(after)) > _PARSED_BYTES:
@@ -226,50 +182,8 @@ def _differing(
     try:
         old, new = read(before.decode()), read(after.decode())
         return ", ".join(name for name in names if pick(old, name) != pick(new, name)) or None
-    except (ValueError, configparser.Error, RecursionError, AttributeError):
+    except (ValueError, configparser.Error, iniconfig.ParseError, RecursionError, AttributeError):
         return "cannot be read"
-
-
-# -- modules --------------------------------------------------------------------------------------
-
-
-def _new_modules(change: Change, context: Context) -> list[str]:
-    is_new = change.old is None and change.mode is not None
-    return context.modules_of(change.path) if is_new else []
-
-
-def _iter_modules(path: bytes, context: Context) -> Iterator[str]:
-    """Iterate over the top-level modules that a new file makes importable: those in a directory
-    without `__init__.py` in which the base has nothing of the name.
-    """
-    above, *parts = b"", *path.split(b"/")
-    for part in parts:
-        name = part.partition(b".")[0] if part is parts[-1] else part
-        stems = (above + name, above + name + b".py")
-        is_top = name != b"__init__" and not context.has(above + b"__init__.py")
-        if is_top and not any(map(context.base.find, stems)):
-            yield name.decode(errors="backslashreplace")
-        above += part + b"/"
-
-
-def _new_module(change: Change, context: Context) -> str | None:
-    """The module has the name of one of the standard library or a test runner."""
-    for name in _new_modules(change, context):
-        if name in sys.stdlib_module_names or name in _RUNNERS or name.startswith("pytest_"):
-            return f"module {name}"
-    return None
-
-
-def _new_dependency(change: Change, context: Context) -> str | None:
-    """The module has the name of a dependency: the tests import it, and the base lacks it."""
-    names = [name for name in _new_modules(change, context) if name in context.tests.imports]
-    return f"module {names[0]}" if names and _new_module(change, context) is None else None
-
-
-def _new_tested_module(change: Change, context: Context) -> str | None:
-    """The module is imported only after the test patch; it may be what the task asks for."""
-    names = [name for name in _new_modules(change, context) if name in context.tests.new_imports]
-    return f"module {names[0]}" if names else None
 
 
 # -- tests ----------------------------------------------------------------------------------------
@@ -317,11 +231,11 @@ def _test_added(change: Change, context: Context) -> str | None:
 
 
 CONDITIONS: dict[str, Callable[..., str | None]] = {
-    condition.__name__[1:].replace("_", "-"): condition
+    condition.__name__.strip("_").replace("_", "-"): condition
     for condition in (
-        *(_adds, _beside, _code_adds, _keys, _large, _new_dependency, _new_module),
-        *(_new_tested_module, _package_marker, _sections, _submodule, _symlink_outside, _tables),
-        *(_test_added, _test_edited, _test_removed, _test_weakened),
+        *(_adds, _beside, _code_adds, _keys, _large, new_dependency, new_module),
+        *(new_tested_module, _package_marker, _sections, _submodule, _symlink_outside, _tables),
+        *(takes_name, _test_added, _test_edited, _test_removed, _test_weakened),
     )
 }
 """By the names that rules use: `_code_adds` is `code-adds`."""

@@ -37,7 +37,7 @@ from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..snapshots import LayerFile, write_layer
 from ..stores.store import CONFIG
-from .conditions import Context, InstanceTests, imports_of
+from .context import Context, InstanceTests, imports_of
 from .rules import Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
 
 _CACHED = 16

@@ -15,7 +15,9 @@ from ...model import Policy, SteeringKind
 from ...protocol import Steering
 from ..files.reader import parents
 from ..patches.fit import Change
-from .conditions import CONDITIONS, Context
+from .conditions import CONDITIONS
+from .context import SYMLINK, Context
+from .names import seen_through
 
 _PATHS_KEPT = 4096
 
@@ -52,6 +54,7 @@ pyproject-runner (runner): pytest, coverage, tox
   if tables tool.pytest tool.coverage tool.tox tool.nox
 python-runner-config (runner): coverage, nose, unittest2, nox, stestr, behave
   .coveragerc nose.cfg .noserc unittest.cfg noxfile.py .stestr.conf behave.ini .behaverc
+runner-file (runner): the test command of the recipe, which is made of it
 package-marker (runner): pytest: it decides sys.path and the tests' module names by it
   __init__.py
   if package-marker
@@ -81,11 +84,14 @@ python-startup (interpreter): Python, at each start, where the directory is on i
 python-distribution (interpreter): importlib.metadata: entry points such as pytest11
   **/*.dist-info/** **/*.egg-info/** *.egg-link *.egg entry_points.txt
 shadowing-module (shadow): Python, in place of the standard library's or the runner's
-  *.py *.so *.pyd
+  *.py *.so *.pyd *.pyc
   if new-module
 shadowing-dependency (shadow): Python, in place of an installed package that the tests import
-  *.py *.so *.pyd
+  *.py *.so *.pyd *.pyc
   if new-dependency
+name-of-tests (shadow): Python, in place of a test, a conftest, or a package or helper of tests
+  **
+  if takes-name
 node-modules (shadow): node, in place of an installed package
   **/node_modules/**
 go-vendor (shadow): go, in place of the modules that go.sum names
@@ -206,14 +212,20 @@ def own_rule(name: str, paths: Iterable[str], policy: Policy | None) -> Rule:
     return Rule(name, SteeringKind.OWN, tuple(paths), (), "as configured", policy)
 
 
+def runner_rule(paths: Iterable[str]) -> Rule:
+    """Return the rule for the files that a recipe's test command is made of."""
+    rule = next(rule for rule in RULES if rule.name == "runner-file")
+    return rule._replace(paths=tuple(paths))
+
+
 class RuleBook:
-    """The built-in rules and those of the configuration, compiled.
+    """The built-in rules and others, such as those of the configuration, compiled.
 
     Rollouts of one instance change the same files, so the rules of recent paths are cached.
     """
 
-    def __init__(self, own: Iterable[Rule] = ()) -> None:
-        rules = (*RULES, *own)
+    def __init__(self, others: Iterable[Rule] = ()) -> None:
+        rules = (*RULES, *others)
         self._compiled = [(rule, *_compiled(rule.paths)) for rule in rules]
         self._by_name = {rule.name: rule for rule in reversed(rules)}
         self._places = {name: place for place, name in enumerate(reversed(self._by_name))}
@@ -365,7 +377,22 @@ class _PathSet:
 
 
 def iter_findings(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
-    """Iterate over the rules that apply to a change, with details."""
+    """Iterate over the rules that apply to a change, with details; a rule applies to a link if it
+    applies to a file that is seen through it.
+    """
+    direct = list(_iter_direct(book, change, context))
+    yield from direct
+    if change.mode != SYMLINK:
+        return
+    seen = {rule.name for rule, _ in direct}
+    for behind in seen_through(change, context):
+        for rule, _ in _iter_direct(book, behind, context):
+            if rule.name not in seen:
+                seen.add(rule.name)
+                yield rule, f"a link; shows {printable(behind.path)}"
+
+
+def _iter_direct(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
     for rule in book.matching(change.path):
         if not rule.when:
             yield rule, "removed" if change.mode is None else ""

@@ -11,14 +11,17 @@ from gitrepos import Upstream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrord.checkouts.grading.conditions import (
-    CONDITIONS,
-    Context,
-    InstanceTests,
-    differing_part,
-    is_test,
+from mirrord.checkouts.grading.conditions import CONDITIONS, differing_part
+from mirrord.checkouts.grading.context import Context, InstanceTests, is_test
+from mirrord.checkouts.grading.rules import (
+    RULES,
+    Policies,
+    RuleBook,
+    Sifted,
+    own_rule,
+    runner_rule,
+    sift,
 )
-from mirrord.checkouts.grading.rules import RULES, Policies, RuleBook, Sifted, own_rule, sift
 from mirrord.checkouts.patches.fit import Change
 from mirrord.errors import SteeringRefusedError
 from mirrord.git.objects.repository import Objects, open_objects
@@ -148,8 +151,16 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
             ("src/unittest/__init__.py", ""),
             ("tests/difflib.py", ""),
             ("pytest_cov.py", ""),
+            ("anyio/__init__.py", ""),
+            ("json.pyc", ""),
+            ("_hypothesis_pytestplugin.py", ""),
+            ("docs/json/__init__.so", ""),
         ],
-        [("src/pkg/unittest.py", ""), ("tests/widgets.py", "")],
+        [
+            ("src/pkg/unittest.py", ""),
+            ("tests/widgets.py", ""),
+            ("json/notes.py", ""),  # no package: the standard library's comes first
+        ],
     ),
     "shadowing-dependency": (
         [("responses.py", ""), ("src/responses/__init__.py", "")],
@@ -232,6 +243,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
 }  # fmt: skip
 ELSEWHERE = {  # judged by mode or place, in tests of their own
     "submodule", "symlink-outside", "git-directory", "special-file", "displaced", "test-patch-path",
+    "name-of-tests", "runner-file",
 }  # fmt: skip
 
 
@@ -274,6 +286,96 @@ def test_links_that_leave_the_tree_are_named(
     lab: Lab, path: str, target: str, leaves: bool
 ) -> None:
     assert ("symlink-outside" in lab.rules(path, target, LINK)) is leaves
+
+
+# what Python would load in place of a test, of a conftest, of a helper: by what the agent makes
+TAKEN: list[tuple[str, dict[str, str], set[str]]] = [
+    ("a package beside a test", {"test_top/__init__.py": ""}, {"test_top/__init__.py"}),
+    ("a package of bytecode", {"test_top/__init__.pyc": ""}, {"test_top/__init__.pyc"}),
+    ("an extension", {"test_top.cpython-311-x86_64-linux-gnu.so": ""}, {"test_top.cpython-311-x86_64-linux-gnu.so"}),
+    ("bytecode alone", {"test_top.pyc": ""}, {"test_top.pyc"}),
+    ("a link to a package", {"test_top": "@zz", "zz/__init__.py": ""}, {"test_top"}),
+    ("a link by way of a link", {"test_top": "@yy", "yy": "@zz", "zz/__init__.py": ""}, {"test_top"}),
+    ("a package beside a conftest", {"conftest/__init__.py": ""}, {"conftest/__init__.py"}),
+    ("a package beside a helper", {"tests/helpers/__init__.py": ""}, {"tests/helpers/__init__.py"}),
+    ("an extension of a package", {"tests/unit/__init__.abi3.so": ""}, {"tests/unit/__init__.abi3.so"}),
+    ("data beside a test", {"test_top/data.json": "{}", "test_top.txt": ""}, set()),
+    ("a package of another name", {"test_other/__init__.py": "", "src/pkg/test_top/__init__.py": ""}, set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "named"), [each[1:] for each in TAKEN], ids=[e[0] for e in TAKEN]
+)
+def test_what_takes_the_name_of_a_test_is_named(
+    lab: Lab, files: dict[str, str], named: set[str]
+) -> None:
+    """Python loads names, not paths."""
+    tests = InstanceTests(
+        [lab.change(path, "") for path in ("test_top.py", "tests/unit/__init__.py", "tests/test_core.py")],
+        frozenset({"helpers", "pkg"}),
+    )  # fmt: skip
+    changes = [
+        lab.change(path, text.removeprefix("@"), LINK if text.startswith("@") else 0o100644)
+        for path, text in files.items()
+    ]
+    judged = lab.judge(*changes, tests=tests)
+    assert {found.path for found in judged.steering if found.rule == "name-of-tests"} == named
+
+
+@pytest.mark.parametrize(
+    ("files", "rule", "path"),
+    [
+        ({"json": "@zz", "zz/__init__.py": ""}, "shadowing-module", "json"),
+        ({"json": "@a/b", "a/b": "@../zz", "zz/__init__.py": ""}, "shadowing-module", "json"),
+        ({"sitecustomize": "@zz", "zz/__init__.py": ""}, "python-startup", "sitecustomize"),
+        ({"src/pkg/__pycache__": "@../../zz", "zz/a.cpython-311.pyc": ""}, "compiled-python", "src/pkg/__pycache__"),
+        ({"x.egg-info": "@zz", "zz/entry_points.txt": ""}, "python-distribution", "x.egg-info"),
+        ({"pytest.ini": "@zz", "zz": "[pytest]\n"}, "pytest-config", "pytest.ini"),
+        ({"responses": "@src/pkg"}, "shadowing-dependency", "responses"),
+        ({"__init__.py": "", "json.py": ""}, "shadowing-module", "json.py"),
+        ({"src/pkg/__init__.py": None, "src/pkg/json.py": ""}, "shadowing-module", "src/pkg/json.py"),
+        ({"loop": "@loop", "json.py": ""}, "shadowing-module", "json.py"),
+    ],
+)  # fmt: skip
+def test_what_a_link_or_a_package_hides_is_named(
+    lab: Lab, files: dict[str, str | None], rule: str, path: str
+) -> None:
+    """Links count as what they lead to, through other links; a new package hides no module of the top."""
+    changes = [
+        lab.change(name, text and text.removeprefix("@"), LINK if text and text[0] == "@" else 0o100644)
+        for name, text in files.items()
+    ]  # fmt: skip
+    tests = InstanceTests([], frozenset({"responses"}))
+    assert (rule, path) in actions(lab.judge(*changes, tests=tests))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tool:pytest]\naddopts = -p evil\nADDOPTS = -q\n",
+        "[tool:pytest] # ]\naddopts = -p evil\n[tool:pytest]\naddopts = -q\n",
+        "[metadata]\x0c[tool:pytest]\naddopts = -p evil\n",
+        "[metadata]\u2028[tool:pytest]\naddopts = -p evil\n",
+        "[options.entry_points]\npytest11 = evil = evil\n" + BASE["setup.cfg"],
+        "\ufeff[tool:pytest]\naddopts = -p evil\n",
+    ],
+)
+def test_a_file_that_two_parsers_read_differently_is_named(lab: Lab, text: str) -> None:
+    """pytest's own parser is asked, and setuptools'."""
+    assert "setup-cfg" in lab.rules("setup.cfg", text)
+
+
+def test_the_files_of_a_runner_are_named(lab: Lab) -> None:
+    """By its recipe; what is not of it, is not."""
+    book = RuleBook([runner_rule(["/bin/test", "/pkg/testing/**"])])
+    changes = [lab.change(path, "x") for path in ("bin/test", "pkg/testing/a/b.py", "a/bin/test")]
+    named = {
+        found.path
+        for found in lab.judge(*changes, book=book).steering
+        if found.rule == "runner-file"
+    }
+    assert named == {"bin/test", "pkg/testing/a/b.py"}
 
 
 def test_a_submodule_is_named(lab: Lab) -> None:
