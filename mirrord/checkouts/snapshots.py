@@ -86,13 +86,15 @@ class Layers:
     @contextmanager
     def making(self) -> Iterator[Path]:
         """Yield a path to make a new layer at. At the end it is removed unless a lease refers to
-        it.
+        it; until then it is kept, also where a backend that failed cleans up before the next one.
         """
         layer = new_layer_id()
         self.directory.mkdir(mode=0o700, exist_ok=True)  # not in `open`: a start needs no room
+        self._leases.layers[layer] += 1
         try:
             yield self.path(layer)
         finally:
+            self._leases.layers[layer] -= 1
             self.drop_unused([layer])
 
     @contextmanager

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 from checkoutlab import NAME, USER, USER_PEER, Service, as_user, run_as, running_service
 from gitrepos import Upstream, git
@@ -17,6 +18,7 @@ from waiting import until
 
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.snapshots import LayerFile, is_whiteout, write_layer
+from mirrord.errors import ProofFailedError
 from mirrord.git.objects.repository import open_objects
 from mirrord.git.objects.trees import BaseTree
 from mirrord.model import Backend, CommitId, History, LayerId, View, utc_now
@@ -33,8 +35,10 @@ def service(rich: Upstream) -> Iterator[Service]:
         yield running
 
 
-def checkout_on(service: Service, files: list[LayerFile], backend: Backend) -> Lease:
-    """A checkout of v2 with a layer of these files, as grading makes one."""
+def checkout_on(
+    service: Service, files: list[LayerFile], backend: Backend, *, failures: int = 0
+) -> Lease:
+    """A checkout of v2 with a layer of these files, as grading makes one, after some that fail."""
     tree = git(service.mirror, "rev-parse", "v2^{tree}")
     commit = CommitId(git(service.mirror, "rev-parse", "v2"))
     now = utc_now()
@@ -45,12 +49,17 @@ def checkout_on(service: Service, files: list[LayerFile], backend: Backend) -> L
     )  # fmt: skip
 
     async def make() -> Lease:
+        lifecycle = service.checkouts._lifecycle
         with service.checkouts.layers.making() as new:
             with open_objects(service.mirror) as objects:
                 write_layer(new, BaseTree(objects, tree).names_in, files)
-            lease, _ = await service.checkouts._lifecycle.make(
-                partial(draft, layer=LayerId(new.name)), [backend]
-            )
+            on_layer = partial(draft, layer=LayerId(new.name))
+            for _ in range(failures):
+                with pytest.raises(ProofFailedError):
+                    await lifecycle.make(partial(on_layer, tree="0" * 40), [backend])
+                while any((service.state / "leases").glob(".trash-*")):
+                    await anyio.sleep(0.01)
+            lease, _ = await lifecycle.make(on_layer, [backend])
         return lease
 
     return service.call(make)
@@ -94,6 +103,16 @@ def test_a_checkout_on_a_layer_shows_it_as_its_owners(service: Service, backend:
         "D  empty", "A  new/deep/file.py", "A  new/link", "D  run.sh", "A  run.sh/inside",
         "D  src/deep/er/x.txt",
     ])  # fmt: skip
+    service.call(service.checkouts.release, lease.id, USER_PEER)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_attempt_that_failed_leaves_the_layer_to_the_next_one(
+    service: Service, backend: Backend
+) -> None:
+    """Its files are removed, while the layer that both share is still wanted."""
+    lease = checkout_on(service, FILES, backend, failures=1)
+    assert (lease.tree_path / "README").read_bytes() == b"changed\n"
     service.call(service.checkouts.release, lease.id, USER_PEER)
 
 

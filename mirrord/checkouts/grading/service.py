@@ -75,9 +75,10 @@ class Grading:
                 if parent.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
                 prepared = await self._prepare(layer, found, source, policies)
-            return await self._hand_out(
-                began, admitted, found, LayerId(layer.name), prepared, policies, parent.id
-            )
+                # under the lock: while it is held, the parent keeps its layer and environment
+                return await self._hand_out(
+                    began, admitted, found, LayerId(layer.name), prepared, policies, parent.id
+                )
 
     async def grade_patch(
         self,
