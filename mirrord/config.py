@@ -302,7 +302,9 @@ class Settings(_Section):
     """All settings. `mirror` has the `[[mirror]]` tables."""
 
     state_dir: Annotated[AbsolutePath, Restart] = Field(default_factory=default_state_dir)
-    socket: Annotated[AbsolutePath, Restart] = Field(default_factory=default_socket)
+    socket: Annotated[AbsolutePath, Restart] = Field(
+        default_factory=lambda given: default_socket(given["state_dir"])
+    )
     upstream: UpstreamSettings = UpstreamSettings()
     sync: SyncSettings = SyncSettings()
     audit: AuditSettings = AuditSettings()
@@ -401,7 +403,8 @@ def load(path: Path | None) -> Settings:
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        errors = error.errors()
+        # the default of a setting is not made where one that it is made from is faulty
+        errors = [each for each in error.errors() if each["type"] != "default_factory_not_called"]
     faults = []
     for each in errors:
         # pydantic leaves out faulty items and then reports the list as too short

@@ -50,41 +50,69 @@ def default_state_dir() -> Path:
     return xdg_directory("XDG_STATE_HOME", Path.home() / ".local/state") / "mirrord"
 
 
-def default_socket() -> Path:
-    """Return /run/mirrord/mirrord.sock for root, else below XDG_RUNTIME_DIR."""
-    if os.geteuid() == 0:
-        return _SYSTEM_SOCKET
-    runtime = xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{os.geteuid()}"))
-    return runtime / "mirrord/mirrord.sock"
+def default_socket(state_dir: Path) -> Path:
+    """Return where a daemon listens unless it is told: for root /run/mirrord/mirrord.sock."""
+    return _default_sockets(state_dir)[0]
+
+
+def _default_sockets(state_dir: Path) -> list[Path]:
+    """Return the sockets that a user's daemon may have, the one of a new daemon first.
+
+    The runtime directory exists while the user has a login session. `su -`, cron, Slurm and
+    `docker exec -u` make none, and `su` leaves that of another user in the environment.
+    """
+    uid = os.geteuid()
+    if uid == 0:
+        return [_SYSTEM_SOCKET]
+    sockets = [Layout(state_dir).run / "mirrord.sock"]
+    runtime = xdg_directory("XDG_RUNTIME_DIR", Path(f"/run/user/{uid}"))
+    with suppress(OSError):
+        if runtime.stat().st_uid == uid:
+            sockets.insert(0, runtime / "mirrord/mirrord.sock")
+    return sockets
+
+
+def named_socket(named: Path | str | None, config_path: Path | str | None) -> Path | None:
+    """Return the socket that is named on the command line, or by MIRRORD_SOCKET where no
+    configuration is.
+    """
+    if named is None and config_path is None:
+        named = os.environ.get("MIRRORD_SOCKET") or None
+    return Path(named).absolute() if named is not None else None
 
 
 def socket_path(named: Path | str | None, config_path: Path | str | None) -> Path:
-    """Choose a client's socket: the named one, MIRRORD_SOCKET, or the configured one.
+    """Choose a client's socket: the named one, MIRRORD_SOCKET, the configured one, or the user's.
 
-    Reads one key of the configuration; the daemon validates the others. For a user without a
+    Reads two keys of the configuration; the daemon validates the others. For a user without a
     configuration and without a daemon, it is the system's daemon.
     """
-    if named is not None:
-        return Path(named).absolute()
-    if config_path is None and (from_environment := os.environ.get("MIRRORD_SOCKET")):
-        return Path(from_environment).absolute()
+    if chosen := named_socket(named, config_path):
+        return chosen
     path = Path(config_path) if config_path is not None else find_config_path()
-    default = default_socket()
-    if path is None:
-        is_system = not default.exists() and _SYSTEM_SOCKET.exists()
-        return _SYSTEM_SOCKET if is_system else default
+    settings = _read_paths(path) if path else {}
+    if "socket" in settings:
+        return settings["socket"]
+    defaults = _default_sockets(settings.get("state_dir") or default_state_dir())
+    candidates = defaults if path else [*defaults, _SYSTEM_SOCKET]
+    # os.path.exists: another user's directory on the way counts as absent
+    return next(filter(os.path.exists, candidates), defaults[0])
+
+
+def _read_paths(config: Path) -> dict[str, Path]:
+    """Return `socket` and `state_dir` of a configuration, those that it sets."""
     try:
-        socket = tomllib.loads(path.read_text(encoding="utf-8")).get("socket")
+        values = tomllib.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         fact = error.strerror if isinstance(error, OSError) else error
         hint = "`mirrord config check` reports all faults of a file"
-        raise InvalidConfigError(f"cannot use configuration {path}: {fact}", hint=hint) from error
-    if socket is None:
-        return default
-    if not isinstance(socket, str) or not socket.startswith("/"):
-        fact = f"cannot use configuration {path}: socket: must be an absolute path"
-        raise InvalidConfigError(fact, hint='for example "/run/mirrord/mirrord.sock"')
-    return Path(socket)
+        raise InvalidConfigError(f"cannot use configuration {config}: {fact}", hint=hint) from error
+    given = {name: values[name] for name in ("socket", "state_dir") if name in values}
+    for name, path in given.items():
+        if not isinstance(path, str) or not path.startswith("/"):
+            fact = f"cannot use configuration {config}: {name}: must be an absolute path"
+            raise InvalidConfigError(fact, hint='for example "/run/mirrord/mirrord.sock"')
+    return {name: Path(path) for name, path in given.items()}
 
 
 class Layout:
@@ -100,10 +128,14 @@ class Layout:
         self.templates, self.environments = root / "templates", root / "environments"
         self.checkouts, self.leases = root / "checkouts", root / "leases"
         self.catalog, self.home = root / "catalog.sqlite3", root / "home"
-        self.version = root / "state_version"
+        self.version, self.run = root / "state_version", root / "run"
 
     def make_root(self) -> None:
         self._make(self.root, 0o711)
+
+    def make_run(self) -> None:
+        """Make the directory of an ordinary user's socket, closed as that of a session is."""
+        self._make(self.run, 0o700)
 
     def check_version(self) -> None:
         """Write the version into a new state directory. Raises StateTooNewError for a newer one."""

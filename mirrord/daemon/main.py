@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def load() -> config.Settings:
         settings = config.load(path)
-        if options.socket:
-            return settings.model_copy(update={"socket": options.socket.absolute()})
+        if named := places.named_socket(options.socket, options.config):
+            return settings.model_copy(update={"socket": named})
         return settings
 
     try:
@@ -66,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         engine.layout.make_root()
         with state_lock(engine.layout.root):
             engine.layout.check_version()
+            if settings.socket.parent == engine.layout.run:
+                engine.layout.make_run()
             listeners = open_listeners(settings.socket)
             try:
                 engine.layout.make()

@@ -235,29 +235,53 @@ def test_an_ordinary_user_can_run_it() -> None:
         assert running.json("GET", "/v1/status")["uid"] == NOBODY
 
 
-def test_an_ordinary_users_defaults_are_the_xdg_directories(scratch: Path) -> None:
-    """Without a configuration: state and socket below the user's directories."""
+SOCKETS: dict[str, tuple[dict[str, str], str]] = {
+    "a login session": ({"XDG_RUNTIME_DIR": "{}/run"}, "run/mirrord/mirrord.sock"),
+    "cron": ({}, ".local/state/mirrord/run/mirrord.sock"),
+    "su": ({"XDG_RUNTIME_DIR": "{}/root"}, ".local/state/mirrord/run/mirrord.sock"),
+    "a logout": ({"XDG_RUNTIME_DIR": "{}/none"}, ".local/state/mirrord/run/mirrord.sock"),
+    "told": ({"MIRRORD_SOCKET": "{}/told"}, "told"),
+}
+
+
+@pytest.mark.parametrize("case", SOCKETS)
+def test_an_ordinary_user_needs_no_login_session(scratch: Path, case: str) -> None:
+    """Without a configuration, daemon and client choose the same socket, closed to other users."""
     shutil.chown(scratch, NOBODY, NOBODY)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(scratch),
-        "XDG_RUNTIME_DIR": str(scratch / "run"),
-    }
-    (scratch / "run").mkdir(mode=0o700)
-    shutil.chown(scratch / "run", NOBODY, NOBODY)
+    for name, owner in (("run", NOBODY), ("root", 0)):
+        (scratch / name).mkdir(mode=0o700)
+        shutil.chown(scratch / name, owner, owner)
+    variables, socket_name = SOCKETS[case]
     made = Daemon(scratch)
     made.config.unlink()
-    made.socket = scratch / "run/mirrord/mirrord.sock"
-    made._environment = environment
+    made.socket = scratch / socket_name
     made.user = NOBODY
-    with (scratch / "log").open("wb") as log:
-        command = [*anyone.python(), "-m", "mirrord.daemon"]
-        made.process = subprocess.Popen(
-            command, env=environment, user=NOBODY, stdout=log, stderr=log
-        )
+    made._environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(scratch),
+        **{name: value.format(scratch) for name, value in variables.items()},
+    }
+
+    def start(*command: str, **changed: str) -> subprocess.Popen[bytes]:
+        environment, output = made._environment | changed, made.log_path.open("ab")
+        with output:
+            return subprocess.Popen(
+                [*anyone.python(), "-P", *command],
+                env=environment,
+                user=NOBODY,
+                stdout=output,
+                stderr=output,
+            )
+
+    made.process = start("-m", "mirrord", "serve")
     try:
         made.wait_until_healthy()
         assert (scratch / ".local/state/mirrord/mirrors").is_dir()
+        assert start("-m", "mirrord", "status").wait(30) == 0, made.log
+        if "state" in socket_name:
+            assert made.socket.parent.stat().st_mode & 0o777 == 0o700
+            logged_in = {"XDG_RUNTIME_DIR": str(scratch / "run")}
+            assert start("-m", "mirrord", "status", **logged_in).wait(30) == 0, made.log
     finally:
         assert made.stop() == 0
 
