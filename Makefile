@@ -24,7 +24,7 @@ PYTHONS_TESTS ?= $(LOWEST_TESTS) tests/docs/test_commands.py tests/cli tests/mir
 
 LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" pytest pytest-timeout pytest-xdist ruff
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
-	datasets/test_reading.py jobs daemon/test_telemetry.py git/test_workers.py checkouts/test_pool.py)
+	datasets/test_reading.py jobs daemon/test_telemetry.py workers/test_pool.py checkouts/test_pool.py)
 
 .PHONY: help setup harnesses run demo check test try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint bench screenshots debian clean
 

@@ -72,7 +72,7 @@ POPULARITY = (
 )
 ATTEMPTS = 4  # nodes that try each instance (assumed)
 SLOTS, CPUS = 16, 16  # environments that begin at once on a node, its processors (assumed)
-WORKERS = 2  # that build templates for one user: mirrord/git/workers.py
+WORKERS = 2  # that build templates for one user: mirrord/workers/pool.py
 
 FORGE_CONNECTION = 20e6  # bytes a second (assumed)
 FORGE_REQUEST_S = 0.1  # until the forge answers (assumed)

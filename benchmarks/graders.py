@@ -22,12 +22,12 @@ from random import Random
 
 import pyarrow.parquet
 
-from mirrord.checkouts.files.manifest import blob_id
-from mirrord.checkouts.patches.fit import BaseFiles
-from mirrord.checkouts.patches.strategies import apply_patch
 from mirrord.errors import MirrordError
 from mirrord.git.objects.repository import open_objects
 from mirrord.model import ApplyStrategy
+from mirrord.patches.fit import BaseFiles
+from mirrord.patches.strategies import apply_patch
+from mirrord.trees.manifest import blob_id
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from patchlab import MUTATIONS, Oracle

@@ -18,14 +18,14 @@ from typing import Any
 from rivals import disk_bytes
 
 from mirrord import Client
-from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.service import Templates
 from mirrord.config import Settings
 from mirrord.errors import MirrordError
 from mirrord.git.command import Git
-from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
+from mirrord.templates.builder import StoreBuilder
+from mirrord.templates.service import Templates
+from mirrord.workers.pool import Workers
 
 NOBODY = 65534  # another user than the daemon's
 MEMBERS = 61000  # the gid of members, who have no name on this host

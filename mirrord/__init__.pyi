@@ -10,7 +10,7 @@ from .client._sync import Client as Client
 from .client._sync import Grade as Grade
 from .client._sync import Rehearsal as Rehearsal
 from .client._sync.sandbox import Sandbox as Sandbox
-from .client.sandboxes import Executed as Executed
+from .sandbox.calls import Executed as Executed
 from .errors import AccessError as AccessError
 from .errors import AlreadyRunningError as AlreadyRunningError
 from .errors import AuditNotFoundError as AuditNotFoundError

@@ -15,8 +15,8 @@ from click.shell_completion import get_completion_class
 from mirrord import __version__
 from mirrord.cli.main import build
 from mirrord.cli.table import EXIT_STATUSES, VERBS
+from mirrord.doctor.installer import SHARE, render_unit
 from mirrord.doctor.units import NAMES
-from mirrord.installer import SHARE, render_unit
 
 COMPLETIONS = {
     "bash": "share/bash-completion/completions/mirrord",

@@ -17,8 +17,6 @@ from daemons import Daemon, daemon
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mirrord.checkouts.patches.parse import NeedsGitError, named_paths, parse
-from mirrord.checkouts.patches.strategies import recount, to_lf, unwrap
 from mirrord.cli.main import run
 from mirrord.cli.predictions import read_predictions
 from mirrord.config import Settings, setting_keys
@@ -33,6 +31,8 @@ from mirrord.errors import (
     UsageError,
 )
 from mirrord.mirrors.bundle_file import read_header
+from mirrord.patches.parse import NeedsGitError, named_paths, parse
+from mirrord.patches.strategies import recount, to_lf, unwrap
 
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import errors, protocol
-from ..engine import Engine
-from ..git.turns import Askers
+from ..engine.engine import Engine
 from ..host.peers import Peer, Role
 from ..jobs.operations import answering
 from ..telemetry import bind_request, new_request_id, usable_request_id
+from ..workers.turns import Askers
 from .request import (
     JSON_LIMIT_BYTES,
     Body,

@@ -8,8 +8,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from .. import protocol
-from ..checkouts.grading.prepare import ModelPatch
 from ..errors import CheckoutNotFoundError, InvalidPatchError, InvalidRequestError
+from ..grading.prepare import ModelPatch
 from ..host.files import opened
 from ..host.peers import Process, process_of
 from ..model import ApplyStrategy, Backend, Bind, DiffFormat, History, View

@@ -23,9 +23,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ..activity import BUCKETS_S, Traffic
 from ..catalog import MirrorRow
-from ..engine import Engine
+from ..engine.activity import BUCKETS_S, Traffic
+from ..engine.engine import Engine
 
 MIRRORS_SHOWN = 50
 

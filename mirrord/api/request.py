@@ -30,7 +30,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from .. import errors
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import full_disk_named, host_error
 from ..host.files import write_all
 from ..host.peers import Peer, Role

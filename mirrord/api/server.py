@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from .. import errors
-from ..activity import Traffic
+from ..engine.activity import Traffic
 from ..host.peers import Peer, Role, peer_of
 from ..telemetry import Seldom, log
 from .request import problem_body, problem_headers

@@ -15,14 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from ..checkouts.leases import Lease, Volume
 from ..checkouts.volumes import Existing, ForkOf, Source, path_of
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import AccessError, InvalidRequestError, NotFoundError
-from ..git.turns import Askers
 from ..host.peers import Peer
 from ..jobs.operations import answering
 from ..model import shown
 from ..protocol import ForkCheckout, StartCheckout
 from ..telemetry import bind_request, new_request_id
+from ..workers.turns import Askers
 from .request import JSON_LIMIT_BYTES, Body, invalid_request, problem_response, read_body
 
 MEDIA_TYPES = tuple(f"application/vnd.docker.plugins.v1{minor}+json" for minor in ("", ".1", ".2"))

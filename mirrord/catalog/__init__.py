@@ -26,8 +26,8 @@ import anyio
 from sqlalchemy import Connection
 
 from .. import errors
-from ..git.workers import Workers
 from ..telemetry import log
+from ..workers.pool import Workers
 from . import datasets, fleet, mirrors, spool
 from .database import Database, Mode, migrate, prepare
 from .datasets import ALL_COMMITS, Servable

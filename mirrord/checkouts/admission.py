@@ -22,20 +22,20 @@ import anyio.to_thread
 
 from .. import errors, protocol
 from ..config import Settings
-from ..git.workers import Workers
 from ..host.mounts import Visible, shares_mounts, visible_to
 from ..host.peers import Access, Owners, Peer, Process, Role
 from ..host.processes import Owner, may_give_files_away
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import Backend, Bind, History, View
+from ..trees.reader import weigh
 from ..units import format_duration
-from .files.reader import weigh
+from ..workers.pool import Workers
+from .layers import Layers
 from .leases import Lease, Leases, LeaseState, SavedState, not_found
 from .lifecycle import Expiry, Lifecycle
 from .prepared import PreparedLayers
 from .resolve import Naming, ResolvedRequest
-from .snapshots import Layers
 
 _FIELDS = (
     *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),

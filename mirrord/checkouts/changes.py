@@ -19,13 +19,13 @@ from ..git.objects.repository import open_objects
 from ..git.objects.trees import BaseTree
 from ..host.files import find_stat, names_in, open_beneath, open_directory, opened
 from ..host.processes import ActingAs, Owner
+from ..patches.worktree import denials_named
+from ..trees.manifest import Manifest
+from ..trees.reader import TreeReader, open_top, parents
+from ..trees.scan import is_control, scan
 from .backend import CopyRule, Taken
 from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
-from .files.manifest import Manifest
-from .files.reader import TreeReader, open_top, parents
-from .files.scan import is_control, scan
-from .patches.worktree import denials_named
-from .snapshots import is_whiteout, iter_below
+from .layers import is_whiteout, iter_below
 
 # -- overlays --------------------------------------------------------------------------------------
 #

@@ -27,12 +27,12 @@ from ..host.files import CREATE, FOR_READING, copy_bytes, make_whiteout, opened,
 from ..host.processes import ActingAs
 from ..host.trash import remove_tree
 from ..model import utc_now
+from ..patches.worktree import denials_named
+from ..trees.manifest import clock_ns
+from ..trees.reader import TreeReader, parents
+from ..trees.scan import is_control
 from .backend import CopyRule, Taken
-from .files.manifest import clock_ns
-from .files.reader import TreeReader, parents
-from .files.scan import is_control
-from .patches.worktree import denials_named
-from .snapshots import is_whiteout, read_attributes
+from .layers import is_whiteout, read_attributes
 
 _ROUNDS = 5
 _BATCH = 64

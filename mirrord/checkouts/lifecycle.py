@@ -21,8 +21,8 @@ from ..model import Backend, CheckoutId, new_checkout_id
 from ..protocol import Proof
 from ..telemetry import log
 from .backend import CheckoutBackend
+from .layers import Layers
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .snapshots import Layers
 
 
 @dataclass(eq=False, repr=False)

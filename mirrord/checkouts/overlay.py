@@ -22,7 +22,6 @@ import anyio.to_thread
 
 from .. import errors
 from ..errors import full_disk_named, host_error
-from ..git.workers import Workers
 from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
 from ..host.mounts import read_overlays
@@ -31,12 +30,13 @@ from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..protocol import Proof
 from ..telemetry import elapsed_s, log
+from ..templates.environments import EnvironmentStore
+from ..templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
+from ..workers.pool import Workers
 from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import OverlayPaths, copy_overlay, overlay_changes
-from .environments import EnvironmentStore
+from .layers import layer_path, objects_path
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .snapshots import layer_path, objects_path
-from .templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
 
 T = TypeVar("T")
 

@@ -29,18 +29,18 @@ from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tr
 from ..model import Backend, History, MirrorName, Target
 from ..protocol import Proof
 from ..telemetry import elapsed_s, log
+from ..trees import dotgit
+from ..trees.manifest import DIRECTORY, Manifest, clock_ns
+from ..trees.scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
+from ..trees.tree import materialise, move, must_fit_from, repair
 from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import PoolTree, copy_pool, has_top, pool_changes
-from .files import dotgit
-from .files.manifest import DIRECTORY, Manifest, clock_ns
-from .files.scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
-from .files.tree import materialise, move, must_fit_from, repair
+from .layers import lay, layer_path, with_layers
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-from .snapshots import lay, layer_path, with_layers
 
 if TYPE_CHECKING:  # workers load this module, and need neither
-    from ..git.workers import Workers
-    from .stores.builder import StoreBuilder
+    from ..templates.builder import StoreBuilder
+    from ..workers.pool import Workers
 
 _TIMEOUT = timedelta(minutes=10)
 _WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all

@@ -20,17 +20,17 @@ import anyio.to_thread
 
 from .. import errors
 from ..errors import full_disk_named
-from ..git.workers import Workers
 from ..host.files import opened, sync_directory, sync_tree, write_all
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
+from ..patches.diff import write_repository
+from ..patches.worktree import PatchJob
 from ..protocol import Copied, PreparedLayer
+from ..templates.environments import EnvironmentStore
+from ..workers.pool import Workers
 from .backend import ChangedPaths, CopyRule, Taken
-from .environments import EnvironmentStore
+from .layers import Layers
 from .leases import Lease, Leases, SavedLayer, from_json, to_json
 from .lifecycle import Lifecycle
-from .patches.diff import write_repository
-from .patches.worktree import PatchJob
-from .snapshots import Layers
 
 LAYERS_LIMIT = 128
 _STACK_LIMIT = 16  # layers of layers: an overlay takes 64, a template has up to 18

@@ -18,17 +18,17 @@ from ..catalog import ReceiptRow
 from ..errors import MirrordError
 from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
-from ..git.turns import Turns
-from ..git.workers import Workers
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import public_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..telemetry import log
+from ..templates.builder import StoreBuilder, squashed_commit
+from ..templates.packer import WALK, listed_ids
+from ..templates.store import SealedStore
+from ..workers.pool import Workers
+from ..workers.turns import Turns
 from .leases import Lease
 from .resolve import ResolvedRequest
-from .stores.builder import StoreBuilder, squashed_commit
-from .stores.packer import WALK, listed_ids
-from .stores.store import SealedStore
 
 _TIMEOUT = timedelta(minutes=10)
 _CACHED = 1024

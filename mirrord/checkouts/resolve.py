@@ -19,7 +19,7 @@ from ..host.peers import Peer
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
-from .environments import EnvironmentStore
+from ..templates.environments import EnvironmentStore
 from .leases import Lease, SavedLayer
 from .prepared import PreparedLayers
 

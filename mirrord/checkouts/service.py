@@ -18,7 +18,6 @@ from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import CommitNotFoundError, InvalidRequestError, MirrorNotFoundError
 from ..git.command import Git
-from ..git.workers import Workers
 from ..host.mounts import Visible
 from ..host.peers import Access, Peer, Process
 from ..host.trash import Trash
@@ -26,6 +25,10 @@ from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
 from ..telemetry import elapsed_s, log
+from ..templates.builder import StoreBuilder
+from ..templates.environments import EnvironmentStore
+from ..templates.store import StoreKey, find_leaks
+from ..workers.pool import Workers
 from .admission import (
     Leasing,
     Quotas,
@@ -36,17 +39,14 @@ from .admission import (
     snapshot_of,
 )
 from .backend import CheckoutBackend
-from .environments import EnvironmentStore
+from .layers import Forks, Layers, objects_path
 from .leases import Lease, Leases, LeaseState, Volume, base_of
 from .lifecycle import Lifecycle
-from .patches.service import DiffAnswer, Patches
+from .patching import DiffAnswer, Patches
 from .pool import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
 from .receipts import Receipts, report
 from .resolve import Resolver
-from .snapshots import Forks, Layers, objects_path
-from .stores.builder import StoreBuilder
-from .stores.store import StoreKey, find_leaks
 from .volumes import Volumes
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..client.primitives_sync import write
-from ..derive import Column, Derived, Deriver, Row, SplitRule, Version, find_version
 from ..errors import MirrordError, NoDaemonError, UsageError
 from ..git.objects.repository import describe
 from ..host.files import FOR_READING, open_beneath, open_directory, opened
 from ..model import MirrorName
 from ..protocol import Progress
+from ..sources.derive import Column, Derived, Deriver, Row, SplitRule, Version, find_version
 from .datasets import open_sources
 from .operations import watching
 from .output import cell, count, table

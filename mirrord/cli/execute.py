@@ -21,11 +21,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from .. import errors
-from ..bubblewrap import become, end, find_started
-from ..client.rooms import Limits
-from ..client.sandboxes import box_of
 from ..host.processes import hide_argument
 from ..model import Bind, View, shown
+from ..sandbox.box import become, end, find_started
+from ..sandbox.calls import box_of
+from ..sandbox.room import Limits
 from ..units import parse_size
 from .checkouts import Environment, Layer, find_id, is_id
 from .session import (

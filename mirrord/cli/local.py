@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from .. import config, errors, installer, places
+from .. import config, errors, places
 from ..config import Settings
-from ..doctor import Check, examine
+from ..doctor import Check, examine, installer
 from ..doctor.checks import Step
 from ..doctor.repairs import Repaired, repair
 from ..model import History, MirrorName, parse_commit, printable

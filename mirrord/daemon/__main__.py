@@ -10,7 +10,7 @@ gc.disable()  # imports make no garbage; collecting takes a tenth of the start
 # structlog 26 imports rich if it is installed: 0.1 s and 10 MB that the daemon does not need
 sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 
-from ..git.workers import FORK_SERVER
+from ..workers.pool import FORK_SERVER
 
 # 1,000 clients and their checkouts need more than a login's 1,024 descriptors
 _FILES = 65536
@@ -23,10 +23,10 @@ os.umask(0o022)  # as git expects for a checkout's files; private files set thei
 # it loads these modules on another processor while the daemon loads
 FORK_SERVER.start(
     [
-        "mirrord.checkouts.templates.layers",
+        "mirrord.templates.layers",
         "mirrord.checkouts.changes",
-        "mirrord.checkouts.patches.diff",
-        "mirrord.checkouts.grading.prepare",
+        "mirrord.patches.diff",
+        "mirrord.grading.prepare",
     ]
 )
 

@@ -27,7 +27,7 @@ from .. import config, errors, places, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..api.volumes import VolumeDriver
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import host_error
 from ..host.files import opened
 from ..host.systemd import Notifier, take_sockets

@@ -19,11 +19,11 @@ from ..config import Settings
 from ..environments.builder import build_owner, find_uv
 from ..errors import MirrordError
 from ..git.command import run_git_sync
-from ..git.workers import Workers
 from ..host.mounting import LocalMounter, choose_mounter, probe_overlay
 from ..host.mounts import may_mount, shares_mounts
 from ..host.processes import search_path
 from ..model import Backend
+from ..workers.pool import Workers
 from .checks import Result, Verdict, entries, existing, judge
 
 

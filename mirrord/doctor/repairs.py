@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ..bubblewrap import sweep_scratch
 from ..config import Settings
 from ..errors import MirrordError
 from ..host.files import opened
 from ..host.mounts import mounts_below, umount
 from ..host.trash import find_trash, remove_tree
 from ..places import Layout
+from ..sandbox.box import sweep_scratch
 from ..telemetry import masked
 from .checks import Result, Step, entries, existing, judge, run
 from .disk import SCRATCH_PREFIX

@@ -15,7 +15,6 @@ from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 
-from ..bubblewrap import find_obstacle
 from ..config import Settings
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
@@ -25,6 +24,7 @@ from ..host.mounts import HARMLESS, find_left_behind
 from ..host.processes import search_path
 from ..model import MirrorName
 from ..places import DOCKER_SOCKET, Layout
+from ..sandbox.box import find_obstacle
 from .checks import Result, entries, existing, judge
 from .units import find_unit, unit_uid
 

@@ -24,11 +24,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..bubblewrap import Box
 from ..errors import BackendUnavailableError, MirrordError, ResourceError
 from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, may_give_files_away
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
+from ..sandbox.box import Box
 
 USER = "mirrord-build"
 UID = 60815

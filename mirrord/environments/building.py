@@ -21,13 +21,6 @@ import anyio
 import anyio.to_thread
 
 from .. import protocol
-from ..checkouts.environments import (
-    RECORD,
-    EnvironmentRecord,
-    EnvironmentStore,
-    adopt,
-    sweep_shared,
-)
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
 from ..errors import EnvironmentFailedError, full_disk_named
@@ -37,6 +30,13 @@ from ..model import CommitId, EnvironmentName, MirrorName
 from ..protocol import Preparation, Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked
+from ..templates.environments import (
+    RECORD,
+    EnvironmentRecord,
+    EnvironmentStore,
+    adopt,
+    sweep_shared,
+)
 from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
 
 _ADOPT_TIMEOUT = timedelta(minutes=30)

@@ -2,7 +2,7 @@
 
 A name is an instance's id, or the key of an imported recipe or of an environment that was built. A
 build runs once at a time; after a failure it is repeated when its recipe, interpreter or settings
-change. `building.py` builds; `checkouts/environments.py` has what is ready on disk.
+change. `building.py` builds; `templates/environments.py` has what is ready on disk.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ import anyio.to_thread
 
 from .. import errors, protocol
 from ..catalog import InstanceRow
-from ..checkouts.environments import EnvironmentRecord, not_found
 from ..checkouts.prepared import layer_name
 from ..datasets.service import Datasets
 from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
-from ..git.turns import Coalescer, SharedWork
 from ..jobs.operations import together
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
+from ..templates.environments import EnvironmentRecord, not_found
+from ..workers.turns import Coalescer, SharedWork
 from .building import Builds, Plan, failed
 from .recipes import (
     checked,

@@ -34,9 +34,9 @@ from ..host.children import NOTHING, PIPE, Child, Popen, Stream, in_memory, run_
 from ..model import shown
 from ..protocol import Progress
 from ..telemetry import log
+from ..workers.turns import Askers
 from .configuration import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
-from .turns import Askers
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2

@@ -31,7 +31,6 @@ from ..fleet import load
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.configuration import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
-from ..git.workers import Workers
 from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED, within_room
@@ -42,6 +41,7 @@ from ..model import CommitId, MirrorName
 from ..places import Layout
 from ..protocol import ProgressSink
 from ..telemetry import log
+from ..workers.pool import Workers
 
 if TYPE_CHECKING:
     from ..fleet.restore import StoreDonor

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from .. import Bind, Client, MirrordError, Sandbox, protocol
-from ..client.sandboxes import Executed
+from ..sandbox.calls import Executed
 
 CHECKOUTS = "mirrord_checkouts"
 """The resource of a node: the number of checkouts that its daemon can still lease."""

@@ -22,10 +22,10 @@ import structlog
 from .. import errors
 from ..errors import MirrordError, host_error
 from ..git.command import low_priority
-from ..git.turns import Askers
 from ..model import shown, utc_now
 from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink, to_json
 from ..telemetry import log
+from ..workers.turns import Askers
 from .events import Events
 
 _KEPT = 1000

@@ -20,7 +20,6 @@ from ..catalog import Catalog, Generation, MirrorRow
 from ..config import Settings
 from ..errors import DamagedMirrorError, InvalidNameError, MirrordError, host_error
 from ..git.command import Git
-from ..git.workers import Workers
 from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
@@ -28,6 +27,7 @@ from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, ProgressSink, RefFault
 from ..telemetry import log, masked
+from ..workers.pool import Workers
 from . import maintenance
 from .history import columns_of
 from .pins import Pins, adopt_pins, is_sole_record, read_pins

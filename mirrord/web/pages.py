@@ -14,7 +14,7 @@ import anyio.to_thread
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .. import __version__
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
 from ..model import utc_now
 from ..units import counted

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..api import metrics
 from ..api.server import HttpConnection, Server
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import TooManyConnectionsError
 from ..host.peers import Peer
 from ..telemetry import Seldom, log

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..catalog import MirrorRow, Servable
-from ..engine import Engine
+from ..engine.engine import Engine
 from ..errors import MirrordError, NotFoundError
 from ..model import CommitState, MirrorName, ReportKind, parse_dataset_name, utc_now
 from ..protocol import Activity, Audit, Finding, Operation

@@ -20,10 +20,6 @@ from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 from mountlab import mounted_below
 
-from mirrord.checkouts.patches import worktree as patches
-from mirrord.checkouts.patches.diff import collect
-from mirrord.checkouts.patches.fit import File
-from mirrord.checkouts.patches.worktree import CheckoutFiles, PatchJob, RawFile, open_worktree
 from mirrord.errors import (
     CheckoutBusyError,
     DiffTooLargeError,
@@ -36,6 +32,10 @@ from mirrord.host.files import open_beneath, opened
 from mirrord.host.processes import ActingAs, die_with_parent, dies_with_parent
 from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
+from mirrord.patches import worktree as patches
+from mirrord.patches.diff import collect
+from mirrord.patches.fit import File
+from mirrord.patches.worktree import CheckoutFiles, PatchJob, RawFile, open_worktree
 from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.root

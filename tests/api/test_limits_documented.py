@@ -9,14 +9,14 @@ import pytest
 from mirrord.api import request as bodies
 from mirrord.api import server
 from mirrord.checkouts import backend
-from mirrord.checkouts.patches import diff, worktree
 from mirrord.datasets import fields, readers
-from mirrord.git import turns
 from mirrord.git.objects import trees as bounds
-from mirrord.git.workers import Workers
 from mirrord.host.peers import Role
 from mirrord.jobs import events
 from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+from mirrord.patches import diff, worktree
+from mirrord.workers import turns
+from mirrord.workers.pool import Workers
 
 MIB, GIB = 1024**2, 1024**3
 

@@ -93,7 +93,7 @@ def children(running: Daemon, word: str) -> list[int]:
 
 def busy_workers(running: Daemon) -> list[int]:
     """Workers that are running or runnable."""
-    found = children(running, "mirrord.git.forkserver")
+    found = children(running, "mirrord.workers.forkserver")
     for _ in range(10):
         found = [pid for pid in found if _state(pid) == "R"]
         time.sleep(0.02)
@@ -198,7 +198,7 @@ def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
     with hanging_diffs(running, ALICE, 1) as [connection]:
         [worker] = busy_workers(running)
         connection.close()
-        until(lambda: worker not in children(running, "mirrord.git.forkserver"))
+        until(lambda: worker not in children(running, "mirrord.workers.forkserver"))
     until(lambda: bool(abandoned(running)))  # logged once the worker was waited for
     assert abandoned(running) == [ALICE]
     [checkout] = [

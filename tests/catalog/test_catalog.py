@@ -43,7 +43,6 @@ from mirrord.errors import (
     InvalidUrlError,
     ResourceError,
 )
-from mirrord.git.workers import Workers
 from mirrord.model import (
     AuditLevel,
     Backend,
@@ -58,6 +57,7 @@ from mirrord.model import (
     View,
 )
 from mirrord.protocol import RECEIPT_FORMAT, Audit, Digest, Receipt, Report, RowFault
+from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.slow
 

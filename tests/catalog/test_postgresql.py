@@ -28,7 +28,7 @@ from mirrord.errors import (
     CatalogUnavailableError,
     InvalidConfigError,
 )
-from mirrord.git.workers import Workers
+from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.checkouts.environments import Adopted, adopt, sweep_shared
+from mirrord.templates.environments import Adopted, adopt, sweep_shared
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from checkoutlab import NAME, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream, git
 from workerlab import hang
 
-from mirrord.git.turns import Askers
 from mirrord.model import Backend, CommitId, History
 from mirrord.protocol import ResetCheckout, StartCheckout
+from mirrord.workers.turns import Askers
 
 pytestmark = pytest.mark.root
 

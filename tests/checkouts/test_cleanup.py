@@ -22,11 +22,11 @@ from starlette.requests import Request
 from waiting import until
 
 from mirrord.api.request import spool_body
+from mirrord.engine.timetable import Cleanup
 from mirrord.errors import InvalidRequestError
 from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.model import CommitId
-from mirrord.timetable import Cleanup
 
 
 @pytest.fixture

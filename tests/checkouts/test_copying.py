@@ -14,10 +14,10 @@ from mirrord import errors
 from mirrord.checkouts import copying
 from mirrord.checkouts.backend import CopyRule, Taken
 from mirrord.checkouts.copying import Piece, Pieces, Where, copy_layer
-from mirrord.checkouts.files.manifest import clock_ns
-from mirrord.checkouts.files.reader import TreeReader
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
+from mirrord.trees.manifest import clock_ns
+from mirrord.trees.reader import TreeReader
 
 Change = Callable[[Path], object]
 

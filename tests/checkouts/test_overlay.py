@@ -25,13 +25,13 @@ from mountlab import KERNELS, mounted_below
 from mirrord.checkouts.leases import Lease, Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
-from mirrord.git.workers import Workers
 from mirrord.host import mounts
 from mirrord.host.mounting import LocalMounter
 from mirrord.host.overlays import OverlayOrder
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
+from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.root
 

@@ -20,12 +20,12 @@ from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory,
 from gitrepos import Upstream, git
 
 from mirrord.checkouts import pool as pooled
-from mirrord.checkouts.files import scan as scanning
-from mirrord.checkouts.files.manifest import Entries, Manifest, clock_ns
-from mirrord.checkouts.files.scan import ScanResult, examine, scan
 from mirrord.checkouts.leases import Lease
 from mirrord.checkouts.pool import PoolPaths
 from mirrord.model import History
+from mirrord.trees import scan as scanning
+from mirrord.trees.manifest import Entries, Manifest, clock_ns
+from mirrord.trees.scan import ScanResult, examine, scan
 
 pytestmark = pytest.mark.root
 

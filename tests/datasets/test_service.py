@@ -31,9 +31,9 @@ from mirrord.errors import (
     InvalidNameError,
     ResourceError,
 )
-from mirrord.git.workers import Workers
 from mirrord.model import CommitId, CommitRole, Direction, MirrorName, utc_now
 from mirrord.protocol import Progress
+from mirrord.workers.pool import Workers
 
 pytestmark = pytest.mark.slow
 

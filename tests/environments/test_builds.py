@@ -20,10 +20,10 @@ from packagelab import building, recipe, wheel
 from waiting import until
 
 from mirrord import Client
-from mirrord.bubblewrap import find_obstacle
 from mirrord.environments.builder import build_owner
 from mirrord.errors import EnvironmentNotFoundError
 from mirrord.protocol import BuildReport, Operation
+from mirrord.sandbox.box import find_obstacle
 
 OBSTACLE = find_obstacle()
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f"no sandbox can be made: {OBSTACLE}")

@@ -216,7 +216,7 @@ def _is_at_work(pid: int) -> bool:
 
 def _is_forkserver(words: list[str]) -> bool:
     """So are the workers called that it forks."""
-    return any("mirrord.git.forkserver" in word for word in words)
+    return any("mirrord.workers.forkserver" in word for word in words)
 
 
 def children_of(lab: Lab, kind: type[Operation]) -> tuple[list[str], float]:

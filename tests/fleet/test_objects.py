@@ -25,7 +25,7 @@ from mirrord.fleet.objects import Blob, ObjectStore
 
 def test_the_library_is_loaded_only_where_a_store_is_used() -> None:
     """It is an extra: without it, everything else of the program works."""
-    parts = "cli.main, mirrord.daemon.main, mirrord.doctor, mirrord.installer"
+    parts = "cli.main, mirrord.daemon.main, mirrord.doctor, mirrord.doctor.installer"
     code = f"import sys, mirrord.{parts}; sys.exit('obstore' in sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 

@@ -21,24 +21,24 @@ from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
-from mirrord.checkouts.environments import EnvironmentStore
-from mirrord.checkouts.grading.service import Grading
 from mirrord.checkouts.leases import Directories, Lease, Leases
 from mirrord.checkouts.overlay import find_overlay
 from mirrord.checkouts.pool import PoolBackend, PoolPaths
 from mirrord.checkouts.service import Checkouts
-from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.service import Templates
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.git.command import Git
-from mirrord.git.workers import Workers
+from mirrord.grading.service import Grading
 from mirrord.host.peers import Access, Peer
 from mirrord.host.trash import Trash, new_trash, remove_trees
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import Backend, CommitId, History, MirrorName, View, new_checkout_id, utc_now
 from mirrord.protocol import Proof
+from mirrord.templates.builder import StoreBuilder
+from mirrord.templates.environments import EnvironmentStore
+from mirrord.templates.service import Templates
+from mirrord.workers.pool import Workers
 
 NAME = MirrorName("psf", "requests")
 USER = 12345

@@ -15,11 +15,11 @@ from mirrord.catalog import Catalog
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.git.command import Git
-from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.mirrors.service import Mirrors
 from mirrord.model import MirrorName
+from mirrord.workers.pool import Workers
 
 NAME = MirrorName("owner", "name")
 

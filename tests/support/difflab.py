@@ -11,9 +11,9 @@ from random import Random
 
 from gitrepos import ENV, git
 
-from mirrord.checkouts.patches.diff import Diff, diff
-from mirrord.checkouts.patches.worktree import PatchJob
 from mirrord.model import DiffFormat
+from mirrord.patches.diff import Diff, diff
+from mirrord.patches.worktree import PatchJob
 
 GIT_OPTIONS = {
     DiffFormat.PATCH: ["--binary", "--full-index", "-M"],

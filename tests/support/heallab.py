@@ -15,7 +15,6 @@ from mirrord.audit.service import Audits
 from mirrord.catalog import Catalog, DatasetHead, InstanceRow, encode_row
 from mirrord.config import Settings, UpstreamSettings
 from mirrord.git.command import Git
-from mirrord.git.workers import Workers
 from mirrord.heal.repair import Heals
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
@@ -32,6 +31,7 @@ from mirrord.model import (
     utc_now,
 )
 from mirrord.protocol import Audit, StartAudit
+from mirrord.workers.pool import Workers
 
 
 class Daemon:

@@ -10,7 +10,7 @@ from random import Random
 
 from gitrepos import ENV, git
 
-from mirrord.checkouts.patches.fit import DIRECTORY, Change, File
+from mirrord.patches.fit import DIRECTORY, Change, File
 
 Files = dict[bytes, File]
 Listing = dict[bytes, tuple[int, str]]  # mode and blob of each path

@@ -9,14 +9,14 @@ from pathlib import Path
 import anyio
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.stores.builder import StoreBuilder
-from mirrord.checkouts.templates.service import Template, Templates
 from mirrord.config import Settings
 from mirrord.git.command import Git
-from mirrord.git.workers import Workers
 from mirrord.host.trash import Trash
 from mirrord.jobs.events import Events
 from mirrord.model import CommitId, History, MirrorName
+from mirrord.templates.builder import StoreBuilder
+from mirrord.templates.service import Template, Templates
+from mirrord.workers.pool import Workers
 
 NAME = MirrorName("owner", "name")
 

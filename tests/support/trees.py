@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gitrepos import Upstream, git
 
-from mirrord.checkouts.files.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
+from mirrord.trees.manifest import DIRECTORY, NO_OBJECT, Entry, Manifest, blob_id
 
 
 def awkward(upstream: Upstream) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
-from ..primitives_async import async_in_thread, async_to_end
-from ..sandboxes import (
+from ...sandbox.calls import (
     Capped,
     Executed,
     Keeper,
@@ -21,6 +20,7 @@ from ..sandboxes import (
     pack,
     unpack,
 )
+from ..primitives_async import async_in_thread, async_to_end
 
 if TYPE_CHECKING:
     from .checkout import AsyncCheckout

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
-from ..primitives_sync import in_thread
-from ..sandboxes import (
+from ...sandbox.calls import (
     Capped,
     Executed,
     Keeper,
@@ -22,6 +21,7 @@ from ..sandboxes import (
     pack,
     unpack,
 )
+from ..primitives_sync import in_thread
 
 if TYPE_CHECKING:
     from .checkout import Checkout

@@ -1,1 +1,0 @@
-"""Trees of files on disk: written, scanned, hashed and recorded. Independent of leases."""

@@ -1,1 +1,0 @@
-"""Diff, apply and restore in the tree of a checkout."""

@@ -1,0 +1,148 @@
+"""Diff, apply and restore for leases, by calls of workers.
+
+Only a checkout with the grader view may name the instance's own patches and other commits. A call
+uses a private directory, which it removes at its end, or the next call.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+
+from .. import model
+from ..catalog import InstanceRow
+from ..datasets.service import Datasets
+from ..errors import AccessError, CommitNotFoundError, InvalidRequestError
+from ..mirrors.service import Mirrors
+from ..patches.diff import diff
+from ..patches.worktree import PatchJob, apply, restore
+from ..protocol import RestorePaths
+from ..telemetry import log
+from ..workers.pool import Workers
+from .backend import DIFF_TIMEOUT, ChangedPaths
+from .leases import Lease
+
+
+class DiffAnswer(NamedTuple):
+    """A diff, a long one as a file; `made_by` is `libgit2` or `git; reason=…`."""
+
+    content: bytes | Path
+    made_by: str
+
+
+@dataclass(eq=False, repr=False)
+class Patches:
+    """Diff, apply and restore; the caller holds the lock of the lease."""
+
+    workers: Workers
+    mirrors: Mirrors
+    instances: Datasets
+    objects_of: Callable[[Lease], Path]
+
+    async def diff(
+        self, lease: Lease, changed: ChangedPaths, form: model.DiffFormat = model.DiffFormat.PATCH
+    ) -> DiffAnswer:
+        """Return the changes from the base commit to the tree."""
+        quarantine, began = self.mirrors.quarantine, time.perf_counter()
+        spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
+        try:
+            content, reason, files = await self.workers.run(
+                diff, self.job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
+            )
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await quarantine.remove(spool)
+            raise
+        made_by = f"git; reason={reason}" if reason else "libgit2"
+        duration_s = round(time.perf_counter() - began, 6)
+        facts = {"files": files, "made_by": made_by, "duration_s": duration_s}
+        log.debug("checkout.diffed", checkout=lease.id, **facts)
+        return DiffAnswer(spool if content is None else content, made_by)
+
+    async def apply(
+        self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy
+    ) -> tuple[list[str], model.FoundStrategy]:
+        """Apply a patch; returns the paths that it wrote or removed, and the strategy that fitted.
+
+        Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError, and changes nothing.
+        """
+        paths, found = await self.workers.run(
+            apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
+        )
+        return [path.decode(errors="backslashreplace") for path in paths], found
+
+    async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
+        """Write files of a pinned commit into the checkout, without any of its objects.
+
+        Raises AccessError outside the grader view, CommitNotFoundError for a commit that is not
+        pinned, PathNotFoundError.
+        """
+        _must_grade(lease, "restore files of another commit")
+        commit = await self._find_commit(lease, request.commit)
+        if not any(pin.commit == commit for pin in await self.mirrors.list_pins(lease.mirror)):
+            raise CommitNotFoundError(
+                f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
+                hint=f"run `mirrord pin {lease.mirror} {commit}`",
+            )
+        wanted = [path.encode(errors="surrogateescape") for path in request.paths]
+        paths = await self.workers.run(
+            restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
+        )
+        return [path.decode(errors="backslashreplace") for path in paths]
+
+    async def _find_commit(self, lease: Lease, text: str) -> model.CommitId:
+        """Return a commit by its id, or by its role in the lease's instance."""
+        if text not in set(model.CommitRole):
+            return model.parse_commit(text)
+        row = await self.find_row(lease)
+        commits = [commit for commit, role in row.commits if role == text] if row else []
+        if len(commits) != 1:
+            fact = f"{len(commits) or 'no'} commits of this role" if row else "no instance"
+            raise CommitNotFoundError(
+                f"cannot restore from the {text} commit: the checkout has {fact}",
+                hint=f"name one by its id: {', '.join(commits)}" if commits else None,
+            )
+        return commits[0]
+
+    async def find_row(self, lease: Lease) -> InstanceRow | None:
+        if lease.instance is None:
+            return None
+        return await self.instances.find_instance(lease.instance, lease.dataset)
+
+    async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, model.Direction]:
+        """Return `@patch` or `@test_patch` of the lease's instance, and its direction."""
+        _must_grade(lease, "apply the instance's own patch")
+        row = await self.find_row(lease)
+        patches = {"@patch": row.patch, "@test_patch": row.test_patch} if row else {}
+        if row and (patch := patches.get(named)):
+            direction = row.direction if named == "@patch" else model.Direction.FORWARD
+            return patch.encode(errors="surrogateescape"), direction
+        fact, hint = "the checkout has no instance", "send the patch itself"
+        if row and named in patches:
+            fact = f"instance {row.id} has none"
+        elif row:
+            fact, hint = "no such name", "the names are @patch and @test_patch"
+        raise InvalidRequestError(f"cannot apply {model.shown(named)}: {fact}", hint=hint)
+
+    def job(self, lease: Lease) -> PatchJob:
+        """Return a lease's checkout for the functions of this package."""
+        return PatchJob(
+            root=lease.tree_path,
+            mirror=self.objects_of(lease),
+            commit=lease.commit,
+            tree=lease.base_tree,
+            owner=(lease.owner_uid, lease.owner_gid),
+            scratch=lease.private / ".scratch",
+        )
+
+
+def _must_grade(lease: Lease, what: str) -> None:
+    if lease.view is not model.View.GRADER:
+        raise AccessError(
+            f"cannot {what}: the checkout has the agent view",
+            hint="ask for a checkout with --view grader",
+        )

@@ -1,1 +1,0 @@
-"""Templates of overlay checkouts: layers built, proven, kept on record and evicted."""

@@ -1,0 +1,1 @@
+"""The composition root, and the work that it starts."""

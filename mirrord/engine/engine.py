@@ -1,0 +1,437 @@
+"""The composition root: builds all parts of the daemon, and closes them in reverse order.
+
+Owns the settings in force, status and reload. A part is opened after everything that it may call.
+If opening fails, the opened parts are closed.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+from .. import __version__, config, telemetry
+from ..audit.service import Audits
+from ..catalog import Catalog
+from ..checkouts.overlay import find_overlay
+from ..checkouts.service import Checkouts
+from ..config import Settings
+from ..datasets.service import Datasets
+from ..environments.building import Builds
+from ..environments.service import Environments
+from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
+from ..fleet.claims import Claims
+from ..git.command import Git
+from ..grading.service import Grading
+from ..heal.repair import Heals
+from ..host.peers import Access
+from ..host.room import Room
+from ..host.trash import Trash, remove_trees
+from ..jobs.events import Events
+from ..jobs.operations import Operations
+from ..jobs.watch import Watch, is_complete_name, signature_of
+from ..mirrors.bundles import Bundles
+from ..mirrors.service import Mirrors
+from ..model import Backend, CommitId, History, MirrorName, utc_now
+from ..places import Layout
+from ..protocol import Activity, Configuration, ReloadAnswer, Status
+from ..templates.builder import StoreBuilder
+from ..templates.environments import EnvironmentStore
+from ..templates.service import Templates
+from ..workers.pool import Workers
+from ..workers.turns import HOUSEKEEPING, Askers, Gate
+from .activity import ActivityMonitor, HealthMonitor, Traffic
+from .storage import Storage
+from .timetable import Cleanup, Schedule, Timetable
+from .work import BackgroundWork, Prewarm
+
+if TYPE_CHECKING:
+    from ..fleet.service import Fleet
+
+
+class Engine:
+    """The parts of one daemon. Those that need the disk or a process exist after `open`.
+
+    `load` reads the settings again, with the options of the daemon's command line.
+    """
+
+    def __init__(
+        self, settings: Settings, *, config_path: Path | None, load: Callable[[], Settings]
+    ) -> None:
+        self._settings = settings
+        self._config_path = config_path
+        self._load = load
+        self.is_open, self._opening_ended = False, asyncio.Event()
+        self._closing = AsyncExitStack()
+        self._refused_files: dict[Path, str] = {}
+        self._config_fault: str | None = None
+        self._reloading = asyncio.Lock()
+        self._on_reload: list[Callable[[], Awaitable[None]]] = []
+        self.started_at = utc_now()
+        self.layout = Layout(settings.state_dir)
+        self.access = Access(self.settings)
+        self.events = Events()
+        self.gate = Gate(lambda: self._settings.access)
+        self.operations = Operations(self.events)
+        self.traffic = Traffic()
+        self.room = Room(self.layout.root, lambda: self._settings.checkouts.disk_reserve)
+        self.health = HealthMonitor(
+            self.layout.root, self.access, self.room, is_open=lambda: self.is_open
+        )
+
+    def settings(self) -> Settings:
+        """Return the settings in force. Parts keep this function, not its result."""
+        return self._settings
+
+    async def wait_until_open(self) -> None:
+        """Raises StoppingError if opening fails."""
+        await self._opening_ended.wait()
+        if not self.is_open:
+            raise StoppingError("the daemon cannot open its state", hint="its log says why")
+
+    async def open(self) -> None:
+        """Build and open every part."""
+        try:
+            await self._open_stores()
+            await self._open_checkouts()
+            await self._open_audits()
+            await self._open_jobs()
+            self.is_open = True
+        finally:
+            self._opening_ended.set()
+        duration_s = (utc_now() - self.started_at).total_seconds()
+        self.events.publish("daemon.opened", duration_s=duration_s)
+
+    async def close(self) -> None:
+        """Close what was opened, in reverse."""
+        await self._closing.aclose()
+
+    async def _open_stores(self) -> None:
+        """Open catalog, mirrors and datasets."""
+        self.git = Git(home=self.layout.home)
+        self.workers = Workers(on_start=self._configure_log(), charge=self.gate.charge)
+        self._closing.push_async_callback(self.workers.close)
+        # the catalog first: opening the mirrors adapts it to their refs
+        place = self._settings.catalog.url or self.layout.catalog
+        self.catalog = await Catalog.open(place, self.workers)
+        self._closing.push_async_callback(self.catalog.close)
+        self.trash = Trash(self._remove_in_worker, lambda: tuple(Askers.present().uids))
+        self.mirrors = Mirrors(
+            settings=self.settings, git=self.git, workers=self.workers, catalog=self.catalog,
+            events=self.events, trash=self.trash, room=self.room,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.mirrors.close)
+        self.bundles, self.datasets = Bundles(self.mirrors), Datasets(self.mirrors)
+        self.fleet = await self._join_fleet()
+        await self.mirrors.open()
+        # datasets remove stale pins when they open, so mirrors and catalog have to agree before
+        await self.datasets.open()
+        self.health.warn_by(self.datasets.warnings)
+        self.health.warn_by(self._file_warnings)
+        self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
+        self.health.degrade_by(self.mirrors.outages)
+        self.health.degrade_by(self.catalog.outages)
+
+    async def _join_fleet(self) -> "Fleet | None":
+        """With a store, join the fleet; without one, claim a shared catalog for this daemon."""
+        if not self._settings.store.url:
+            if self.catalog.is_shared:
+                claims = Claims(self.catalog, lambda: 0)
+                hold = await claims.take_catalog()
+                keeping = asyncio.create_task(claims.renew_forever())
+                self._closing.push_async_callback(claims.give_back, [hold])
+                self._closing.callback(keeping.cancel)
+            return None
+        try:
+            # imported late: an optional dependency, which takes 0.1 s to load
+            objects = await anyio.to_thread.run_sync(import_module, "mirrord.fleet.objects")
+            service = import_module("mirrord.fleet.service")
+        except ImportError as error:
+            fact = "cannot use [store] url: obstore is not installed"
+            raise InvalidConfigError(fact, hint="pip install 'mirrord[fleet]'") from error
+        self.catalog.node = await anyio.to_thread.run_sync(service.read_node, self.layout.root)
+        store = await anyio.to_thread.run_sync(objects.ObjectStore, self._settings.store.url)
+        fleet: Fleet = service.Fleet(store, self.bundles)
+        self.mirrors.sharing = fleet
+        await fleet.open()
+        self._closing.push_async_callback(fleet.close)
+        self.health.degrade_by(fleet.outages)
+        self.on_reload(fleet.apply)
+        return fleet
+
+    def _configure_log(self) -> Callable[[], None]:
+        """Configure the log. Return a function that does the same in another process."""
+        settings = self._settings.log
+        configure = partial(telemetry.configure, settings.level, settings.format)
+        configure()
+        return configure
+
+    async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:
+        """Remove trees that clients wrote to, in a worker that is not counted for any user."""
+        Askers(HOUSEKEEPING).bind()
+        return await self.workers.run(remove_trees, paths, timeout=timedelta(minutes=10))
+
+    async def _open_checkouts(self) -> None:
+        """Open stores and templates, then adopt the checkouts of an earlier daemon."""
+
+        async def recorded(name: MirrorName) -> set[CommitId]:
+            return {row.commit for row in await self.catalog.list_recorded(name.key)}
+
+        self.stores = StoreBuilder(
+            state_dir=self.layout.root, git=self.git, workers=self.workers,
+            mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
+            room=self.room, shared=self.fleet.closures if self.fleet else None,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.stores.close)
+        await self.stores.open()
+        self.templates = Templates(
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors_path=self.mirrors.path, stores=self.stores, events=self.events,
+            trash=self.trash,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.templates.close)
+        await self.templates.open()
+        self.environment_store = EnvironmentStore(self.layout.root, self.trash)
+        await anyio.to_thread.run_sync(self.environment_store.open)
+        overlay = await find_overlay(
+            state_dir=self.layout.root, service=self._settings.socket.parent / "mount.sock",
+            templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
+            trash=self.trash, environments=self.environment_store,
+        )  # fmt: skip
+        # leases are adopted once the templates under their trees are known
+        self.checkouts = Checkouts(
+            settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
+            mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
+            environments=self.environment_store, access=self.access, events=self.events,
+            environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108 - made below
+            trash=self.trash,
+        )  # fmt: skip
+        self._closing.push_async_callback(self.checkouts.close)
+        await self.checkouts.open()
+        self.grading = Grading(
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,
+            leasing=self.checkouts.leasing, resolver=self.checkouts.resolver,
+            patches=self.checkouts.patches,
+        )  # fmt: skip
+        place = self.layout.environments
+        builds = Builds(
+            place=place, service=self._settings.socket.parent / "build.sock",
+            store=self.environment_store, checkouts=self.checkouts, mirrors=self.mirrors,
+        )  # fmt: skip
+        await anyio.to_thread.run_sync(builds.open)
+        self.environments = Environments(
+            builds=builds, recipes=place / "recipes", datasets=self.datasets
+        )  # fmt: skip
+        self._closing.push_async_callback(self.environments.close)
+        self.storage = Storage(
+            layout=self.layout, mirrors=self.mirrors, templates=self.templates,
+            checkouts=self.checkouts, environments=self.environments,
+        )  # fmt: skip
+        self.monitor = ActivityMonitor(
+            settings=self.settings, started_at=self.started_at, room=self.room,
+            traffic=self.traffic, health=self.health, operations=self.operations, gate=self.gate,
+            workers=self.workers, checkouts=self.checkouts, trash=self.trash,
+            templates=self.templates, stores=self.stores,
+        )  # fmt: skip
+        self.health.degrade_by(self._backend_faults)
+
+    @property
+    def backend(self) -> Backend:
+        """The default backend of requests."""
+        try:
+            return self.checkouts.backend
+        except BackendUnavailableError:  # leases of the other backend are still served
+            return self._settings.checkouts.backend
+
+    def _backend_faults(self) -> list[str]:
+        try:
+            _ = self.checkouts.backend
+        except BackendUnavailableError as error:
+            return [error.message]
+        return []
+
+    async def _open_audits(self) -> None:
+        self.heals = Heals(self.mirrors)
+        await self.heals.open()
+        # an audit passes its findings to the heals, and has the mirror's templates scrubbed
+        self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
+        await self.audits.open()
+
+    async def _open_jobs(self) -> None:
+        """Add configured mirrors, start the schedule and the watches. Last: they use all parts."""
+        prewarm = Prewarm(
+            self.settings, self.catalog, self.operations, self._prepare,
+            self.stores.oldest_first, self._is_full,
+        )  # fmt: skip
+        self.datasets.on_change(prewarm.start)
+        self.work = BackgroundWork(
+            self.operations, self.mirrors, self.bundles, self.datasets, self.audits, self.heals,
+            self.templates, self.environments, prewarm,
+            on_mirrors_changed=lambda: self.schedule.reconcile(),  # noqa: PLW0108 - made below
+        )  # fmt: skip
+        # the mirrors first: datasets remove pins that mirrors adopt
+        cleanup = Cleanup([self.mirrors.clean_up, self.trash.retry, self.datasets.clean_up])
+        jobs = Timetable(
+            self.started_at, self.checkouts, self.work, cleanup, self.storage,
+            self.monitor.sample,
+        )  # fmt: skip
+        self.schedule = Schedule(jobs.table)
+        await self._add_configured_mirrors()
+        self._closing.push_async_callback(self.schedule.close)
+        await self.schedule.open()
+        if self.fleet:
+            rounds = import_module("mirrord.fleet.rounds").Rounds(
+                fleet=self.fleet, datasets=self.datasets, operations=self.operations,
+                on_gone=self.work.forget_mirror, on_mirrors=self.schedule.reconcile,
+            )  # fmt: skip
+            await rounds.open()
+            self._closing.push_async_callback(rounds.close)
+        self._dataset_watch: Watch | None = None
+        await self._watch_datasets()
+        if file := self._config_path:
+            signature = await anyio.to_thread.run_sync(signature_of, file)
+            known = {file: signature} if signature else {}
+            await self._open_watch(
+                Watch(
+                    file.parent, file.name.__eq__, lambda _: self.reload(), known=known,
+                    quiet=timedelta(seconds=0.2),
+                )
+            )  # fmt: skip
+
+    async def _is_full(self) -> bool:
+        """Return whether further templates would evict others, or find no room on the disk."""
+        return bool(self.room.measure().shortage) or await self.templates.is_full()
+
+    async def _prepare(self, name: MirrorName, commit: CommitId, history: History) -> None:
+        """Make checkouts of this commit warm. Raises MirrorNotFoundError."""
+        await self.mirrors.resolve(name, commit)  # the mirror may be removed, or not fetched yet
+        limit = await self.datasets.find_history_limit(name, commit)
+        if limit is not None and not history.is_within(limit):
+            history = limit
+        if self.backend is Backend.OVERLAY:
+            await self.templates.ensure(name, commit, history)
+        else:
+            await self.stores.ensure(name, commit, history)
+
+    async def _add_configured_mirrors(self) -> None:
+        """Add the mirrors of the settings; publish an event for each refused one."""
+        for mirror in self._settings.mirror:
+            try:
+                await self.mirrors.add(mirror.repo, mirror.url)
+            except MirrordError as error:
+                self.events.publish(
+                    "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
+                )
+
+    async def _watch_datasets(self) -> None:
+        """Start or stop watching the directory of datasets, as the settings say."""
+        is_wanted = self._settings.datasets.watch
+        if is_wanted and self._dataset_watch is None:
+            known = {}
+            for dataset in await self.catalog.list_datasets():
+                path = self.layout.datasets / Path(dataset.source).name
+                signature = await anyio.to_thread.run_sync(signature_of, path)
+                if signature and signature.changed_at < dataset.imported_at.timestamp():
+                    known[path] = signature  # already imported in this state
+            self._dataset_watch = Watch(
+                self.layout.datasets, is_complete_name, self._import_watched, known=known
+            )
+            await self._open_watch(self._dataset_watch)
+        elif self._dataset_watch and not is_wanted:
+            watch, self._dataset_watch = self._dataset_watch, None
+            await watch.close()
+
+    async def _open_watch(self, watch: Watch) -> None:
+        self._closing.push_async_callback(watch.close)
+        await watch.open()
+
+    async def _import_watched(self, path: Path) -> None:
+        """Import a file. A refused one is a health warning while it exists."""
+        ended = await self.operations.wait(self.work.import_watched(path).id)
+        if ended.error is None:
+            self._refused_files.pop(path, None)
+        else:
+            self._refused_files[path] = ended.error.code
+            self.events.publish(
+                "dataset.refused", file=path.name, code=ended.error.code, detail=ended.error.detail
+            )
+
+    def _file_warnings(self) -> list[str]:
+        """Return health warnings, without the reasons, which quote rows: health is public."""
+        hint = "`mirrord operations show` says why"
+        return [
+            f"{path.name} in datasets: cannot import it ({code}); {hint}"
+            for path, code in self._refused_files.items()
+            if path.exists()
+        ]
+
+    def on_reload(self, apply: Callable[[], Awaitable[None]]) -> None:
+        """Call `apply` at each reload, after the new settings are in force."""
+        self._on_reload.append(apply)
+
+    async def reload(self) -> ReloadAnswer:
+        """Read the configuration again, and apply the settings that need no restart.
+
+        Raises InvalidConfigError for an invalid file, and then changes nothing.
+        """
+        await self.wait_until_open()
+        async with self._reloading:
+            return await self._reload()
+
+    async def _reload(self) -> ReloadAnswer:
+        try:
+            new = await anyio.to_thread.run_sync(self._load)
+        except InvalidConfigError as error:
+            fact = error.message.splitlines()[0]
+            self._config_fault = f"the previous settings stay in effect: {fact}"
+            self.health.refresh()
+            self.events.publish("config.refused", detail=error.message)
+            raise
+        self._config_fault = None
+        self.health.refresh()
+        applied, refused = config.compare(self._settings, new)
+        self._settings = config.merge_live(self._settings, new)
+        self.workers.prepare_by(self._configure_log())
+        self.access.refresh()
+        if "mirror" in applied:
+            await self._add_configured_mirrors()
+        await self._watch_datasets()
+        await self.schedule.reconcile()
+        for apply in self._on_reload:
+            await apply()
+        self.events.publish("config.reloaded", applied=applied, refused=refused)
+        return ReloadAnswer(applied=applied, refused=refused)
+
+    def configuration(self) -> Configuration:
+        path = str(self._config_path) if self._config_path else None
+        settings = json.loads(telemetry.masked(self._settings.model_dump_json()))
+        return Configuration(path=path, settings=settings)
+
+    async def status(self) -> Status:
+        return Status(
+            version=__version__, pid=os.getpid(), uid=os.geteuid(), started_at=self.started_at,
+            state_dir=str(self.layout.root),
+            config_path=str(self._config_path) if self._config_path else None,
+            backend=self.backend,
+            health=self.health.report().health,
+            mirrors=await self.mirrors.list_mirrors(),
+            datasets=await self.catalog.summarise_datasets(),
+            checkout_count=len(self.checkouts.leases),
+            checkout_max=self._settings.checkouts.max,
+            operations_running=self.operations.running_count,
+            operations_queued=self.operations.queued_count,
+            last_audit=self.audits.last,
+            jobs=self.schedule.states(),
+        )  # fmt: skip
+
+    def activity(self, uid: int | None = None, *, history: bool = False) -> Activity:
+        """Return the daemon's activity, or what the user `uid` sees of it. Reads only memory."""
+        return self.monitor.report(uid, history=history)

@@ -1,0 +1,312 @@
+"""Disk usage and garbage collection of the state directory: `du` and `gc`.
+
+Templates are weighed by their records; a worker walks the rest, for a limited time. A collection
+drops caches that no checkout needs and that the daemon can make again. Everything is renamed before
+it is removed, so a crash leaves trash, which the next start removes.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import anyio
+import anyio.to_thread
+
+from ..checkouts.layers import layer_path
+from ..checkouts.leases import Lease
+from ..checkouts.service import Checkouts
+from ..environments.service import Environments
+from ..host.peers import Peer
+from ..host.trash import TRASH_PREFIX, find_trash
+from ..mirrors.service import Mirrors
+from ..model import History
+from ..places import Layout
+from ..protocol import Dropped, Garbage, Usage, UsageKind, UsageRow, UsageTotal
+from ..templates.service import Templates
+from ..templates.store import SealedStore
+from ..trees.reader import weigh
+
+_WALK_TIME = timedelta(seconds=20)
+_IDLE = timedelta(minutes=10)
+
+
+class _Item(NamedTuple):
+    """Paths that are weighed as one row; `checkouts` is how many checkouts use them."""
+
+    name: str
+    paths: tuple[Path, ...]
+    checkouts: int = 0
+    is_garbage: bool = False
+
+    @property
+    def exists(self) -> bool:
+        return any(map(os.path.lexists, self.paths))
+
+
+_Items = dict[UsageKind, list[_Item]]
+
+
+class _Kind(NamedTuple):
+    """All rows of a kind. A file that several rows share counts once in `size_bytes`."""
+
+    kind: UsageKind
+    rows: list[UsageRow]
+    size_bytes: int
+    reclaimable_bytes: int = 0
+
+    @property
+    def total(self) -> UsageTotal:
+        used = sum(row.checkouts > 0 for row in self.rows)
+        return UsageTotal(
+            kind=self.kind, count=len(self.rows), used=used,
+            size_bytes=self.size_bytes, reclaimable_bytes=self.reclaimable_bytes,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True, eq=False)
+class Storage:
+    """The disk of one daemon."""
+
+    layout: Layout
+    mirrors: Mirrors
+    templates: Templates
+    checkouts: Checkouts
+    environments: Environments
+    _collecting: anyio.Lock = field(default_factory=anyio.Lock)
+    _is_low: bool = False
+
+    def __post_init__(self) -> None:
+        self.room, self.trash = self.mirrors.room, self.mirrors.trash
+        self.quarantine, self.events = self.mirrors.quarantine, self.mirrors.events
+        self.room.evict = self._make_room
+
+    async def usage(self, peer: Peer, *, is_admin: bool, verbose: bool) -> Usage:
+        """Return what is on disk; without `is_admin`, the peer's own checkouts and layers."""
+        leases = self.checkouts.leases_of(peer)
+        items: _Items = {"layers": self._find_layers(peer)}
+        found: list[_Kind] = []
+        if is_admin:
+            items |= await anyio.to_thread.run_sync(self._find_items, leases)
+            found += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
+        # checkouts last: trees of the pool can use up the walk's time
+        found += await self._weigh(items | _find_checkouts(self.layout.root, leases))
+        found.sort(key=lambda each: get_args(UsageKind).index(each.kind))
+        rows = [row for each in found for row in each.rows]
+        disk = await anyio.to_thread.run_sync(os.statvfs, self.layout.root)
+        return Usage(
+            size_bytes=sum(each.size_bytes for each in found),
+            reclaimable_bytes=sum(each.reclaimable_bytes for each in found),
+            disk_bytes=disk.f_blocks * disk.f_frsize,
+            disk_free_bytes=disk.f_bavail * disk.f_frsize,
+            totals=[each.total for each in found if each.rows],
+            rows=rows if verbose else [],
+            partial=sum(not row.is_whole for row in rows),
+        )
+
+    async def collect(self, *, dry_run: bool) -> Garbage:
+        """Drop unused caches, or with `dry_run` list them. One collection runs at a time."""
+        async with self._collecting:
+            items = await anyio.to_thread.run_sync(self._find_garbage)
+            weighed = await self._weigh(items)
+            keep = self.checkouts.needed_templates
+            if dry_run:
+                templates = {
+                    each.name: (sum(not one.is_needed for one in each.templates), each.free_bytes)
+                    for each in await self.templates.weigh(keep)
+                }
+            else:
+                self.checkouts.pool.drop_warm(timedelta())
+                templates = await self.templates.collect(keep)
+                await self.quarantine.clean()
+                await self.environments.builds.drop_caches()
+                await self.trash.settle()
+            kept = set() if dry_run else await anyio.to_thread.run_sync(_find_existing, items)
+        dropped = [
+            Dropped(kind="templates", name=str(name), count=count, size_bytes=size)
+            for name, (count, size) in templates.items()
+            if count or size
+        ]
+        dropped += [
+            Dropped(kind=row.kind, name=row.name, size_bytes=row.size_bytes)
+            for each in weighed
+            for row in each.rows
+            if row.size_bytes and (row.kind, row.name) not in kept
+        ]
+        freed_bytes = sum(each.size_bytes for each in dropped)
+        if not dry_run:
+            self.events.publish("garbage.collected", count=len(dropped), size_bytes=freed_bytes)
+        return Garbage(dry_run=dry_run, freed_bytes=freed_bytes, dropped=dropped)
+
+    async def look(self) -> None:
+        """Evict caches before the disk is full; publish `disk.ran_low` and `disk.recovered`."""
+        space = await self.room.look()
+        if bool(space.shortage) != self._is_low:
+            self._is_low = not self._is_low
+            self.events.publish(
+                "disk.ran_low" if self._is_low else "disk.recovered",
+                free_bytes=space.free_bytes, reserve_bytes=space.reserve_bytes,
+                free_inodes=space.free_inodes,
+            )  # fmt: skip
+
+    async def _make_room(self, short_bytes: int) -> None:
+        """Drop caches that were not used recently until about `short_bytes` are freed.
+
+        Environments are kept: building one again needs room and a package index.
+        """
+        wanted_bytes = self.room.measure().free_bytes + short_bytes
+        async with self._collecting:
+            if await anyio.to_thread.run_sync(self.environments.builds.caches):
+                await self.environments.builds.drop_caches()
+            await self.trash.settle()
+            missing = wanted_bytes - self.room.measure().free_bytes
+            if missing > 0:
+                self.checkouts.pool.drop_warm(_IDLE)
+                await self.templates.evict(missing)
+                await self.trash.settle()
+
+    # -- items, found in threads -------------------------------------------------------------------
+
+    def _find_items(self, leases: list[Lease]) -> _Items:
+        """Find everything but checkouts, templates and the catalog."""
+        held = Counter(str(lease.mirror) for lease in leases)
+        leftovers = self.quarantine.leftovers
+        layout, garbage, store = self.layout, self._find_garbage(), self.environments.store
+        environments = [
+            _Item(each.name, (store.root / each.digest,), store.held[each.digest])
+            for each in store.list()
+        ]
+        mirrors, quarantine = _paths_in(layout.mirrors), _paths_in(layout.quarantine)
+        return {
+            "mirrors": [_Item(each.name, (each,), held[each.name]) for each in mirrors],
+            **garbage,
+            "environments": [*environments, *garbage["environments"]],
+            "quarantine": [_Item(each.name, (each,), 0, each in leftovers) for each in quarantine],
+            "other": [
+                _Item(each.name, (each,)) for each in (layout.datasets, layout.bundles, layout.home)
+            ],
+        }
+
+    def _find_layers(self, peer: Peer) -> list[_Item]:
+        """Find the prepared layers that a peer saved; for an administrator all."""
+        prepared = self.checkouts.prepared
+        return [
+            _Item(
+                f"{record.saved.name} {record.mirror}@{record.commit}",
+                prepared.paths_of(record),
+                holders,
+            )
+            for record, holders in self.checkouts.layers_of(peer)
+        ]
+
+    def _find_garbage(self) -> _Items:
+        """Find unused caches, released trees, leftovers of killed processes, and trash."""
+        layout, templates = self.layout, self.layout.templates
+        directories = [
+            *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, templates),
+            *layout.leases.glob("[!.]*"),
+            *templates.glob("*"),
+            *templates.glob("[!.]*/*"),
+        ]
+        trash = sorted(path for directory in directories for path in find_trash(directory))
+        leftovers = sorted(self.quarantine.leftovers)
+        warm, caches = self.checkouts.pool.warm, self.environments.builds.caches()
+        return {
+            "environments": [
+                _Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
+            ],
+            "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in warm],
+            "quarantine": [_Item(each.name, (each,), is_garbage=True) for each in leftovers],
+            "trash": [
+                _Item(str(each.relative_to(layout.root)), (each,), is_garbage=True)
+                for each in trash
+            ],
+        }
+
+    # -- sizes -------------------------------------------------------------------------------------
+
+    async def _weigh(self, items: _Items) -> list[_Kind]:
+        """Weigh items by a walk."""
+        limit_s = _WALK_TIME.total_seconds()
+        paths = {str(kind): [each.paths for each in some] for kind, some in items.items()}
+        weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_TIME * 2)
+        found = []
+        for kind, some in items.items():
+            rows = [
+                UsageRow(
+                    kind=kind, name=each.name, checkouts=each.checkouts, is_whole=weight.is_whole,
+                    size_bytes=weight.size_bytes, shared_bytes=weight.shared_bytes,
+                    reclaimable_bytes=weight.size_bytes if each.is_garbage else 0,
+                )
+                for each, weight in zip(some, weights[kind].each, strict=True)
+            ]  # fmt: skip
+            free = sum(row.reclaimable_bytes for row in rows)
+            found.append(_Kind(kind, rows, weights[kind].total_bytes, free))
+        return found
+
+    async def _weigh_templates(self, leases: Iterable[Lease]) -> _Kind:
+        """Weigh templates by their records."""
+        held = Counter((lease.mirror.key, lease.commit, lease.history) for lease in leases)
+        weights = await self.templates.weigh(self.checkouts.needed_templates)
+        rows = [
+            UsageRow(
+                kind="templates",
+                name=_template_name(one.store),
+                size_bytes=one.size_bytes,
+                shared_bytes=one.shared_bytes,
+                reclaimable_bytes=0 if one.is_needed else one.size_bytes - one.shared_bytes,
+                checkouts=held[one.store.mirror.key, one.store.commit, one.store.history],
+                used_at=datetime.fromtimestamp(one.used_at, UTC),
+            )
+            for each in weights
+            for one in each.templates
+        ]
+        sizes = sum(each.size_bytes for each in weights), sum(each.free_bytes for each in weights)
+        return _Kind("templates", rows, *sizes)
+
+    async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
+        """Weigh datasets by the values of their rows; the rest of the database is one row."""
+        held = Counter(lease.dataset for lease in leases)
+        sizes = await self.mirrors.catalog.weigh_datasets()
+        rows = [
+            UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])
+            for name, size in sizes.items()
+        ]
+        found = [_Kind("datasets", rows, sum(sizes.values()))]
+        path = self.layout.catalog
+        database = await anyio.to_thread.run_sync(
+            lambda: sum(file.stat().st_blocks * 512 for file in path.parent.glob(f"{path.name}*"))
+        )
+        if database:  # none with a PostgreSQL
+            other_bytes = max(0, database - sum(sizes.values()))
+            row = UsageRow(kind="catalog", name=path.name, size_bytes=other_bytes)
+            found.append(_Kind("catalog", [row], other_bytes))
+        return found
+
+
+def _find_checkouts(root: Path, leases: Iterable[Lease]) -> _Items:
+    """Find the private files of checkouts, of an overlay its upper layer, and snapshots."""
+    layers = Counter(layer for lease in leases for layer in lease.own_layers)
+    checkouts = [_Item(lease.id, lease.own_paths, 1) for lease in leases]
+    snapshots = [
+        _Item(layer, (layer_path(root, layer),), count) for layer, count in sorted(layers.items())
+    ]
+    return {"checkouts": checkouts, "snapshots": snapshots}
+
+
+def _paths_in(directory: Path) -> list[Path]:
+    """Return the paths in a directory, without trash."""
+    return sorted(path for path in directory.iterdir() if not path.name.startswith(TRASH_PREFIX))
+
+
+def _find_existing(items: _Items) -> set[tuple[UsageKind, str]]:
+    """Return kind and name of the items that still exist."""
+    return {(kind, each.name) for kind, some in items.items() for each in some if each.exists}
+
+
+def _template_name(store: SealedStore) -> str:
+    name = f"{store.mirror}@{store.commit}"
+    return name if store.history is History.SEALED else f"{name} {store.history}"

@@ -1,0 +1,394 @@
+"""The kinds of operations, started by requests, the schedule and watched files.
+
+Includes the steps around the work itself: a new mirror is scheduled, an uploaded file is removed
+after it was read. Does not wait for the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+from ..audit.service import Audits
+from ..catalog import Catalog
+from ..config import Settings
+from ..datasets.service import DatasetFile, Datasets
+from ..environments.service import Environments
+from ..errors import DiskFullError, InstanceNotFoundError, InvalidRequestError, MirrordError
+from ..fleet import load
+from ..git.command import low_priority
+from ..heal.repair import Heals
+from ..jobs.operations import Operations, Work
+from ..mirrors.bundle_file import read_header
+from ..mirrors.bundles import Bundles
+from ..mirrors.service import Mirrors
+from ..model import AuditLevel, CommitId, CommitRole, DatasetName, History, MirrorName, shown
+from ..protocol import (
+    BuildEnvironments,
+    BundleImported,
+    Message,
+    NotRestored,
+    Operation,
+    Prewarmed,
+    Progress,
+    ProgressSink,
+    Restored,
+    StartAudit,
+)
+from ..telemetry import log
+from ..templates.service import Templates
+from ..workers.turns import Coalescer, SharedWork
+
+if TYPE_CHECKING:
+    from ..fleet.restore import Restoration
+
+
+@dataclass(slots=True)
+class BackgroundWork:
+    """Starts operations. Calls `on_mirrors_changed` after a mirror was added or removed."""
+
+    operations: Operations
+    mirrors: Mirrors
+    bundles: Bundles
+    datasets: Datasets
+    audits: Audits
+    heals: Heals
+    templates: Templates
+    environments: Environments
+    prewarm: Prewarm
+    on_mirrors_changed: Callable[[], Awaitable[None]]
+
+    async def add_mirror(self, repo: str, url: str | None, *, owner_uid: int = 0) -> Operation:
+        """Register a mirror and sync it for the first time."""
+        row = await self.mirrors.add(repo, url)
+        await self.on_mirrors_changed()
+        return self.sync(row.name, kind="mirror.add", owner_uid=owner_uid)
+
+    def sync(
+        self,
+        name: MirrorName,
+        *,
+        kind: str = "mirror.sync",
+        accept_loss: bool = False,
+        owner_uid: int = 0,
+    ) -> Operation:
+        async def run(progress: ProgressSink) -> Message:
+            result = await self.mirrors.sync(name, progress, accept_loss=accept_loss)
+            pinned = await self.datasets.repin(name)  # commits that upstream lacked before
+            return replace(result, pinned=pinned)
+
+        return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
+
+    def maintain(self, name: MirrorName) -> Operation:
+        run = partial(self.mirrors.maintain, name)
+        return self.operations.start("mirror.maintain", str(name), run)
+
+    def restore_refs(self, name: MirrorName, at: str, *, owner_uid: int = 0) -> Operation:
+        async def run(_: ProgressSink) -> object:
+            return await self.mirrors.refs_restore(name, at)
+
+        return self.operations.start("refs.restore", str(name), run, owner_uid=owner_uid)
+
+    async def import_bundle(
+        self, path: Path, *, mirror: str | None, owner_uid: int = 0
+    ) -> Operation:
+        """Import an uploaded bundle, and remove the file."""
+
+        async def run(progress: ProgressSink) -> Message:
+            result = await self.bundles.import_file(
+                path, mirror=mirror, owner_uid=owner_uid, progress=progress
+            )
+            self.datasets.rows_changed(result.datasets)
+            await self.on_mirrors_changed()
+            return result
+
+        return await self._start_with(path, "bundle.import", mirror or "a bundle", run, owner_uid)
+
+    async def restore(self, names: Sequence[str], *, owner_uid: int = 0) -> Operation:
+        """Restore mirrors from the store, by default all, and audit them.
+
+        Raises InvalidRequestError without a store, InvalidUrlError, StoreUnavailableError.
+        """
+        url = self.mirrors.settings().store.url
+        if not url:
+            hint = "set [store] url in the configuration and restart the daemon"
+            raise InvalidRequestError("cannot restore from the store: there is none", hint=hint)
+        module = await anyio.to_thread.run_sync(load, "restore")
+        store: Restoration = await anyio.to_thread.run_sync(module.restoration, url, self.bundles)
+
+        async def run(progress: ProgressSink) -> Message:
+            await self.mirrors.room.ensure("restore mirrors")
+            restored: list[BundleImported] = []
+            failed: list[NotRestored] = []
+            try:
+                async for each in store.restore_all(names, owner_uid, progress):
+                    if isinstance(each, BundleImported):
+                        restored.append(each)
+                    else:
+                        failed.append(each)
+            finally:
+                self.datasets.rows_changed({name for each in restored for name in each.datasets})
+            await self.on_mirrors_changed()
+            audit = None
+            if restored:
+                mirrors = [each.mirror for each in restored]
+                request = StartAudit(mirrors=mirrors, level=AuditLevel.CLOSURE, heal=False)
+                audit = await self.audits.run(request, progress)
+            return Restored(mirrors=restored, failed=failed, audit=audit)
+
+        subject = ", ".join(names) or "everything in the store"
+        return self.operations.start("restore", subject, run, owner_uid=owner_uid)
+
+    async def remove_mirror(self, name: MirrorName) -> None:
+        """Remove a mirror and everything built from it. Raises MirrorInUseError."""
+        await self._forget(name, self.mirrors.remove)
+        await self.on_mirrors_changed()
+
+    async def forget_mirror(self, name: MirrorName) -> None:
+        """Remove the local data of a mirror that another daemon removed."""
+        await self._forget(name, self.mirrors.discard)
+
+    async def _forget(
+        self, name: MirrorName, remove: Callable[[MirrorName], Awaitable[None]]
+    ) -> None:
+        async with self.prewarm.paused(name):
+            await remove(name)
+            await self.templates.remove_mirror(name)
+
+    async def import_upload(
+        self, file: DatasetFile, *, dry_run: bool = False, owner_uid: int = 0
+    ) -> Operation:
+        """Import an uploaded dataset file, or with `dry_run` compare it, and remove the file."""
+
+        async def compare(_: ProgressSink) -> Message:
+            return await self.datasets.compare_file(file)
+
+        run: Work = compare if dry_run else partial(self._import, file)
+        kind = "dataset.compare" if dry_run else "dataset.import"
+        return await self._start_with(file.path, kind, file.name or file.source, run, owner_uid)
+
+    def import_watched(self, path: Path) -> Operation:
+        """Import a file of the watched directory, without removing it."""
+        run = partial(self._import, DatasetFile(path, path.name))
+        return self.operations.start("dataset.import", path.name, run)
+
+    async def _import(self, file: DatasetFile, progress: ProgressSink) -> object:
+        await self.mirrors.room.ensure(f"import {file.source}")
+        result = await self.datasets.import_file(file, progress)
+        await self.on_mirrors_changed()
+        return result
+
+    async def audit(
+        self, request: StartAudit, *, kind: str = "audit", resume: bool = False, owner_uid: int = 0
+    ) -> Operation:
+        """Audit; with `resume`, continue an interrupted one.
+
+        Raises MirrorNotFoundError and DatasetNotFoundError before it starts.
+        """
+        names = [(await self.mirrors.get(text)).name for text in request.mirrors]
+        if request.dataset:
+            await self.datasets.get(request.dataset)
+        subject = ", ".join(map(str, names)) or request.dataset or "everything recorded"
+        run = partial(self.audits.run, request, resume=resume)
+        return self.operations.start(kind, subject, run, owner_uid=owner_uid)
+
+    async def prepare_dataset(
+        self, name: DatasetName, instances: Collection[str], *, owner_uid: int = 0
+    ) -> Operation:
+        """Prepare templates for these instances of a dataset, or for all.
+
+        Raises DatasetNotFoundError and InstanceNotFoundError before it starts.
+        """
+        await self.datasets.get(name)
+        bases = []
+        for identity in instances:
+            row = await self.datasets.find_instance(identity, name)
+            if row is None:
+                raise InstanceNotFoundError(
+                    f"cannot prepare instance {shown(identity)}: dataset {name} has none of this id"
+                )
+            if row.base_commit is not None:
+                bases.append((row.mirror, row.base_commit))
+
+        async def run(progress: ProgressSink) -> object:
+            commits = bases if instances else await self.prewarm.list_bases(name)
+            return await self.prewarm.run(name, await self.prewarm.ordered(commits), progress)
+
+        return self.operations.start("dataset.prepare", name, run, owner_uid=owner_uid)
+
+    async def build_environments(
+        self, request: BuildEnvironments, *, owner_uid: int = 0
+    ) -> Operation:
+        """Build environments. Raises before it starts if a name is unknown."""
+        await self.mirrors.room.ensure("build environments")
+        plans, refused = await self.environments.plan(request)
+        names = ", ".join(request.names[:5]) + (" and others" if len(request.names) > 5 else "")
+
+        async def run(progress: ProgressSink) -> Message:
+            return await self.environments.build(plans, refused, request.again, progress)
+
+        subject = names or str(request.dataset)
+        return self.operations.start("environment.build", subject, run, owner_uid=owner_uid)
+
+    async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
+        """Heal a mirror with an uploaded bundle as another donor, and remove the file.
+
+        Raises MirrorNotFoundError and InvalidBundleError.
+        """
+        async with self._removed_on_error(bundle):
+            name = (await self.mirrors.get(mirror)).name
+            await anyio.to_thread.run_sync(read_header, bundle)
+        request = StartAudit(mirrors=[str(name)], level=AuditLevel.CONTENT, heal=True)
+
+        async def run(progress: ProgressSink) -> object:
+            with self.mirrors.quarantine.holding(bundle), self.heals.lending(bundle):
+                return await self.audits.run(request, progress)
+
+        return await self._start_with(bundle, "heal", str(name), run, owner_uid)
+
+    async def _start_with(
+        self, path: Path, kind: str, subject: str, run: Work, owner_uid: int
+    ) -> Operation:
+        """Start work on an uploaded file, which is removed at its end or if it cannot start."""
+
+        async def run_and_remove(progress: ProgressSink) -> object:
+            try:
+                return await run(progress)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self.mirrors.quarantine.remove(path)
+
+        async with self._removed_on_error(path):
+            return self.operations.start(kind, subject, run_and_remove, owner_uid=owner_uid)
+
+    @asynccontextmanager
+    async def _removed_on_error(self, path: Path) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            await self.mirrors.quarantine.remove(path)
+            raise
+
+
+# -- prewarming -----------------------------------------------------------------------------------
+
+_Commits = list[tuple[MirrorName, CommitId]]
+_CHECK_EVERY = 16  # commits between two checks of the room for templates
+
+
+@dataclass(slots=True)
+class Prewarm:
+    """Prepares base commits: of imported datasets if the settings say so, or on request.
+
+    One commit at a time and with low priority, so it uses at most one worker; oldest first, so that
+    each is built on those before it. A failing commit is counted and skipped. It stops when
+    templates are full (`is_full`) and resumes there when there is room, so it prepares no evicted
+    template again. What was built survives a restart.
+    """
+
+    settings: Callable[[], Settings]
+    catalog: Catalog
+    operations: Operations
+    prepare: Callable[[MirrorName, CommitId, History], Awaitable[object]]
+    oldest_first: Callable[[MirrorName, Collection[CommitId]], Awaitable[Sequence[CommitId]]]
+    is_full: Callable[[], Awaitable[bool]]
+    _unfinished: dict[DatasetName, _Commits] = field(default_factory=dict)
+    _preparing: dict[str, anyio.Lock] = field(default_factory=dict)
+    _running: Coalescer[Prewarmed] = field(default_factory=Coalescer)
+
+    @asynccontextmanager
+    async def paused(self, name: MirrorName) -> AsyncIterator[None]:
+        """Prepare nothing of a mirror in the block. Waits for the commit being prepared."""
+        async with self._preparing.setdefault(name.key, anyio.Lock()):
+            yield
+
+    def start(self, dataset: DatasetName) -> None:
+        """Prepare a dataset that was imported or removed."""
+        self._unfinished.pop(dataset, None)
+        self._start(dataset, None)
+
+    async def resume(self) -> None:
+        """Continue with datasets for which there was no room, if there is now."""
+        if self._unfinished and not await self.is_full():
+            unfinished, self._unfinished = self._unfinished, {}
+            for dataset, commits in sorted(unfinished.items()):
+                self._start(dataset, commits)
+
+    def _start(self, dataset: DatasetName, commits: _Commits | None) -> None:
+        checkouts = self.settings().checkouts
+        is_wanted = checkouts.prewarm and checkouts.history is not History.LINKED
+        if is_wanted and not self.operations.is_stopping:
+            self.operations.start("prewarm", dataset, partial(self._run, dataset, commits))
+
+    async def _run(
+        self, dataset: DatasetName, commits: _Commits | None, progress: ProgressSink
+    ) -> Prewarmed:
+        commits = commits or await self.ordered(await self.list_bases(dataset))
+        result = await self.run(dataset, commits, progress)
+        if result.left:
+            self._unfinished[dataset] = commits[-result.left :]
+        return result
+
+    async def list_bases(self, dataset: DatasetName) -> _Commits:
+        """List the base commits of a dataset."""
+        rows = await self.catalog.list_recorded(dataset=dataset)
+        return [(row.mirror, row.commit) for row in rows if row.role is CommitRole.BASE]
+
+    async def ordered(self, commits: _Commits) -> _Commits:
+        """Return each commit once, by mirror, oldest first."""
+        mirrors: dict[str, tuple[MirrorName, set[CommitId]]] = {}
+        for name, commit in commits:
+            mirrors.setdefault(name.key, (name, set()))[1].add(commit)
+        return [
+            (name, commit)
+            for _, (name, unordered) in sorted(mirrors.items())
+            for commit in await self._order(name, unordered)
+        ]
+
+    async def _order(self, name: MirrorName, commits: Collection[CommitId]) -> Sequence[CommitId]:
+        try:
+            return await self.oldest_first(name, commits)
+        except MirrordError:  # never synced, or git cannot open it: each commit fails for itself
+            return sorted(commits)
+
+    async def run(
+        self, dataset: DatasetName, commits: _Commits, progress: ProgressSink
+    ) -> Prewarmed:
+        """Prepare commits in this order regardless of the settings, or join a run of the same."""
+        history = self.settings().checkouts.history
+        if history is History.LINKED:  # it needs no template; requests for another are for sealed
+            history = History.SEALED
+        run = partial(self._prepare_each, dataset, commits, history)
+        return await self._running.join(f"{history} {commits}", run, progress)
+
+    async def _prepare_each(
+        self,
+        dataset: DatasetName,
+        commits: _Commits,
+        history: History,
+        work: SharedWork[Prewarmed],
+    ) -> Prewarmed:
+        total, prepared, failed = len(commits), 0, 0
+        for number, (name, commit) in enumerate(commits):
+            work.report(Progress(done=number, total=total, unit="commits", note=str(name)))
+            if number % _CHECK_EVERY == 0 and await self.is_full():
+                log.info("prewarm.stopped", dataset=dataset, prepared=prepared, left=total - number)
+                break
+            try:
+                async with self.paused(name):
+                    with low_priority():
+                        await self.prepare(name, commit, history)
+                prepared += 1
+            except DiskFullError:
+                raise
+            except MirrordError as error:
+                failed += 1
+                log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
+        work.report(Progress(done=prepared + failed, total=total, unit="commits"))
+        return Prewarmed(prepared=prepared, failed=failed, left=total - prepared - failed)

@@ -1,0 +1,293 @@
+"""The preparation of a grade: an agent's tree or a model's patch becomes a layer on the base.
+
+One worker call. Only content is taken over: the paths, blobs and modes that git would record. What
+the rules drop is left out, paths of the test patch are restored to the base, and its result comes
+on top. Files are written as a checkout of the base commit would, so the agent's attributes do not
+affect the tests. A crash leaves a layer without a lease.
+"""
+
+import hashlib
+import os
+import re
+import stat
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import errors
+from ..checkouts.backend import ChangedPaths
+from ..checkouts.layers import LayerFile, write_layer
+from ..git.objects.repository import Objects, open_objects
+from ..git.objects.text import Conversions
+from ..git.objects.trees import BaseTree
+from ..host.files import entries_in, open_beneath, open_directory, opened
+from ..host.processes import ActingAs
+from ..model import ApplyStrategy, FoundStrategy
+from ..patches.diff import collect
+from ..patches.fit import BaseFiles, Change
+from ..patches.strategies import apply_patch
+from ..patches.worktree import PatchJob, Worktree, open_worktree
+from ..protocol import Steering
+from ..templates.store import CONFIG
+from ..trees.manifest import blob_id
+from ..trees.reader import TreeReader, parents
+from ..trees.tree import conversions_for
+from .context import Context, InstanceTests, imports_of
+from .rules import Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
+
+_CACHED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GradeJob:
+    """A grade to prepare: the tree of a mirror, the new `layer`, the tests and the rules.
+
+    `below` are prepared layers, which have files of that tree and others.
+    """
+
+    mirror: Path
+    tree: str
+    below: tuple[Path, ...]
+    layer: Path
+    test_patch: bytes | None
+    own_rules: tuple[Rule, ...]
+    policies: Policies
+    file_bytes: int
+
+    @property
+    def scratch(self) -> Path:
+        """A private directory for git, beside the layer; a start removes what is left of it."""
+        return self.layer.with_name(f".scratch-{self.layer.name}")
+
+
+class AgentTree(NamedTuple):
+    """The change is the difference in a checkout; `changed` lists the paths that may differ."""
+
+    job: PatchJob
+    changed: ChangedPaths
+
+
+class ModelPatch(NamedTuple):
+    """The change is a patch for the base commit; a long one is in a file."""
+
+    patch: bytes | Path
+    strategy: ApplyStrategy = ApplyStrategy.EXACT
+
+
+class Prepared(NamedTuple):
+    """A prepared grade. `files` and `size_bytes` are its layer's; `tests` may be None."""
+
+    changed: int
+    dropped: list[str]
+    steering: list[Steering]
+    tests: list[str] | None
+    strategy: FoundStrategy | None
+    files: int
+    size_bytes: int
+
+
+def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
+    """Write the layer of a grade.
+
+    Raises SteeringRefusedError, and what a diff of the tree or the patch raises.
+    """
+    with ExitStack() as stack:
+        tree, changed, strategy = None, list[bytes](), None
+        if isinstance(source, AgentTree):
+            tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
+            objects, changes = tree.objects, collect(tree, changed)
+        else:
+            objects = stack.enter_context(open_objects(job.mirror))
+            changes, strategy = _applied(job, objects, source)
+        tests = _tests_of(job, objects)
+        base = tree.base if tree else BaseTree(objects, job.tree)
+        by_path = {change.path: change for change in changes}
+        context = Context(
+            base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes
+        )
+        book = _book(job.own_rules)
+        left = find_leftovers(tree, changed, context, book) if tree else []
+        sifted = sift(context, book, job.policies, left)
+        written = [*sifted.changes, *context.tests.changes]
+        files = _files(written, _conversions(objects, base, written))
+        write_layer(job.layer, partial(_names_in, base, job.below), files)
+    return Prepared(
+        changed=len(changes),
+        dropped=[printable(path) for path in sifted.dropped],
+        steering=sifted.steering,
+        tests=[printable(change.path) for change in tests.changes] if tests else None,
+        strategy=strategy,
+        files=len(written),
+        size_bytes=sum(len(change.data) for change in written),
+    )
+
+
+def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[bytes]:
+    """Return the names in a directory: those that git tracks, and those of the layers below."""
+    names = set(base.names_in(directory))
+    for layer in below:
+        with (
+            suppress(OSError),
+            opened(open_directory(layer)) as top,
+            opened(open_beneath(top, directory or b".")) as found,
+        ):
+            names |= {name for name, kind in entries_in(found) if kind}  # else a whiteout
+    return names
+
+
+_book = lru_cache(maxsize=4)(RuleBook)
+
+
+def _applied(
+    job: GradeJob, objects: Objects, source: ModelPatch
+) -> tuple[list[Change], FoundStrategy | None]:
+    """Return the changes that a patch makes, none for an empty one."""
+    patch = source.patch.read_bytes() if isinstance(source.patch, Path) else source.patch
+    if not patch.strip():
+        return [], None
+    base = BaseFiles(objects, job.tree)
+    applied = apply_patch(base, patch, scratch=job.scratch, strategy=source.strategy)
+    return applied.changes, applied.strategy
+
+
+_tests_cache: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()
+"""A cache by mirror, tree and digest of the patch: many changes are graded by the same tests."""
+
+
+def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
+    if job.test_patch is None:
+        return None
+    key = job.mirror, job.tree, hashlib.sha256(job.test_patch).digest()
+    found = _tests_cache.pop(key, None)
+    if found is None:
+        base = BaseFiles(objects, job.tree)
+        try:
+            changes = apply_patch(base, job.test_patch, scratch=job.scratch).changes
+        except (errors.ConflictError, errors.UsageError) as error:
+            raise errors.PatchConflictError(
+                f"cannot apply the tests of the instance: {error.message}",
+                hint="its test patch does not fit its base commit; try `mirrord rehearse`",
+            ) from error
+        old = (change.old for change in changes)
+        before = set[str]().union(*(imports_of(objects.read_blob(e.oid)) for e in old if e))
+        after = set[str]().union(*(imports_of(change.data) for change in changes))
+        found = InstanceTests(changes, frozenset(before), frozenset(after - before))
+    _tests_cache[key] = found
+    while len(_tests_cache) > _CACHED:
+        _tests_cache.popitem(last=False)
+    return found
+
+
+def _conversions(objects: Objects, base: BaseTree, changes: Iterable[Change]) -> Conversions:
+    """Return the base commit's conversions, by its attribute files on the way to the changes."""
+    directories = {b"", *(above for change in changes for above in parents(change.path))}
+    places = (above + b"/.gitattributes" if above else b".gitattributes" for above in directories)
+    return conversions_for(objects, filter(None, map(base.find, places)))
+
+
+def _files(changes: Iterable[Change], conversions: Conversions) -> Iterator[LayerFile]:
+    """Iterate over changes with the bytes that a checkout has."""
+    for change in changes:
+        data = change.data
+        is_file = change.mode is not None and stat.S_ISREG(change.mode)
+        if is_file and (conversion := conversions.find(change.path)):
+            data = conversion.smudge(data, blob_id(data).hex())
+        yield change.path, change.mode, data
+
+
+# -- leftovers: files of an agent's tree that are in no change -------------------------------------
+#
+# Ignored files, special files and `.git` do not reach a grade. Those that would steer tests in the
+# agent's own tree are reported, because they show the attempt. They are read as the tree's owner,
+# up to a bound; what the owner may not read is skipped.
+
+LOOKED_AT = 5_000
+_LEFT_NAMED = 3  # findings of one rule: an ignored directory may hold thousands
+_CONFIG_BYTES = 64 * 1024
+_SETTINGS = re.compile(
+    rb"^[ \t]*(?:\[[ \t]*(?:filter|include|includeif|alias|diff|merge|url|credential)\b"
+    rb"|(?:hookspath|fsmonitor|attributesfile|excludesfile|sshcommand|worktree|gitproxy|pager"
+    rb"|editor|external|program)[ \t]*=)",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def find_leftovers(
+    tree: Worktree, changed: Iterable[bytes], context: Context, book: RuleBook
+) -> list[Steering]:
+    """Return the findings outside of the change; `changed` are all paths that may differ."""
+    with tree.owner:
+        found = [*_in_git_directory(tree.reader, tree.owner, book)]
+        files = list(islice(_iter_files(tree, changed), LOOKED_AT))
+    seen: dict[tuple[str, str], Steering] = {}
+    for path, mode in files:  # as the daemon's user, because the owner may not read the mirror
+        for each in _judged(path, mode, context, book):
+            seen[each.rule, each.path] = each
+    return [*found, *cut(seen.values(), _LEFT_NAMED)]
+
+
+def _iter_files(tree: Worktree, changed: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Iterate over files at and below each changed path, with `st_mode`."""
+    for top in changed:
+        if mode := tree.modes.get(top):
+            yield top, mode
+            continue
+        with suppress(PermissionError, errors.CheckoutBusyError, errors.DiffTooLargeError):
+            for path, kind in tree.reader.iter_below(top, lambda _path, _error: None):
+                if kind == stat.S_IFDIR:
+                    continue
+                if mode := tree.modes.get(path):
+                    yield path, mode
+                elif found := tree.reader.find_stat(path):
+                    yield path, found.st_mode
+
+
+def _judged(path: bytes, mode: int, context: Context, book: RuleBook) -> Iterator[Steering]:
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        yield finding(book.named("special-file"), path, "left", "a pipe, socket or device")
+        return
+    if stat.S_ISREG(mode) and mode & (stat.S_ISUID | stat.S_ISGID):
+        yield finding(book.named("special-file"), path, "left", "set-id bits")
+    parts = path.split(b"/")
+    if b".git" in parts:
+        nested = b"/".join(parts[: parts.index(b".git") + 1])
+        yield finding(book.named("git-directory"), nested, "left", "a repository in the tree")
+    elif path not in context.changes and context.base.find(path) is None:
+        for rule, detail in iter_findings(book, Change(path, 0o100644, b"", None), context):
+            yield finding(rule, path, "left", detail or "ignored")
+
+
+def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> Iterator[Steering]:
+    """Find settings in `.git` that git would obey, run by anyone in the agent's tree."""
+    rule = book.named("git-directory")
+    found = reader.find_stat(b".git")
+    if found is None or not stat.S_ISDIR(found.st_mode):
+        yield finding(rule, b".git", "left", "replaced" if found else "removed")
+        return
+    with suppress(OSError, errors.CheckoutBusyError, errors.DiffTooLargeError):
+        hooks = reader.find_stat(b".git/hooks")
+        for name in reader.names_in(b".git/hooks") if hooks and stat.S_ISDIR(hooks.st_mode) else ():
+            if not name.endswith(b".sample"):
+                yield finding(rule, b".git/hooks/" + name, "left", "a hook")
+    for path in (b".git/info/attributes", b".git/info/exclude"):
+        lines = _read(reader, owner, path).splitlines()
+        if any(line.strip() and not line.startswith(b"#") for line in lines):
+            yield finding(rule, path, "left", "has rules")
+    config = _read(reader, owner, b".git/config")
+    if config != CONFIG and (setting := _SETTINGS.search(config)):
+        key = setting[0].decode(errors="replace").strip(" \t[=")
+        yield finding(rule, b".git/config", "left", f"sets {key}")
+
+
+def _read(reader: TreeReader, owner: ActingAs, path: bytes) -> bytes:
+    """Return the beginning of a file; empty if it cannot be read."""
+    with suppress(OSError, errors.CheckoutBusyError):
+        directory, name = reader.locate(path)
+        with opened(owner.open_regular(directory, name)) as file:
+            return os.pread(file, _CONFIG_BYTES, 0)
+    return b""

@@ -1,0 +1,425 @@
+"""Rules that find what in an agent's change could steer the tests, and what policies drop of it.
+
+A rule names paths and, where those are not enough, a condition on the change (`conditions.py`). A
+test compares the table with the one in docs/grading.md. The configuration adds rules of the kind
+`own`. The policy for a rule's kind decides what happens to a path. No I/O.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from ..errors import SteeringRefusedError
+from ..model import Policy, SteeringKind
+from ..patches.fit import Change
+from ..protocol import Steering
+from ..trees.reader import parents
+from .conditions import CONDITIONS
+from .context import SYMLINK, Context
+from .names import seen_through
+
+_PATHS_KEPT = 4096
+
+
+class Rule(NamedTuple):
+    """`paths` are patterns (`expression`), `when` is a condition's name and its arguments.
+
+    `loads` tells people which program loads such a file. `policy` is that of an own rule.
+    """
+
+    name: str
+    kind: SteeringKind
+    paths: tuple[str, ...]
+    when: tuple[str, ...]
+    loads: str
+    policy: Policy | None = None
+
+
+# name (kind): the programs that load such a file
+#   patterns of paths
+#   if condition, and its arguments: regular expressions for lines
+_TABLE = r"""
+pytest-conftest (runner): pytest, before the tests beside and below it
+  conftest.py
+pytest-config (runner): pytest: options, plugins, warnings, which tests there are
+  pytest.ini .pytest.ini pytest.toml .pytest.toml
+tox-config (runner): tox; pytest, for its own section
+  tox.ini tox.toml
+setup-cfg (runner): pytest, setuptools, coverage
+  setup.cfg
+  if sections tool:pytest pytest aliases options.entry_points coverage:run flake8:local-plugins
+pyproject-runner (runner): pytest, coverage, tox
+  pyproject.toml
+  if tables tool.pytest tool.coverage tool.tox tool.nox
+python-runner-config (runner): coverage, nose, unittest2, nox, stestr, behave
+  .coveragerc nose.cfg .noserc unittest.cfg noxfile.py .stestr.conf behave.ini .behaverc
+runner-file (runner): the test command of the recipe, which is made of it
+package-marker (runner): pytest: it decides sys.path and the tests' module names by it
+  __init__.py
+  if package-marker
+js-runner-config (runner): jest, vitest, karma, mocha, ava, playwright, cypress, nyc, tap
+  jest.config.* jest.setup.* jest-preset.* vitest.config.* vitest.workspace.* vite.config.*
+  karma.conf.* .mocharc* mocha.opts ava.config.* playwright.config.* cypress.config.*
+  setupTests.* setup-jest.* .nycrc* .taprc babel.config.* .babelrc* .swcrc
+cargo-runner (runner): cargo nextest
+  **/.config/nextest.toml
+go-test-main (runner): go test, in place of or before the tests of its package
+  *_test.go
+  if adds
+    func\s+(TestMain|init)\(
+junit-config (runner): JUnit, TestNG, the service loader
+  junit-platform.properties testng.xml *.testng.xml **/META-INF/services/**
+ruby-runner (runner): rspec, minitest
+  .rspec .rspec-local spec_helper.rb rails_helper.rb test_helper.rb
+php-runner (runner): PHPUnit
+  phpunit.xml phpunit.xml.dist phpunit.dist.xml
+ctest-config (runner): ctest
+  CTestConfig.cmake CTestCustom.cmake CTestTestfile.cmake DartConfiguration.tcl
+python-path-file (interpreter): Python, at each start, where the directory is a site
+  *.pth *._pth pyvenv.cfg
+python-startup (interpreter): Python, at each start, where the directory is on its path
+  sitecustomize.py usercustomize.py **/sitecustomize/** **/usercustomize/** sitecustomize.*
+  usercustomize.*
+python-distribution (interpreter): importlib.metadata: entry points such as pytest11
+  **/*.dist-info/** **/*.egg-info/** *.egg-link *.egg entry_points.txt
+shadowing-module (shadow): Python, in place of the standard library's or the runner's
+  *.py *.so *.pyd *.pyc
+  if new-module
+shadowing-dependency (shadow): Python, in place of an installed package that the tests import
+  *.py *.so *.pyd *.pyc
+  if new-dependency
+name-of-tests (shadow): Python, in place of a test, a conftest, or a package or helper of tests
+  **
+  if takes-name
+node-modules (shadow): node, in place of an installed package
+  **/node_modules/**
+go-vendor (shadow): go, in place of the modules that go.sum names
+  vendor/modules.txt **/vendor/**
+  if beside go.mod
+setup-py (build): pip, setuptools
+  setup.py
+pyproject-build (build): pip, and what builds the package
+  pyproject.toml
+  if tables build-system project.entry-points project.scripts project.gui-scripts
+    tool.setuptools tool.poetry.plugins tool.poetry.scripts tool.poetry.build tool.hatch.build
+    tool.hatch.envs tool.pdm tool.flit tool.uv
+package-json (build): npm, yarn, node, test runners
+  package.json
+  if keys scripts jest mocha ava nyc c8 tap vitest babel imports overrides resolutions pnpm
+    workspaces main exports type bin
+npm-config (build): npm, yarn, pnpm, bun, deno
+  .npmrc .yarnrc .yarnrc.yml .pnpmfile.cjs pnpm-workspace.yaml bunfig.toml deno.json deno.jsonc
+  lerna.json nx.json
+js-build-config (build): tsc, webpack, rollup, gulp, grunt
+  webpack.config.* rollup.config.* tsconfig*.json gulpfile.* Gruntfile.*
+cargo-build (build): cargo, before it compiles
+  build.rs
+cargo-config (build): cargo, rustup
+  **/.cargo/** rust-toolchain rust-toolchain.toml
+cargo-manifest (build): cargo
+  Cargo.toml
+  if tables patch replace profile build-dependencies target test lib bin workspace package.build
+    package.autotests package.default-run
+go-module (build): go
+  go.mod
+  if adds
+    =>|^[\x20\t]*(toolchain|exclude|godebug)\b
+go-work (build): go
+  go.work go.env
+maven (build): maven
+  pom.xml **/.mvn/** mvnw mvnw.cmd
+gradle (build): gradle
+  *.gradle *.gradle.kts gradle.properties **/gradle/** **/buildSrc/** gradlew gradlew.bat
+make (build): make, just, task, rake
+  Makefile makefile GNUmakefile *.mk justfile Justfile Taskfile.yml Rakefile
+cmake (build): cmake, meson, configure
+  CMakeLists.txt CMakePresets.json CMakeUserPresets.json *.cmake meson.build meson_options.txt
+  configure configure.ac Makefile.am Makefile.in
+bazel (build): bazel
+  BUILD BUILD.bazel WORKSPACE WORKSPACE.bazel MODULE.bazel .bazelrc *.bzl
+ruby-build (build): bundler
+  Gemfile Gemfile.lock *.gemspec
+php-build (build): composer
+  composer.json composer.lock
+dotenv (environment): pytest-dotenv, direnv, docker compose, flask, node
+  .env .env.* .envrc .flaskenv
+tool-versions (environment): pyenv, asdf, nvm, rbenv, sdkman, mise
+  .python-version .tool-versions .nvmrc .node-version .ruby-version .java-version .sdkmanrc
+  mise.toml .mise.toml
+git-attributes (git): git: filters, line ends, encodings of other files
+  .gitattributes
+git-modules (git): git submodule
+  .gitmodules
+submodule (git): git submodule; the grade has an empty directory
+  **
+  if submodule
+git-directory (git): git, run by anybody in the agent's tree: hooks, filters, attributes, excludes
+compiled-python (compiled): Python, in place of the source
+  *.pyc *.pyo **/__pycache__/**
+compiled-code (compiled): Python, the JVM, node, linkers
+  *.so *.so.* *.pyd *.dll *.dylib *.jar *.class *.node *.wasm *.whl *.a *.o *.exe
+symlink-outside (tree): anything that follows it, out of the tree
+  **
+  if symlink-outside
+large-file (tree): nothing by itself; over `grading.file_bytes`
+  **
+  if large
+special-file (tree): nothing: a pipe, socket, device or set-id bit is not content
+displaced (tree): nothing: it replaced a path that was reset to the base
+test-patch-path (tests): the tests themselves: the instance's test patch writes there
+test-removed (tests): a runner, which then has fewer tests
+  **
+  if test-removed
+test-weakened (tests): a runner: fewer tests or assertions, more skips
+  **
+  if test-weakened
+test-edited (tests): a runner, or other tests
+  **
+  if test-edited
+test-added (tests): a runner that is given the directory
+  **
+  if test-added
+pytest-plugin (code): pytest, where something registers it
+  *.py
+  if adds
+    pytest_plugins\s*[:=] ^[\x20\t]*(async\x20+)?def\x20+pytest_[a-z]
+names-runner (code): the program, which may behave differently under test
+  *.py *.js *.ts *.mjs *.cjs *.jsx *.tsx *.rs *.go *.java *.kt *.rb *.php *.c *.cc *.cpp *.h
+  if code-adds
+    PYTEST_CURRENT_TEST PYTEST_VERSION \b_pytest\b \bpluggy\b \bimport\s+pytest\b
+    sys\.modules\b.{0,40}\b(pytest|unittest) \b__unittest\b \bos\._exit\b JEST_WORKER_ID
+    VITEST_ NEXTEST\b
+module-of-tests (code): the instance's tests, which import a module of that name
+  *.py *.so
+  if new-tested-module
+"""
+
+
+def _iter_rules() -> Iterator[Rule]:
+    for block in re.split(r"\n(?! )", _TABLE.strip()):
+        head, _, body = block.partition("\n")
+        name, kind, loads = re.findall(r"(\S+) \((\w+)\): (.*)", head)[0]
+        paths, _, when = f" {' '.join(body.split())}".partition(" if ")
+        yield Rule(name, SteeringKind(kind), tuple(paths.split()), tuple(when.split()), loads)
+
+
+RULES = tuple(_iter_rules())
+
+
+def own_rule(name: str, paths: Iterable[str], policy: Policy | None) -> Rule:
+    """Return a rule of the configuration."""
+    return Rule(name, SteeringKind.OWN, tuple(paths), (), "as configured", policy)
+
+
+def runner_rule(paths: Iterable[str]) -> Rule:
+    """Return the rule for the files that a recipe's test command is made of."""
+    rule = next(rule for rule in RULES if rule.name == "runner-file")
+    return rule._replace(paths=tuple(paths))
+
+
+class RuleBook:
+    """The built-in rules and others, such as those of the configuration, compiled.
+
+    Rollouts of one instance change the same files, so the rules of recent paths are cached.
+    """
+
+    def __init__(self, others: Iterable[Rule] = ()) -> None:
+        rules = (*RULES, *others)
+        self._compiled = [(rule, *_compiled(rule.paths)) for rule in rules]
+        self._by_name = {rule.name: rule for rule in reversed(rules)}
+        self._places = {name: place for place, name in enumerate(reversed(self._by_name))}
+        self.matching = lru_cache(_PATHS_KEPT)(self._matching)
+
+    def named(self, name: str) -> Rule:
+        return self._by_name[name]
+
+    def place(self, name: str) -> int:
+        """Return the position of a rule in the table."""
+        return self._places[name]
+
+    def _matching(self, path: bytes) -> list[Rule]:
+        """Return the rules whose patterns match a path; their conditions are not checked."""
+        name = path.rpartition(b"/")[2]
+        return [
+            rule
+            for rule, names, paths in self._compiled
+            if names.fullmatch(name) or paths.fullmatch(path)
+        ]
+
+
+def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
+    """Compile patterns to an expression for names and one for paths, with a `/` or just `**`."""
+    both: dict[bool, list[bytes]] = {False: [], True: []}
+    for each in patterns:
+        both["/" in each or each == "**"].append(expression(each))
+    names, paths = (re.compile(b"|".join(some) or b"(?!)") for some in both.values())
+    return names, paths
+
+
+def expression(pattern: str) -> bytes:
+    """Return a pattern as a regular expression.
+
+    `*` and `?` stop at slashes; `**/` stands for any directories, `**` for anything.
+    """
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.removeprefix("/"))
+    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return f"(?s:{''.join(words.get(part) or re.escape(part) for part in parts)})".encode()
+
+
+# -- sifting ---------------------------------------------------------------------------------------
+#
+# Paths of the test patch get its result whatever the agent did there, above or below them. A change
+# that obstructs a path that is restored to the base, such as a file in the place of its directory,
+# is dropped with it.
+
+NAMED = 100
+"""Findings of one rule in an answer; further ones are counted."""
+
+Action = Literal["applied", "dropped", "restored", "left", "refused"]
+_ACTIONS: dict[Policy, Action] = {
+    Policy.REPORT: "applied",
+    Policy.DROP: "dropped",
+    Policy.REFUSE: "refused",
+}
+
+
+class Policies(NamedTuple):
+    """What to do with a finding: the policy of the request, of an own rule, or as configured."""
+
+    default: Policy
+    kinds: Mapping[SteeringKind, Policy]
+    asked: Policy | None = None
+    asked_kinds: Mapping[SteeringKind, Policy] = {}
+
+    @property
+    def text(self) -> str:
+        """The policies as a request spells them, without those of own rules."""
+        general = self.asked or self.default
+        kinds = {kind: self.asked or policy for kind, policy in self.kinds.items()}
+        kinds |= self.asked_kinds
+        special = (
+            f"{kind}={kinds[kind]}" for kind in SteeringKind if kinds.get(kind, general) != general
+        )
+        return ",".join([general, *special])
+
+    def of(self, rule: Rule) -> Policy:
+        return (
+            self.asked_kinds.get(rule.kind)
+            or self.asked
+            or rule.policy
+            or self.kinds.get(rule.kind)
+            or self.default
+        )
+
+
+class Sifted(NamedTuple):
+    """The changes that are kept, the paths that are dropped, and all findings."""
+
+    changes: list[Change]
+    dropped: list[bytes]
+    steering: list[Steering]
+
+
+def sift(
+    context: Context, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()
+) -> Sifted:
+    """Apply rules and policies to a change; `left` are findings outside of it.
+
+    Raises SteeringRefusedError with all findings if a policy refuses one.
+    """
+    steering: list[Steering] = []
+    gone: set[bytes] = set()
+    tests = _PathSet(change.path for change in context.tests.changes)
+    for path, change in context.changes.items():
+        if path in tests.paths or tests.are_obstructed_by(change):
+            steering.append(finding(book.named("test-patch-path"), path, "restored"))
+            gone.add(path)
+            continue
+        findings = list(iter_findings(book, change, context))
+        actions = {_ACTIONS[policies.of(rule)] for rule, _ in findings}
+        if "dropped" in actions:
+            gone.add(path)
+        for rule, detail in findings:
+            action = _ACTIONS[policies.of(rule)]
+            action = "dropped" if action == "applied" and path in gone else action
+            steering.append(finding(rule, path, action, detail))
+    back = _PathSet(path for path in gone if context.changes[path].old is not None)
+    for path, change in context.changes.items():
+        if path not in gone and back.are_obstructed_by(change):
+            steering.append(finding(book.named("displaced"), path, "dropped"))
+            gone.add(path)
+    steering = sorted([*steering, *left], key=lambda found: book.place(found.rule))
+    if refused := [found for found in steering if found.action == "refused"]:
+        names = sorted({f"{each.path} ({each.rule})" for each in refused})
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise SteeringRefusedError(
+            f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
+            hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
+            steering=[each.to_json() for each in cut(steering, NAMED)],
+        )
+    kept = [change for path, change in context.changes.items() if path not in gone]
+    return Sifted(kept, sorted(gone), cut(steering, NAMED))
+
+
+class _PathSet:
+    """Paths that the tree must be able to have."""
+
+    def __init__(self, paths: Iterable[bytes]) -> None:
+        self.paths = set(paths)
+        self._above = {above for path in self.paths for above in parents(path)}
+
+    def are_obstructed_by(self, change: Change) -> bool:
+        """Return whether a change has a file where one of them needs a directory, or vice versa."""
+        if change.mode is None or not self.paths:
+            return False
+        return change.path in self._above or not self.paths.isdisjoint(parents(change.path))
+
+
+def iter_findings(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
+    """Iterate over the rules that apply to a change, with details; a rule applies to a link if it
+    applies to a file that is seen through it.
+    """
+    direct = list(_iter_direct(book, change, context))
+    yield from direct
+    if change.mode != SYMLINK:
+        return
+    seen = {rule.name for rule, _ in direct}
+    for behind in seen_through(change, context):
+        for rule, _ in _iter_direct(book, behind, context):
+            if rule.name not in seen:
+                seen.add(rule.name)
+                yield rule, f"a link; shows {printable(behind.path)}"
+
+
+def _iter_direct(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
+    for rule in book.matching(change.path):
+        if not rule.when:
+            yield rule, "removed" if change.mode is None else ""
+            continue
+        name, *words = rule.when
+        detail = CONDITIONS[name](change, context, *words)
+        if detail is not None:
+            yield rule, detail
+
+
+def finding(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steering:
+    name = printable(path)
+    return Steering(rule=rule.name, kind=rule.kind, path=name, action=action, detail=detail)
+
+
+def printable(path: bytes) -> str:
+    return path.decode(errors="backslashreplace")
+
+
+def cut(steering: Iterable[Steering], most: int) -> list[Steering]:
+    """Return at most `most` findings of each rule; the last one counts the others."""
+    by_rule: dict[str, list[Steering]] = {}
+    for each in steering:
+        by_rule.setdefault(each.rule, []).append(each)
+    for some in by_rule.values():
+        if (more := len(some) - most) > 0:
+            last = some[most - 1]
+            detail = f"{last.detail}, and {more:,} more".removeprefix(", ")
+            some[most - 1 :] = [Steering(**{**vars(last), "detail": detail})]
+    return [each for some in by_rule.values() for each in some]

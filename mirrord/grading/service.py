@@ -1,0 +1,188 @@
+"""The service of grades: which tests, rules and policies apply, and who may grade.
+
+Its answers reveal the solution of a task, so only administrators may ask. Findings go into the
+answer and nowhere else, because an agent may read the events of its own checkout.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .. import protocol
+from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
+from ..checkouts.backend import DIFF_TIMEOUT
+from ..checkouts.layers import Layers, objects_path
+from ..checkouts.leases import Graded, SavedState
+from ..checkouts.patching import Patches
+from ..checkouts.resolve import ResolvedRequest, Resolver
+from ..config import Settings
+from ..datasets.service import Datasets
+from ..errors import InstanceNotFoundError, InvalidRequestError
+from ..host.peers import Peer, Process
+from ..mirrors.service import Mirrors
+from ..model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
+from ..telemetry import elapsed_s
+from ..workers.pool import Workers
+from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
+from .rules import Policies, own_rule
+
+C = TypeVar("C", Policy, SteeringKind)
+
+GRADED = "graded"
+"""The snapshot of every grade: the base with the change and the tests, as it was made."""
+
+_COPIED = ("backend", "ttl", "owner", "bind")  # from a request for a grade to one for a checkout
+_DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
+
+
+@dataclass(eq=False, repr=False)
+class Grading:
+    """Makes checkouts for graders. Belongs to one event loop."""
+
+    settings: Callable[[], Settings]
+    state_dir: Path
+    workers: Workers
+    mirrors: Mirrors
+    datasets: Datasets
+    layers: Layers
+    leasing: Leasing
+    resolver: Resolver
+    patches: Patches
+
+    async def grade(
+        self,
+        checkout: str,
+        request: protocol.StartGrade,
+        peer: Peer,
+        process: Process | None = None,
+    ) -> protocol.Grade:
+        """Make a grader's checkout with the changes in another checkout, and the tests."""
+        began = time.perf_counter()
+        policies = self.policies(request.policy)
+        with self.layers.making() as layer:
+            async with self.leasing.held(checkout, peer, live=True) as parent:
+                choices = {name: getattr(request, name) for name in _COPIED}
+                start = protocol.StartCheckout(
+                    view=View.GRADER, history=parent.history, label=parent.label, **choices
+                )
+                admitted = await self.leasing.admit(start, peer, process)
+                self.leasing.must_be_gradable(parent, admitted.owner_uid)
+                found = ResolvedRequest.of(parent)
+                changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
+                source = AgentTree(self.patches.job(parent), changed)
+                if parent.environment is not None:
+                    admitted = admitted._replace(backends=must_mount(admitted.backends))
+                prepared = await self._prepare(layer, found, source, policies)
+                # under the lock: while it is held, the parent keeps its layer and environment
+                return await self._hand_out(
+                    began, admitted, found, LayerId(layer.name), prepared, policies, parent.id
+                )
+
+    async def grade_patch(
+        self,
+        request: protocol.StartCheckout,
+        source: ModelPatch,
+        policy: str | None,
+        peer: Peer,
+        process: Process | None = None,
+    ) -> protocol.Grade:
+        """Make a grader's checkout of what the request names, with a patch and the tests."""
+        began = time.perf_counter()
+        policies = self.policies(policy)
+        admitted = await self.leasing.admit(request, peer, process)
+        found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
+        with self.layers.making() as layer:
+            async with self.resolver.completed(request, found, admitted.history, peer) as found:
+                prepared = await self._prepare(layer, found, source, policies)
+                return await self._hand_out(
+                    began, admitted, found, LayerId(layer.name), prepared, policies
+                )
+
+    async def _prepare(
+        self,
+        layer: Path,
+        found: ResolvedRequest,
+        source: AgentTree | ModelPatch,
+        policies: Policies,
+    ) -> Prepared:
+        """Write the layer of a grade: of an instance, or of a bare commit without tests."""
+        settings, saved = self.settings().grading, found.saved
+        mirror = self.mirrors.path(found.mirror)
+        job = GradeJob(
+            mirror=objects_path(self.state_dir, mirror, found.tree, saved),
+            tree=saved.tree if saved else found.tree,
+            below=tuple(layer.with_name(each) for each in saved.layers) if saved else (),
+            layer=layer,
+            test_patch=await self._test_patch(found),
+            own_rules=tuple(own_rule(own.name, own.paths, own.policy) for own in settings.rule),
+            policies=policies,
+            file_bytes=settings.file_bytes,
+        )
+        return await self.workers.run(prepare, job, source, timeout=DIFF_TIMEOUT)
+
+    async def _hand_out(
+        self,
+        began: float,
+        admitted: Admitted,
+        found: ResolvedRequest,
+        layer: LayerId,
+        prepared: Prepared,
+        policies: Policies,
+        parent: CheckoutId | None = None,
+    ) -> protocol.Grade:
+        prepared_s = elapsed_s(began)
+        state: dict[str, Any] = found._asdict()
+        del state["mirror"]
+        snapshot = SavedState(
+            name=GRADED, taken_at=self.leasing.clock(), layer=layer, git=False, left_out={},
+            files=prepared.files, size_bytes=prepared.size_bytes, **state,
+        )  # fmt: skip
+        dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
+        graded = Graded(layer, policies.text, prepared.strategy, *dropped)
+        lease, timings = await self.leasing.begin(
+            admitted, found, layer=layer, parent=parent, snapshots=(snapshot,), graded=graded
+        )
+        timings = {"prepare": prepared_s, **timings, "total": elapsed_s(began)}
+        # counts alone: the uids of the checkout read its events, and others may read the log
+        counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
+        counts["steering"] = len(prepared.steering)
+        self.leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
+        names = ("strategy", "changed", "dropped", "steering", "tests")
+        answer = {name: getattr(prepared, name) for name in names}
+        return protocol.Grade(**checkout_fields(lease, timings), **answer)
+
+    def policies(self, asked: str | None) -> Policies:
+        """Parse `drop`, or `drop,tests=report`. Raises InvalidRequestError."""
+        settings = self.settings().grading
+        default, kinds = None, dict[SteeringKind, Policy]()
+        for word in asked.split(",") if asked else ():
+            name, equals, text = word.strip().rpartition("=")
+            policy = _choice(Policy, text, "policy")
+            if equals:
+                kinds[_choice(SteeringKind, name, "kind of rule")] = policy
+            else:
+                default = policy
+        return Policies(settings.policy, settings.policies, default, kinds)
+
+    async def _test_patch(self, found: ResolvedRequest) -> bytes | None:
+        if found.instance is None:
+            return None
+        row = await self.datasets.find_instance(found.instance, found.dataset)
+        if row is None:  # its dataset was removed or replaced since the checkout
+            raise InstanceNotFoundError(
+                f"cannot grade instance {found.instance}: no dataset has it now",
+                hint="import its dataset again",
+            )
+        return row.test_patch.encode(errors="surrogateescape") if row.test_patch else None
+
+
+def _choice(kind: type[C], text: str, noun: str) -> C:
+    try:
+        return kind(text.strip())
+    except ValueError:
+        raise InvalidRequestError(
+            f"cannot read the policy: {shown(text)} is no {noun}",
+            hint=f"use one of {', '.join(kind)}, for example drop,tests=report",
+        ) from None

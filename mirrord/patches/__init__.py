@@ -1,0 +1,1 @@
+"""Diffs and patches."""

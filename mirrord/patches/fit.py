@@ -1,0 +1,439 @@
+"""Applies parsed patches to the files of a tree, in memory.
+
+Follows check_patch of git 2.39 with `--cached`. Finds hunks where `git apply` does, or where GNU
+patch does. Reads the tree and nothing else. A line is bytes with its newline, which the last line
+of a file may lack.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from ..git.objects.repository import Objects
+from ..git.objects.trees import BaseTree, TreeEntry
+from ..model import TREE_DEPTH_LIMIT
+from ..trees.manifest import blob_id
+from ..trees.reader import parents
+from .parse import (
+    ADDED,
+    CONTEXT,
+    REGULAR,
+    REMOVED,
+    SUBMODULE,
+    SYMLINK,
+    FilePatch,
+    Hunk,
+    NeedsGitError,
+)
+
+DIRECTORY, UNTRACKED = 0o040000, 0
+# stricter than verify_path with core.protectNTFS: such names are left to git
+_ODD_NAME = re.compile(rb"|\.|\.\.|(?i:\.git(?![a-z0-9_-]).*|git~.*)", re.DOTALL)
+_FORMAT = 0o170000
+
+
+class File(NamedTuple):
+    """A path as git records it; for a submodule `data` is its commit id in hex.
+
+    `mode` is DIRECTORY for a directory, UNTRACKED for a pipe or a device, both without data.
+    """
+
+    mode: int
+    data: bytes
+
+
+class Change(NamedTuple):
+    """A path that differs from the base tree, as git records it.
+
+    `mode` is git's (0o100644, 0o100755, 0o120000, 0o160000), None where the path is removed; `data`
+    is the blob (eol, ident and encoding undone), empty where removed or a submodule; `old` is the
+    entry of the base tree, None where the path is new.
+    """
+
+    path: bytes
+    mode: int | None
+    data: bytes
+    old: TreeEntry | None
+
+    @property
+    def oid(self) -> str:
+        return blob_id(self.data).hex()
+
+
+class Tree(Protocol):
+    """The files that a patch is applied to, as git stores them: conversions are undone."""
+
+    def read(self, path: bytes) -> File | None:
+        """Return the file at a path; None where there is none, or a parent is not a directory."""
+        ...
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        """Yield all paths below a directory except directories."""
+        ...
+
+
+Results = dict[bytes, File | None]
+Splice = Callable[[bytes, list[Hunk]], bytes]
+
+
+def fit(
+    tree: Tree, patches: list[FilePatch], *, reverse: bool, splice: Splice, rejects: bool = False
+) -> Results:
+    """Return the new file of each path that the patches name, None for a removed one.
+
+    Raises NeedsGitError where only git can decide, MisfitError where a file does not fit; `rejects`
+    skips that file.
+    """
+    if reverse:
+        patches = [patch.reversed() for patch in patches]
+    results: Results = {}
+    going = {patch.old for patch in patches if patch.new is None or patch.is_rename}
+    names = [name for patch in patches for name in {patch.old, patch.new} - {None}]
+    if any(patch.is_rename or patch.is_copy for patch in patches) and len(set(names)) < len(names):
+        raise NeedsGitError("a moved file is named again")
+    for patch in patches:
+        try:
+            results |= _fit_one(tree, patch, results, going, reverse=reverse, splice=splice)
+        except MisfitError:
+            if not rejects:
+                raise
+    if any(results.get(above) for path, file in results.items() if file for above in parents(path)):
+        raise NeedsGitError("a file below another")
+    return results
+
+
+def _fit_one(
+    tree: Tree,
+    patch: FilePatch,
+    results: Results,
+    going: set[bytes | None],
+    *,
+    reverse: bool,
+    splice: Splice,
+) -> Results:
+    """Return what one patch adds to the `results` of those before it; `going` are all paths that
+    some patch removes.
+    """
+    is_move = patch.is_rename or patch.is_copy
+    if patch.old and patch.new and patch.old != patch.new and not is_move:
+        raise NeedsGitError("two names of one file")
+    before = _before(tree, patch, results)
+    mode = _mode_of(patch, before, reverse=reverse)
+    for name in {patch.old, patch.new} - {None}:
+        _must_be_safe(name or b"", mode)
+    if patch.new is not None and (before is None or is_move):
+        _must_be_new(tree, patch.new, results, going)
+    data = splice(before.data if before else b"", patch.hunks)
+    if patch.is_delete and data:
+        raise MisfitError
+    added: Results = {}
+    if patch.old is not None and (patch.new is None or patch.is_rename or patch.is_delete):
+        added[patch.old] = None
+    if patch.new is not None and not patch.is_delete:
+        _must_have_directories(tree, patch.new, results)
+        added[patch.new] = File(mode, data)
+    return added
+
+
+def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
+    """Return the file that a patch changes, after earlier patches; None where it is new."""
+    if patch.old is None:
+        return None
+    if patch.old in results:
+        if patch.is_rename or patch.is_copy:
+            raise NeedsGitError("a moved file was changed before")
+        found = results[patch.old]
+        if found is None:
+            raise MisfitError
+    else:
+        found = tree.read(patch.old)
+    if found is None or found.mode in (DIRECTORY, UNTRACKED):
+        if patch.is_new is None:
+            patch.is_delete = False
+            return None
+        raise MisfitError
+    if found.mode == SUBMODULE:
+        raise NeedsGitError("a submodule")
+    return found
+
+
+def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
+    if before is None:
+        if reverse and patch.new_mode not in (0, REGULAR):
+            raise NeedsGitError("the mode of a removed file, reversed")
+        return _canonical(patch.new_mode or REGULAR)
+    if (patch.old_mode or before.mode) & _FORMAT != before.mode & _FORMAT:
+        raise MisfitError
+    if reverse and patch.new_mode and not patch.old_mode and patch.new_mode != before.mode:
+        # git up to 2.43 takes the mode of an `index` line for the new one, later ones do not
+        raise NeedsGitError("the mode of an index line, reversed")
+    mode = patch.new_mode or before.mode
+    if mode & _FORMAT != before.mode & _FORMAT and not patch.is_delete:
+        raise MisfitError
+    return _canonical(mode)
+
+
+def _canonical(mode: int) -> int:
+    if mode & _FORMAT == SYMLINK:
+        return SYMLINK
+    return 0o100755 if mode & 0o100 else REGULAR
+
+
+def _must_be_safe(path: bytes, mode: int) -> None:
+    parts = path.split(b"/")
+    if any(_ODD_NAME.fullmatch(part) for part in parts):
+        raise NeedsGitError("a path that git may refuse")
+    if mode == SYMLINK and parts[-1].lower() == b".gitmodules":
+        raise NeedsGitError("a link for .gitmodules")
+
+
+def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | None]) -> None:
+    if path in results:
+        if results[path] is not None:
+            raise NeedsGitError("a file is created twice")
+    elif path not in going and (found := tree.read(path)) and found.mode != DIRECTORY:
+        raise MisfitError
+
+
+def _must_have_directories(tree: Tree, path: bytes, results: Results) -> None:
+    for above in reversed(parents(path)):
+        if above in results or ((found := tree.read(above)) and found.mode != DIRECTORY):
+            raise NeedsGitError("a file where a directory should be")
+
+
+def find_obstacle(tree: Tree, results: Results) -> bytes | None:
+    """Return a path that blocks a new file and that git, whose index has few paths, cannot see."""
+    for path in (path for path, file in results.items() if file):
+        found = tree.read(path)
+        if found is None:
+            for above in reversed(parents(path)):
+                at = tree.read(above)
+                if at and at.mode != DIRECTORY and results.get(above, at) is not None:
+                    return above
+        elif found.mode == DIRECTORY:
+            if any(results.get(below, found) is not None for below in tree.iter_below(path)):
+                return path
+        elif found.mode == UNTRACKED:
+            return path
+    return None
+
+
+class Patched:
+    """A tree after a patch, as a `Tree`."""
+
+    def __init__(self, tree: Tree, results: Results) -> None:
+        self._tree = tree
+        self._results = results
+
+    def read(self, path: bytes) -> File | None:
+        return self._results[path] if path in self._results else self._tree.read(path)
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        return (each for each in self._tree.iter_below(path) if each not in self._results)
+
+
+class BaseFiles:
+    """The files of one commit's tree, as a `Tree`. Raises CorruptObjectError."""
+
+    def __init__(self, objects: Objects, tree: str) -> None:
+        self._objects = objects
+        self._tree = BaseTree(objects, tree)
+        self.read = cache(self._read)
+
+    def _read(self, path: bytes) -> File | None:
+        entry = self._tree.find(path) if path.count(b"/") < TREE_DEPTH_LIMIT else None
+        if entry is None:
+            return None
+        if entry.is_tree:
+            return File(DIRECTORY, b"")
+        if entry.is_submodule:
+            return File(SUBMODULE, entry.oid.encode())
+        return File(entry.mode, self._objects.read_blob(entry.oid))
+
+    def iter_below(self, path: bytes) -> Iterator[bytes]:
+        return (entry.path for entry in self._tree.iter_files(path))
+
+
+# -- hunks into the lines of a file ----------------------------------------------------------------
+
+_FUZZ = 5  # SWE-bench calls patch with it
+_LIMIT_BYTES = 16 * 1024**2  # a list of lines can take thirty times as much memory
+_Key = Callable[[bytes], bytes]
+
+
+class MisfitError(Exception):
+    """A patch that the files do not fit."""
+
+
+def splice(
+    data: bytes, hunks: Iterable[Hunk], key: _Key | None = None, *, rejects: bool = False
+) -> bytes:
+    """Apply hunks as `git apply` does.
+
+    With `key`, lines match if their keys are equal, and context keeps the file's own lines. With
+    `rejects`, a hunk that does not fit is skipped.
+    """
+    lines = split_lines(data)
+    keys = [key(line) for line in lines] if key else lines
+    patched = bytearray(len(lines))  # lines of earlier hunks, which no other hunk may match
+    for hunk in hunks:
+        before = [key(line) for line in hunk.before] if key else hunk.before
+        try:
+            at = _find(keys, patched, hunk, before)
+        except MisfitError:
+            if rejects:
+                continue
+            raise
+        end = at + len(before)
+        after = _merged(hunk, lines, at) if key else hunk.after
+        lines[at:end] = after
+        patched[at:end] = b"\1" * len(after)
+        if key:
+            keys[at:end] = [key(line) for line in after]
+    return b"".join(lines)
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Return the lines with their newlines; `splitlines` would also split at a carriage return."""
+    if len(data) > _LIMIT_BYTES:
+        raise NeedsGitError("a large file")
+    lines = [line + b"\n" for line in data.split(b"\n")]
+    last = lines.pop()[:-1]
+    return [*lines, last] if last else lines
+
+
+def _find(lines: list[bytes], patched: bytearray, hunk: Hunk, before: list[bytes]) -> int:
+    """Return the index nearest to the hunk's line number where its lines match.
+
+    A hunk of line 0 or 1 fits only at the start of the file, one without trailing context only at
+    the end: elsewhere it would have context.
+    """
+    count, last = len(before), len(lines) - len(before)
+    at_end = not hunk.trailing
+    starts: Iterable[int]
+    if hunk.old_start <= 1:
+        starts = (0,)
+    elif at_end:
+        starts = (last,)
+    else:
+        starts = _spread(min(max(hunk.new_start - 1, 0), len(lines)), 0, len(lines))
+    has_ragged_end = count > 0 and not at_end and not before[-1].endswith(b"\n")
+    for at in starts:
+        is_possible = at == last if at_end else at <= last
+        if is_possible and lines[at : at + count] == before and 1 not in patched[at : at + count]:
+            return at
+        if has_ragged_end and 0 <= at <= last and lines[at + count - 1].startswith(before[-1]):
+            raise NeedsGitError("half a line, which git matches as a whole one")
+    raise MisfitError
+
+
+def _merged(hunk: Hunk, lines: list[bytes], at: int) -> list[bytes]:
+    """Return the new lines of a hunk, with the file's own lines of context."""
+    merged = []
+    for kind, line in hunk.lines:
+        if kind != REMOVED:
+            merged.append(lines[at] if kind == CONTEXT else line)
+        at += kind != ADDED
+    return merged
+
+
+# -- GNU patch -------------------------------------------------------------------------------------
+
+
+def splice_fuzzily(data: bytes, hunks: Iterable[Hunk]) -> bytes:
+    """Apply hunks as `patch --batch --forward --fuzz=5` (2.7) does: the outer context may differ.
+
+    Raises MisfitError for a patch that is already applied.
+    """
+    file = _GnuPatch(split_lines(data))
+    for number, hunk in enumerate(hunks):
+        for fuzz in range(min(_FUZZ, max(hunk.leading, hunk.trailing)) + 1):
+            where = file.find(hunk, fuzz)
+            if where is not None:
+                file.apply(hunk, where)
+                break
+            if number == 0 and file.find(hunk.reversed(), fuzz) is not None:
+                raise MisfitError
+        else:
+            raise MisfitError
+    return file.finish()
+
+
+class _GnuPatch:
+    """The state of GNU patch in one file. Lines count from 1, as there."""
+
+    def __init__(self, lines: list[bytes]) -> None:
+        self._lines = lines
+        self._done: list[bytes] = []
+        self._frozen = 0  # input lines that are written
+        self._offset = 0  # of the previous hunk; the search for the next starts there
+
+    def find(self, hunk: Hunk, fuzz: int) -> int | None:
+        """Return the line of a hunk, ignoring `fuzz` outer lines of context (locate_hunk)."""
+        before = hunk.before
+        number = hunk.old_start + (not before)
+        first = number + self._offset
+        if not before:
+            return first
+        leading, trailing, total = hunk.leading, hunk.trailing, len(self._lines)
+        skip = fuzz + leading - max(leading, trailing)
+        drop = fuzz + trailing - max(leading, trailing)
+        lowest = max(self._frozen + 1 - (leading - skip), 1)
+        highest = total - (len(before) - drop) + 1
+        starts: Iterable[int]
+        if skip < 0 and number <= 1:  # less context before than after: at the start of the file
+            starts = (1,) if self._frozen <= leading and highest >= 1 else ()
+        elif drop < 0:  # at its end
+            starts = (at,) if (at := total - len(before) + 1) >= lowest else ()
+        else:
+            starts = _spread(first, lowest, highest)
+        skip = max(skip, 0)
+        wanted = before[skip : len(before) - max(drop, 0)]
+        for start in starts:
+            begin = start - 1 + skip
+            fits = begin >= 0 and self._lines[begin : begin + len(wanted)] == wanted
+            if fits or not wanted:
+                self._offset += start - first
+                return start or None  # locate_hunk returns 0 for "not found", too
+        return None
+
+    def apply(self, hunk: Hunk, where: int) -> None:
+        at, end = where - 1, where - 1 + len(hunk.before)
+        for kind, line in hunk.lines:
+            if kind != CONTEXT:
+                self._copy_to(at)
+            if kind != ADDED:
+                self._frozen += kind == REMOVED
+                at += 1
+            elif at == end:
+                self._write(line)
+            else:  # patch joins this to the previous line if that has no newline
+                self._done.append(line)
+
+    def finish(self) -> bytes:
+        self._copy_to(max(self._frozen, len(self._lines)))
+        return b"".join(self._done)
+
+    def _copy_to(self, line: int) -> None:
+        if self._frozen > line:
+            raise MisfitError
+        for each in self._lines[self._frozen : line]:
+            self._write(each)
+        self._frozen = line
+
+    def _write(self, line: bytes) -> None:
+        if self._done and not self._done[-1].endswith(b"\n"):
+            self._done.append(b"\n")
+        self._done.append(line)
+
+
+def _spread(first: int, lowest: int, highest: int) -> Iterator[int]:
+    """Yield lines from `first` outwards, forwards before backwards, as git and patch search."""
+    below, above = first - lowest, highest - first
+    nearest = -above if above < 0 else min(below, 0)
+    for distance in range(nearest, max(below, above) + 1):
+        if distance <= above:
+            yield first + distance
+        if distance <= below:
+            yield first - distance

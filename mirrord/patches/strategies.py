@@ -1,0 +1,421 @@
+"""Applies a patch to a tree in memory, by a fixed order of strategies; all of it or nothing.
+
+Plain patches are parsed and fitted here. Others go to one `git apply` with an index of the paths
+that the patch names, and only their objects. A refusal always quotes git. Writes only a scratch
+repository. Sync; runs in workers.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from signal import SIGABRT
+
+from ..errors import InvalidPatchError, MirrordError, PatchConflictError, PathOutsideCheckoutError
+from ..git.command import run_git_sync
+from ..git.objects.trees import ScratchRepository, TreeEntry
+from ..host.files import shown_path
+from ..host.trash import remove_tree
+from ..model import (
+    NAME_LIMIT_BYTES,
+    TREE_DEPTH_LIMIT,
+    TREE_PATH_LIMIT_BYTES,
+    ApplyStrategy,
+    FoundStrategy,
+)
+from ..trees.manifest import blob_id
+from .fit import (
+    DIRECTORY,
+    UNTRACKED,
+    Change,
+    File,
+    MisfitError,
+    Patched,
+    Results,
+    Splice,
+    Tree,
+    find_obstacle,
+    fit,
+    splice,
+    splice_fuzzily,
+)
+from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, NeedsGitError, named_paths, parse
+
+_TIMEOUT = timedelta(minutes=4)
+_LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
+_OUTSIDE = re.compile(r"invalid path|beyond a symbolic link|outside repository")
+_INVALID = re.compile(
+    r"corrupt (?:binary )?patch|No valid patches|unrecognized (?:input|binary patch)"
+    r"|fragment without header|header lacks filename|without full index line"
+    r"|inconsistent (?:new |old )?(?:filename|mode)|bad git-diff|invalid mode on line"
+)
+
+_REFUSALS = (InvalidPatchError, PatchConflictError, PathOutsideCheckoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The result of a patch. `old` of a change is the entry before the patch."""
+
+    changes: list[Change]
+    strategy: FoundStrategy
+
+
+def apply_patch(
+    tree: Tree,
+    patch: bytes,
+    *,
+    scratch: Path,
+    reverse: bool = False,
+    strategy: ApplyStrategy = ApplyStrategy.EXACT,
+    base: Tree | None = None,
+) -> Applied:
+    """Apply a patch to a tree in memory.
+
+    `scratch` is a directory for git, made if needed and removed. `base` is the tree of the base
+    commit, if it differs. Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError
+    with the message of a plain `git apply`, whatever the strategy.
+    """
+    if not patch.endswith(b"\n"):  # common in datasets; git calls it corrupt
+        patch += b"\n"
+    attempt = _Application(tree, reverse, scratch, base)
+    try:
+        return Applied(_changes(tree, attempt.exactly(patch)), FoundStrategy.EXACT)
+    except _REFUSALS:
+        found = attempt.tolerantly(patch) if strategy is ApplyStrategy.TOLERANT else None
+        if found is None:
+            raise
+    return Applied(_changes(tree, found[1]), found[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Application:
+    tree: Tree
+    reverse: bool
+    scratch: Path
+    base: Tree | None
+
+    def exactly(self, patch: bytes) -> Results:
+        try:
+            return fit(self.tree, parse(patch), reverse=self.reverse, splice=splice)
+        except (MisfitError, NeedsGitError):
+            return self._by_git(patch)
+
+    def tolerantly(self, patch: bytes) -> tuple[FoundStrategy, Results] | None:
+        """Return the first strategy whose tree is that of SWE-bench's commands, and its results.
+
+        Where those refuse the patch, the first strategy that fits.
+        """
+        if self._has_diverged(patch):
+            with suppress(*_REFUSALS):
+                return FoundStrategy.THREE_WAY, self._by_git(patch, "--3way")
+        if len(patch) > LIMIT_BYTES:
+            return None
+        swebench = self._as_swebench(patch)
+        wanted = None if swebench is None else _differences(self.tree, swebench)
+        for name, text, how in self._attempts(patch):
+            results = self._attempt(text, how)
+            if results is not None and wanted in (None, _differences(self.tree, results)):
+                return name, results
+        return None if swebench is None else (FoundStrategy.FUZZ, swebench)
+
+    def _has_diverged(self, patch: bytes) -> bool:
+        """Return whether a file of the patch differs from the base commit, which it may be for."""
+        base, tree = self.base, self.tree
+        if base is None or self.reverse:
+            return False
+        return any(base.read(path) != tree.read(path) for path in named_paths(patch))
+
+    def _attempts(self, patch: bytes) -> Iterator[tuple[FoundStrategy, bytes, Splice]]:
+        counted, bare = recount(patch), unwrap(patch)
+        whole = unwrap(to_lf(patch))
+        yield FoundStrategy.COUNTS, counted, splice
+        yield FoundStrategy.PROSE, bare, splice
+        yield FoundStrategy.CRLF, whole, splice
+        yield FoundStrategy.CRLF, whole, _splice_line_ends
+        yield FoundStrategy.BLANKS, whole, partial(splice, key=strip_blanks)
+        yield FoundStrategy.FUZZ, whole, splice_fuzzily
+
+    def _attempt(self, patch: bytes, how: Splice) -> Results | None:
+        try:
+            return fit(self.tree, parse(patch), reverse=self.reverse, splice=how)
+        except MisfitError:
+            return None
+        except NeedsGitError:
+            if how is splice:  # a binary patch, for example
+                with suppress(*_REFUSALS):
+                    return self._by_git(patch)
+            return None
+
+    def _as_swebench(self, patch: bytes) -> Results | None:
+        """Return the result of SWE-bench's commands, if the last one succeeds.
+
+        It is `patch --batch --forward --fuzz=5 -p1` on what `git apply --reject` left; a hunk that
+        both apply is there twice.
+        """
+        rejecting = partial(splice, rejects=True)
+        try:
+            left = fit(
+                self.tree, parse(patch), reverse=self.reverse, splice=rejecting, rejects=True
+            )
+        except NeedsGitError:
+            left = {}
+        text = to_lf(patch) if has_crlf_headers(patch) else patch
+        try:
+            patches = parse(text, as_patch=True)
+            tree = Patched(self.tree, left)
+            then = fit(tree, patches, reverse=self.reverse, splice=splice_fuzzily)
+        except (MisfitError, NeedsGitError):
+            return None
+        return left | then
+
+    def _by_git(self, patch: bytes, *options: str) -> Results:
+        """Run `git apply` on the paths that the patch names; raises its refusal."""
+        remove_tree(self.scratch)
+        self.scratch.mkdir(mode=0o700)
+        try:
+            repository = ScratchRepository(self.scratch / "git")
+            before = {
+                path: file
+                for path in named_paths(patch)
+                if (file := self.tree.read(path)) and file.mode not in (DIRECTORY, UNTRACKED)
+            }
+            entries = [
+                TreeEntry(path, file.mode, _stored(repository, file))
+                for path, file in before.items()
+            ]
+            repository.write_index(entries)
+            for path in before if self.base else ():
+                if self.base and (old := self.base.read(path)) and old.mode != DIRECTORY:
+                    _stored(repository, old)
+            done = run_git_sync(
+                "apply", "--cached", "--whitespace=nowarn", *options,
+                *(("--reverse",) if self.reverse else ()), "-",
+                git_dir=repository.git_dir, work_tree=self.scratch, stdin=patch,
+                ok=(0, 1, 128, -SIGABRT), timeout=_TIMEOUT,
+            )  # fmt: skip
+            if done.status:
+                raise _refusal(done.stderr)
+            results: Results = dict.fromkeys(before)
+            for path, mode, oid in repository.read_index():
+                data = oid.encode() if mode == SUBMODULE else repository.read_blob(oid)
+                results[path] = File(mode, data)
+            return results
+        finally:
+            remove_tree(self.scratch)
+
+
+def _stored(repository: ScratchRepository, file: File) -> str:
+    return file.data.decode() if file.mode == SUBMODULE else repository.write_blob(file.data)
+
+
+def _splice_line_ends(data: bytes, hunks: list[Hunk]) -> bytes:
+    if b"\r\n" in data:
+        hunks = [hunk.with_lines(to_crlf) for hunk in hunks]
+    return splice(data, hunks)
+
+
+def _differences(tree: Tree, results: Results) -> Results:
+    return {path: file for path, file in results.items() if file != tree.read(path)}
+
+
+def _changes(tree: Tree, results: Results) -> list[Change]:
+    differ = _differences(tree, results)
+    must_fit({path: file for path, file in differ.items() if file}, InvalidPatchError)
+    if (obstacle := find_obstacle(tree, differ)) is not None:
+        raise PatchConflictError(
+            f"cannot apply the patch: {shown_path(obstacle)} already exists in the checkout",
+            hint="nothing was changed; remove it first",
+        )
+    changes = []
+    for path, file in sorted(differ.items()):
+        old = tree.read(path)
+        entry = TreeEntry(path, old.mode, _oid(old)) if old and old.mode != DIRECTORY else None
+        data = file.data if file and file.mode != SUBMODULE else b""
+        changes.append(Change(path, file.mode if file else None, data, entry))
+    return changes
+
+
+def _oid(file: File) -> str:
+    return file.data.decode() if file.mode == SUBMODULE else blob_id(file.data).hex()
+
+
+def is_within_limits(path: bytes) -> bool:
+    parts = path.split(b"/")
+    is_long = len(path) > TREE_PATH_LIMIT_BYTES or max(map(len, parts)) > NAME_LIMIT_BYTES
+    return len(parts) <= TREE_DEPTH_LIMIT and not is_long
+
+
+def must_fit(files: Mapping[bytes, File], error: type[MirrordError]) -> None:
+    """Refuse names and link targets that a file system does not allow, though git does."""
+    for path, file in files.items():
+        if not is_within_limits(path):
+            raise error(
+                f"cannot write {shown_path(path[:100])}: a path may have {TREE_PATH_LIMIT_BYTES}"
+                f" bytes, {TREE_DEPTH_LIMIT} directories, {NAME_LIMIT_BYTES} bytes in each name",
+                hint="nothing was changed",
+            )
+        is_possible = 0 < len(file.data) <= _LINK_LIMIT_BYTES and b"\0" not in file.data
+        if file.mode == SYMLINK and not is_possible:
+            raise error(
+                f"cannot write {shown_path(path)}: a link needs a target of 1 to"
+                f" {_LINK_LIMIT_BYTES} bytes without NUL",
+                hint="nothing was changed",
+            )
+
+
+def _refusal(stderr: str) -> MirrordError:
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    reasons = [line.removeprefix("error: ").removeprefix("fatal: ") for line in lines]
+    reason = "; ".join(reasons[:5]) or "git gave no reason"
+    if _OUTSIDE.search(stderr):
+        return PathOutsideCheckoutError(
+            f"cannot apply the patch: {reason}", hint="a patch may only name files in the checkout"
+        )
+    if _INVALID.search(stderr):
+        return InvalidPatchError(
+            f"cannot read the patch: {reason}",
+            hint="make it with `git diff --binary`",
+            reasons=reasons[:50],
+        )
+    return PatchConflictError(
+        f"cannot apply the patch: {reason}",
+        hint="nothing was changed; `mirrord diff` shows what the checkout has",
+        reasons=reasons[:50],
+    )
+
+
+# -- repairs of patches that people and models have damaged ----------------------------------------
+#
+# A line of a hunk begins with a blank, a sign or a backslash, or is empty; anything else ends it.
+# No line is invented: each is kept as it is, or left out.
+
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@(.*)", re.DOTALL)
+_FILE = re.compile(rb"(?m)^(?:diff --git |--- )")
+_INDENTED = re.compile(rb"(?m)^([ \t]+)(?:diff --git |--- )")
+_EXTENDED = re.compile(
+    rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) "
+    rb"|(?:dis)?similarity index |index |--- |\+\+\+ "
+)
+_NEEDS_GIT = re.compile(rb"(?:old|new) mode |(?:new|deleted) file mode |(?:copy|rename) ")
+_BINARY = b"GIT binary patch"
+_SIGNATURE = re.compile(rb"\d+\.\d+")  # below `-- ` at the end of a mail
+_LF_ENDED = re.compile(rb"(?<!\r)\n")
+
+
+def recount(patch: bytes) -> bytes:
+    """Rewrite each hunk's counts from all lines that may belong to it."""
+    return _rewritten(patch, trusts_counts=False, keeps_prose=True)
+
+
+def unwrap(patch: bytes) -> bytes:
+    """Remove text around the patch, and its indentation; keeps the counts that are right."""
+    if not _FILE.search(patch) and (indented := _INDENTED.search(patch)):
+        patch = re.sub(rb"(?m)^" + indented[1], b"", patch)
+    return _rewritten(patch, trusts_counts=True, keeps_prose=False)
+
+
+def to_lf(patch: bytes) -> bytes:
+    return patch.replace(b"\r\n", b"\n")
+
+
+def has_crlf_headers(patch: bytes) -> bool:
+    """Return whether the patch itself has CRLF, not only a file in it; as GNU patch decides."""
+    return bool(re.search(rb"(?m)^(?:\+\+\+ |@@ -).*\r$", patch))
+
+
+def to_crlf(line: bytes) -> bytes:
+    return _LF_ENDED.sub(b"\r\n", line)
+
+
+def strip_blanks(line: bytes) -> bytes:
+    """Return a line without trailing blanks; keeps its newline, if any."""
+    return line[:-1].rstrip(b" \t") + b"\n" if line.endswith(b"\n") else line.rstrip(b" \t")
+
+
+def _rewritten(patch: bytes, *, trusts_counts: bool, keeps_prose: bool) -> bytes:
+    lines = patch.removesuffix(b"\n").split(b"\n")
+    done: list[bytes] = []
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if header := _HUNK.match(line):
+            body = _body(lines, at + 1)
+            counted = _counted(body, header) if trusts_counts else None
+            done += _hunk_lines(header, counted or _trimmed(body))
+            at += 1 + len(counted or body)
+        elif line.startswith(b"diff --git "):
+            end = at + 1
+            while end < len(lines) and _EXTENDED.match(lines[end]):
+                end += 1
+            done += lines[at:end] if keeps_prose else _needed(lines[at:end])
+            at = end
+        elif line == _BINARY:
+            end = at
+            while end < len(lines) and not lines[end].startswith(b"diff --git "):
+                end += 1
+            done += lines[at:end]
+            at = end
+        else:
+            if keeps_prose or _is_file(lines, at) or (at and _is_file(lines, at - 1)):
+                done.append(line)
+            at += 1
+    return b"\n".join([*done, b""])
+
+
+def _is_file(lines: list[bytes], at: int) -> bool:
+    """Return whether a traditional header begins at a line."""
+    starts = (b"--- ", b"+++ ", b"@@ -")
+    return all(
+        line.startswith(start) for line, start in zip(lines[at : at + 3], starts, strict=False)
+    )
+
+
+def _needed(header: list[bytes]) -> list[bytes]:
+    """Return a git header without its redundant lines; `--- /dev/null` says more."""
+    names = [line for line in header if line.startswith((b"--- ", b"+++ "))]
+    return [b"", *names] if names and not any(map(_NEEDS_GIT.match, header)) else header
+
+
+def _body(lines: list[bytes], at: int) -> list[bytes]:
+    """Return the lines from `at` on that may belong to a hunk."""
+    end = at
+    while end < len(lines) and lines[end][:1] in (b" ", b"+", b"-", b"\\", b"", b"\r"):
+        is_signature = lines[end] == b"-- " and _SIGNATURE.match(b"".join(lines[end + 1 : end + 2]))
+        if is_signature or (lines[end].startswith(b"--- ") and _is_file(lines, end)):
+            break
+        end += 1
+    return lines[at:end]
+
+
+def _counted(body: list[bytes], header: re.Match[bytes]) -> list[bytes] | None:
+    """Return as many lines as the header says; None where its counts are wrong."""
+    old, new = (int(header[at]) if header[at] else 1 for at in (2, 4))
+    for at, line in enumerate(body):
+        if old <= 0 and new <= 0 and not line.startswith(b"\\"):
+            return body[:at] if old == new == 0 else None
+        old -= not line.startswith((b"+", b"\\"))
+        new -= not line.startswith((b"-", b"\\"))
+    return body if old == new == 0 else None
+
+
+def _trimmed(body: list[bytes]) -> list[bytes]:
+    """Remove trailing empty lines, which more likely separate two hunks."""
+    while body and body[-1] in (b"", b"\r"):
+        body = body[:-1]
+    return body
+
+
+def _hunk_lines(header: re.Match[bytes], body: list[bytes]) -> list[bytes]:
+    """Return a hunk with the right counts; empty where it changes nothing."""
+    signs = [line[:1] for line in body]
+    if b"+" not in signs and b"-" not in signs:
+        return []
+    old = sum(sign not in (b"+", b"\\") for sign in signs)
+    new = sum(sign not in (b"-", b"\\") for sign in signs)
+    numbers = int(header[1]), old, int(header[3]), new
+    body = [b" \r" if line == b"\r" else line for line in body]
+    return [b"@@ -%d,%d +%d,%d @@" % numbers + header[5], *body]

@@ -1,0 +1,305 @@
+"""Sandboxes for untrusted commands, made by bubblewrap.
+
+`Box` is the only writer of bwrap(1) options; docs/security.md has the guarantees. Except for its
+mounts everything, HOME and /tmp too, is in memory and ends with the sandbox. All its processes end
+with bwrap or the thread that started it.
+
+The command's uid is the caller's or another `owner`. Root changes to it by setpriv(1) before bwrap
+starts, so bwrap never has privileges; a user enters a subordinate uid by unshare(1).
+"""
+
+import fcntl
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import BackendUnavailableError
+from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
+
+# Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
+_ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
+        "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
+_ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
+_SHIM = f"""\
+conda() {{ :; }}
+export -f conda
+export VIRTUAL_ENV={ENVIRONMENT} CONDA_DEFAULT_ENV=testbed
+case ":$PATH:" in *:{ENVIRONMENT}/bin:*) ;; *) export PATH={ENVIRONMENT}/bin:$PATH ;; esac
+"""
+_NAME = "testbed"  # of the user, the group and the host
+# An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
+# the sandbox is in one more pid namespace, whose first process it cannot see. That one has a /proc
+# of its own, because bwrap reads the /proc of its own processes.
+_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """The mounts, files, variables and user of a sandbox.
+
+    `owner` is a uid with its gid, by default the caller's. The environment is writable unless it is
+    shared. `readable` and `writable` map further paths inside to paths of the host. `files` are
+    made inside: executable if they begin with #!, and in PROGRAMS found by name. Everything else,
+    such as HOME, /tmp and /, is in memory, up to `scratch_bytes`.
+    """
+
+    tree: Path
+    environment: Path | None = None
+    is_environment_shared: bool = False
+    owner: tuple[int, int] | None = None
+    network: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    readable: Mapping[str, Path] = field(default_factory=dict)
+    writable: Mapping[str, Path] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    scratch_bytes: int = 4 * 1024**3
+
+    def start(
+        self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a command in the sandbox; `options` are Popen's.
+
+        `before` is the start of the command line: a program on the host that executes the
+        arguments after its own. Variables are never in arguments, which every user can read.
+        """
+        with ExitStack() as opened:
+
+            def give(content: bytes) -> str:
+                """Return a descriptor of a file in memory, for bwrap."""
+                descriptor = os.memfd_create("mirrord")
+                opened.callback(os.close, descriptor)
+                os.write(descriptor, content)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                given.append(descriptor)
+                return str(descriptor)
+
+            given: list[int] = list(options.pop("pass_fds", ()))
+            arguments = [*self._namespaces(), *self._host(), *self._own()]
+            for path, content in self._files():
+                mode = "0555" if content.startswith(b"#!") else "0444"
+                arguments += "--perms", mode, "--file", give(content), path
+            arguments += "--chdir", TESTBED
+            packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
+            program = [*become(self.owner), *_GUARD, find_bwrap()]
+            argv = [*before, *program, "--args", packed, "--", *command]
+            return subprocess.Popen(argv, pass_fds=given, **options)
+
+    def _namespaces(self) -> Iterator[str]:
+        yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+        yield from ("--unshare-cgroup-try", "--hostname", _NAME, "--cap-drop", "ALL")
+        # In a session of its own it cannot forge input of the terminal (TIOCSTI).
+        yield from ("--new-session", "--die-with-parent")
+        if _can_disable_userns():
+            yield "--disable-userns"
+        if not self.network:
+            yield "--unshare-net"
+
+    def _host(self) -> Iterator[str]:
+        """The host's programs, read-only, in a root directory in memory."""
+        yield from ("--size", str(self.scratch_bytes), "--tmpfs", "/")
+        yield from _programs()
+        for directory in ("/etc/alternatives", "/etc/ssl/certs"):
+            yield from ("--ro-bind-try", directory, directory)
+        # Read-only, because uid 0 may write to /proc/sys without any capability.
+        yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
+        yield from ("--dir", "/run", "--dir", "/var")
+        yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
+
+    def _own(self) -> Iterator[str]:
+        for path, mode in (("/tmp", "1777"), (SANDBOX_HOME, "0700")):  # noqa: S108
+            yield from ("--perms", mode, "--dir", path)
+        for inside, shown in self.readable.items():
+            yield from ("--ro-bind", str(shown), inside)
+        if self.environment:
+            how = "--ro-bind" if self.is_environment_shared else "--bind"
+            yield from (how, str(self.environment), ENVIRONMENT)
+        for inside, shown in {TESTBED: self.tree, **self.writable}.items():
+            yield from ("--bind", str(shown), inside)
+        yield "--clearenv"
+        for name, value in {**self._variables(), **self.variables}.items():
+            yield from ("--setenv", name, value)
+
+    def _variables(self) -> dict[str, str]:
+        search = f"/usr/local/bin:/usr/bin:/bin:{PROGRAMS}"
+        active = {"VIRTUAL_ENV": ENVIRONMENT, "CONDA_DEFAULT_ENV": "testbed"}
+        return {
+            "PATH": f"{ENVIRONMENT}/bin:{search}" if self.environment else search,
+            "HOME": SANDBOX_HOME,
+            "USER": _NAME,
+            "LOGNAME": _NAME,
+            "LANG": "C.UTF-8",
+            **(active if self.environment else {}),
+        }
+
+    def _files(self) -> Iterator[tuple[str, bytes]]:
+        uid, gid = self.owner or (os.geteuid(), os.getegid())
+        yield "/etc/passwd", f"{_NAME}:x:{uid}:{gid}::{SANDBOX_HOME}:/bin/bash\n".encode()
+        yield "/etc/group", f"{_NAME}:x:{gid}:\n".encode()
+        yield "/etc/nsswitch.conf", b"passwd: files\ngroup: files\nhosts: files dns\n"
+        if self.environment:
+            yield ACTIVATE, _SHIM.encode()
+            # a login shell resets PATH
+            yield "/etc/profile", f". {ACTIVATE}\nPATH=$PATH:{PROGRAMS}\n".encode()
+        if not self.network:
+            yield "/etc/hosts", f"127.0.0.1 localhost {_NAME}\n::1 localhost\n".encode()
+        for name in (*_ETC, *(_ETC_OF_NETWORK if self.network else ())):
+            with suppress(OSError):
+                yield f"/etc/{name}", Path("/etc", name).read_bytes()
+        yield from self.files.items()
+
+
+def _programs() -> Iterator[str]:
+    yield from ("--ro-bind", "/usr", "/usr")
+    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
+        path = Path("/", name)
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), str(path))
+        elif path.exists():
+            yield from ("--ro-bind", str(path), str(path))
+
+
+def become(owner: tuple[int, int] | None) -> Iterator[str]:
+    """Start a command line that runs as its owner, in no group, and ends with its parent.
+
+    A chain of programs, each of which executes the next.
+    """
+    uid, gid = owner or (os.geteuid(), os.getegid())
+    is_root = os.geteuid() == 0
+    if not is_root and uid != os.geteuid():
+        # by newuidmap and newgidmap, with the same numbers inside and outside
+        yield from ("unshare", "--user", f"--map-users={uid},{uid},1", f"--setuid={uid}")
+        yield from (f"--map-groups={gid},{gid},1", f"--setgid={gid}", "--")
+    yield "setpriv"
+    if is_root:
+        yield from (f"--reuid={uid}", f"--regid={gid}", "--clear-groups")
+    yield from ("--pdeathsig=KILL", "--")  # last: a change of uid clears it
+
+
+def find_started(started: subprocess.Popen[bytes]) -> int | None:
+    """Find the host's pid of a sandbox's command; None before it starts and after it ended."""
+    pid = started.pid
+    try:
+        for _ in range(3):  # the guard's first process, bwrap's, the command
+            pid = _children(pid)[0]
+    except (OSError, IndexError):
+        return None
+    return pid
+
+
+def end(started: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a sandbox, and wait until they have ended."""
+    first: int | None = None
+    with suppress(OSError, IndexError):
+        found = _children(started.pid)
+        first = os.pidfd_open(found[0])
+        if _children(started.pid) != found:  # the pid may have been reused
+            os.close(first)
+            first = None
+    started.kill()  # --kill-child: the first process of the guard's namespace dies too
+    started.wait()
+    if first is not None:
+        ended = select.poll()
+        ended.register(first, select.POLLIN)
+        ended.poll()  # the kernel ends it after all others of its namespace
+        os.close(first)
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def find_bwrap() -> str:
+    """Return the path of bwrap. Raises BackendUnavailableError if it is not installed."""
+    if found := shutil.which("bwrap"):
+        return found
+    hint = "install it: `apt-get install bubblewrap`"
+    raise BackendUnavailableError("cannot make a sandbox: bwrap is not installed", hint=hint)
+
+
+def find_obstacle() -> str | None:
+    """Try to make a sandbox; return the reason why that fails, or None."""
+    try:
+        bwrap = find_bwrap()
+    except BackendUnavailableError as error:
+        return error.message.partition(": ")[2]
+    # Not all of /: bwrap fails if one of the mounts below it, such as a checkout, is unmounted.
+    options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--tmpfs", "/", *_programs()]
+    # Root becomes another user before it starts bwrap, who may have fewer rights.
+    nobody = (65534, 65534) if os.geteuid() == 0 else None
+    argv = [*become(nobody), *_GUARD, bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
+    done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return None
+    return explain(done.stderr)
+
+
+def explain(stderr: str) -> str:
+    """Explain why a sandbox could not be made."""
+    text = stderr.strip().removeprefix("bwrap: ") or "it ended at once"
+    if "unshare failed" in text:
+        return f"this host does not let users make user namespaces ({text})"
+    return text
+
+
+@cache
+def _can_disable_userns() -> bool:
+    """Return whether bwrap is version 0.8 or later."""
+    version = subprocess.run(
+        [find_bwrap(), "--version"], capture_output=True, text=True, check=True
+    )
+    major, minor = version.stdout.split()[-1].split(".")[:2]
+    return (int(major), int(minor)) >= (0, 8)
+
+
+_PREFIX = "mirrord-sandbox-"
+_NEW_S = 60.0  # younger directories may not be locked yet
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ScratchDirectory:
+    """A temporary directory that other users may enter but not list, locked while in use."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        os.chmod(self.path, 0o711)  # noqa: S103
+        self._lock = os.open(self.path, _OPEN)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Remove the directory. Call it once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def sweep_scratch(*, dry_run: bool = False) -> list[str]:
+    """Remove this user's unlocked scratch directories, for root those of all; return which."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(path):
+            found.append(str(path))
+            if not dry_run:
+                shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a directory. Raises OSError if it is another user's, new, or locked."""
+    fd = os.open(path, _OPEN)
+    try:
+        found = os.fstat(fd)
+        if os.geteuid() not in (0, found.st_uid) or found.st_mtime > time.time() - _NEW_S:
+            raise PermissionError
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

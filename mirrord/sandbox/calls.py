@@ -1,0 +1,396 @@
+"""Sandboxes, shared by both clients. The client's process starts them, not the daemon.
+
+A `Keeper` keeps the room of a checkout, a `SandboxCall` is a command in it.
+"""
+
+import fcntl
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Literal
+
+from .. import protocol
+from ..errors import (
+    CheckoutNotFoundError,
+    PathNotFoundError,
+    PathOutsideCheckoutError,
+    ResourceError,
+    UsageError,
+)
+from ..model import shown
+from ..places import ACTIVATE, PROGRAMS, TESTBED
+from . import gitremote
+from .box import Box
+from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
+
+_GIT_CONFIG = b"""\
+[url "mirrord::https://github.com/"]
+	insteadOf = https://github.com/
+[protocol "mirrord"]
+	allow = always
+"""
+
+
+class Keeper:
+    """Keeps the room of a checkout, and replaces it after a reset by any client."""
+
+    def __init__(
+        self,
+        lease: Callable[[], protocol.Checkout],
+        make_box: Callable[[protocol.Checkout], Box],
+        memory_bytes: int | None,
+        processes: int | None,
+    ) -> None:
+        self._lease, self._make_box = lease, make_box
+        self._limits = memory_bytes, processes
+        self._lock = threading.Lock()
+        self._room: SandboxRoom | None = None
+        self._mounts: object = None
+
+    def run(self, call: "SandboxCall") -> "Executed":
+        try:
+            while True:
+                with self._lock:
+                    room = self._enter()
+                with suppress(EndedError):
+                    return call.follow(room)
+        finally:
+            call.close()
+
+    def _enter(self) -> SandboxRoom:
+        lease = self._lease()
+        mounts = _identify_mounts(lease)
+        if self._room is None or not self._room.is_open or mounts != self._mounts:
+            self._close()
+            self._room = SandboxRoom(self._make_box(lease), Limits(*self._limits))
+            self._mounts = mounts
+        return self._room
+
+    def close(self) -> None:
+        """End all processes and remove HOME and /tmp."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        room, self._room = self._room, None
+        if room:
+            room.close()
+
+
+def choose_environment(lease: protocol.Checkout, named: Path | str | None) -> Path | None:
+    """Return the named directory; None for the checkout's environment, which must have the name.
+
+    Raises UsageError, PathNotFoundError.
+    """
+    if named is None:
+        return None
+    if isinstance(named, Path) or "/" in named:
+        if not Path(named, "bin").is_dir():
+            hint = "name the prefix of an environment, such as a virtual environment's"
+            raise PathNotFoundError(f"cannot use environment {named}: it has no bin", hint=hint)
+        return Path(named).absolute()
+    key, _, digest = named.partition("@")
+    own = lease.environment or ""
+    if own.partition("@")[0] != key or not own.startswith(f"{key}@{digest[:12]}"):
+        fact = f"cannot use environment {named}: the checkout has {own or 'none'}"
+        raise UsageError(fact, hint="name it when the checkout is made or reset")
+    return None
+
+
+def box_of(
+    lease: protocol.Checkout,
+    environment: Path | None = None,
+    *,
+    network: bool,
+    variables: Mapping[str, str],
+) -> Box:
+    """Return the box of a checkout, by default with the checkout's environment."""
+    is_own = lease.owner_uid == os.geteuid()
+    facts = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
+    facts |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
+    return Box(
+        tree=Path(lease.path),
+        environment=environment or environment_of(lease),
+        is_environment_shared=environment is not None,
+        owner=None if is_own else (lease.owner_uid, lease.owner_gid),
+        network=network,
+        variables={**facts, **variables},
+        files=_clone_files(network=network),
+    )
+
+
+@cache
+def _clone_files(*, network: bool) -> dict[str, bytes]:
+    """Return git-remote-mirrord, and without network a configuration that uses it for GitHub."""
+    files = {f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes()}
+    return files if network else {**files, "/etc/gitconfig": _GIT_CONFIG}
+
+
+def environment_of(lease: protocol.Checkout) -> Path | None:
+    """Return the path of a checkout's environment on the host."""
+    return Path(lease.directory, "environment") if lease.environment else None
+
+
+def _identify_mounts(lease: protocol.Checkout) -> object:
+    """Return what is mounted at a checkout; unique as long as a box uses the mounts."""
+    environment = environment_of(lease)
+    paths = [Path(lease.path), *([environment] if environment else [])]
+    try:
+        return [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
+    except PermissionError:  # of a subordinate uid; mountinfo is readable
+        names = {os.fsencode(path) for path in paths}
+        with open("/proc/self/mountinfo", "rb") as mounts:
+            return [line for line in mounts if line.split()[4] in names]
+    except FileNotFoundError as error:
+        fact = f"cannot find the tree of checkout {lease.id}: it was released, or has expired"
+        raise CheckoutNotFoundError(fact, hint="check it out again") from error
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+OUTPUT_BYTES = 16 * 1024 * 1024
+_CHUNK = 64 * 1024
+_STATUS_MAX_BYTES = 100
+_KILL_GRACE_S = 2.0
+_KILLED = 128 + signal.SIGKILL
+
+Struck = Literal["time", "memory", "processes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """The result of a command. `exit_code` is 128 plus the signal's number after a signal.
+
+    `struck` is the limit that it met: `time` killed it, the others show in its output. `stdout` and
+    `stderr` have at most 16 MiB each; of longer output a line replaces the middle.
+    """
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    struck: Struck | None = None
+
+
+class Output:
+    """Keeps the first and last bytes of output, `limit` in total."""
+
+    def __init__(self, limit: int = OUTPUT_BYTES) -> None:
+        self._half = limit // 2
+        self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
+
+    def write(self, data: bytes) -> None:
+        room = self._half - len(self._head)
+        self._head += data[:room] if room > 0 else b""
+        self._tail += data[room:] if room > 0 else data
+        if (excess := len(self._tail) - self._half) > self._half:  # rarely: it moves bytes
+            self._drop(excess)
+
+    def _drop(self, excess: int) -> None:
+        del self._tail[:excess]
+        self._left_out += excess
+
+    def bytes(self) -> bytes:
+        self._drop(max(0, len(self._tail) - self._half))
+        mark = f"\n[mirrord: {self._left_out} bytes left out here]\n".encode()
+        return bytes(self._head + (mark if self._left_out else b"") + self._tail)
+
+
+_DOWNLOAD_MAX_BYTES = 16 * 1024**3
+
+
+class Capped:
+    """A file that takes at most 16 GiB."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, _DOWNLOAD_MAX_BYTES
+
+    def write(self, data: bytes) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            hint = "download parts of it"
+            raise ResourceError(
+                f"cannot download more than {_DOWNLOAD_MAX_BYTES} bytes at once", hint=hint
+            )
+        return self._file.write(data)
+
+
+Sink = Output | Capped
+
+
+class SandboxCall:
+    """A command with its script, its input and output, and a way to cancel it."""
+
+    def __init__(
+        self,
+        command: str | Sequence[str],
+        *,
+        cwd: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        source: BinaryIO | None = None,
+        stdout: Sink | None = None,
+    ) -> None:
+        words = ["bash", "-c", command] if isinstance(command, str) else command
+        lines = [
+            'echo "$$" 1<>"$0.end"',
+            f"[ ! -e {ACTIVATE} ] || . {ACTIVATE}",
+            *(
+                f"export {_name(name)}={shlex.quote(value)}"
+                for name, value in (variables or {}).items()
+            ),
+            f"cd -- {TESTBED} && cd -- {shlex.quote(cwd or '.')} || exit 126",
+            f"exec {shlex.join(words)}",
+        ]
+        self.script = os.fsencode("\n".join(lines) + "\n")
+        self.timeout = timeout
+        self.source = source
+        self.stdout, self.stderr = stdout or Output(), Output()
+        self._cancelled, cancel = os.pipe2(os.O_CLOEXEC)
+        self._cancel = os.fdopen(cancel, "wb", buffering=0)
+
+    def cancel(self) -> None:
+        """Kill the command, from any thread, as after its timeout."""
+        with suppress(ValueError):  # it has ended
+            self._cancel.write(b".")
+
+    def close(self) -> None:
+        self._cancel.close()
+        os.close(self._cancelled)
+
+    def follow(self, room: SandboxRoom) -> Executed:
+        before = room.strikes()
+        with room.pipes(self.script) as pipes:
+            try:
+                status, is_late = self._watch(room, pipes)
+            except BaseException:  # such as KeyboardInterrupt
+                room.kill(pipes)
+                raise
+            for stream, sink in ((pipes.out, self.stdout), (pipes.err, self.stderr)):
+                _drain(stream, sink)
+        after = {**room.strikes(), "time": is_late}
+        limits: tuple[Struck, ...] = ("memory", "processes", "time")  # the kernel's kill first
+        struck = next((name for name in limits if after.get(name, 0) > before.get(name, 0)), None)
+        printed = self.stdout.bytes() if isinstance(self.stdout, Output) else b""
+        return Executed(status, printed, self.stderr.bytes(), struck)
+
+    def _watch(self, room: SandboxRoom, pipes: Pipes) -> tuple[int, bool]:
+        """Move bytes until the command ends; returns its status, and whether it ran too long."""
+        poll = select.poll()
+        for stream in (pipes.out, pipes.err, pipes.end, self._cancelled):
+            poll.register(stream, select.POLLIN)
+        poll.register(room.life, 0)  # for its end alone: an agent may write to it
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        status, unsent, is_late = b"", b"", False
+        while True:
+            left = None if deadline is None else max(0, deadline - time.monotonic()) * 1000 + 1
+            events = dict(poll.poll(left))
+            if pipes.out in events:
+                self.stdout.write(read_some(pipes.out))
+            if pipes.err in events:
+                self.stderr.write(read_some(pipes.err))
+            if pipes.end in events:
+                status = (status + read_some(pipes.end))[:_STATUS_MAX_BYTES]
+                began, *ended = status.split(b"\n")
+                if ended and not pipes.group:
+                    pipes.group, room.has_worked = _number(began), True
+                    poll.register(pipes.input, select.POLLOUT)
+                if len(ended) > 1:
+                    return _number(ended[0]), is_late
+            if pipes.group and pipes.input in events:
+                unsent = unsent or (self.source.read(_CHUNK) if self.source else b"")
+                if unsent:
+                    unsent = unsent[os.write(pipes.input, unsent) :]
+                else:
+                    poll.unregister(pipes.input)
+                    pipes.close_input()
+            if room.life in events:
+                room.raise_unless_started(pipes)
+                return _KILLED, is_late
+            is_over = deadline is not None and time.monotonic() >= deadline
+            if is_over or self._cancelled in events:
+                if is_late:  # the kill had no effect
+                    room.end()
+                    return _KILLED, True
+                is_late, deadline = True, time.monotonic() + _KILL_GRACE_S
+                poll.unregister(self._cancelled)
+                room.kill(pipes)
+
+
+def _name(variable: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
+        return variable
+    hint = "use letters, digits and _, and no digit first"
+    raise UsageError(f"cannot set variable {shown(variable)}: invalid name", hint=hint)
+
+
+def _drain(stream: int, sink: Sink) -> None:
+    """Read what is in a pipe now; a background process may keep writing."""
+    left = fcntl.fcntl(stream, fcntl.F_GETPIPE_SZ)
+    while left > 0 and (data := read_some(stream)):
+        sink.write(data)
+        left -= len(data)
+
+
+def _number(text: bytes) -> int:
+    """Parse a number of the shell; an agent can write to the pipe too."""
+    return int(text) if re.fullmatch(rb"[0-9]{1,9}", text) else _KILLED
+
+
+# -- transfer of files as tar archives; those from a sandbox are untrusted -------------------------
+
+
+def pack(local: Path, path: str, packed: BinaryIO) -> str:
+    """Pack `local` into an archive; returns the directory where it is unpacked to `path`."""
+    inside = PurePosixPath(path)
+    is_directory = local.is_dir()
+    try:
+        with tarfile.open(fileobj=packed, mode="w") as archive:
+            archive.add(os.path.realpath(local), "." if is_directory else inside.name)
+    except OSError as error:
+        hint = "name a readable file or directory"
+        raise UsageError(f"cannot read {local}: {error.strerror}", hint=hint) from error
+    packed.seek(0)
+    return str(inside if is_directory else inside.parent)
+
+
+def unpack(packed: BinaryIO, path: str, local: Path) -> None:
+    """Unpack an archive of a directory or file to `local`, which must not exist.
+
+    Links are made last, so that nothing is written through one.
+    """
+    packed.seek(0)
+    links: list[tuple[Path, str]] = []
+    try:
+        with tarfile.open(fileobj=packed, mode="r:") as archive:
+            for member in archive:
+                inside = PurePosixPath(member.name)
+                if ".." in inside.parts:
+                    raise tarfile.TarError(f"{member.name} is outside of it")
+                target = local if inside.is_absolute() else local / inside
+                if member.isdir():
+                    target.mkdir()
+                elif member.issym():
+                    links.append((target, member.linkname))
+                elif content := archive.extractfile(member):
+                    with content, target.open("xb") as file:
+                        shutil.copyfileobj(content, file)
+                    target.chmod(0o755 if member.mode & 0o100 else 0o644)
+        for target, link in links:
+            target.symlink_to(link)
+    except tarfile.TarError as error:
+        fact = f"cannot download {path}: {error}"
+        raise PathOutsideCheckoutError(fact, hint="download other paths of it") from error
+    except OSError as error:
+        fact = f"cannot download {path} to {local}: {error.strerror}"
+        raise UsageError(fact, hint="name a new path in a writable directory") from error

@@ -1,0 +1,1 @@
+"""What checkouts are made from: layers, sealed stores, environments."""

@@ -1,0 +1,324 @@
+"""Builds sealed stores: the `.git` of sealed and squashed checkouts, with nothing else in it.
+
+Owns `templates/<mirror>/gits/`. A store has a detached HEAD, a short configuration, the tags of
+ancestors, and closure packs as hard links; no remote, alternates, reflog or hook. Its index is
+written with the tree. It is built in a temporary directory and renamed.
+"""
+
+import hashlib
+import os
+import shutil
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio.to_thread
+
+from ..errors import InvalidRequestError
+from ..git.command import Git
+from ..git.packs import graph_is_whole
+from ..host.room import UNBOUNDED, Room
+from ..host.trash import Trash, new_trash
+from ..jobs.operations import Deferred
+from ..model import CommitId, History, MirrorName, Resolved
+from ..telemetry import log
+from ..workers.pool import Workers
+from ..workers.turns import Coalescer
+from . import store as disk
+from .closures import Closures, Recorded, nothing_recorded
+from .packer import PackFile, together, write_graph
+from .store import SealedStore, StoreKey, Tag
+
+if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
+    from ..fleet.exchange import SharedClosures
+
+
+GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
+_SQUASHED = """tree {tree}
+author mirrord <mirrord@localhost> {time} +0000
+committer mirrord <mirrord@localhost> {time} +0000
+
+base of this task
+
+The history before this commit is not part of the checkout.
+"""
+_DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
+
+
+class _Contents(NamedTuple):
+    head: CommitId
+    tree: str
+    packs: Sequence[PackFile]
+    tags: Sequence[Tag]
+    graph: Path | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class StoreBuilder:
+    """The sealed stores of all mirrors, below `state_dir/templates`.
+
+    `held` counts the users of a store, `used_at` has the time of its last use.
+    """
+
+    state_dir: Path
+    git: Git
+    workers: Workers
+    trash: Trash
+    mirrors_path: Callable[[MirrorName], Path]
+    recorded: Recorded = nothing_recorded
+    room: Room = UNBOUNDED
+    shared: "SharedClosures | None" = None
+
+    def __post_init__(self) -> None:
+        self._root = self.state_dir / "templates"
+        self._tags = disk.Tags(self.git)
+        self._deferred = Deferred()
+        self._closures = Closures(
+            root=self._root, git=self.git, workers=self.workers, trash=self.trash,
+            deferred=self._deferred, mirrors_path=self.mirrors_path, recorded=self.recorded,
+            shared=self.shared,
+        )  # fmt: skip
+        self.commits, self.known_packs = self._closures.commits, self._closures.known_packs
+        self._found: dict[StoreKey, SealedStore] = {}
+        self._builds: Coalescer[SealedStore] = Coalescer()
+        self._stores: dict[str, dict[Path, SealedStore]] = {}
+        self._read: set[str] = set()  # mirrors of which `_stores` has all
+        self._building: Counter[str] = Counter()
+        self.held: Counter[Path] = Counter()
+        self.used_at: dict[Path, float] = {}
+        self.hits = self.misses = 0
+
+    async def open(self) -> None:
+        """Remove what killed builds left."""
+
+        def clean_up() -> None:
+            for directory in (*self._root.glob("*/gits"), *self._root.glob("*/packs")):
+                if removed := disk.remove_leftovers(directory, self.trash):
+                    log.info("leftovers.removed", directory=str(directory), count=removed)
+
+        await anyio.to_thread.run_sync(clean_up)
+
+    async def close(self) -> None:
+        await self._builds.close()
+        await self._deferred.close()
+
+    def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
+        """Return the finished store, None where it is not on disk."""
+        key = (name.key, commit, history)
+        found = self._found.get(key) or disk.load(self._path(name, commit, history), name)
+        if found is None or not found.git.exists():
+            self._found.pop(key, None)
+            return None
+        self._note(found)
+        return found
+
+    async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
+        """Return the store, built once for all callers, as long as one of them waits.
+
+        Raises CommitNotFoundError, CommitUnservableError, DiskFullError; InvalidRequestError for
+        the linked history.
+        """
+        if history is History.LINKED:
+            raise InvalidRequestError(
+                "cannot seal a linked checkout: it shows the whole mirror",
+                hint="ask for sealed or squashed",
+            )
+        found = self.find(name, commit, history)
+        self.hits += found is not None
+        self.misses += found is None
+        return found or await self._builds.join(
+            f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
+        )
+
+    async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
+        """Return the order in which stores share most; commits that the mirror lacks come last."""
+        done = await self.git.run(
+            "rev-list", "--no-walk", "--reverse", "--ignore-missing", "--stdin",
+            git_dir=self.mirrors_path(name),
+            stdin="".join(f"{commit}\n" for commit in sorted(commits)).encode(),
+            doing="order commits",
+        )  # fmt: skip
+        found = [CommitId(line) for line in done.lines]
+        return [*found, *sorted(set(commits).difference(found))]
+
+    # -- what exists -------------------------------------------------------------------------------
+
+    async def list_stores(self, name: MirrorName) -> list[SealedStore]:
+        stores = self._stores.setdefault(name.key, {})
+        if name.key not in self._read:
+            for store, used_at in await anyio.to_thread.run_sync(
+                disk.read_records, self._directory(name), name
+            ):
+                stores.setdefault(store.path, store)
+                self.used_at.setdefault(store.path, used_at)
+            self._read.add(name.key)
+        return list(stores.values())
+
+    def discard(self, store: SealedStore) -> Path:
+        """Take a store out of use at once; returns the path to `remove`, which may wait for the
+        disk.
+        """
+        discarded = new_trash(store.path.parent)
+        try:
+            store.path.rename(discarded)  # first, so that no checkout mounts a part of it
+            store.record.rename(discarded / store.record.name)
+        except FileNotFoundError:
+            store.record.unlink(missing_ok=True)
+        self._found.pop(store.key, None)
+        self._stores.get(store.mirror.key, {}).pop(store.path, None)
+        self.used_at.pop(store.path, None)
+        return discarded
+
+    async def remove(self, path: Path) -> None:
+        """Delete a discarded store, a damaged one, or a pack layer. The packs of a store stay."""
+        await anyio.to_thread.run_sync(self.trash.discard, path)
+
+    @contextmanager
+    def holding(self, store: SealedStore) -> Iterator[None]:
+        """Keep a store on disk inside. Await nothing between `find` and this."""
+        self.held[store.path] += 1
+        try:
+            yield
+        finally:
+            self.held[store.path] -= 1
+            if not self.held[store.path]:
+                del self.held[store.path]
+
+    async def evict_packs(self, name: MirrorName) -> int:
+        """Remove closure packs of no store, unless a build may link one; returns their bytes."""
+        await self.list_stores(name)
+
+        def needed() -> set[str] | None:
+            if self._building[name.key]:
+                return None
+            return {pack for store in self._stores[name.key].values() for pack in store.packs}
+
+        return await self._closures.keep_only(name, needed)
+
+    async def remove_mirror(self, name: MirrorName) -> None:
+        """Remove every store and pack of a mirror that was removed."""
+        self._found = {key: store for key, store in self._found.items() if key[0] != name.key}
+        for path in self._stores.pop(name.key, {}):
+            self.used_at.pop(path, None)
+        self._read.discard(name.key)
+        self._closures.forget(name)
+        for directory in (self._directory(name), self._closures.directory(name)):
+            for path in directory.glob("*"):
+                await anyio.to_thread.run_sync(self.trash.discard, path)
+            with suppress(OSError):  # not empty
+                directory.rmdir()
+
+    def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
+        return self._directory(name) / f"{history}-{commit}"
+
+    def _directory(self, name: MirrorName) -> Path:
+        return self._root / str(name) / "gits"
+
+    def _note(self, store: SealedStore) -> None:
+        self._found[store.key] = store
+        self._stores.setdefault(store.mirror.key, {})[store.path] = store
+        self.used_at[store.path] = time.time()
+
+    # -- building ----------------------------------------------------------------------------------
+
+    async def _build(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
+        await self.room.ensure(f"seal {commit}")
+        directory, target = self._directory(name), self._path(name, commit, history)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._building[name.key] += 1
+        try:
+            with disk.building(directory, self.trash) as temporary:
+                git, scratch = temporary / ".git", temporary / "scratch"
+                if history is History.SQUASHED:
+                    found = await self.commits.get(name, commit)
+                    contents = await self._squashed(name, found, scratch)
+                else:
+                    contents = await self._sealed(name, commit)
+                control = await anyio.to_thread.run_sync(_write, git, contents)
+                if history is History.SQUASHED:
+                    await anyio.to_thread.run_sync(shutil.rmtree, scratch)
+                disk.publish(temporary, target)
+            store = SealedStore(
+                path=target,
+                mirror=name,
+                commit=commit,
+                history=history,
+                head=contents.head,
+                tree=contents.tree,
+                packs=tuple(pack.path.name for pack in contents.packs),
+                pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
+                tag_count=len(contents.tags),
+                control=control,
+            )
+            disk.save(store)
+            self._note(store)
+        finally:
+            self._building[name.key] -= 1
+        facts = {"packs": len(store.packs), "tags": store.tag_count}
+        log.info("store.built", mirror=str(name), commit=commit, history=str(history), **facts)
+        return store
+
+    async def _sealed(self, name: MirrorName, commit: CommitId) -> _Contents:
+        found, packs, tags = await together(
+            self.commits.get(name, commit),
+            self._closures.ensure(name, commit),
+            self._tags.list(self.mirrors_path(name)),
+        )
+        shown = await self._tags.within(tags, [pack.index for pack in packs])
+        return _Contents(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
+
+    def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:
+        """Return the commit-graph up to the last large pack; None, and writes it after the answer,
+        where it is absent or torn.
+
+        git reads later commits from the packs. Like packs, the graph is not flushed.
+        """
+        large = [at for at, pack in enumerate(packs, 1) if pack.object_count >= GRAPH_MIN_OBJECTS]
+        if not large:
+            return None
+        chain = packs[: large[-1]]
+        graph = chain[-1].path.with_name("commit-graph")
+        if graph_is_whole(graph):
+            return graph
+        work = partial(write_graph, self.git, self.trash, graph, chain)
+        self._deferred.begin(("commit-graph", graph), work)
+        return None
+
+    async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
+        """Write the squashed commit as a loose object in `scratch`, and pack it from there."""
+        head, body = squashed_commit(found)
+        file = scratch / "objects" / head[:2] / head[2:]
+        file.parent.mkdir(parents=True)
+        file.write_bytes(zlib.compress(body))
+        mirror = self.mirrors_path(name)
+        pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
+        return _Contents(head, found.tree, [pack], [])
+
+
+def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
+    """Return the id and the object of the only commit of a squashed checkout."""
+    body = _SQUASHED.format(tree=found.tree, time=found.time).encode()
+    body = b"commit %d\0%s" % (len(body), body)
+    return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
+
+
+def _write(git: Path, contents: _Contents) -> str:
+    """Write a `.git`; returns the checksum of its control files."""
+    for directory in _DIRECTORIES:
+        os.mkdir(f"{git}/{directory}", 0o755)
+    for pack in contents.packs:
+        for source in (pack.path, pack.index):
+            disk.link_or_copy(source, git / "objects/pack" / source.name)
+    if contents.graph:
+        (git / disk.GRAPH).parent.mkdir(mode=0o755)
+        disk.link_or_copy(contents.graph, git / disk.GRAPH)
+    control = [f"{contents.head}\n".encode(), disk.CONFIG, disk.packed_refs(contents.tags)]
+    for name, content in zip(disk.CONTROL_FILES, control, strict=True):
+        (git / name).write_bytes(content)
+    return disk.control_sum(control)

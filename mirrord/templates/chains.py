@@ -1,0 +1,147 @@
+"""Plans chains of pack layers: which layers a commit needs. Pure; never reads the disk."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..model import CommitId
+
+CHAIN_LIMIT = 96
+STRIDES = (65536, 4096, 256, 32)
+SHORT = 16  # first-parent steps
+AHEAD_STRIDE = STRIDES[-1] // 4  # of way-points packed for neighbours after a first checkout
+ROOT_MARGINS = (256, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayer:
+    """`depth` counts first-parent steps from the root layer. A planned layer has no pack yet."""
+
+    commit: CommitId
+    base: CommitId | None
+    depth: int
+    pack: str = ""
+    object_count: int = 0
+    size_bytes: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "PackLayer":
+        """Read a record, maybe of another version; TypeError where a field is missing."""
+        return cls(**{name: facts[name] for name in cls.__slots__ if name in facts})
+
+    def packed(self, pack: str, object_count: int, size_bytes: int) -> "PackLayer":
+        return replace(self, pack=pack, object_count=object_count, size_bytes=size_bytes)
+
+
+Layers = Mapping[CommitId, PackLayer]
+
+
+def chain(layers: Layers, commit: CommitId) -> list[PackLayer]:
+    """Return the layers from the root up to `commit`; KeyError where one is missing."""
+    found = [layers[commit]]
+    while (base := found[-1].base) is not None:
+        found.append(layers[base])
+    return found[::-1]
+
+
+def choose_root(known: Layers, line: Sequence[CommitId], recorded: Collection[CommitId]) -> int:
+    """Return the position on `line`, newest first, of the commit whose whole closure is packed.
+
+    It is the oldest recorded commit, so that all later ones share its pack. Where there is none,
+    it lies 256 steps below the requested commit, so that older neighbours share it; 8192 once a
+    root turned out too high.
+    """
+    oldest = max((position for position, at in enumerate(line) if at in recorded), default=0)
+    roots = sum(layer.base is None for layer in known.values())
+    return oldest or min(ROOT_MARGINS[min(roots, len(ROOT_MARGINS) - 1)], len(line) - 1)
+
+
+def plan(
+    known: Layers, line: Sequence[CommitId], *, ahead: bool = False, straight: bool = False
+) -> list[PackLayer]:
+    """Return the layers to build for the first commit of `line`, each after its base.
+
+    `line` is first parents, newest first; its last commit has a layer or becomes a root. With
+    `ahead`, way-points are closer than the grid: fewer objects between two neighbours. A `straight`
+    step has none within a stride of the second grid: recorded commits are mostly requested oldest
+    first, so each stands on the one before and no object is packed twice.
+    """
+    planned: dict[CommitId, PackLayer] = {}
+    layers = dict(known)
+
+    def add(commit: CommitId, base: PackLayer | None, depth: int) -> None:
+        layers[commit] = planned[commit] = PackLayer(commit, base.commit if base else None, depth)
+
+    def waypoint_at(depth: int) -> PackLayer:
+        """Return the layer at `depth`, planned or in the chain below the line."""
+        if depth in on_line and on_line[depth] in layers:
+            return layers[on_line[depth]]
+        return next(layer for layer in reversed(chain(layers, line[-1])) if layer.depth <= depth)
+
+    if line[-1] not in layers:
+        add(line[-1], None, 0)
+    start = layers[line[-1]].depth
+    end = start + len(line) - 1
+    on_line = {start + steps: at for steps, at in enumerate(reversed(line))}
+    depths: Iterable[int] = grid(start, end)
+    if ahead:
+        depths = range(start - start % AHEAD_STRIDE + AHEAD_STRIDE, end + 1, AHEAD_STRIDE)
+    elif straight:
+        is_near = end - start <= STRIDES[-2]
+        depths = () if is_near else [depth for depth in depths if depth % STRIDES[-2] == 0]
+    for depth in depths:
+        if depth < end and on_line[depth] not in layers:
+            add(
+                on_line[depth],
+                waypoint_at(previous(depth) if is_waypoint(depth) else depth - AHEAD_STRIDE),
+                depth,
+            )
+    if line[0] in layers:
+        return list(planned.values())
+    if is_waypoint(end) and not straight:
+        base = waypoint_at(previous(end))
+    else:
+        base = choose_base(layers, next(at for at in line[1:] if at in layers), end)
+    # another commit at this place, such as an amended one: both then share the parent's layer
+    has_sibling = any(at.base == base.commit and at.depth == end for at in known.values())
+    if base.commit != line[1] and has_sibling:
+        if line[1] not in layers:
+            add(line[1], base, end - 1)
+        base = layers[line[1]]
+    add(line[0], base, end)
+    return list(planned.values())
+
+
+def choose_base(layers: Layers, nearest: CommitId, depth: int) -> PackLayer:
+    """Return the layer for a step to `depth`: the nearest, or where its chain is full a lower one.
+
+    The lower one repacks the fewest commits for each freed place in the chain. With thousands of
+    commits requested in turn an object is in about three packs.
+    """
+    whole = chain(layers, nearest)
+    if len(whole) < CHAIN_LIMIT:
+        return whole[-1]
+    lower = enumerate(whole[: CHAIN_LIMIT * 3 // 4])
+    return min(lower, key=lambda at: (depth - at[1].depth) / (len(whole) - at[0]))[1]
+
+
+def grid(start: int, end: int) -> Iterator[int]:
+    """Yield the depths of way-points from `start` to `end`: the widest strides come first."""
+    for stride in STRIDES:
+        for depth in range(start - start % stride + stride, end + 1, stride):
+            start = depth
+            yield depth
+
+
+def is_short(layers: Layers, layer: PackLayer) -> bool:
+    """Return whether a layer is so near to its base that starting git takes longer than packing."""
+    return layer.base is not None and layer.depth - layers[layer.base].depth <= SHORT
+
+
+def is_waypoint(depth: int) -> bool:
+    return depth % STRIDES[-1] == 0
+
+
+def previous(depth: int) -> int:
+    """Return the way-point below a way-point."""
+    return depth - next(stride for stride in STRIDES if depth % stride == 0)

@@ -1,0 +1,283 @@
+"""Evict templates: least recently used first over `template_bytes` and on a nearly full disk, those
+unused for `template_ttl`, and on request all that no checkout needs.
+
+Evicting a sealed store also evicts the layers and closure packs that no other store needs; nothing
+that a checkout holds is evicted. The last store of a mirror is exempt from `template_ttl`, because
+the first checkout of a mirror costs most. Whatever is evicted can be built again from the mirror.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from ..config import Settings
+from ..jobs.events import Events
+from ..model import History, MirrorName
+from .builder import StoreBuilder
+from .layers import Layer, proven_at
+from .registry import MirrorTemplates, TemplateRegistry
+from .store import SealedStore, StoreKey, note_uses
+
+_NEW_S = 600.0  # the store of a younger layer may still be building
+_IN_USE_S = 600.0  # a store used since stays on a nearly full disk: it could not be built again
+_STORE_BYTES = 64 * 1024  # directories and small files of a store, a block each
+
+
+class TemplateWeight(NamedTuple):
+    """The disk space of a store's template; `shared_bytes` are those that another one needs, too.
+
+    A file that layers share counts with the layer that had it first.
+    """
+
+    store: SealedStore
+    used_at: float
+    is_needed: bool
+    size_bytes: int
+    shared_bytes: int
+
+
+class MirrorWeight(NamedTuple):
+    """The disk space of a mirror's templates; `collect` would free `free_bytes`."""
+
+    name: MirrorName
+    size_bytes: int
+    free_bytes: int
+    templates: list[TemplateWeight]
+
+
+@dataclass(eq=False, repr=False)
+class Eviction:
+    """Decides which templates to evict. Belongs to the event loop's thread.
+
+    `size_bytes` is the size of all templates when they were last counted, some minutes ago.
+    """
+
+    settings: Callable[[], Settings]
+    registry: TemplateRegistry
+    stores: StoreBuilder
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._noted_at = time.time()
+        self.evicted = 0
+        self.size_bytes: int | None = None
+
+    async def is_full(self) -> bool:
+        """Return whether less than a tenth of `template_bytes` is free."""
+        used = sum(each.size_bytes for each in await self._inventories())
+        return used > self.settings().checkouts.template_bytes * 0.9
+
+    async def evict(self, short_bytes: int = 0) -> int:
+        """Evict stores over the bounds, and idle ones to free `short_bytes`; returns how many."""
+        evicted = count = await self._evict_once(short_bytes)
+        while count:  # shared files are larger than was estimated
+            count = await self._evict_once()
+            evicted += count
+        return evicted
+
+    async def _evict_once(self, short_bytes: int = 0) -> int:
+        inventories = await self._inventories()
+        stores = [(each, *found) for each in inventories for found in each.used_at.items()]
+        # for the next daemon
+        used = {each.stores[path]: at for each, path, at in stores if at > self._noted_at}
+        self._noted_at = time.time()
+        await anyio.to_thread.run_sync(note_uses, used)
+
+        settings = self.settings().checkouts
+        now, evicted = time.time(), 0
+        oldest, idle = now - settings.template_ttl.total_seconds(), now - _IN_USE_S
+        wanted_bytes = sum(e.size_bytes for e in inventories) - short_bytes
+        for each, path, used_at in sorted(stores, key=itemgetter(2)):
+            size_bytes = sum(e.size_bytes for e in inventories)
+            is_late = used_at < oldest and len(each.stores) > 1
+            is_short = size_bytes > wanted_bytes and used_at < idle
+            if not is_late and not is_short and size_bytes <= settings.template_bytes:
+                continue
+            if await self._evict_store(each, path, used_at) is not None:
+                evicted += 1
+        for each in inventories:
+            await self._evict_orphans(each)
+            if len(each.stores) < len(each.used_at):
+                await self.stores.evict_packs(each.name)
+        self._publish(inventories, evicted)
+        return evicted
+
+    async def collect(self, keep: Collection[StoreKey]) -> dict[MirrorName, tuple[int, int]]:
+        """Evict every template but those held, in `keep` or used since; returns count and bytes.
+
+        Also evicts layers and packs without a store.
+        """
+        began, collected = time.time(), dict[MirrorName, tuple[int, int]]()
+        inventories = await self._inventories()
+        for each in inventories:
+            unused = each.unused(keep, ())  # `_evict_store` looks at what is held then
+            stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
+            freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
+            orphans_bytes = await self._evict_orphans(each)
+            packs_bytes = await self.stores.evict_packs(each.name)
+            gone = [size for size in freed if size is not None]
+            collected[each.name] = len(gone), sum(gone) + orphans_bytes + packs_bytes
+        self._publish(inventories, sum(count for count, _ in collected.values()))
+        return collected
+
+    async def weigh(self, keep: Collection[StoreKey]) -> list[MirrorWeight]:
+        """Return the disk space of each mirror's templates, and what `collect` would free."""
+        found = []
+        for each in await self._inventories():
+            packs = self.stores.known_packs(each.name)
+            held = frozenset([*self.registry.held, *self.stores.held])
+            found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
+        return found
+
+    async def _evict_store(self, inventory: "_Inventory", path: Path, used_at: float) -> int | None:
+        """Evict a store with its layers; returns their bytes, None where it was used or is held."""
+        templates = inventory.templates
+        async with templates.changes.turn():
+            is_used = self.stores.used_at.get(path, 0.0) > used_at
+            if is_used or path in self.registry.held or path in self.stores.held:
+                return None
+            before = templates.size_bytes
+            store = inventory.remove(path)
+            discarded = self.stores.discard(store)
+            self._discard_layers(inventory, store.tree)
+            freed = _STORE_BYTES + before - templates.size_bytes
+            if store.history is History.SQUASHED:  # no other store has its pack
+                freed += store.size_bytes
+        await self.stores.remove(discarded)
+        await self.registry.sweep()
+        return freed
+
+    async def _evict_orphans(self, inventory: "_Inventory") -> int:
+        """Evict layers without a store, which a failed build left; returns their bytes."""
+        templates, freed = inventory.templates, 0
+        for layer in inventory.orphans():
+            async with templates.changes.turn():
+                before = templates.size_bytes
+                self._discard_layers(inventory, layer.tree)
+                freed += before - templates.size_bytes
+        await self.registry.sweep()
+        return freed
+
+    def _discard_layers(self, inventory: "_Inventory", tree: str | None) -> None:
+        """Discard a layer and those below it, down to the first that is needed."""
+        templates = inventory.templates
+        while (
+            tree is not None
+            and tree in templates.layers
+            and not inventory.needed[tree]
+            and templates.above(tree) == {tree}
+            and templates.files(tree) not in self.registry.held
+        ):
+            base = templates.layers[tree].base
+            self.registry.discard(templates, tree)
+            tree = base
+
+    def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
+        self.evicted += count
+        if count:
+            left = sum(each.size_bytes for each in inventories)
+            self.events.publish("templates.evicted", count=count, size_bytes=left)
+
+    async def _inventories(self) -> "list[_Inventory]":
+        await self.registry.measure()
+        found = []
+        for name in self.registry.names():
+            templates, stores = self.registry.get(name), await self.stores.list_stores(name)
+            used_at = {store.path: self.stores.used_at[store.path] for store in stores}
+            found.append(
+                await anyio.to_thread.run_sync(_Inventory, name, templates, stores, used_at)
+            )
+        self.size_bytes = sum(each.size_bytes for each in found)
+        return found
+
+
+class _Inventory:
+    """The stores of one mirror, their last uses, and how many stores need each layer and pack.
+
+    `needed` counts by tree of a layer and name of a pack. Made in a thread: there may be many.
+    """
+
+    def __init__(
+        self,
+        name: MirrorName,
+        templates: MirrorTemplates,
+        stores: Sequence[SealedStore],
+        used_at: Mapping[Path, float],
+    ) -> None:
+        self.name = name
+        self.templates = templates
+        self.stores = {store.path: store for store in stores}
+        self.used_at = used_at
+        self.needed: Counter[str | None] = Counter()
+        self._packs_bytes = 0
+        for store in stores:
+            for pack, size in zip(store.packs, store.pack_sizes, strict=True):
+                self._packs_bytes += 0 if self.needed[pack] else size
+                self.needed[pack] += 1
+            self.needed.update(layer.tree for layer in self.chain(store))
+
+    @property
+    def size_bytes(self) -> int:
+        return self.templates.size_bytes + self._packs_bytes + len(self.stores) * _STORE_BYTES
+
+    def remove(self, path: Path) -> SealedStore:
+        store = self.stores.pop(path)
+        self.needed.subtract([*(layer.tree for layer in self.chain(store)), *store.packs])
+        sizes = zip(store.packs, store.pack_sizes, strict=True)
+        self._packs_bytes -= sum(size for pack, size in sizes if not self.needed[pack])
+        return store
+
+    def unused(self, keep: Collection[StoreKey], held: Collection[Path]) -> list[Path]:
+        """Return the stores neither in `keep` nor held, least recently used first."""
+        return [
+            path
+            for path in sorted(self.stores, key=lambda path: self.used_at[path])
+            if path not in held and self.stores[path].key not in keep
+        ]
+
+    def orphans(self) -> list[Layer]:
+        """Return the layers without a store that are not new."""
+        trees, before = self.templates.trees, time.time() - _NEW_S
+        unneeded = [at for at in list(self.templates.layers.values()) if not self.needed[at.tree]]
+        return [layer for layer in unneeded if proven_at(trees / layer.name) < before]
+
+    def chain(self, store: SealedStore) -> list[Layer]:
+        try:
+            return self.templates.chain(store.tree)
+        except KeyError:  # never built, or discarded
+            return []
+
+
+def _weighed(
+    inventory: _Inventory,
+    keep: Collection[StoreKey],
+    held: Collection[Path],
+    packs: Mapping[str, int],
+) -> MirrorWeight:
+    """Weigh by the records alone. `packs` has known closure packs, also those without a store."""
+    unused = set(inventory.unused(keep, held))
+    sizes, kept = dict(packs), set[str]()
+    found = []
+    for path, store in inventory.stores.items():
+        parts = {
+            layer.tree: layer.size_bytes + layer.shared_bytes for layer in inventory.chain(store)
+        }
+        parts |= zip(store.packs, store.pack_sizes, strict=True)
+        sizes |= parts
+        if path not in unused:
+            kept |= parts.keys()
+        shared = sum(size for part, size in parts.items() if inventory.needed[part] > 1)
+        used_at, size = inventory.used_at[path], _STORE_BYTES + sum(parts.values())
+        found.append(TemplateWeight(store, used_at, path not in unused, size, shared))
+    for layer in inventory.orphans():
+        sizes[layer.tree] = layer.size_bytes + layer.shared_bytes
+    spare = sum(size for pack, size in packs.items() if not inventory.needed[pack])
+    free = sum(size for part, size in sizes.items() if part not in kept)
+    total = inventory.size_bytes + spare
+    return MirrorWeight(inventory.name, total, free + _STORE_BYTES * len(unused), found)

@@ -1,0 +1,1 @@
+"""Files of another user on disk: written, read, compared with a manifest."""

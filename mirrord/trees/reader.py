@@ -1,0 +1,313 @@
+"""Reads a tree of another user, never following a link or entering a mount, with bounded walks.
+
+Keeps the directories above the last path open, so that its neighbours need no second open; also
+measures the disk space of trees. Changes nothing. The caller acts as the owner.
+"""
+
+import errno
+import hashlib
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from ..errors import DiffTooLargeError, MirrordError
+from ..host import files
+from ..host.processes import ActingAs
+from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
+from .manifest import blob_id
+
+_CHUNK_BYTES = 1 << 20
+_REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def _refuse(_path: bytes, error: Exception) -> None:
+    raise error
+
+
+class TreeReader:
+    """Reads below `root`, a directory descriptor that the caller closes."""
+
+    def __init__(self, root: int, owner: ActingAs) -> None:
+        self._root = root
+        self._owner = owner
+        self._stack: list[tuple[bytes, int]] = []  # paths end with a slash
+        self._current, self._current_fd = b"", root
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._stack:
+            self._pop()
+
+    def locate(self, path: bytes) -> tuple[int, bytes]:
+        """Return the open parent directory of a path, and the name in it.
+
+        Raises FileNotFoundError where a parent is no directory any more, PermissionError where its
+        owner may not enter one, CheckoutBusyError where one is a mount point.
+        """
+        above, _, name = path.rpartition(b"/")
+        if above != self._current:
+            self._go(above)
+        return self._current_fd, name
+
+    def find_stat(self, path: bytes) -> os.stat_result | None:
+        """Return the lstat of a path; None where it or a parent is gone."""
+        if not path:
+            return os.fstat(self._root)
+        try:
+            directory, name = self.locate(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except PermissionError as error:
+            with suppress(PermissionError):  # the owner can add the missing x bit
+                os.fchmod(directory, stat.S_IMODE(os.fstat(directory).st_mode) | stat.S_IXUSR)
+                return files.find_stat(directory, name)
+            raise PermissionError(error.errno, error.strerror, path) from error
+
+    def iter_below(
+        self,
+        path: bytes,
+        refused: Callable[[bytes, Exception], None] = _refuse,
+        enters: Callable[[bytes], bool] = lambda _path: True,
+    ) -> Iterator[tuple[bytes, int]]:
+        """Yield each path from `path` down with its kind (`entries_in`), parents first, by name.
+
+        Calls `refused` for a directory that the owner may not read or that is too deep; by default
+        that raises. Skips the content of directories for which `enters` is false.
+        """
+        found = self.find_stat(path)
+        pending = [(path, stat.S_IFMT(found.st_mode))] if found else []
+        while pending:
+            at, kind = pending.pop()
+            yield at, kind
+            if kind == stat.S_IFDIR and enters(at):
+                try:
+                    inside = self.entries_in(at)
+                except FileNotFoundError:
+                    continue
+                except (PermissionError, DiffTooLargeError) as error:
+                    refused(at, error)
+                else:
+                    prefix = at + b"/" if at else b""
+                    pending += [(prefix + name, kind) for name, kind in reversed(inside)]
+
+    def iter_stats_below(
+        self, path: bytes, refused: Callable[[bytes, Exception], None] = _refuse
+    ) -> Iterator[tuple[bytes, os.stat_result]]:
+        """Like `iter_below`, with the lstat of each path."""
+        for below, _ in self.iter_below(path, refused):
+            if (found := self.find_stat(below)) is not None:
+                yield below, found
+
+    def names_in(self, path: bytes) -> list[bytes]:
+        """Return the sorted names in a directory; DiffTooLargeError for one that is too deep."""
+        return sorted(files.names_in(self._open(path)))
+
+    def entries_in(self, path: bytes) -> list[tuple[bytes, int]]:
+        """Like `names_in`, with the kind of each name (`host.files.entries_in`)."""
+        return sorted(files.entries_in(self._open(path)))
+
+    def _open(self, path: bytes) -> int:
+        """Return the directory at a path, open until the next call."""
+        if path.count(b"/") >= TREE_DEPTH_LIMIT or len(path) >= TREE_PATH_LIMIT_BYTES:
+            raise DiffTooLargeError(
+                f"cannot read {files.shown_path(path[-200:])}: it is more than"
+                f" {TREE_DEPTH_LIMIT} directories deep, or its path has more than"
+                f" {TREE_PATH_LIMIT_BYTES} bytes",
+                hint="remove it, or let a .gitignore name it",
+            )
+        try:
+            self._go(path)
+        except PermissionError:
+            self.find_stat(path)  # adds the missing x bit of the parent
+            self._go(path)
+        return self._current_fd
+
+    def stats_in(self, path: bytes) -> list[tuple[bytes, os.stat_result]]:
+        """Return the names in a directory, in order, each with its lstat."""
+        inside = path + b"/" if path else b""
+        names = self.names_in(path)
+        try:
+            directory, _ = self.locate(inside)
+            return [
+                (name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for name in names
+            ]
+        except (FileNotFoundError, PermissionError):
+            found = ((name, self.find_stat(inside + name)) for name in names)
+            return [(name, seen) for name, seen in found if seen is not None]
+
+    def leave(self, path: bytes) -> None:
+        """Close the directories at and below `path`, which is removed next."""
+        while self._stack and self._stack[-1][0].startswith(path + b"/"):
+            self._pop()
+
+    def _go(self, above: bytes) -> None:
+        """Make `above` the current directory; reuses open parents and children."""
+        wanted = above + b"/" if above else b""
+        while self._stack and not wanted.startswith(self._stack[-1][0]):
+            if self._stack[-1][0].startswith(wanted):
+                self._current = above
+                self._current_fd = dict(self._stack).get(wanted, self._root)
+                return
+            self._pop()
+        at, fd = (len(self._stack[-1][0]), self._stack[-1][1]) if self._stack else (0, self._root)
+        while at < len(wanted):
+            end = wanted.index(b"/", at)
+            fd = enter(self._owner, fd, wanted[:end], wanted[at:end])
+            at = end + 1
+            self._stack.append((wanted[:at], fd))
+        self._current, self._current_fd = above, fd
+
+    def _pop(self) -> None:
+        os.close(self._stack.pop()[1])
+        above, self._current_fd = self._stack[-1] if self._stack else (b"", self._root)
+        self._current = above[:-1]
+
+
+def parents(path: bytes) -> list[bytes]:
+    """Return the directories above a path, top first, without the root."""
+    parts = path.split(b"/")[:-1]
+    return [b"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
+    """Open the directory `name`, at `path` in the tree; raises like `TreeReader.locate`."""
+    try:
+        return owner.open_directory(directory, name)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise files.mounted_on(path) from error
+        if error.errno in _REPLACED:
+            raise FileNotFoundError(errno.ENOENT, "no longer a directory", path) from error
+        raise type(error)(error.errno, error.strerror, path) from error
+
+
+def open_top(root: Path) -> int:
+    """Open the top of a pool tree; CheckoutBusyError where it is a mount point."""
+    with files.opened(files.open_directory(root.parent)) as above:
+        try:
+            return files.open_child(above, os.fsencode(root.name))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise files.mounted_on(os.fsencode(root)) from error
+            raise
+
+
+def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
+    """Return the blob id of a file's bytes or a link's target; OSError for other kinds."""
+    if stat.S_ISLNK(found.st_mode):
+        return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
+    return read_id(files.open_regular(directory, name), found.st_size)
+
+
+def file_id(fd: int) -> bytes:
+    return read_id(os.dup(fd), os.fstat(fd).st_size)
+
+
+def read_id(fd: int, size: int) -> bytes:
+    """Return the blob id of an open file that should have `size` bytes; closes it."""
+    with files.opened(fd):
+        digest = hashlib.sha1(b"blob %d\0" % size)
+        at, left = 0, size + 1  # a read of one byte more finds the end of most files
+        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
+            digest.update(data)
+            at, left = at + len(data), left - len(data)
+            if left == 1:  # a short read: the end of the file
+                break
+        return digest.digest()
+
+
+# -- disk space of trees, and how much of it they share by hard links ------------------------------
+#
+# A client may change its tree meanwhile. Unreadable directories, and those not reached in time, are
+# left out.
+
+Inode = tuple[int, int]
+
+
+class Weight(NamedTuple):
+    """The disk space of a thing.
+
+    `shared_bytes` are in files that another thing of the group has, too. `is_whole` is false where
+    a part was left out.
+    """
+
+    size_bytes: int
+    shared_bytes: int
+    is_whole: bool
+
+
+class Weights(NamedTuple):
+    """The weight of each thing of a group, in order; in the total a shared file counts once."""
+
+    each: list[Weight]
+    total_bytes: int
+
+
+Things = Sequence[Sequence[Path]]
+"""Each is one or more files or trees. A missing one weighs nothing."""
+
+
+def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:
+    """Return the disk space of groups of things, measured for at most `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    return {name: _weigh_group(things, deadline) for name, things in groups.items()}
+
+
+def _weigh_group(things: Things, deadline: float) -> Weights:
+    linked = Counter[Inode]()  # how many things have a file with several links
+    found = [_weigh_one(paths, deadline) for paths in things]
+    for _, links, _ in found:
+        linked.update(links.keys())
+    each, once = [], dict[Inode, int]()
+    for alone, links, is_whole in found:
+        shared = sum(size for inode, size in links.items() if linked[inode] > 1)
+        each.append(Weight(alone + sum(links.values()), shared, is_whole))
+        once |= links
+    return Weights(each, sum(alone for alone, _, _ in found) + sum(once.values()))
+
+
+def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool]:
+    """Return the bytes of files with one link, of each file with more, and whether it is whole."""
+    alone, links, is_whole = 0, dict[Inode, int](), True
+    for path in paths:
+        refused: list[bytes] = []
+        try:
+            for number, seen in enumerate(_iter_stats(path, refused)):
+                if number % 256 == 0 and time.monotonic() > deadline:
+                    return alone, links, False
+                if seen.st_nlink > 1 and not stat.S_ISDIR(seen.st_mode):
+                    links[seen.st_dev, seen.st_ino] = seen.st_blocks * 512
+                else:
+                    alone += seen.st_blocks * 512
+        except FileNotFoundError:
+            pass
+        except (MirrordError, OSError):  # it contains a mount
+            is_whole = False
+        is_whole &= not refused
+    return alone, links, is_whole
+
+
+def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:
+    """Yield the stats of a file or tree; appends unreadable directories to `refused`."""
+    with (
+        files.opened(files.open_directory(path.parent)) as above,
+        TreeReader(above, ActingAs(None)) as reader,
+    ):
+        name = os.fsencode(path.name)
+        yield from (
+            seen for _, seen in reader.iter_stats_below(name, lambda at, _: refused.append(at))
+        )

@@ -1,0 +1,315 @@
+"""Compares a checkout's tree and control files on disk with the private manifest.
+
+One lstat of every known path finds suspects: an ordinary user can forge mtime, size and the index,
+but not ctime, and a name added to or removed from a directory changes the directory's. A closer
+look lists or reads what stat cannot prove; it opens no link, pipe or device, and enters only known
+directories. All is done as the owner of the tree: a path that the owner may not read has changed.
+Raises CheckoutBusyError where something is mounted in the tree.
+"""
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from ..errors import ProofFailedError
+from ..git.objects.trees import tree_bytes
+from ..host.files import (
+    is_locked,
+    mounted_on,
+    names_in,
+    open_beneath,
+    open_child,
+    opened,
+    shown_path,
+)
+from ..host.processes import ActingAs, Owner
+from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
+from .reader import TreeReader, content_id, enter, open_top
+
+_CONTROL = b".git"
+
+
+@dataclass
+class ScanResult:
+    """What differs, as paths from the root of the tree; control files begin with `.git`.
+
+    Of an extra directory only its own path is listed, of a missing one all that was in it. `proven`
+    are directories whose stat changed, but not their content. `unsettled` means that a file had to
+    be read because its ctime was too recent; `youngest_ns` is the latest ctime of the paths that a
+    closer look found unchanged.
+    """
+
+    modified: list[bytes] = field(default_factory=list)
+    missing: list[bytes] = field(default_factory=list)
+    extra: list[bytes] = field(default_factory=list)
+    proven: dict[bytes, os.stat_result] = field(default_factory=dict)
+    unsettled: bool = False
+    youngest_ns: int = 0
+    looked_at: int = 0
+    hashed: int = 0
+    began_ns: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.modified or self.missing or self.extra)
+
+    def in_tree(self) -> list[bytes]:
+        """Return all that differs outside `.git`."""
+        return [at for at in (*self.modified, *self.missing, *self.extra) if not is_control(at)]
+
+
+def is_control(path: bytes) -> bool:
+    return path == _CONTROL or path.startswith(_CONTROL + b"/")
+
+
+def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> ScanResult:
+    """Compare everything below `root` with the manifest.
+
+    `rehash` reads every file, whatever its stat; by default for a checkout of root, who can set the
+    clock.
+    """
+    every = manifest.owner[0] == 0 if rehash is None else rehash
+    return _compare(root, manifest, None, every=every)
+
+
+def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanResult:
+    """Look closer at `paths`, whatever their stat: reads back what was just written."""
+    return _compare(root, manifest, paths, every=True)
+
+
+def _compare(
+    root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool
+) -> ScanResult:
+    found = ScanResult(began_ns=clock_ns())
+    with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
+        entries = manifest.files | manifest.control
+        found.looked_at = len(entries) - 1 if paths is None else len(paths)
+        if paths is None:
+            paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
+        if paths:
+            read_from_ns = 0 if every else manifest.racy_from_ns
+            with TreeReader(fd, owner) as reader:
+                _Examination(fd, owner, reader, entries, found, read_from_ns).judge(paths)
+    return found
+
+
+def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult) -> list[bytes]:
+    """Return the paths whose stat changed, or is too recent to prove anything.
+
+    Those in a directory that is gone are suspects too; the closer look finds them missing.
+    """
+    suspects = []
+    racy_from_ns = manifest.racy_from_ns
+    lstat = os.lstat
+    control = [(path, entry[3:]) for path, entry in manifest.control.items()]
+    current, directory = b"", root
+    with TreeReader(root, owner) as reader:
+        for path, was in chain(manifest.files.iter_stats(), control):
+            above, _, name = path.rpartition(b"/")
+            try:
+                if above != current:
+                    directory, current = reader.locate(path)[0], above
+                now = stat_tuple(lstat(name or b".", dir_fd=directory))
+            except OSError:
+                current = b"/"  # no path has it: the open directory may be closed now
+                suspects.append(path)
+                continue
+            if now != was:
+                suspects.append(path)
+            elif was[4] >= racy_from_ns:
+                suspects.append(path)
+                found.unsettled = True
+                found.youngest_ns = max(found.youngest_ns, was[4])
+    return suspects
+
+
+@dataclass
+class _Examination:
+    """A closer look at paths, parents first.
+
+    Reads files with a ctime from `read_from_ns` on. `lost` are paths found missing.
+    """
+
+    root: int
+    owner: ActingAs
+    reader: TreeReader
+    entries: Entries
+    found: ScanResult
+    read_from_ns: int
+    children: dict[bytes, list[bytes]] = field(default_factory=dict)
+    lost: set[bytes] = field(default_factory=set)
+
+    def judge(self, paths: Collection[bytes]) -> None:
+        directories = [path for path in paths if self.entries[path].is_directory]
+        self.children = self.entries.children(directories)
+        for path in sorted(paths):
+            if path in self.lost:
+                continue
+            try:
+                seen = self.reader.find_stat(path)
+                directory, name = self.reader.locate(path) if path else (self.root, b".")
+            except OSError:
+                seen = None
+            if seen is None:
+                self._miss(path)
+            elif self.entries[path].is_directory:
+                self._judge_directory(directory, name, path, seen)
+            elif not self._is_same_file(directory, name, path, seen):
+                self.found.modified.append(path)
+
+    def _judge_directory(
+        self, directory: int, name: bytes, path: bytes, seen: os.stat_result
+    ) -> None:
+        """Judge a directory by its own stat and its names, not by the stat of its content."""
+        entry = self.entries[path]
+        fd = -1
+        if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
+            with suppress(OSError):
+                fd = enter(self.owner, directory, path, name)
+        if fd < 0:
+            self.found.modified.append(path)
+            for child in self._children_of(path):
+                self._miss(child)
+            return
+        with opened(fd):
+            is_sound = (
+                stat.S_IMODE(seen.st_mode) == entry.permissions
+                and not os.listxattr(fd)
+                and not is_locked(fd)
+            )
+            names = names_in(fd)
+        if not is_sound:
+            self.found.modified.append(path)
+        expected = {child.rpartition(b"/")[2]: child for child in self._children_of(path)}
+        prefix = path + b"/" if path else b""
+        extra = [prefix + name for name in names if name not in expected]
+        self.found.extra += extra
+        gone: list[bytes] = []
+        if len(names) - len(extra) != len(expected):
+            gone = sorted(expected.keys() - set(names))
+        for name in gone:
+            self._miss(expected[name])
+        if not extra and not gone and is_sound and stat_tuple(seen) != entry[3:]:
+            self.found.proven[path] = seen
+            self.found.youngest_ns = max(self.found.youngest_ns, seen.st_ctime_ns)
+
+    def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
+        entry = self.entries[path]
+        if stat_tuple(seen) != entry[3:]:
+            try:  # at a mount point, lstat is that of the mounted file
+                os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
+            except OSError as error:
+                if error.errno == errno.EXDEV:
+                    raise mounted_on(path) from error
+            return False
+        if entry.ctime_ns < self.read_from_ns:
+            return True
+        self.found.hashed += 1
+        try:
+            return content_id(directory, name, seen) == entry.content
+        except OSError:
+            return False
+
+    def _miss(self, path: bytes) -> None:
+        if path not in self.lost:
+            self.lost.add(path)
+            self.found.missing.append(path)
+        if self.entries[path].is_directory:
+            for child in self._children_of(path):
+                self._miss(child)
+
+    def _children_of(self, path: bytes) -> list[bytes]:
+        if path not in self.children:
+            self.children |= self.entries.children([path])
+        return self.children[path]
+
+
+# -- proof by content: files on disk, hashed as git hashes them -----------------------------------
+#
+# Never trusts a stat, an index or a manifest's own hash alone.
+
+_HINT = "try again to have it rebuilt; if this repeats, check the disk"
+
+
+def hash_tree(dest: Path, manifest: Manifest) -> str:
+    """Read every file back and return git's id of their tree.
+
+    Raises ProofFailedError with the path that differs. A converted file is compared with the bytes
+    of its conversion, and counts as its blob.
+    """
+    files = manifest.files.decoded()
+    prove_files(dest, manifest.owner, files, files)
+    return tree_id(manifest)
+
+
+def prove_files(
+    dest: Path, owner: Owner, files: Mapping[bytes, Entry], paths: Iterable[bytes]
+) -> None:
+    """Compare files on disk with their entries: kind, mode, bytes. Raises ProofFailedError."""
+    with (
+        opened(open_top(dest)) as root,
+        ActingAs(owner) as acting,
+        TreeReader(root, acting) as reader,
+    ):
+        for path in paths:
+            try:
+                if _is_as_recorded(reader, path, files[path]):
+                    continue
+            except OSError:
+                pass
+            raise ProofFailedError(
+                f"cannot prove {shown_path(path)}: the disk has something else than git", hint=_HINT
+            )
+
+
+def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
+    found = reader.find_stat(path)
+    if found is None or stat.S_IMODE(found.st_mode) != entry.permissions:
+        return False
+    if entry.is_directory:
+        if entry.mode == DIRECTORY or not stat.S_ISDIR(found.st_mode):
+            return stat.S_ISDIR(found.st_mode)
+        with opened(open_child(*reader.locate(path))) as fd:
+            return not os.listdir(fd)  # a submodule
+    is_link = stat.S_ISLNK(found.st_mode)
+    return (
+        is_link == (entry.mode == SYMLINK)
+        and content_id(*reader.locate(path), found) == entry.content
+    )
+
+
+def tree_id(manifest: Manifest) -> str:
+    """Return git's id of the tree of the entries, computed from the leaves up."""
+    files = manifest.files.decoded()
+    below: dict[bytes, list[tuple[int, bytes, bytes]]] = {
+        path: [] for path, entry in files.items() if entry.mode == DIRECTORY
+    }
+    for path in sorted(filter(None, files), key=lambda path: path.count(b"/"), reverse=True):
+        entry = files[path]
+        above, _, name = path.rpartition(b"/")
+        oid = _hash(below[path]) if entry.mode == DIRECTORY else entry.oid
+        below[above].append((entry.mode, name, oid))
+    return _hash(below[b""]).hex()
+
+
+def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
+    """Hash the entries of directories; ProofFailedError where git has another tree."""
+    files = manifest.files
+    for directory, paths in files.children(changed).items():
+        entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
+        if _hash((at.mode, name, at.oid) for name, at in entries) != files[directory].oid:
+            raise ProofFailedError(
+                f"cannot prove {shown_path(directory)}: its entries are not those of git",
+                hint=_HINT,
+            )
+
+
+def _hash(entries: Iterable[tuple[int, bytes, bytes]]) -> bytes:
+    data = tree_bytes(entries)
+    return hashlib.sha1(b"tree %d\0" % len(data) + data).digest()

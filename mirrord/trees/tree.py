@@ -1,0 +1,330 @@
+"""Trees of commits on disk: written, moved to another commit by the tree difference, repaired.
+
+Writes what `git checkout` with umask 022 writes, submodules as empty directories; never `.git`.
+Sync; runs in workers. A crash leaves a tree without a manifest, which is removed, or one that
+differs from its manifest, which a scan finds.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import CommitUnservableError, full_disk_named
+from ..git.objects.repository import CommitInfo, Objects, open_objects, read_commit
+from ..git.objects.text import Conversions
+from ..git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
+from ..host.files import opened
+from ..host.processes import ActingAs, Owner
+from ..host.trash import TrashDirectory, try_to_remove
+from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns
+from .reader import content_id, open_top
+from .scan import ScanResult, is_control
+from .writer import TreeWriter
+
+_OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
+_SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
+_ATTRIBUTES = b".gitattributes"
+_BATCH = 64
+_BATCH_BYTES = 4 * 1024**2
+
+
+def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
+    """Write the tree of `commit` into `dest`, a new or empty directory.
+
+    `owner` is (uid, gid) of all files, None for the daemon's own. Raises CommitUnservableError,
+    TreeTooLargeError, CorruptObjectError, DiskFullError.
+    """
+    dest.mkdir(mode=0o755, exist_ok=True)
+    with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
+        info = read_commit(objects, commit)
+        must_fit(objects, info.tree)
+        entries = list(walk(objects, info.tree))
+        conversions = conversions_for(objects, entries)
+        if owner and owner != (os.geteuid(), os.getegid()):
+            os.fchown(root, *owner)
+        with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
+            writer.make_directory(b"")
+            written = write_entries(objects, conversions, entries, writer)
+            return recorded(info, {b"": root_entry(info.tree), **written}, writer)
+
+
+def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
+    """Raise TreeTooLargeError where the tree of `manifest` cannot be moved to `tree`."""
+    with open_objects(git_dir) as objects:
+        must_fit(objects, tree, near=manifest.tree)
+
+
+def move(
+    git_dir: Path, manifest: Manifest, commit: str, dest: Path, trash: TrashDirectory | None = None
+) -> Manifest:
+    """Move the clean tree of `manifest` to `commit`: writes the paths that differ, never `.git`."""
+    with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
+        info = read_commit(objects, commit)
+        steps = list(changes(objects, manifest.tree, info.tree))
+        files = manifest.files.copy()
+        owner, mtime_ns = ActingAs(manifest.owner), mtime_for(info.time)
+        with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
+            for step in steps:
+                if step.old is None:
+                    continue
+                del files[step.path]
+                # Writing replaces a path that changes its kind; a directory that becomes a
+                # submodule would keep its content.
+                becomes_submodule = step.new and step.new.is_submodule and step.old.is_tree
+                if becomes_submodule or (step.new is None and not step.inherited):
+                    writer.remove(step.path)
+            new = [step.new for step in steps if step.new and not step.is_within]
+            staying = {
+                step.path: unrecorded(step.new) for step in steps if step.new and step.is_within
+            }
+            after = conversions_for(
+                objects, files | {entry.path: unrecorded(entry) for entry in new}
+            )
+            if any(is_attributes(step.path) for step in steps):
+                new += reconverted(objects, manifest, after, files)
+            written = write_entries(objects, after, new, writer)
+            files |= written | staying | {b"": root_entry(info.tree)}
+            writer.touched |= {b"", *staying}
+            _record_directories(files, writer)
+            return replace(manifest, commit=info.commit, tree=info.tree, files=files)
+
+
+def repair(
+    git_dir: Path,
+    manifest: Manifest,
+    found: ScanResult,
+    dest: Path,
+    trash: TrashDirectory | None = None,
+) -> Manifest:
+    """Undo the differences that a scan found: writes missing and modified files as new ones.
+
+    Leaves control files to `dotgit`.
+    """
+    with open_objects(git_dir) as objects, _opened_tree(dest, manifest.commit) as root:
+        info = read_commit(objects, manifest.commit)
+        conversions = conversions_for(objects, manifest.files)
+        owner, mtime_ns = ActingAs(manifest.owner), mtime_for(info.time)
+        with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
+            writer.make_directory(b"")
+            for path in found.extra:
+                if not is_control(path):
+                    writer.remove(path)
+            damaged = sorted(filter(None, (*found.modified, *found.missing)))
+            entries = _tree_entries(manifest.files, [at for at in damaged if at in manifest.files])
+            files = manifest.files | write_entries(objects, conversions, entries, writer)
+            _record_directories(files, writer)
+            return replace(manifest, files=files)
+
+
+@contextmanager
+def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
+    with opened(open_top(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
+        try:
+            yield root
+        except OSError as error:
+            if error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL):
+                raise
+            raise CommitUnservableError(
+                f"cannot check out commit {commit}: this file system refuses one of its names:"
+                f" {error.strerror}",
+                hint="put state_dir on ext4, xfs or btrfs",
+            ) from error
+
+
+# -- entries ---------------------------------------------------------------------------------------
+
+
+def mtime_for(commit_time: int) -> int:
+    """Return the mtime of a commit's files in ns: the committer's time, but safely in the past."""
+    return max(_OLDEST_NS, min(commit_time * 10**9, time.time_ns() - _SETTLED_NS))
+
+
+def unrecorded(entry: TreeEntry) -> Entry:
+    """Return the record of an entry without the stat of its file."""
+    oid = bytes.fromhex(entry.oid)
+    content = NO_OBJECT if entry.is_tree or entry.is_submodule else oid
+    return Entry(entry.mode, oid, content)
+
+
+def root_entry(tree: str) -> Entry:
+    return unrecorded(TreeEntry(b"", DIRECTORY, tree))
+
+
+def write_entries(
+    objects: Objects, conversions: Conversions, entries: Sequence[TreeEntry], writer: TreeWriter
+) -> dict[bytes, Entry]:
+    """Write entries, each directory before its content; `recorded` adds the stat of directories."""
+    written: dict[bytes, Entry] = {}
+    batch: list[tuple[TreeEntry, Entry, bytes]] = []
+    size = 0
+    for entry in entries:
+        record, data = _read(objects, conversions, entry)
+        batch.append((entry, record, data))
+        size += len(data)
+        if len(batch) == _BATCH or size > _BATCH_BYTES or entry is entries[-1]:
+            with writer.owner:  # once for many; the owner may not read the mirror
+                written |= {at.path: _write(writer, at, record, it) for at, record, it in batch}
+            batch, size = [], 0
+    return written
+
+
+def share_entries(
+    objects: Objects,
+    conversions: Conversions,
+    entries: Iterable[TreeEntry],
+    writer: TreeWriter,
+    shared: "SharedFiles",
+) -> dict[bytes, Entry]:
+    """Write entries of a layer, which is read-only: regular files are links into `shared`."""
+    written: dict[bytes, Entry] = {}
+    for entry in entries:
+        path, executable = entry.path, entry.is_executable
+        is_file = stat.S_ISREG(entry.mode)
+        is_plain = is_file and not conversions.find(path)
+        if is_plain and (found := shared.link(entry.oid, writer, path, executable=executable)):
+            written[path] = unrecorded(entry).with_stat(found)
+            continue
+        record = _write(writer, entry, *_read(objects, conversions, entry))
+        if is_file:
+            added = shared.add(record.content.hex(), writer, path, executable=executable)
+            record = record.with_stat(added)
+        written[path] = record
+    return written
+
+
+def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple[Entry, bytes]:
+    record = unrecorded(entry)
+    if entry.is_tree or entry.is_submodule:
+        return record, b""
+    data = objects.read_blob(entry.oid)
+    if entry.is_symlink:
+        must_be_target(entry.oid, data)
+    elif conversion := conversions.find(entry.path):
+        data = conversion.smudge(data, entry.oid)
+        record = record._replace(content=blob_id(data))
+    return record, data
+
+
+def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> Entry:
+    if entry.is_tree or entry.is_submodule:
+        writer.make_directory(entry.path)
+        return record
+    if entry.is_symlink:
+        return record.with_stat(writer.write_symlink(entry.path, data))
+    return record.with_stat(writer.write_file(entry.path, data, executable=entry.is_executable))
+
+
+def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) -> Manifest:
+    """Return the manifest of a tree that was just written."""
+    _record_directories(files, writer)
+    return Manifest(info.commit, info.tree, clock_ns(), Entries(files))
+
+
+def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
+    """Record the stat of directories that were made or changed, once their content is written."""
+    with writer.owner:
+        for path in sorted(writer.touched):
+            entry = files.get(path)
+            if entry is not None and entry.is_directory:
+                files[path] = entry.with_stat(writer.get_stat(path))
+
+
+# -- conversions -----------------------------------------------------------------------------------
+
+
+def conversions_for(objects: Objects, files: Entries | Iterable[TreeEntry]) -> Conversions:
+    """Return the conversions of a commit, whose attribute files are among `files`."""
+    if isinstance(files, Entries):
+        files = _tree_entries(files, filter(is_attributes, files))
+    found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
+    return Conversions(objects, found)
+
+
+def is_attributes(path: bytes) -> bool:
+    return path.endswith(_ATTRIBUTES) and path.rpartition(b"/")[2] == _ATTRIBUTES
+
+
+def reconverted(
+    objects: Objects, manifest: Manifest, after: Conversions, kept: Entries
+) -> list[TreeEntry]:
+    """Return the unchanged files that a changed `.gitattributes` converts differently."""
+    before = conversions_for(objects, manifest.files)
+    regular = [path for path, entry in kept.items() if stat.S_ISREG(entry.mode)]
+    return _tree_entries(kept, [path for path in regular if before.find(path) != after.find(path)])
+
+
+def _tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
+    return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
+
+
+# -- shared files of layers: one file, many links, for the same bytes and permissions -------------
+
+_MODES = {False: 0o644, True: 0o755}
+
+
+class SharedFiles:
+    """The shared files of one mirror's layers; safe for concurrent processes.
+
+    Owns `templates/<mirror>/blobs`, with a link to each regular file of the deltas, named by the
+    blob id of its bytes and its mode. A file is hashed again before a layer links it. A crash
+    leaves files of no layer, which `collect` removes. A link changes the ctime of a file that other
+    layers show already; so git is told not to compare it (`stores/store.py:CONFIG`).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def has(self, content: str, *, executable: bool) -> bool:
+        """Return whether there is a file with these bytes, given by their blob id."""
+        return self._path(content, executable=executable).exists()
+
+    def link(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result | None:
+        """Link a shared file at `path` of a layer; None where there is no sound one."""
+        source = self._path(content, executable=executable)
+        try:
+            found = writer.link_file(path, source)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EMLINK):
+                raise
+            return None
+        has_mode = stat.S_IMODE(found.st_mode) == _MODES[executable]
+        if has_mode and content_id(*writer.locate(path), found).hex() == content:
+            return found
+        writer.remove(path)
+        source.unlink(missing_ok=True)
+        return None
+
+    def add(
+        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
+    ) -> os.stat_result:
+        """Share a file that was just written; returns its stat, whose ctime this changes."""
+        shared = self._path(content, executable=executable)
+        with suppress(FileExistsError):
+            try:
+                writer.share_file(path, shared)
+            except FileNotFoundError:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                writer.share_file(path, shared)
+        return writer.get_stat(path)
+
+    def collect(self) -> tuple[int, bool]:
+        """Remove files of no layer; returns the bytes of the others, and whether all went."""
+        total, is_clean = 0, True
+        with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
+            for item in listed:
+                found = item.stat(follow_symlinks=False)
+                if found.st_nlink > 1:
+                    total += found.st_blocks * 512
+                else:
+                    is_clean &= try_to_remove(Path(item.path))
+        return total, is_clean
+
+    def _path(self, content: str, *, executable: bool) -> Path:
+        return self._directory / f"{content}.{_MODES[executable]:o}"

@@ -1,0 +1,1 @@
+"""Turns, shared work, and the worker processes."""
