@@ -10,7 +10,6 @@ from .client._sync import Client as Client
 from .client._sync import Grade as Grade
 from .client._sync import Rehearsal as Rehearsal
 from .client._sync.sandbox import Sandbox as Sandbox
-from .sandbox.calls import Executed as Executed
 from .errors import AccessError as AccessError
 from .errors import AlreadyRunningError as AlreadyRunningError
 from .errors import AuditNotFoundError as AuditNotFoundError
@@ -208,5 +207,6 @@ from .protocol import Usage as Usage
 from .protocol import UsageRow as UsageRow
 from .protocol import UsageTotal as UsageTotal
 from .protocol import WorkerActivity as WorkerActivity
+from .sandbox.calls import Executed as Executed
 
 __version__: str

@@ -27,8 +27,9 @@ from ..jobs.operations import Operations
 from ..model import utc_now
 from ..templates.builder import StoreBuilder
 from ..templates.service import Templates
+from ..workers.gate import Gate
 from ..workers.pool import Workers
-from ..workers.turns import HOUSEKEEPING, Gate
+from ..workers.turns import HOUSEKEEPING
 
 BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

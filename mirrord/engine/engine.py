@@ -45,8 +45,9 @@ from ..protocol import Activity, Configuration, ReloadAnswer, Status
 from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
 from ..templates.service import Templates
+from ..workers.gate import Gate
 from ..workers.pool import Workers
-from ..workers.turns import HOUSEKEEPING, Askers, Gate
+from ..workers.turns import HOUSEKEEPING, Askers
 from .activity import ActivityMonitor, HealthMonitor, Traffic
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable

@@ -43,7 +43,7 @@ from ..protocol import (
 )
 from ..telemetry import log
 from ..templates.service import Templates
-from ..workers.turns import Coalescer, SharedWork
+from ..workers.coalesce import Coalescer, SharedWork
 
 if TYPE_CHECKING:
     from ..fleet.restore import Restoration

@@ -25,7 +25,7 @@ from ..jobs.operations import together
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
-from ..workers.turns import Coalescer, SharedWork
+from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
 from .recipes import (
     checked,

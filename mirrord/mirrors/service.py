@@ -20,7 +20,7 @@ from ..git.command import object_info
 from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import masked
-from ..workers.turns import Coalescer, SharedWork
+from ..workers.coalesce import Coalescer, SharedWork
 from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory, Turn
 from .maintenance import maintain, size_bytes

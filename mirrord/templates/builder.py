@@ -28,8 +28,8 @@ from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
 from ..model import CommitId, History, MirrorName, Resolved
 from ..telemetry import log
+from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
-from ..workers.turns import Coalescer
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph

@@ -23,8 +23,8 @@ from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
 from ..protocol import CacheActivity
 from ..trees.dotgit import refs_in
+from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
-from ..workers.turns import Coalescer
 from .builder import StoreBuilder
 from .eviction import Eviction
 from .layers import build_layer, proven_at, write_record

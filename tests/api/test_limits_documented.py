@@ -15,7 +15,7 @@ from mirrord.host.peers import Role
 from mirrord.jobs import events
 from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from mirrord.patches import diff, worktree
-from mirrord.workers import turns
+from mirrord.workers import gate
 from mirrord.workers.pool import Workers
 
 MIB, GIB = 1024**2, 1024**3
@@ -32,7 +32,7 @@ BOUNDS = [
         [f"{server.CONNECTIONS_OF[Role.OWNER]}; {server.CONNECTIONS_OF[Role.STRANGER]}"],
     ),
     ("connections of checkout owners", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
-    ("requests, unanswered", [f"{turns.WORKING} of them", f"{turns.WAITING:,} waiting"]),
+    ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
     (

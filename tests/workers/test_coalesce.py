@@ -7,7 +7,7 @@ import asyncio
 import anyio
 
 from mirrord.protocol import Progress
-from mirrord.workers.turns import Coalescer, SharedWork
+from mirrord.workers.coalesce import Coalescer, SharedWork
 
 
 def test_callers_share_progress_and_the_last_one_cancels() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from mirrord.config import AccessSettings
 from mirrord.errors import OverloadedError, TooManyRequestsError
-from mirrord.workers import turns as gates
-from mirrord.workers.turns import Gate
+from mirrord.workers import gate as gates
+from mirrord.workers.gate import Gate
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,9 @@ import pytest
 from workerlab import add, hang, is_gone, nice_and_pid, until
 
 from mirrord.git.command import low_priority, priority_prefix
+from mirrord.workers.coalesce import Coalescer
 from mirrord.workers.pool import Workers
-from mirrord.workers.turns import Askers, Coalescer, Turns
+from mirrord.workers.turns import Askers, Turns
 
 pytestmark = pytest.mark.anyio
 
