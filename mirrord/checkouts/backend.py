@@ -112,6 +112,12 @@ class CheckoutBackend(Protocol):
         """
         ...
 
+    def released(self, lease: Lease) -> None:
+        """Note that a lease ended, perhaps half-made or RESETTING; `take_down` follows. Returns at
+        once.
+        """
+        ...
+
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         """Return when the last part of the template was proven; None without a template."""
         ...

@@ -156,6 +156,8 @@ class Lifecycle:
     def end(self, lease: Lease) -> None:
         """End the lease at once; its files are removed in the background."""
         self._remove(self.leases.release(lease), lease)
+        if lease.backend in self.backends:
+            self.backends[lease.backend].released(lease)
         self._locks.pop(lease.id, None)
 
     def _remove(self, directories: Directories, lease: Lease | None) -> None:

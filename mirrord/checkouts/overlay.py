@@ -178,6 +178,9 @@ class OverlayBackend:
             if lease is not None and (held := self._held.pop(lease.id, None)):
                 self._drop(held)
 
+    def released(self, lease: Lease) -> None:
+        pass
+
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         held = self._held.get(lease.id)
         return await anyio.to_thread.run_sync(last_proven_at, held.template) if held else None

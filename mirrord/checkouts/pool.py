@@ -2,15 +2,14 @@
 
 The manifest beside a tree always describes an earlier clean state and is replaced last, so a call
 that was killed can be repeated. Without a usable manifest or top directory the tree is written
-again. Released trees are kept warm for the same uid only: a process may still hold a descriptor,
-through which two clients would share a file. A restart removes warm trees, which have no lease.
+again. A released tree is removed, never reused; a new checkout takes a spare one if there is one
+(`spares.py`). A restart removes spares, which have no lease.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
@@ -37,13 +36,13 @@ from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import PoolTree, copy_pool, has_top, pool_changes
 from .layers import lay, layer_path, with_layers
 from .leases import Directories, Lease, Leases, LeaseState, resetting
+from .spares import Spares
 
 if TYPE_CHECKING:  # workers load this module, and need neither
     from ..templates.builder import StoreBuilder
     from ..workers.pool import Workers
 
 _TIMEOUT = timedelta(minutes=10)
-_WARM_EACH_MAX, _WARM_MAX = 4, 32  # of one owner and mirror; in all
 _ROUNDS = 3
 _LAID = "manifest-laid"  # of the tree with prepared layers, which changes are relative to
 
@@ -61,8 +60,7 @@ class PoolBackend:
     trash: Trash
 
     def __post_init__(self) -> None:
-        self._warm: defaultdict[tuple[int, str], list[Directories]] = defaultdict(list)
-        self._closed = False
+        self.spares = Spares(self._write_spare, self.trash)
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
@@ -71,20 +69,33 @@ class PoolBackend:
             log.info("worktrees.pruned", count=pruned)
 
     async def close(self) -> None:
-        self._closed = True
+        await self.spares.close()
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
         async with self._paths(lease) as paths:
             sealed_s = elapsed_s(began)
-            kept = self._warm[lease.owner_uid, lease.mirror.key]
-            warm = kept.pop() if kept else None
-            if warm is None:
+            spare = await self.spares.take(lease)
+            if spare is None:
                 await self.stores.room.ensure(f"write a tree of {lease.commit}")
-            tree, timings = await self.workers.run(
-                make, paths, lease.commit, lease.tree, warm, timeout=_TIMEOUT
-            )
+            try:
+                tree, timings = await self.workers.run(
+                    make, paths, lease.commit, lease.tree, spare, timeout=_TIMEOUT
+                )
+            finally:
+                if spare is not None:
+                    self.trash.add(*spare)
+        if spare is not None:
+            self.spares.order(lease)
         return tree, {"seal": sealed_s} | timings
+
+    async def _write_spare(self, like: Lease) -> None:
+        doing = f"write a spare tree of {like.commit}"
+        await anyio.to_thread.run_sync(self.stores.room.must_suffice, doing)
+        for directory in like.directories:
+            directory.mkdir(mode=0o700)
+        async with self._paths(like) as paths:
+            await self.workers.run(make, paths, like.commit, like.tree, None, timeout=_TIMEOUT)
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Reset in place. A failure after the tree was touched leaves the lease RESETTING."""
@@ -114,21 +125,12 @@ class PoolBackend:
             await anyio.to_thread.run_sync(
                 dotgit.remove_worktree, self.mirrors_path(lease.mirror), lease.id
             )
-        is_mounted = bool(await anyio.to_thread.run_sync(mounts_below, str(directories.public)))
-        if self._closed or is_mounted or lease is None or lease.state is not LeaseState.LIVE:
-            return False
-        kept = self._warm[lease.owner_uid, lease.mirror.key]
-        has_room = len(kept) < _WARM_EACH_MAX and sum(map(len, self._warm.values())) < _WARM_MAX
-        if not has_room or not (directories.private / "manifest").exists():
-            return False
-        warm = directories.renamed(f".warm-{lease.id}")
-        try:
-            directories.private.rename(warm.private)
-            directories.public.rename(warm.public)
-        except OSError:
-            return False
-        kept.append(warm)
-        return True
+        return False
+
+    def released(self, lease: Lease) -> None:
+        """Have a tree ready for the next checkout. A linked one is known to the mirror by path."""
+        if lease.state is LeaseState.LIVE and lease.history is not History.LINKED:
+            self.spares.order(lease)
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         return None
@@ -152,23 +154,6 @@ class PoolBackend:
     def _tree(self, lease: Lease) -> PoolTree:
         manifest = lease.private / (_LAID if lease.saved else "manifest")
         return PoolTree(lease.tree_path, manifest, lease.owner, lease.history is History.LINKED)
-
-    @property
-    def warm(self) -> list[Directories]:
-        """The released trees that are kept for later checkouts."""
-        return [each for kept in self._warm.values() for each in kept]
-
-    def drop_warm(self, idle: timedelta) -> None:
-        """Remove the warm trees that nobody used for `idle`."""
-        before = time.time() - idle.total_seconds()
-        for kept in self._warm.values():
-            for directories in list(kept):
-                # a rename set the ctime of what it moved
-                with suppress(FileNotFoundError):
-                    if directories.private.stat().st_ctime > before:
-                        continue
-                kept.remove(directories)
-                self.trash.add(*directories)
 
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
@@ -224,15 +209,15 @@ class PoolPaths(NamedTuple):
 
 
 def make(
-    paths: PoolPaths, commit: str, tree: str, warm: Directories | None
+    paths: PoolPaths, commit: str, tree: str, spare: Directories | None
 ) -> tuple[str, dict[str, float]]:
-    """Make a checkout, of the warm tree `warm` if given; return its verified hash, and timings."""
+    """Make a checkout, of a spare tree if given; return its verified hash, and timings."""
     began = time.perf_counter()
     with full_disk_named(f"checkout {paths.directory.name}"):
-        if warm is not None:
-            # it may be gone, or something was mounted in it since its release
-            with suppress(FileNotFoundError, errors.CheckoutBusyError):
-                _take(warm, paths)
+        if spare is not None:
+            with suppress(FileNotFoundError):  # somebody removed it
+                (spare.private / "manifest").rename(paths.manifest)
+                (spare.public / "tree").rename(paths.tree)
                 taken_s, taken = elapsed_s(began), time.perf_counter()
                 verified = make_clean(paths, commit, tree).tree
                 return verified, {"take": taken_s, "reset": elapsed_s(taken)}
@@ -379,14 +364,3 @@ def _find_manifest(paths: PoolPaths) -> Manifest | None:
     except (FileNotFoundError, errors.ProofFailedError):
         return None
     return manifest if manifest.owner == paths.owner else None
-
-
-def _take(warm: Directories, paths: PoolPaths) -> None:
-    """Move a warm tree and its manifest into a new checkout."""
-    try:
-        (warm.private / "manifest").rename(paths.manifest)
-        (warm.public / "tree").rename(paths.tree)
-    finally:
-        for directory in warm:
-            with suppress(OSError, errors.CheckoutBusyError):
-                remove_tree(directory)

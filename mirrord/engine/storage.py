@@ -119,7 +119,7 @@ class Storage:
                     for each in await self.templates.weigh(keep)
                 }
             else:
-                self.checkouts.pool.drop_warm(timedelta())
+                self.checkouts.pool.spares.drop(timedelta())
                 templates = await self.templates.collect(keep)
                 await self.quarantine.clean()
                 await self.environments.builds.drop_caches()
@@ -164,7 +164,7 @@ class Storage:
             await self.trash.settle()
             missing = wanted_bytes - self.room.measure().free_bytes
             if missing > 0:
-                self.checkouts.pool.drop_warm(_IDLE)
+                self.checkouts.pool.spares.drop(_IDLE)
                 await self.templates.evict(missing)
                 await self.trash.settle()
 
@@ -213,12 +213,12 @@ class Storage:
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
         leftovers = sorted(self.quarantine.leftovers)
-        warm, caches = self.checkouts.pool.warm, self.environments.builds.caches()
+        spares, caches = self.checkouts.pool.spares.ready, self.environments.builds.caches()
         return {
             "environments": [
                 _Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
             ],
-            "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in warm],
+            "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in spares],
             "quarantine": [_Item(each.name, (each,), is_garbage=True) for each in leftovers],
             "trash": [
                 _Item(str(each.relative_to(layout.root)), (each,), is_garbage=True)

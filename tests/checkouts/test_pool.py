@@ -242,26 +242,6 @@ def forge_record(place: PoolPaths) -> None:
     ).save(place.manifest)
 
 
-def test_a_released_tree_serves_the_same_user_again(run_pool: Callable[..., None]) -> None:
-    """The next checkout of that uid and mirror takes the kept tree, cleaned; another uid never
-    does.
-    """
-
-    async def story(pool: Pool, ids: list[str]) -> None:
-        lease = await pool.checkout(ids[0])
-        inode = lease.tree_path.stat().st_ino
-        (lease.tree_path / "left.txt").write_text("behind")
-        await destroy(pool.backend, pool.leases.release(lease), lease)
-        other = await pool.checkout(ids[0], uid=USER + 1)
-        assert other.tree_path.stat().st_ino != inode
-        again = await pool.checkout(ids[1])
-        assert again.tree_path.stat().st_ino == inode
-        assert as_user(again.tree_path, "status", "--porcelain", "--ignored") == ""
-        assert as_user(again.tree_path, "rev-parse", "HEAD") == ids[1]
-
-    run_pool(story)
-
-
 def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[..., None]) -> None:
     """The mirror lists it, detached and locked; nothing is left of it after it was destroyed."""
 
@@ -275,27 +255,6 @@ def test_a_linked_checkout_is_a_worktree_without_a_branch(run_pool: Callable[...
         assert str(lease.tree_path) in git(pool.mirror, "worktree", "list")
         await destroy(pool.backend, pool.leases.release(lease), lease)
         assert str(lease.tree_path) not in git(pool.mirror, "worktree", "list")
-
-    run_pool(story)
-
-
-def test_a_tree_that_was_linked_serves_a_sealed_checkout_next(
-    run_pool: Callable[..., None],
-) -> None:
-    """Its `.git` is a file, and becomes the directory of a sealed store; and a file again for the
-    next one that is linked.
-    """
-
-    async def story(pool: Pool, ids: list[str]) -> None:
-        inodes = set()
-        for history in (History.LINKED, History.SEALED, History.LINKED, History.SQUASHED):
-            lease = await pool.checkout(ids[1], uid=os.getuid(), history=history)
-            inodes.add(lease.tree_path.stat().st_ino)
-            assert (lease.tree_path / ".git").is_file() == (history is History.LINKED)
-            assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
-            assert git(lease.tree_path, "write-tree") == lease.tree
-            await destroy(pool.backend, pool.leases.release(lease), lease)
-        assert len(inodes) == 1
 
     run_pool(story)
 

@@ -56,6 +56,7 @@ class Pool:
         self.backend = backend
         self.leases = Leases(state)
         self.leases.open()
+        self.timings: dict[str, float] = {}
 
     def lease(self, commit: str, *, uid: int = USER, history: History = History.SEALED) -> Lease:
         checkout, now = new_checkout_id(), utc_now()
@@ -67,9 +68,14 @@ class Pool:
     async def checkout(self, commit: str, **choices: object) -> Lease:
         lease = self.lease(commit, **choices)  # type: ignore[arg-type]
         self.leases.begin(lease)
-        await self.backend.create(lease)
+        self.timings = (await self.backend.create(lease))[1]
         self.leases.put(lease)
         return lease
+
+    async def release(self, lease: Lease) -> None:
+        directories = self.leases.release(lease)
+        self.backend.released(lease)
+        await destroy(self.backend, directories, lease)
 
     async def place(self, lease: Lease, commit: str) -> PoolPaths:
         """What a worker is told about a checkout that goes to `commit`."""
