@@ -15,6 +15,7 @@ from datetime import timedelta
 from enum import Enum, auto
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
@@ -228,14 +229,15 @@ def _parse_place(place: str | Path) -> URL:
     return url
 
 
-def _load_postgresql() -> Any:
+def _load_postgresql() -> ModuleType:
     """Import the module late: psycopg takes 12 MB."""
     try:
-        return import_module(f"{__package__}.postgresql")
+        from . import postgresql  # noqa: PLC0415
     except ImportError as error:
         raise errors.ResourceError(
             f"cannot use PostgreSQL: {error}", hint="install it: pip install 'mirrord[fleet]'"
         ) from error
+    return postgresql
 
 
 def _open_sqlite(url: URL) -> tuple[Engine, Mode]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from ..errors import IntegrityError, ResourceError, UsageError
 from ..model import View
@@ -41,8 +40,9 @@ _SHOWN_MIRRORS = 20
 
 def open_sources(words: list[str]) -> Source:
     """Read the rows of sources; loads the readers, which other verbs do not need."""
-    opening = importlib.import_module("mirrord.sources.opening")
-    return cast("Source", opening.open_sources(words))
+    from ..sources import opening  # noqa: PLC0415
+
+    return opening.open_sources(words)
 
 
 def add(

@@ -1,6 +1,5 @@
 """Checks of the host: programs, libraries, and the kernel with its privileges and limits."""
 
-import importlib
 import os
 import platform
 import re
@@ -132,7 +131,8 @@ def libgit2(settings: Settings) -> Result:
 
 
 def _load_objects() -> str:
-    importlib.import_module("mirrord.git.objects.repository")
+    from ..git.objects import repository  # noqa: F401, PLC0415  (libgit2 only in workers)
+
     return "loads in a worker process"
 
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,15 +150,15 @@ class Engine:
                 self._closing.callback(keeping.cancel)
             return None
         try:
-            # imported late: an optional dependency, which takes 0.1 s to load
-            objects = await anyio.to_thread.run_sync(import_module, "mirrord.fleet.objects")
-            service = import_module("mirrord.fleet.service")
+            # an extra, which takes 0.1 s to load
+            from ..fleet.objects import ObjectStore  # noqa: PLC0415
+            from ..fleet.service import Fleet, read_node  # noqa: PLC0415
         except ImportError as error:
             fact = "cannot use [store] url: obstore is not installed"
             raise InvalidConfigError(fact, hint="pip install 'mirrord[fleet]'") from error
-        self.catalog.node = await anyio.to_thread.run_sync(service.read_node, self.layout.root)
-        store = await anyio.to_thread.run_sync(objects.ObjectStore, self._settings.store.url)
-        fleet: Fleet = service.Fleet(store, self.bundles)
+        self.catalog.node = await anyio.to_thread.run_sync(read_node, self.layout.root)
+        store = await anyio.to_thread.run_sync(ObjectStore, self._settings.store.url)
+        fleet = Fleet(store, self.bundles)
         self.mirrors.sharing = fleet
         await fleet.open()
         self._closing.push_async_callback(fleet.close)
@@ -289,7 +288,9 @@ class Engine:
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()
         if self.fleet:
-            rounds = import_module("mirrord.fleet.rounds").Rounds(
+            from ..fleet.rounds import Rounds  # noqa: PLC0415  (an extra)
+
+            rounds = Rounds(
                 fleet=self.fleet, datasets=self.datasets, operations=self.operations,
                 on_gone=self.work.forget_mirror, on_mirrors=self.schedule.reconcile,
             )  # fmt: skip

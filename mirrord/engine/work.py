@@ -21,7 +21,7 @@ from ..config import Settings
 from ..datasets.service import DatasetFile, Datasets
 from ..environments.service import Environments
 from ..errors import DiskFullError, InstanceNotFoundError, InvalidRequestError, MirrordError
-from ..fleet import load
+from ..fleet import with_obstore
 from ..git.command import low_priority
 from ..heal.repair import Heals
 from ..jobs.operations import Operations, Work
@@ -119,8 +119,7 @@ class BackgroundWork:
         if not url:
             hint = "set [store] url in the configuration and restart the daemon"
             raise InvalidRequestError("cannot restore from the store: there is none", hint=hint)
-        module = await anyio.to_thread.run_sync(load, "restore")
-        store: Restoration = await anyio.to_thread.run_sync(module.restoration, url, self.bundles)
+        store = await anyio.to_thread.run_sync(_open_restoration, url, self.bundles)
 
         async def run(progress: ProgressSink) -> Message:
             await self.mirrors.room.ensure("restore mirrors")
@@ -392,3 +391,9 @@ class Prewarm:
                 log.info("prewarm.failed", mirror=str(name), commit=commit, detail=error.message)
         work.report(Progress(done=prepared + failed, total=total, unit="commits"))
         return Prewarmed(prepared=prepared, failed=failed, left=total - prepared - failed)
+
+
+def _open_restoration(url: str, bundles: Bundles) -> Restoration:
+    with with_obstore():
+        from ..fleet.restore import restoration  # noqa: PLC0415  (an extra)
+    return restoration(url, bundles)

@@ -1,18 +1,19 @@
 """Several daemons that share mirrors, as packs and manifests in an object store, and a catalog."""
 
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..errors import StoreUnavailableError
 
 
-def load(module: str) -> ModuleType:
-    """Import a module of this package that needs obstore, which is an extra and takes 0.1 s.
+@contextmanager
+def with_obstore() -> Iterator[None]:
+    """Around an import of what needs obstore, which is an extra and takes 0.1 s to load.
 
     Raises StoreUnavailableError without the extra.
     """
     try:
-        return import_module(f"{__name__}.{module}")
+        yield
     except ImportError as error:
         hint = "pip install 'mirrord[fleet]'"
         reason = "cannot use the store: obstore is not installed"

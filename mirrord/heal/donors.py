@@ -27,7 +27,7 @@ from ..errors import (
     StoppingError,
     full_disk_named,
 )
-from ..fleet import load
+from ..fleet import with_obstore
 from ..git.command import Git, GitResult, lines_of, run_git_sync
 from ..git.configuration import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
@@ -272,10 +272,10 @@ async def open_store(mirrors: Mirrors, name: MirrorName) -> "StoreDonor | None":
     url = mirrors.settings().store.url
     if not url:
         return None
-    donor = load("restore")
+    with with_obstore():
+        from ..fleet.restore import find_donor  # noqa: PLC0415  (an extra)
     known = (await mirrors.catalog.list_generations([name.key])).get(name.key)
-    found: StoreDonor | None = await anyio.to_thread.run_sync(donor.find_donor, url, name, known)
-    return found
+    return await anyio.to_thread.run_sync(find_donor, url, name, known)
 
 
 @asynccontextmanager

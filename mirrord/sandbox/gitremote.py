@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 
 _FORGE = re.compile(r"(?:[a-z+]+://[^/]+/+|[^/@]+@[^/:]+:)(?:.*/)?([^/]+/[^/]+?)(?:\.git)?/*")
@@ -93,12 +92,13 @@ def _store(address: str) -> Iterator[Path]:
         fact = f"this is a checkout of {repository}" if repository else "this is not a checkout"
         raise AddressRefusedError(f"cannot read {address!r}: {fact}; name an instance")
     try:
-        errors, client = import_module("mirrord.errors"), import_module("mirrord").Client()
+        # not needed for this checkout, and not installed in every sandbox
+        from mirrord import Bind, Client, errors  # noqa: PLC0415
     except ImportError as error:
         fact = "it is not this checkout, and mirrord is not installed here"
         raise AddressRefusedError(f"cannot find {address!r}: {fact}") from error
     try:
-        with client, client.checkout(address, bind="process") as checkout:
+        with Client() as client, client.checkout(address, bind=Bind.PROCESS) as checkout:
             yield _sealed(Path(checkout.path, ".git"))
     except errors.MirrordError as error:
         raise AddressRefusedError(": ".join(filter(None, [error.message, error.hint]))) from error

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..datasets.readers import (
     ELEMENT_LIMIT_BYTES,
@@ -83,11 +83,13 @@ def _open(word: str) -> Source:
     if word == "-":
         return _standard_input()
     if word.startswith("hf://"):
-        hub = import_module(".hub", __package__)  # loads huggingface_hub
-        return cast("Source", hub.open_dataset(word))
+        from . import hub  # noqa: PLC0415  (loads huggingface_hub)
+
+        return hub.open_dataset(word)
     path = Path(word)
     if path.is_dir():
-        folders = import_module(".folders", __package__)  # loads YAML
+        from . import folders  # noqa: PLC0415  (loads YAML)
+
         name = path.resolve().name[:_LABEL_LENGTH]
         return Source(name, name, None, partial(folders.iter_tasks, path))
     if not path.is_file():
