@@ -18,7 +18,7 @@ from ..host.mounts import mounts_below, umount
 from .checks import Step, run
 from .units import NAMES, PLACES, RUNNING
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 SHARE = next(
     (each for each in (_PACKAGE / "share", _PACKAGE.parent) if (each / "systemd").is_dir()),
     _PACKAGE,
