@@ -2,7 +2,8 @@
 
 A temporary checkout is bound to this process, so the daemon releases it even if the process is
 killed. Where the daemon cannot see the process, the lease is short and renewed while the command
-runs. If `mirrord exec` is killed, the command is killed too.
+runs. If `mirrord exec` is killed, the command is killed too; if it is asked to end, the command has
+ten seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from .. import errors
 from ..host.processes import hide_argument
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 _LEASE_TTL = timedelta(minutes=3)
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
+_GRACE_S = 10.0  # as of `docker stop`
 _SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
 _SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
 
@@ -155,14 +160,14 @@ class _Run(NamedTuple):
             with _forwarding() as forward_to:
                 process = self._start(checkout)
                 forward_to(process, self.is_sandboxed)
-                try:
-                    seconds = self.timeout.total_seconds() if self.timeout else None
-                    status = process.wait(seconds)
-                except subprocess.TimeoutExpired:
-                    end(process) if self.is_sandboxed else process.kill()
-                    process.wait()
-                    status = -signal.SIGKILL
-                    session.note(f"mirrord: the command was killed after {self.timeout}")
+                with _relaying(process, session.note):
+                    try:
+                        seconds = self.timeout.total_seconds() if self.timeout else None
+                        status = process.wait(seconds)
+                    except subprocess.TimeoutExpired:
+                        _kill(process, self.is_sandboxed)
+                        status = -signal.SIGKILL
+                        session.note(f"mirrord: the command was killed after {self.timeout}")
             for limit, times in self.limits.strikes().items():
                 if times:
                     session.note(f"mirrord: the command met its limit of {limit}")
@@ -172,7 +177,7 @@ class _Run(NamedTuple):
 
     def _start(self, checkout: Checkout) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which forwards it.
-        options: dict[str, Any] = {"cwd": "/", "start_new_session": True}
+        options: dict[str, Any] = {"start_new_session": True}
         box = box_of(checkout.lease, network=self.network, variables=self.variables)
         try:
             if self.is_sandboxed:
@@ -180,12 +185,12 @@ class _Run(NamedTuple):
                 box = replace(box, readable={str(path): path for path in paths})
                 # through a shell, for its message and status 127 if the command does not exist
                 command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
-                return box.start(command, before=self.limits.before, **options)
+                return box.start(command, before=self.limits.before, **options, **_outputs())
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
             start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
             argv = [*start, *self.limits.inside, *self.command]
-            return subprocess.Popen(argv, env=variables, **options)
+            return subprocess.Popen(argv, env=variables, cwd="/", **options)
         except OSError as error:
             fact = f"cannot run {self.command[0]}: {error.strerror}"
             raise errors.UsageError(fact, hint="see `mirrord doctor`") from error
@@ -222,14 +227,70 @@ def _read_limits(memory: str | None, processes: str | None) -> Limits:
     return Limits(size, int(processes) if processes else None)
 
 
+def _kill(process: subprocess.Popen[bytes], is_sandboxed: bool) -> None:
+    """Kill the command, with a sandbox all its processes, and wait for their end."""
+    end(process) if is_sandboxed else process.kill()
+    process.wait()
+
+
+# -- output ----------------------------------------------------------------------------------------
+
+
+def _outputs() -> dict[str, int]:
+    """Return Popen's options for output that is a file.
+
+    By /proc/self/fd a process opens the file of a descriptor anew: an agent of the caller's uid
+    would read and change the log of its harness. So it gets a pipe instead.
+    """
+    files = {name: os.fstat(number) for name, number in (("stdout", 1), ("stderr", 2))}
+    kept = {name: file for name, file in files.items() if stat.S_ISREG(file.st_mode)}
+    options = dict.fromkeys(kept, subprocess.PIPE)
+    if len(kept) == 2 and os.path.samestat(kept["stdout"], kept["stderr"]):
+        options["stderr"] = subprocess.STDOUT  # keeps the order of lines
+    return options
+
+
+@contextmanager
+def _relaying(process: subprocess.Popen[bytes], note: Callable[[str], None]) -> Iterator[None]:
+    """Copy the output of pipes until the command has ended."""
+    pipes = ((process.stdout, 1), (process.stderr, 2))
+    threads = [
+        threading.Thread(target=_relay, args=(pipe, number, note), daemon=True)
+        for pipe, number in pipes
+        if pipe
+    ]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
+
+
+def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
+    """Copy output; where that fails, the command's next write fails too."""
+    with pipe:
+        try:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                while data:
+                    data = data[os.write(target, data) :]
+        except OSError as error:
+            note(f"mirrord: cannot write the command's output: {error.strerror}")
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
 Forward = Callable[[subprocess.Popen[bytes], bool], None]
 
 
 @contextmanager
 def _forwarding() -> Iterator[Forward]:
-    """Forward signals to the command, also those that came before it started."""
+    """Forward signals to the command, also those that came before it started.
+
+    What still runs ten seconds after a signal to end is killed: an agent may ignore it.
+    """
     running: list[tuple[subprocess.Popen[bytes], bool]] = []
     early: list[int] = []
+    timers: list[threading.Timer] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
         if not running:
@@ -242,6 +303,10 @@ def _forwarding() -> Iterator[Forward]:
                 process.kill()
             elif process.returncode is None:
                 os.kill(pid, number)
+        if number in _ENDING and not timers:
+            timers.append(threading.Timer(_GRACE_S, _kill, running[0]))
+            timers[0].daemon = True
+            timers[0].start()
 
     def forward_to(process: subprocess.Popen[bytes], is_sandboxed: bool) -> None:
         running.append((process, is_sandboxed))
@@ -254,3 +319,5 @@ def _forwarding() -> Iterator[Forward]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for timer in timers:
+            timer.cancel()

@@ -195,9 +195,7 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
         reading, writing = os.pipe()
         with os.fdopen(reading, encoding="utf-8", errors="replace") as output:
             with open(os.devnull, "rb") as nothing:
-                child = box.start(
-                    step.command, stdin=nothing, stdout=writing, stderr=writing, cwd="/"
-                )
+                child = box.start(step.command, stdin=nothing, stdout=writing, stderr=writing)
             os.close(writing)
             while piece := output.readline(_LINE):
                 say(piece)

@@ -6,6 +6,10 @@ with bwrap or the thread that started it.
 
 The command's uid is the caller's or another `owner`. Root changes to it by setpriv(1) before bwrap
 starts, so bwrap never has privileges; a user enters a subordinate uid by unshare(1).
+
+Nothing of the starting process is in it: not its environment, arguments, directory or descriptors
+but the standard streams. bwrap's own process in it, pid 1, can be neither read, traced nor stopped,
+and `seccomp` limits the kernel's calls.
 """
 
 import fcntl
@@ -24,6 +28,7 @@ from typing import Any
 
 from ..errors import BackendUnavailableError
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
+from . import seccomp
 
 # Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
@@ -69,7 +74,8 @@ class Box:
         """Start a command in the sandbox; `options` are Popen's.
 
         `before` is the start of the command line: a program on the host that executes the
-        arguments after its own. Variables are never in arguments, which every user can read.
+        arguments after its own. Variables are never in arguments, which every user can read, and
+        bwrap has none of its own: those of its first process stay in /proc for the agent's uid.
         """
         with ExitStack() as opened:
 
@@ -87,11 +93,11 @@ class Box:
             for path, content in self._files():
                 mode = "0555" if content.startswith(b"#!") else "0444"
                 arguments += "--perms", mode, "--file", give(content), path
-            arguments += "--chdir", TESTBED
+            arguments += "--seccomp", give(seccomp.program()), "--chdir", TESTBED
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             program = [*become(self.owner), *_GUARD, find_bwrap()]
             argv = [*before, *program, "--args", packed, "--", *command]
-            return subprocess.Popen(argv, pass_fds=given, **options)
+            return subprocess.Popen(argv, pass_fds=given, env={}, cwd="/", **options)
 
     def _namespaces(self) -> Iterator[str]:
         yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
@@ -111,6 +117,10 @@ class Box:
             yield from ("--ro-bind-try", directory, directory)
         # Read-only, because uid 0 may write to /proc/sys without any capability.
         yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
+        # By its memory in /proc/1 an agent, of the same uid, would rule bwrap.
+        yield from ("--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
+        if os.path.exists("/proc/keys"):  # names the keys of who starts the sandbox
+            yield from ("--ro-bind", "/dev/null", "/proc/keys")
         yield from ("--dir", "/run", "--dir", "/var")
         yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
 
@@ -227,19 +237,17 @@ def find_bwrap() -> str:
 
 def find_obstacle() -> str | None:
     """Try to make a sandbox; return the reason why that fails, or None."""
-    try:
-        bwrap = find_bwrap()
-    except BackendUnavailableError as error:
-        return error.message.partition(": ")[2]
-    # Not all of /: bwrap fails if one of the mounts below it, such as a checkout, is unmounted.
-    options = ["--unshare-user", "--unshare-pid", "--unshare-net", "--tmpfs", "/", *_programs()]
     # Root becomes another user before it starts bwrap, who may have fewer rights.
     nobody = (65534, 65534) if os.geteuid() == 0 else None
-    argv = [*become(nobody), *_GUARD, bwrap, *options, "--proc", "/proc", "--dev", "/dev", "true"]
-    done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    return explain(done.stderr)
+    box = Box(tree=Path("/usr"), owner=nobody)
+    try:
+        started = box.start(
+            ["true"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+    except BackendUnavailableError as error:
+        return error.message.partition(": ")[2]
+    _, stderr = started.communicate()
+    return explain(stderr.decode(errors="replace")) if started.returncode else None
 
 
 def explain(stderr: str) -> str:

@@ -108,7 +108,6 @@ class SandboxRoom:
             options: dict[str, Any] = {
                 "before": limits.before,
                 "start_new_session": True,  # Ctrl-C reaches only the client
-                "cwd": "/",
                 **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
             }
             self._process = _starter(os.getpid()).submit(box.start, command, **options).result()

@@ -16,6 +16,7 @@ from accounts import accounts
 from anyone import BARE_PYTHON, python
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from procsearch import command as search
 from waiting import until
 
 from mirrord.cli.execute import _forwarding
@@ -271,3 +272,58 @@ def test_a_signal_from_before_the_command_was_known_reaches_it() -> None:
         with subprocess.Popen(["sleep", "1000"]) as process:
             forward_to(process, False)
             assert process.wait(20) == -signal.SIGTERM
+
+
+ATTACKS = {
+    "ignores the signal": "trap '' TERM HUP INT; echo began; while :; do sleep 1000 & wait; done",
+    "stops what started it": "trap '' TERM; kill -STOP 1; kill -STOP $PPID; echo began; kill -STOP $$; sleep 1000",
+    "leaves daemons": "(setsid sleep 1000 &) ; trap '' TERM; echo began; setsid sleep 1000 & while :; do wait; done",
+    "forks while it is killed": "trap '' TERM; echo began; f() { while :; do (sleep 2 & sleep 1); f2=1; done; }; f & f & wait",
+    "traces pid 1": "trap '' TERM; echo began; exec python3 -c 'import ctypes as c; l = c.CDLL(None); l.ptrace(16, 1, 0, 0);"
+    " import time; time.sleep(1000)'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["a signal", "its time limit"])
+def test_an_agent_cannot_keep_its_exec_from_ending(world: World, by: str) -> None:
+    """Ten seconds after a SIGTERM it is killed, whatever it did. All at once, for the ten seconds."""
+    start = [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "o__r-0"]
+    start += ["--owner", str(AGENT), *(["--timeout", "1s"] if by == "its time limit" else [])]
+    running = [
+        subprocess.Popen([*start, "--", "bash", "-c", script], stdout=subprocess.PIPE, text=True, cwd="/")
+        for script in ATTACKS.values()
+    ]  # fmt: skip
+    for process in running:
+        assert process.stdout is not None
+        if by == "a signal":
+            assert process.stdout.readline() == "began\n"
+            process.send_signal(signal.SIGTERM)
+    statuses = [process.wait(60) for process in running]
+    for process in running:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert dict(zip(ATTACKS, statuses, strict=True)) == dict.fromkeys(ATTACKS, 137)
+    assert world.held() == []
+
+
+def test_nothing_of_a_harness_is_readable_by_its_command(world: World) -> None:
+    """Its keys, arguments and directory, and the log that it writes the command's output to."""
+    words = [f"canary-{part}-{os.getpid()}" for part in ("variable", "argument", "place", "log")]
+    variable, argument, place, log = words
+    directory = world.scratch / place
+    directory.mkdir()
+    with (directory / "log").open("w+") as file:
+        file.write(log)
+        file.flush()
+        done = subprocess.run(
+            [*python(), "-m", "mirrord", "--socket", str(world.daemon.socket), "exec", "o__r-0", "--diff", argument,
+             "--", *search(*words)],
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.PIPE, cwd=directory,
+            env={"PATH": os.environ["PATH"], "KEY": variable}, check=False,
+        )  # fmt: skip
+        file.seek(0)
+        before, _, answer = file.read().partition("{")
+    assert (done.returncode, before) == (0, log), done.stderr
+    found = json.loads("{" + answer)
+    assert found["where"] == {}
+    assert found["read"] > 300

@@ -19,6 +19,7 @@ from anyone import python
 from checkoutlab import passable_directory
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from procsearch import command as search
 from waiting import until
 
 import mirrord
@@ -461,3 +462,41 @@ def test_an_agents_links_lead_nowhere_outside(overlay: mirrord.Checkout, tmp_pat
         assert os.listdir(tmp_path / "out") == ["etc"]
     assert secret.read_text() == "gold"
     assert json.dumps(sorted(os.listdir(tmp_path))) == '["out", "secret"]'
+
+
+# -- the harness -----------------------------------------------------------------------------------
+
+HARNESS = """
+import asyncio, json, sys, mirrord
+from mirrord.integrations import open_sandbox
+socket, owner, command = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+with mirrord.Client(socket) as client, client.checkout("o__r@v1", owner=owner) as checkout:
+    with mirrord.Sandbox(checkout) as sandbox:
+        print(sandbox.exec(command).stdout.decode(), end="")
+async def later():
+    async with mirrord.AsyncClient(socket) as client, client.checkout("o__r@v1", owner=owner) as checkout:
+        async with mirrord.AsyncSandbox(checkout) as sandbox:
+            print((await sandbox.exec(command)).stdout.decode(), end="")
+    async with open_sandbox("o__r@v1", socket=socket, checkout={"owner": owner}) as sandbox:
+        print((await sandbox.exec(command)).stdout.decode(), end="")
+asyncio.run(later())
+"""
+
+
+def test_nothing_of_a_harness_is_readable_in_its_sandboxes(running: Daemon, tmp_path: Path) -> None:
+    """Of both clients, and of adapters, which open theirs in one place."""
+    words = [f"canary-{part}-{os.getpid()}" for part in ("variable", "argument", "place", "file")]
+    variable, argument, place, file = words
+    (tmp_path / place).mkdir()
+    (tmp_path / place / file).write_text(file)
+    inherited = os.open(tmp_path / place / file, os.O_RDONLY)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.set_inheritable({inherited}, True)\n{HARNESS}",
+         str(running.socket), str(AGENT), json.dumps(search(*words)), argument],
+        env={**os.environ, "OPENAI_API_KEY": variable}, cwd=tmp_path / place, pass_fds=[inherited],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    os.close(inherited)
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["where"] for answer in answers] == [{}, {}, {}], done.stderr
+    assert all(answer["read"] > 300 for answer in answers)
