@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio.to_thread
+from cachetools import LRUCache
 
 from .. import __version__, protocol
 from ..catalog import ReceiptRow
@@ -50,7 +51,7 @@ class Receipts:
     stores: StoreBuilder
 
     def __post_init__(self) -> None:
-        self._closures: dict[tuple[Path, tuple[str, ...]], protocol.Closure] = {}
+        self._closures: LRUCache[tuple[Path, tuple[str, ...]], protocol.Closure] = LRUCache(_CACHED)
         self._walks = Turns(2)
 
     async def issue(
@@ -135,8 +136,6 @@ class Receipts:
         key = store.path, store.packs
         if key not in self._closures:
             found = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
-            while len(self._closures) >= _CACHED:
-                del self._closures[next(iter(self._closures))]
             self._closures[key] = found
         return self._closures[key]
 

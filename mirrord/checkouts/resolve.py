@@ -5,12 +5,13 @@ nor the catalog. A refused name gets the same answer whether or not it exists.
 """
 
 import re
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
+
+from cachetools import LRUCache
 
 from .. import errors
 from ..catalog import InstanceRow
@@ -71,8 +72,8 @@ class Resolver:
     environment_of: Callable[[InstanceRow], str | None]
 
     def __post_init__(self) -> None:
-        self._trees: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._public: set[tuple[str, str]] = set()
+        self._trees: LRUCache[tuple[str, str], str] = LRUCache(_CACHED)
+        self._public: LRUCache[tuple[str, str], None] = LRUCache(_CACHED)
 
     async def resolve_start(self, request: StartCheckout, naming: Naming) -> ResolvedRequest:
         """Resolve the request for a new checkout, without layer and environment.
@@ -202,8 +203,7 @@ class Resolver:
         if (name.key, digits) in self._public:  # what was public once stays public
             return await self._resolve_commit(name, digits)
         found = await self.mirrors.resolve_public(name, commitish)
-        if len(self._public) < _CACHED:
-            self._public.add((name.key, found.commit))
+        self._public[name.key, found.commit] = None
         return self._cache(name, found)
 
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
@@ -215,8 +215,6 @@ class Resolver:
     def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
         self.learn(name, found)
         self._trees[name.key, found.commit] = found.tree
-        while len(self._trees) > _CACHED:
-            self._trees.popitem(last=False)
         return ResolvedRequest(name, found.commit, found.tree)
 
     # -- prepared layers and environments ----------------------------------------------------------

@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
+from cachetools import LRUCache
 
 from .. import errors
 from ..catalog import ALL_COMMITS, DatasetHead, InstanceRow, PinRow
@@ -72,6 +74,12 @@ class DatasetFile(NamedTuple):
         return Path(self.source).name or self.source
 
 
+class _Entry(NamedTuple, Generic[T]):
+    value: T
+    size_bytes: int
+    version: int
+
+
 class QueryCache(Generic[K, T]):
     """A cache of catalog queries, so that a warm checkout needs none. Belongs to one event loop.
 
@@ -86,29 +94,26 @@ class QueryCache(Generic[K, T]):
         *,
         limit_bytes: int = 16 * 1024**2,
     ) -> None:
-        self._load, self._size_of, self._limit_bytes = load, size_of, limit_bytes
-        self._entries: dict[K, tuple[T, int, int]] = {}  # value, size, version
-        self._size_bytes = self._version = 0
+        self._load, self._size_of, self._entry_max_bytes = load, size_of, limit_bytes // 16
+        self._entries: LRUCache[K, _Entry[T]] = LRUCache(
+            limit_bytes, getsizeof=attrgetter("size_bytes")
+        )
+        self._version = 0
 
     async def find(self, key: K) -> T:
-        version, known = self._version, self._entries.pop(key, None)
-        if known:
-            self._entries[key] = known  # now the most recently used
-            if known[2] == version:
-                return known[0]
+        version, entry = self._version, self._entries.get(key)
+        if entry is not None and entry.version == version:
+            return entry.value
         try:
             value = await self._load(key)
         except errors.CatalogUnavailableError:
-            if known is None:
+            if entry is None:
                 raise
-            return known[0]
-        self._size_bytes -= self._entries.pop(key, (None, 0, 0))[1]
-        size = self._size_of(value)
-        if 0 < size <= self._limit_bytes // 16:
-            self._entries[key] = value, size, version
-            self._size_bytes += size
-        while self._size_bytes > self._limit_bytes:
-            self._size_bytes -= self._entries.pop(next(iter(self._entries)))[1]
+            return entry.value
+        self._entries.pop(key, None)
+        size_bytes = self._size_of(value)
+        if 0 < size_bytes <= self._entry_max_bytes:
+            self._entries[key] = _Entry(value, size_bytes, version)
         return value
 
     def expire(self) -> None:

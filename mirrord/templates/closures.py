@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
+from cachetools import LRUCache
 
 from .. import errors
 from ..git.command import Git, lines_of, object_info
@@ -56,14 +57,11 @@ class Commits:
     def __init__(self, workers: Workers, mirrors_path: Callable[[MirrorName], Path]) -> None:
         self._workers = workers
         self._mirrors_path = mirrors_path
-        self._known: dict[tuple[str, CommitId], Resolved] = {}
+        self._known: LRUCache[tuple[str, CommitId], Resolved] = LRUCache(_KEPT_COMMITS)
 
     def learn(self, name: MirrorName, found: Resolved) -> None:
         """Add a commit that another part has read."""
-        self._known.pop((name.key, found.commit), None)
         self._known[name.key, found.commit] = found
-        if len(self._known) > _KEPT_COMMITS:
-            del self._known[next(iter(self._known))]
 
     async def get(self, name: MirrorName, commit: CommitId) -> Resolved:
         """Return a commit, read and hashed; raises CommitNotFoundError, CommitUnservableError."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+from cachetools import LRUCache
 
 from ..errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ..git.command import Git, lines_of
@@ -71,7 +72,8 @@ class Packer:
     workers: Workers
 
     def __post_init__(self) -> None:
-        self._whole: dict[tuple[object, ...], None] = {}  # packs and indexes found sound, by stat
+        # packs and indexes found sound, by stat
+        self._whole: LRUCache[tuple[object, ...], None] = LRUCache(_KNOWN_MAX)
         self._whole_lock = threading.Lock()
 
     async def pack_range(
@@ -194,8 +196,6 @@ class Packer:
                         raise CorruptObjectError(
                             f"cannot pack from {file.name}: checksum mismatch", hint=HINT
                         )
-                    while len(self._whole) >= _KNOWN_MAX:
-                        self._whole.pop(next(iter(self._whole)), None)
                     self._whole[key] = None
 
     def _are_whole(self, stores: Iterable[Path]) -> bool:

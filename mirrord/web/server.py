@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections import OrderedDict
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl
 
 import anyio.to_thread
+from cachetools import LRUCache
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -165,7 +165,9 @@ class WebApplication:
         self._engine = engine
         self._pages: Pages | None = None
         self._rendering = asyncio.Lock()
-        self._cache: OrderedDict[tuple[str, bytes], tuple[float, PageResponse]] = OrderedDict()
+        self._cache: LRUCache[tuple[str, bytes], tuple[float, PageResponse]] = LRUCache(
+            CACHED_PAGES
+        )
 
     async def load(self) -> None:
         """Load jinja2 and the templates, which a daemon without a page does not need."""
@@ -235,9 +237,6 @@ class WebApplication:
         if answer.status == 200:
             now = time.monotonic()
             self._cache[path, query] = now + max(1.0, 10 * (now - began)), answer
-            self._cache.move_to_end((path, query))
-            if len(self._cache) > CACHED_PAGES:
-                self._cache.popitem(last=False)
         return answer
 
     async def _render(self, path: str, query: bytes) -> PageResponse:
