@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from .. import protocol
+from ..host.peers import Role
 from ..model import utc_now
 from . import metrics
 from .mirrors import visible_mirror
@@ -24,7 +25,10 @@ _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": 
 
 async def health(call: Call) -> Response:
     """Return a cached answer: load balancers and waiting clients ask often."""
-    report = call.engine.health.report()
+    report = await call.engine.current_health()
+    if call.role is Role.STRANGER and report.is_degraded and call.engine.is_open:
+        reasons = call.engine.readiness.without_mirrors(report.health.reasons)
+        report = report._replace(body=protocol.to_bytes(replace(report.health, reasons=reasons)))
     return Response(report.body, 503 if report.is_degraded else 200, media_type="application/json")
 
 

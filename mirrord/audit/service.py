@@ -30,7 +30,7 @@ from .object_files import Defect, no_directory
 
 Repairer = Callable[[Judged, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
-_SERVABLE = {CommitState.OK, CommitState.UNPINNED}
+SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 
 
 class Judgement(NamedTuple):
@@ -332,12 +332,12 @@ def _unless_refused(what: str, name: str) -> Iterator[None]:
 
 
 def _is_bad(state: CommitState) -> bool:
-    return state not in _SERVABLE
+    return state not in SERVABLE
 
 
 def _summary(audit: protocol.Audit) -> protocol.AuditSummary:
     return protocol.AuditSummary(
         id=audit.id, level=audit.level, finished_at=audit.finished_at, counts=audit.counts,
         affected_count=len(audit.affected), finding_count=len(audit.findings),
-        open_count=audit.open_count, left_count=len(audit.left),
+        open_count=audit.open_count, left_count=len(audit.left), mirror_count=len(audit.mirrors),
     )  # fmt: skip

@@ -352,11 +352,17 @@ class InstanceLine(NamedTuple):
 
 
 def count_servable(
-    connection: Connection, lost: Collection[str] = (), dataset: str | None = None
+    connection: Connection,
+    lost: Collection[str] = (),
+    dataset: str | None = None,
+    accepted: Collection[str] = (),
 ) -> list[tuple[str, str, Servable, int]]:
-    """Count instances by dataset, mirror and state. `lost`: commits that an audit found missing."""
+    """Count instances by dataset, mirror and state, without those of `accepted` commits. `lost`:
+    commits that an audit found missing.
+    """
     names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
     query = of_dataset(dataset, names, mirror, state, func.count())
+    query = query.where(instances.c.base_commit.not_in(sorted(accepted)[:_SHOWN]))
     found = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
     return [(name, mirror, Servable(state), count) for name, mirror, state, count in found]
 

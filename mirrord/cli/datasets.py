@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import IntegrityError, ResourceError, UsageError
+from ..errors import UsageError
 from ..model import View
 from ..protocol import (
     Dataset,
@@ -18,7 +18,7 @@ from ..protocol import (
     Prewarmed,
     UnpinnedCommit,
 )
-from .operations import conclude, watching
+from .operations import conclude, exit_as, watching
 from .output import count, facts, facts_of, listing, short
 from .session import Argument, NoWait, Option, Session, ViewOption
 
@@ -84,8 +84,7 @@ def add(
     found = conclude(session, operation, no_wait, DatasetImported, _import_lines)
     for text in _warnings(found) if found else ():
         session.note(text)
-    if found and found.dataset.unpinned:
-        raise SystemExit(IntegrityError.exit_status)
+    exit_as(found)
 
 
 def _read_mapping(file: Path) -> str:
@@ -139,11 +138,7 @@ def prepare(
     not the operation.
     """
     operation = session.client.prepare_dataset(name, *instances)
-    found = conclude(session, operation, no_wait, Prewarmed, _prepare_lines)
-    if found and found.failed:
-        raise SystemExit(IntegrityError.exit_status)
-    if found and found.left:
-        raise SystemExit(ResourceError.exit_status)
+    exit_as(conclude(session, operation, no_wait, Prewarmed, _prepare_lines))
 
 
 def _prepare_lines(found: Prewarmed) -> Iterator[str]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from ..errors import IntegrityError, UsageError
+from ..errors import UsageError
 from ..protocol import BuildReport, Environment
-from .operations import conclude
+from .operations import conclude, exit_as
 from .output import count, facts_of, listing, short, size
 from .session import Argument, NoWait, Option, Session
 
@@ -41,8 +41,7 @@ def build(
     report = conclude(session, operation, no_wait, BuildReport, _build_lines)
     for failure in report.failed if report else ():
         session.note(failure.detail)
-    if report and report.failed:
-        raise SystemExit(IntegrityError.exit_status)
+    exit_as(report)
 
 
 def _build_lines(report: BuildReport) -> Iterator[str]:

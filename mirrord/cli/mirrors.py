@@ -10,7 +10,7 @@ from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..model import AuditLevel, CommitRole
 from ..protocol import Audit, BundleImported, Mirror, Operation, RefDiff, Repair, Restored
 from .checkouts import restore_paths
-from .operations import conclude, finish, finish_all, started, watching
+from .operations import conclude, exit_as, finish, finish_all, started, watching
 from .output import cell, count, facts_of, listing, problem_of
 from .session import Argument, MirrorArgument, NoWait, Option, Session
 
@@ -278,10 +278,7 @@ def _restore_mirrors(session: Session, names: list[str], no_wait: bool) -> None:
     for each in result.failed:
         session.fail(from_problem(each.error.to_json()))
     session.answer(result, _restore_lines(result))
-    if result.failed:
-        raise SystemExit(from_problem(result.failed[0].error.to_json()).exit_status)
-    if result.audit:
-        _exit_on_findings(result.audit)
+    exit_as(result)
 
 
 def _restore_lines(result: Restored) -> Iterator[str]:
@@ -317,7 +314,7 @@ def audit(
         for line in _repair_lines(found):
             session.note(line)
         session.answer(found, _audit_lines(found))
-        _exit_on_findings(found)
+        exit_as(found)
 
 
 def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
@@ -326,11 +323,6 @@ def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audi
         return None
     ended = finish(session, operation)
     return session.client.get_audit(str((ended.result or {})["id"]))
-
-
-def _exit_on_findings(found: Audit) -> None:
-    if found.open_count:
-        raise SystemExit(IntegrityError.exit_status)
 
 
 def _repair_lines(found: Audit) -> Iterator[str]:
@@ -402,4 +394,4 @@ def heal(
     found = _finish_audit(session, operation, no_wait)
     if found:
         session.answer(found, chain(_repair_lines(found), _audit_lines(found)))
-        _exit_on_findings(found)
+        exit_as(found)

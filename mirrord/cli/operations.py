@@ -6,8 +6,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, TypeVar
 
-from ..errors import MirrordError, OperationNotFoundError
-from ..protocol import Answer, Operation, Progress
+from ..errors import (
+    IntegrityError,
+    MirrordError,
+    OperationNotFoundError,
+    ResourceError,
+    from_problem,
+)
+from ..protocol import (
+    RESULTS,
+    Answer,
+    Audit,
+    BuildReport,
+    DatasetImported,
+    Operation,
+    Prewarmed,
+    Progress,
+    Restored,
+)
 from .output import cell, facts_of, listing
 from .session import Argument, Option, Session, as_json, print_line
 
@@ -96,6 +112,37 @@ def started(operation: Operation) -> list[str]:
     return [f"operation {operation.id} {operation.state}"]
 
 
+def exit_as(result: Answer | None) -> None:
+    """Exit as the verb does whose operation ended with this result; go on if all is well."""
+    if status := _status_of(result):
+        raise SystemExit(status)
+
+
+def _status_of(result: Answer | None) -> int:
+    match result:
+        case Restored(failed=[first, *_]):
+            return from_problem(first.error.to_json()).exit_status
+        case Restored(audit=audit):
+            return _status_of(audit)
+        case Audit(open_count=number) if number:
+            return IntegrityError.exit_status
+        case DatasetImported(dataset=dataset) if dataset.unpinned:
+            return IntegrityError.exit_status
+        case BuildReport(failed=[_, *_]):
+            return IntegrityError.exit_status
+        case Prewarmed(failed=number) if number:
+            return IntegrityError.exit_status
+        case Prewarmed(left=number) if number:
+            return ResourceError.exit_status
+    return 0
+
+
+def _exit_as_verb(ended: Operation) -> None:
+    """Exit as the verb does that started an operation."""
+    kind = RESULTS.get(ended.kind)
+    exit_as(kind.from_json(ended.result) if kind and ended.result is not None else None)
+
+
 # -- verbs
 
 
@@ -132,7 +179,7 @@ def watch(session: Session, operation_id: Id) -> None:
             printed = line
             print_line(line)
 
-    session.client.wait(operation_id, progress=show_change)
+    _exit_as_verb(session.client.wait(operation_id, progress=show_change))
 
 
 def _line(found: Operation) -> str:
@@ -144,6 +191,7 @@ def wait(session: Session, operation_id: Id) -> None:
     """The exit status is that of the verb that started it."""
     ended = finish(session, session.client.get_operation(operation_id))
     session.answer(ended, [_line(ended)])
+    _exit_as_verb(ended)
 
 
 def cancel(session: Session, operation_id: Id) -> None:

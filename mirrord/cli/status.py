@@ -10,7 +10,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Annotated, NamedTuple
 
-from ..errors import NoDaemonError, ResourceError, UsageError
+from ..errors import IntegrityError, NoDaemonError, ResourceError, UsageError
 from ..protocol import Event, Garbage, Mirror, Operation, Status, Usage
 from . import operations
 from .output import cell, count, facts, facts_of, listing, problem_of, size, table, when
@@ -42,11 +42,16 @@ def status(
     problems: Annotated[
         bool, Option("Show only what needs attention; nothing if all is well.")
     ] = False,
+    check: Annotated[
+        bool, Option("Status 8 if anything needs attention; warnings do not count.")
+    ] = False,
     watch: Annotated[bool, Option("Repeat every two seconds.")] = False,
 ) -> None:
     """Prints first what needs attention, each with a command to start with. Of jobs, and of more
     than ten mirrors or datasets, it shows those with a problem.
     """
+    if watch and check:
+        raise UsageError("cannot use --watch with --check: a status ends the verb")
     if watch and session.json:
         raise UsageError(
             "cannot use --watch with --json: an answer has many lines",
@@ -55,6 +60,8 @@ def status(
     found = _wait_for_status(session, wait)
     while True:
         _print_status(session, found, every=every, problems=problems)
+        if check and any(each.kind != "warning" for each in problems_of(found)):
+            raise SystemExit(IntegrityError.exit_status)
         if not watch:
             return
         time.sleep(_WATCH_S)
@@ -147,6 +154,8 @@ def _action_for(reason: str) -> str:
         return "mirrord du; mirrord gc"
     if "can be synced" in reason:
         return "mirrord mirror list"
+    if reason.startswith("dataset "):
+        return f"mirrord dataset show {reason.split()[1].rstrip(':')}"
     return "journalctl -t mirrord -p warning"
 
 
@@ -264,7 +273,9 @@ def _describe_audit(found: Status) -> str:
     if audit is None:
         return "none yet"
     states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number)
-    text = f"{when(audit.finished_at)} at level {audit.level}: {states or 'nothing recorded'}"
+    mirrors = f"{audit.mirror_count:,} of {count(len(found.mirrors), 'mirror')}"
+    text = f"{when(audit.finished_at)}, {mirrors} at level {audit.level}"
+    text += f": {states or 'nothing recorded'}"
     if audit.affected_count:
         text += f"; {count(audit.affected_count, 'instance')} cannot be served"
     return f"{text}; {count(audit.open_count, 'finding')}" if audit.open_count else text

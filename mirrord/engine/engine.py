@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from .. import __version__, config, telemetry
+from ..audit.readiness import Readiness
 from ..audit.service import Audits
 from ..catalog import Catalog
 from ..checkouts.overlay import find_overlay
@@ -47,7 +48,7 @@ from ..templates.service import Templates
 from ..workers.gate import Gate
 from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING, Askers
-from .activity import ActivityMonitor, HealthMonitor, Traffic
+from .activity import ActivityMonitor, HealthMonitor, HealthReport, Traffic
 from .storage import Storage
 from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm
@@ -264,6 +265,8 @@ class Engine:
         # an audit passes its findings to the heals, and has the mirror's templates scrubbed
         self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
         await self.audits.open()
+        self.readiness = Readiness(self.mirrors, self.audits)
+        self.health.degrade_by(self.readiness.reasons)
 
     async def _open_jobs(self) -> None:
         """Add configured mirrors, start the schedule and the watches. Last: they use all parts."""
@@ -412,6 +415,12 @@ class Engine:
         self.events.publish("config.reloaded", applied=applied, refused=refused)
         return ReloadAnswer(applied=applied, refused=refused)
 
+    async def current_health(self) -> HealthReport:
+        """Return the health, with what cannot be served by now."""
+        if self.is_open and await self.readiness.refresh():
+            self.health.refresh()
+        return self.health.report()
+
     def configuration(self) -> Configuration:
         path = str(self._config_path) if self._config_path else None
         settings = json.loads(telemetry.masked(self._settings.model_dump_json()))
@@ -423,7 +432,7 @@ class Engine:
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
-            health=self.health.report().health,
+            health=(await self.current_health()).health,
             mirrors=await self.mirrors.list_mirrors(),
             datasets=await self.catalog.summarise_datasets(),
             checkout_count=len(self.checkouts.leases),

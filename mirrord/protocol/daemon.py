@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from .. import model
 from .codec import Answer, Problem, Request
+from .environments import BuildReport
 from .mirrors import (
     AmbiguousInstance,
     Audit,
@@ -118,6 +119,7 @@ RESULTS: dict[str, type[Answer]] = {
     "heal": Audit,
     "prewarm": Prewarmed,
     "dataset.prepare": Prewarmed,
+    "environment.build": BuildReport,
 }
 """The result of each kind of operation. `mirror.maintain` has none."""
 

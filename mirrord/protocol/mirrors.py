@@ -365,3 +365,4 @@ class AuditSummary(Answer):
     finding_count: int
     open_count: int
     left_count: int = 0
+    mirror_count: int = 0

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from ..audit.readiness import READY, MirrorAudit, newest_audits, unservable_commits
 from ..catalog import MirrorRow, Servable
 from ..engine.engine import Engine
 from ..errors import MirrordError, NotFoundError
-from ..model import CommitState, MirrorName, ReportKind, parse_dataset_name, utc_now
-from ..protocol import Activity, Audit, Finding, Operation
+from ..model import MirrorName, ReportKind, parse_dataset_name, utc_now
+from ..protocol import Activity, Finding, Operation
 from ..units import counted
 from .figures import Chart, Point, chart, seconds, size
 
@@ -26,10 +27,8 @@ Facts = dict[str, Any]
 Values = Mapping[str, str]
 
 PAGE_ROWS = 100
-_AUDITS = 5  # recent audits that are searched for the latest findings of each mirror
 _LISTED = 200
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
-_SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 _WHY = {
     Servable.READY: "can be checked out and graded",
     Servable.PARTLY: "can be checked out; another commit of the row cannot be served",
@@ -87,17 +86,6 @@ def _page(values: Values, count: int) -> tuple[int, int]:
     return min(max(number, 1), last), last
 
 
-class MirrorAudit(NamedTuple):
-    """The newest audit of a mirror, with its findings there."""
-
-    audit: Audit
-    findings: list[Finding]
-
-    @property
-    def open_count(self) -> int:
-        return sum(not finding.accepted for finding in self.findings)
-
-
 class MirrorLine(NamedTuple):
     """A row of the list of mirrors. `rank` sorts problems first."""
 
@@ -118,7 +106,7 @@ class MirrorLine(NamedTuple):
 
 async def _mirror_lines(engine: Engine) -> list[MirrorLine]:
     rows, pins = await engine.catalog.list_mirrors(), await engine.catalog.count_pins()
-    audits = await _latest_audits(engine)
+    audits = await newest_audits(engine.audits)
     lines = [_mirror_line(row, pins.get(row.name.key, 0), audits) for row in rows]
     return sorted(lines, key=lambda line: (line.rank, line.row.name.key))
 
@@ -138,27 +126,6 @@ def _mirror_line(row: MirrorRow, pins: int, audits: Mapping[str, MirrorAudit]) -
     return MirrorLine(rank, row, health, tone, pins, audit)
 
 
-async def _latest_audits(engine: Engine) -> dict[str, MirrorAudit]:
-    """Return the newest audit of each mirror, by mirror key."""
-    found: dict[str, MirrorAudit] = {}
-    for audit in await engine.audits.list_audits(_AUDITS):
-        of_mirror: dict[str, list[Finding]] = {}
-        for finding in audit.findings:
-            of_mirror.setdefault(finding.mirror.lower(), []).append(finding)
-        for name in audit.mirrors:
-            found.setdefault(name.lower(), MirrorAudit(audit, of_mirror.get(name.lower(), [])))
-    return found
-
-
-def _unservable_commits(audits: Mapping[str, MirrorAudit]) -> set[str]:
-    return {
-        finding.commit
-        for each in audits.values()
-        for finding in each.findings
-        if finding.commit and not finding.accepted and finding.state not in _SERVABLE
-    }
-
-
 async def show_mirrors(engine: Engine, values: Values) -> Facts:
     lines = await _mirror_lines(engine)
     find = values.get("find", "").lower().replace("/", "__")
@@ -171,9 +138,9 @@ async def show_mirrors(engine: Engine, values: Values) -> Facts:
 
 async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
     row = await engine.mirrors.get(name)
-    audits = await _latest_audits(engine)
+    audits = await newest_audits(engine.audits)
     pins = (await engine.catalog.count_pins()).get(row.name.key, 0)
-    counts = await engine.catalog.count_servable(_unservable_commits(audits))
+    counts = await engine.catalog.count_servable(unservable_commits(audits))
     line = _mirror_line(row, pins, audits)
     return {
         "line": line,
@@ -199,7 +166,7 @@ class DatasetReadiness(NamedTuple):
 
     @property
     def ready(self) -> int:
-        return self.states[Servable.READY] + self.states[Servable.PARTLY]
+        return sum(self.states[state] for state in READY)
 
 
 def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetReadiness]:
@@ -210,7 +177,7 @@ def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Dataset
 
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
-    unservable = _unservable_commits(await _latest_audits(engine))
+    unservable = unservable_commits(await newest_audits(engine.audits))
     ready = {
         each.name: each for each in _readiness(await engine.catalog.count_servable(unservable))
     }
@@ -224,7 +191,7 @@ async def show_datasets(engine: Engine, values: Values) -> Facts:
 async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
     dataset, unservable = (
         parse_dataset_name(name),
-        _unservable_commits(await _latest_audits(engine)),
+        unservable_commits(await newest_audits(engine.audits)),
     )
     known = {each.name: each for each in await engine.catalog.summarise_datasets()}
     if dataset not in known:
@@ -392,11 +359,10 @@ async def show_fleet(engine: Engine, values: Values) -> Facts:
 
 
 async def show_overview(engine: Engine, values: Values) -> Facts:
+    await engine.current_health()
     activity = engine.activity(history=True)
     lines = await _mirror_lines(engine)
-    unservable = _unservable_commits(
-        {line.row.name.key: line.audit for line in lines if line.audit}
-    )
+    unservable = unservable_commits({line.row.name.key: line.audit for line in lines if line.audit})
     newest = await engine.audits.list_audits(1)
     synced = [line.row.synced_at for line in lines if line.row.synced_at]
     return {
@@ -409,6 +375,7 @@ async def show_overview(engine: Engine, values: Values) -> Facts:
         "datasets": _readiness(await engine.catalog.count_servable(unservable)),
         "environments": Counter(each.state for each in engine.environments.list()),
         "audit": newest[0] if newest else None,
+        "audited": len(newest[0].mirrors) if newest else 0,
         "charts": _charts(activity),
         "work": await _work(engine, activity.operations),
     }

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from waiting import until
+from weblab import page, page_daemon
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +79,53 @@ def test_health_is_degraded_when_no_mirror_can_be_synced(tmp_path: Path) -> None
         Upstream(tmp_path / "a" / "b").history(1)
         assert _mirrord(running, "mirror", "sync", "a/b").returncode == 0
         until(lambda: running.get("/v1/health")[0] == 200)
+
+
+def test_health_says_what_cannot_be_served(tmp_path: Path) -> None:
+    """By mirror, counted and with the reason, the same in health, status and on the page; so does
+    the end of the import, also for who only waits for it. Known losses can be accepted.
+    """
+    base = Upstream(tmp_path / "o" / "r").history(2)[0]
+    commits = {"o/r": [base, base, "1" * 40], "o/absent": ["2" * 40, "3" * 40]}
+    rows = [
+        {"instance_id": f"{repo.replace('/', '__')}-{number}", "repo": repo, "base_commit": commit}
+        for repo, each in commits.items()
+        for number, commit in enumerate(each)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = f'[upstream]\nurl = "file://{tmp_path}/{{owner}}/{{name}}"\n'
+    with page_daemon(text) as (running, port):
+        assert _mirrord(running, "status", "--check").returncode == 0
+        sent = _mirrord(
+            running, "dataset", "import", f"{tmp_path}/rows.jsonl", "--no-wait", "--json"
+        )
+        operation = json.loads(sent.stdout)["id"]
+        assert _mirrord(running, "operations", "wait", operation).returncode == 8
+        assert _mirrord(running, "operations", "watch", operation).returncode == 8
+
+        reason = (
+            "dataset rows: 3 of 5 instances cannot be served:"
+            " o__absent 2 (upstream-not-found), o__r 1 (not pinned)"
+        )
+        status, _, body = running.get("/v1/health")
+        assert (status, json.loads(body)["reasons"]) == (503, [reason])
+        [(_, answer)] = anyone.ask_as(anyone.NOBODY, running.socket, ("GET", "health", None))
+        assert json.loads(answer)["reasons"] == [reason.rpartition(":")[0]]
+        checked = _mirrord(running, "status", "--check")
+        assert checked.returncode == 8
+        assert checked.stdout.startswith(f"degraded: {reason}\n  -> mirrord dataset show rows\n")
+        overview = page(port, "/")
+        assert reason in overview
+        assert "degraded" in overview
+
+        assert _mirrord(running, "audit", "o/r").returncode == 8
+        assert ", 1 of 2 mirrors at level closure: " in _mirrord(running, "status").stdout
+        assert "1 of 2 mirrors" in page(port, "/?again")
+        running.write_config(f'{text}[audit]\naccept = ["missing o/r", "not-mirrored"]\n')
+        running.request("POST", "/v1/reload")
+        assert _mirrord(running, "audit").returncode == 0
+        assert running.get("/v1/health")[0] == 200
+        assert _mirrord(running, "dataset", "remove", "rows").returncode == 0
 
 
 def test_reload_ends_as_the_daemon_judges() -> None:
