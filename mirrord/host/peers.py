@@ -115,12 +115,18 @@ class Access:
 
     @property
     def warnings(self) -> list[str]:
-        """The names in the settings that do not exist on this host."""
+        """The names in the configuration that do not exist on this host.
+
+        The default group exists only where mirrord was installed for others than root and the
+        daemon's own user.
+        """
         access = self._settings().access
-        group = f"the group {access.group} does not exist: only administrators are admitted"
         unknown = [name for name in access.admins if _find_uid(name) is None]
-        admins = [f"the administrator {name} does not exist" for name in unknown]
-        return admins if self._group is not None else [group, *admins]
+        warnings = [f"the administrator {name} does not exist" for name in unknown]
+        if self._group is None and "group" in access.model_fields_set:
+            group = f"the group {access.group} does not exist: only administrators are admitted"
+            warnings.insert(0, group)
+        return warnings
 
     def refresh(self) -> None:
         """Look names up again. A name that does not exist is logged once."""
