@@ -37,7 +37,11 @@ from .layers import is_whiteout, read_attributes
 _ROUNDS = 5
 _BATCH = 64
 _LONG_BYTES = 1 << 16  # a longer file is copied in the kernel
-_CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO)
+# of a path that has become something else; ESTALE is overlayfs's, of what was renamed under it
+_CHANGED = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO),
+    errno.ESTALE,
+)
 FILES_LIMIT = 200_000
 BYTES_LIMIT = 4 * 1024**3
 # HEAD and similar files (in capitals), refs, logs and objects: nothing that configures git, that it
@@ -137,7 +141,10 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     left_out, has_git = dict[str, int](), True
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
-        at, found = utc_now(), survey()
+        at, found = utc_now(), _survey_once(survey)
+        if found is None:
+            before = None
+            continue
         if not (is_complete := found == before):
             wanted, left_out, has_git = select(found, what)
         # equal to what the last copy saw: nothing changed since then, and one survey is enough
@@ -154,6 +161,19 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
         f"cannot copy the checkout: it changed during each of {_ROUNDS} attempts",
         hint="stop the processes that write in it, then try again",
     )
+
+
+def _survey_once(survey: Callable[[], Pieces]) -> Pieces | None:
+    """Survey the tree; None if it changed meanwhile so that what was seen is no one tree."""
+    try:
+        found = survey()
+    except OSError as error:
+        if error.errno not in _CHANGED:
+            raise
+        return None
+    above = {path.rpartition(b"/")[0] for path in found} - {b""}
+    is_tree = all(path in found and found[path].is_directory for path in above)
+    return found if is_tree else None
 
 
 @dataclass(eq=False, repr=False)
@@ -296,6 +316,10 @@ class _Copy:
                 return _Read(os.readlink(name, dir_fd=directory))
             file = self._owner.open_regular(directory, name, keep_atime=True)
         except PermissionError as error:
+            seen = reader.find_stat(path)
+            # a whiteout that took its place is a device, which no mount of ours opens: EACCES
+            if seen is None or stat.S_IFMT(seen.st_mode) != stat.S_IFMT(piece.mode):
+                return None
             raise PermissionError(error.errno, error.strerror, path) from error
         except OSError as error:
             if error.errno not in _CHANGED:

@@ -36,7 +36,7 @@ from mirrord.patches import worktree as patches
 from mirrord.patches.diff import collect
 from mirrord.patches.fit import File
 from mirrord.patches.worktree import CheckoutFiles, PatchJob, RawFile, open_worktree
-from mirrord.protocol import Checkout, ResetCheckout, StartCheckout
+from mirrord.protocol import Checkout, ForkCheckout, MakeSnapshot, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.root
 
@@ -584,3 +584,37 @@ done"""
         except MirrordError as error:
             answers[error.http_status] += 1
     assert set(answers) <= {200, 409}, answers
+
+
+_RESTLESS = """
+i=0; while [ $i -lt 60 ]; do i=$((i+1))
+rm -rf README; mkdir -p README/in; : >README/in/x; rm -rf README; mkfifo README; rm README; echo $i >README
+mv .git/index .git/was; mv .git/was .git/index; rm -rf .git/refs/x; mkdir -p .git/refs/x/y; : >.git/refs/x/y/z
+rm -rf new; mkdir -p new/a/b; : >new/a/b/c; mv new/a new/d
+done"""
+
+
+def test_a_copy_of_what_never_rests_is_busy_and_no_bug(
+    service: Service, checkout: Checkout
+) -> None:
+    """Forks and snapshots, on both backends."""
+
+    def fork() -> None:
+        made = service.call(service.checkouts.fork, checkout.id, ForkCheckout(), USER_PEER)
+        service.call(service.checkouts.release, made.id, USER_PEER)
+
+    def snapshot() -> None:
+        service.call(service.checkouts.snapshot, checkout.id, MakeSnapshot(), USER_PEER)
+
+    answers = Counter[str]()
+    with subprocess.Popen(
+        ["sh", "-c", _RESTLESS], cwd=checkout.path, user=USER, group=USER, extra_groups=[]
+    ) as changer:
+        while changer.poll() is None:
+            for copy in (fork, snapshot):
+                try:
+                    copy()
+                    answers["made"] += 1
+                except MirrordError as error:
+                    answers[error.code] += 1
+    assert answers.keys() <= {"made", "checkout-busy"}, answers

@@ -13,7 +13,7 @@ import pytest
 from mirrord import errors
 from mirrord.checkouts import copying
 from mirrord.checkouts.backend import CopyRule, Taken
-from mirrord.checkouts.copying import Piece, Pieces, Where, copy_layer
+from mirrord.checkouts.copying import HIDDEN, Piece, Pieces, Where, copy_layer
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
 from mirrord.trees.manifest import clock_ns
@@ -26,10 +26,15 @@ def refused(_path: bytes, error: Exception) -> NoReturn:
     raise error
 
 
-def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tuple[Path, Taken]:
-    """Copy `tmp_path/tree`; before the nth look comes the nth change."""
+def copied(
+    tmp_path: Path,
+    *changes: Change,
+    earlier: Path | None = None,
+    torn: Callable[[Pieces], Pieces] | None = None,
+) -> tuple[Path, Taken]:
+    """Copy `tmp_path/tree`; before the nth look comes the nth change. The first look is `torn`."""
     tree, layer = tmp_path / "tree", tmp_path / f"layer{len(os.listdir(tmp_path))}"
-    todo = list(changes)
+    todo, tears = list(changes), [torn] if torn else []
     acting = ActingAs((os.geteuid(), os.getegid()))
     with opened(open_directory(tree)) as root, TreeReader(root, acting) as reader:
 
@@ -37,11 +42,12 @@ def copied(tmp_path: Path, *changes: Change, earlier: Path | None = None) -> tup
             if todo:
                 todo.pop(0)(tree)
             with acting:
-                return {
+                pieces = {
                     path: Piece.of(Where.CLIENT, found)
                     for name in reader.names_in(b"")
                     for path, found in reader.iter_stats_below(name, refused)
                 }
+            return tears.pop()(pieces) if tears else pieces
 
         return layer, copy_layer(layer, survey, reader, acting, CopyRule(), earlier=earlier)
 
@@ -102,6 +108,28 @@ def test_a_file_that_goes_between_look_and_copy_is_no_error(
     assert gone
     assert not (layer / "d/e/c").exists()
     assert (layer / "d/moved").read_text() == "d/e/c\n"
+
+
+def no_longer_there(_pieces: Pieces) -> Pieces:
+    raise FileNotFoundError(errno.ENOENT, "no longer a directory", b"d")
+
+
+def without_parent(pieces: Pieces) -> Pieces:
+    return {path: piece for path, piece in pieces.items() if path != b"d/e"}
+
+
+def below_a_file(pieces: Pieces) -> Pieces:
+    return pieces | {b"a/x": HIDDEN}
+
+
+@pytest.mark.parametrize("torn", [no_longer_there, without_parent, below_a_file])
+def test_a_look_that_saw_no_single_tree_is_repeated(
+    tmp_path: Path, tree: Path, torn: Callable[[Pieces], Pieces]
+) -> None:
+    """A directory went, or became a file, while its content was looked at."""
+    layer, taken = copied(tmp_path, torn=torn)
+    assert {path.name for path in layer.rglob("*")} == {"a", "d", "b", "e", "c"}
+    assert taken.files == 3
 
 
 def test_a_tree_that_never_rests_is_busy(tmp_path: Path, tree: Path) -> None:
