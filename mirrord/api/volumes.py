@@ -34,7 +34,7 @@ class _Nothing(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class _Call(BaseModel):
+class _PluginCall(BaseModel):
     """The body of a call. docker omits unused members, podman sends null."""
 
     Name: Annotated[str, Field(pattern=r"^([a-zA-Z0-9][a-zA-Z0-9_.-]{0,254})?$")] = ""
@@ -79,12 +79,12 @@ class VolumeDriver:
         Askers(self._engine.access.user_of(peer.uid)).bind()
         content = await read_body(request, JSON_LIMIT_BYTES)
         try:
-            call = _Call.model_validate_json(content or b"{}")
+            call = _PluginCall.model_validate_json(content or b"{}")
         except ValidationError as error:
             raise invalid_request("body", error) from error
         return await self._answer(request, call, peer)
 
-    async def _answer(self, request: Request, call: _Call, peer: Peer) -> dict[str, Any]:
+    async def _answer(self, request: Request, call: _PluginCall, peer: Peer) -> dict[str, Any]:
         path = request.scope["path"]  # docker's Host header is a path, which breaks `request.url`
         match path:
             case "/Plugin.Activate":

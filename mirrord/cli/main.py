@@ -173,7 +173,7 @@ class _Choice(click.Choice[str]):
         return self._kind(super().convert(value, param, ctx))
 
 
-class _Argument(click.Argument):
+class _ShownArgument(click.Argument):
     def make_metavar(self, ctx: click.Context | None = None) -> str:
         return self.metavar or (self.name or "").upper()
 
@@ -201,7 +201,7 @@ def _parameters(function: Callable[..., None]) -> Iterator[click.Parameter]:
             common["default"] = getattr(parameter.default, "value", parameter.default)
         if isinstance(spec, Argument):
             nargs = -1 if is_list else 1
-            yield _Argument([parameter.name], type=value_type, nargs=nargs, **common)
+            yield _ShownArgument([parameter.name], type=value_type, nargs=nargs, **common)
             continue
         flags = (spec.flags or f"--{parameter.name.replace('_', '-')}").split()
         if kind is bool:

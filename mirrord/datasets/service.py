@@ -74,7 +74,7 @@ class DatasetFile(NamedTuple):
         return Path(self.source).name or self.source
 
 
-class _Entry(NamedTuple, Generic[T]):
+class _CachedRow(NamedTuple, Generic[T]):
     value: T
     size_bytes: int
     version: int
@@ -95,7 +95,7 @@ class QueryCache(Generic[K, T]):
         limit_bytes: int = 16 * 1024**2,
     ) -> None:
         self._load, self._size_of, self._entry_max_bytes = load, size_of, limit_bytes // 16
-        self._entries: LRUCache[K, _Entry[T]] = LRUCache(
+        self._entries: LRUCache[K, _CachedRow[T]] = LRUCache(
             limit_bytes, getsizeof=attrgetter("size_bytes")
         )
         self._version = 0
@@ -113,7 +113,7 @@ class QueryCache(Generic[K, T]):
         self._entries.pop(key, None)
         size_bytes = self._size_of(value)
         if 0 < size_bytes <= self._entry_max_bytes:
-            self._entries[key] = _Entry(value, size_bytes, version)
+            self._entries[key] = _CachedRow(value, size_bytes, version)
         return value
 
     def expire(self) -> None:

@@ -52,7 +52,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class _JobState:
+class _LastRun:
     job: Job
     backoff: Backoff
     last_at: datetime | None = None
@@ -70,7 +70,7 @@ class Schedule:
     ) -> None:
         self._jobs = jobs
         self._delay = delay
-        self._states: dict[str, _JobState] = {}
+        self._states: dict[str, _LastRun] = {}
         self._reconciling = asyncio.Lock()
         # timers keep the context in which they are made: a request's would run jobs as its user
         self._context = copy_context()
@@ -98,7 +98,7 @@ class Schedule:
                 known = self._states.get(name)
                 if known and (known.job.interval, known.job.jitter) == (job.interval, job.jitter):
                     continue
-                state = _JobState(job, Backoff(job.retry, job.retry * 2**16))
+                state = _LastRun(job, Backoff(job.retry, job.retry * 2**16))
                 if known:
                     state.last_at, state.last_error = known.last_at, known.last_error
                 self._states[name] = state

@@ -77,7 +77,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _BuildStep:
     """A command of a build; a failure ends the build if it `must_succeed`."""
 
     title: str
@@ -85,38 +85,40 @@ class _Step:
     must_succeed: bool = True
 
 
-def steps_of(order: Order) -> Iterator[_Step]:
+def steps_of(order: Order) -> Iterator[_BuildStep]:
     """Iterate over the commands of a build."""
     if order.commands:
         for command in order.commands:
             script = f". {ACTIVATE}\n{command}"
-            yield _Step(f"$ {command}", ["bash", "-o", "pipefail", "-c", script])
+            yield _BuildStep(f"$ {command}", ["bash", "-o", "pipefail", "-c", script])
         return
     if order.interpreter:
         making = [_UV, "venv", "--no-project", "--allow-existing", "--python", order.interpreter]
-        yield _Step(f"making a venv of {order.interpreter}", [*making, ENVIRONMENT])
+        yield _BuildStep(f"making a venv of {order.interpreter}", [*making, ENVIRONMENT])
     else:
         # a managed Python can be moved: it becomes the prefix, which is all that a sandbox needs,
         # and environments share its files
         place = f"{SANDBOX_HOME}/python"
         fetching = [_UV, "python", "install", "--no-bin", "--install-dir", place, order.python]
-        yield _Step(f"fetching Python {order.python}", fetching)
+        yield _BuildStep(f"fetching Python {order.python}", fetching)
         script = (
             f'for each in {place}/*; do [ -L "$each" ] || cp -a "$each/." {ENVIRONMENT} || exit;'
             f" done; rm -rf {place};"
             f" find {ENVIRONMENT}/lib -name EXTERNALLY-MANAGED -delete;"
             f" [ -e {_PYTHON} ] || ln -s python3 {_PYTHON}"
         )
-        yield _Step("moving it to the prefix", ["bash", "-c", script])
+        yield _BuildStep("moving it to the prefix", ["bash", "-c", script])
     install = [_UV, "pip", "install", "--python", _PYTHON]
     # as with conda, the index date does not apply: environments of many dates share these
     seeding = ["env", "--unset=UV_EXCLUDE_NEWER", *install, *_SEEDS]
-    yield _Step("installing pip", seeding, must_succeed=False)
+    yield _BuildStep("installing pip", seeding, must_succeed=False)
     for title, lines in (("requirements", order.requirements), ("packages", order.packages)):
         if lines:
             listed = "".join(f"{line}\n" for line in lines)
             script = f'printf %s "$1" >/tmp/{title}; shift; exec "$@" -r /tmp/{title}'
-            yield _Step(f"installing {title}", ["bash", "-c", script, "bash", listed, *install])
+            yield _BuildStep(
+                f"installing {title}", ["bash", "-c", script, "bash", listed, *install]
+            )
     # Checked by the hash of the source, because times are not kept and an agent may edit a package;
     # equal files compile to equal bytes, which environments share. Without pip's own files, which
     # are a quarter of a small environment and which tests do not import.
@@ -126,7 +128,7 @@ def steps_of(order: Order) -> Iterator[_Step]:
         " invalidation_mode=M.CHECKED_HASH)"
     )
     compiling = [_PYTHON, "-c", script, f"{ENVIRONMENT}/lib"]
-    yield _Step("compiling", compiling, must_succeed=False)
+    yield _BuildStep("compiling", compiling, must_succeed=False)
 
 
 def box_of(order: Order) -> Box:

@@ -20,24 +20,24 @@ from ..protocol import Progress
 from ..telemetry import masked
 
 
-class _Rule(NamedTuple):
+class _StderrRule(NamedTuple):
     pattern: str
     error: type[errors.MirrordError]
     hint: str
 
 
-_DISK_FULL = _Rule(
+_DISK_FULL = _StderrRule(
     r"no space left on device|disk quota exceeded",
     errors.DiskFullError,
     "free space below the state directory; nothing was changed",
 )
 _UPSTREAM_RULES = (
-    _Rule(
+    _StderrRule(
         r"returned error: 429|too many requests",
         errors.UpstreamThrottledError,
         "the next scheduled sync waits as long as upstream asked",
     ),
-    _Rule(
+    _StderrRule(
         r"authentication failed|could not read (username|password)|terminal prompts disabled"
         r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
         r"|no supported authentication",
@@ -45,28 +45,28 @@ _UPSTREAM_RULES = (
         "the repository may be private or absent: give a URL with credentials, or a key to the "
         "daemon's user; the daemon never prompts",
     ),
-    _Rule(
+    _StderrRule(
         r"repository '[^']*' not found|returned error: (404|410)|repository not found"
         r"|repository '[^']*' does not exist|not appear to be a git repository"
         r"|repository not exported|not a git repository|no such file or directory",
         errors.UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
-    _Rule(
+    _StderrRule(
         r"timed out|connection timeout|operation too slow|less than \d+ bytes/sec",
         errors.UpstreamTimeoutError,
         "upstream is slow; try again later",
     ),
 )
 _LOCAL_RULES = (
-    _Rule(
+    _StderrRule(
         r"not a git repository|bad config (line|file)|bad numeric config value"
         r"|unknown repository extension|expected git repo version"
         r"|invalid value for 'extensions\.",
         errors.DamagedMirrorError,
         "`mirrord heal NAME` repairs a mirror",
     ),
-    _Rule(
+    _StderrRule(
         r"is corrupt|corrupt (loose|patch|delta|pack)|bad object|inflate|hash mismatch"
         r"|sha1 collision|unable to read [0-9a-f]{7,}|could not read [0-9a-f]{40}"
         r"|missing (blob|tree|commit|tag)|failed to read object|packed object"

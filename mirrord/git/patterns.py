@@ -271,7 +271,7 @@ _NAME = re.compile(rb"[A-Za-z0-9_.][-A-Za-z0-9_.]*")
 _MACRO = b"[attr]"
 
 
-class _Line(NamedTuple):
+class _PatternLine(NamedTuple):
     pattern: Pattern
     states: _States
 
@@ -281,7 +281,7 @@ class Attributes:
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
         self._read = read
-        self._files: dict[bytes, list[tuple[bytes, list[_Line]]]] = {}
+        self._files: dict[bytes, list[tuple[bytes, list[_PatternLine]]]] = {}
         self._macros = {"binary": _states(b"-diff -merge -text") or []}
 
     def find(self, path: bytes) -> dict[str, State]:
@@ -296,7 +296,7 @@ class Attributes:
                     self._fill(found, states)
         return found
 
-    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_Line]]]:
+    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_PatternLine]]]:
         """Return the files that apply in a directory, the nearest first, each with its base."""
         if (found := self._files.get(directory)) is None:
             found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
@@ -317,8 +317,8 @@ class Attributes:
 
 
 @lru_cache(maxsize=64)
-def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
-    rules: list[_Line] = []
+def _parse(content: bytes) -> tuple[list[_PatternLine], dict[str, _States]]:
+    rules: list[_PatternLine] = []
     macros: dict[str, _States] = {}
     for line in reversed(content.removeprefix(_BOM).split(b"\n")):
         line = line.removesuffix(b"\r").partition(b"\0")[0]
@@ -340,7 +340,7 @@ def _parse(content: bytes) -> tuple[list[_Line], dict[str, _States]]:
             if _NAME.fullmatch(name):
                 macros.setdefault(name.decode(), states)
         elif not (pattern := parse_pattern(name)).negative:
-            rules.append(_Line(pattern, states))
+            rules.append(_PatternLine(pattern, states))
     return rules, macros
 
 

@@ -35,7 +35,7 @@ _CANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
-class _Record:
+class _Tracked:
     operation: Operation
     owner_uid: int
     progress: Progress = field(default_factory=Progress)  # set by any thread
@@ -64,7 +64,7 @@ class Operations:
 
     def __init__(self, events: Events) -> None:
         self._events = events
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _Tracked] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.ended: Counter[tuple[str, str]] = Counter()
         """Counts by kind and state."""
@@ -90,7 +90,7 @@ class Operations:
             id=secrets.token_hex(8), kind=kind, subject=subject, state="running",
             progress=Progress(), started_at=utc_now(),
         )  # fmt: skip
-        record = self._records[operation.id] = _Record(operation, owner_uid)
+        record = self._records[operation.id] = _Tracked(operation, owner_uid)
         self._forget_oldest()
         self._publish("operation.started", record)
         task = asyncio.get_running_loop().create_task(
@@ -146,7 +146,7 @@ class Operations:
                 task.cancel()
             await asyncio.wait(remaining, timeout=_CANCEL_TIMEOUT_S)
 
-    def _get(self, identity: str, owner_uid: int | None) -> _Record:
+    def _get(self, identity: str, owner_uid: int | None) -> _Tracked:
         record = self._records.get(identity)
         if record is None or owner_uid not in {None, record.owner_uid}:
             raise errors.OperationNotFoundError(
@@ -155,7 +155,7 @@ class Operations:
             )
         return record
 
-    async def _perform(self, record: _Record, run: Work) -> None:
+    async def _perform(self, record: _Tracked, run: Work) -> None:
         kind, subject = record.operation.kind, record.operation.subject
         work = f"{kind} {subject}"
         loop = asyncio.get_running_loop()
@@ -193,7 +193,7 @@ class Operations:
         self.ended[kind, state] += 1
         self._publish("operation.finished", record)
 
-    def _publish(self, name: str, record: _Record) -> None:
+    def _publish(self, name: str, record: _Tracked) -> None:
         operation = record.operation
         fields: dict[str, Any] = {"operation": operation.id, "kind": operation.kind}
         fields |= {"subject": operation.subject, "state": operation.state}

@@ -95,7 +95,7 @@ async def adopt_pins(catalog: Catalog, repository: Repository) -> None:
         log.warning("pin.lost", mirror=str(repository.name), commit=commit_id, owner=owner)
 
 
-class _Pending(NamedTuple):
+class _Unfinished(NamedTuple):
     """The cleanup of a failed operation on the `commits` of an owner.
 
     Commits whose ref exists get their row of `rows` back; those without a row lose their ref.
@@ -111,7 +111,7 @@ class Pins:
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._pending: dict[str, list[_Pending]] = {}
+        self._pending: dict[str, list[_Unfinished]] = {}
 
     async def add(
         self,
@@ -194,7 +194,7 @@ class Pins:
             try:
                 await _delete_refs(repository, wanted, owner)
             except Exception:  # an OSError too, of a failing disk
-                await self._undo(repository, _Pending(owner, wanted, rows))
+                await self._undo(repository, _Unfinished(owner, wanted, rows))
                 raise
 
     async def remove_unrecorded(self, repository: Repository, rows: Collection[PinRow]) -> None:
@@ -235,10 +235,10 @@ class Pins:
                     await publish(repository)
                 await self._catalog.put_pins(rows)
             except Exception:
-                await self._undo(repository, _Pending(owner, new))
+                await self._undo(repository, _Unfinished(owner, new))
                 raise
 
-    async def _undo(self, repository: Repository, pending: _Pending) -> None:
+    async def _undo(self, repository: Repository, pending: _Unfinished) -> None:
         try:
             await self._settle(repository, pending)
         except Exception as error:  # noqa: BLE001 the caller raises the first error
@@ -246,7 +246,7 @@ class Pins:
             log.warning("pins.pending", mirror=str(repository.name), **facts)
             self._pending.setdefault(repository.name.key, []).append(pending)
 
-    async def _settle(self, repository: Repository, pending: _Pending) -> None:
+    async def _settle(self, repository: Repository, pending: _Unfinished) -> None:
         """Bring refs and rows in line as they are now; a commit pinned since stays pinned."""
         await recover(repository)
         refs, owner = await repository.all_refs(), pending.owner

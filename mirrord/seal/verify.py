@@ -45,7 +45,7 @@ class JudgedRepository(NamedTuple):
     objects: set[bytes]
 
 
-class _Closure(NamedTuple):
+class _Reachable(NamedTuple):
     """A closure; `squashed` if it is of a single commit that has the base's tree."""
 
     ids: set[bytes]
@@ -110,14 +110,14 @@ def judge(
 
 def _closure(
     private: Path, mirror: Path | None, base: CommitId, head: str | None, known: set[bytes] | None
-) -> _Closure:
+) -> _Reachable:
     """Read the closure of `base`, or of the squashed commit; of a damaged one what is readable."""
     git_dir = mirror or private
     if head is not None and head != base and _is_squashed(private, git_dir, head, base):
-        return _Closure(*read_closure(private, head, private), squashed=True)
+        return _Reachable(*read_closure(private, head, private), squashed=True)
     if known is not None:
-        return _Closure(known, complete=True)
-    return _Closure(*read_closure(git_dir, base, private))
+        return _Reachable(known, complete=True)
+    return _Reachable(*read_closure(git_dir, base, private))
 
 
 def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> bool:
@@ -132,7 +132,7 @@ def _is_squashed(private: Path, git_dir: Path, head: str, base: CommitId) -> boo
     return found is not None and found[1] == tree.oid.encode()
 
 
-def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> set[bytes]:
+def _tag_objects(private: Path, names: Collection[Named], closure: _Reachable) -> set[bytes]:
     """Return the tag objects on the way from refs into the closure."""
     pending = {named.oid for named in names if named.kind == "ref"}
     pending = {oid for oid in pending if bytes.fromhex(oid) not in closure.ids}
@@ -161,7 +161,7 @@ def _tag_objects(private: Path, names: Collection[Named], closure: _Closure) -> 
 
 
 def _closure_leaks(
-    head: str | None, base: CommitId, closure: _Closure, present: set[bytes]
+    head: str | None, base: CommitId, closure: _Reachable, present: set[bytes]
 ) -> Iterator[SealLeak]:
     if head != base and not closure.squashed:
         hint = ""

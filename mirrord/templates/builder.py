@@ -51,7 +51,7 @@ The history before this commit is not part of the checkout.
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 
-class _Contents(NamedTuple):
+class _StoreFiles(NamedTuple):
     head: CommitId
     tree: str
     packs: Sequence[PackFile]
@@ -264,14 +264,14 @@ class StoreBuilder:
         log.info("store.built", mirror=str(name), commit=commit, history=str(history), **facts)
         return store
 
-    async def _sealed(self, name: MirrorName, commit: CommitId) -> _Contents:
+    async def _sealed(self, name: MirrorName, commit: CommitId) -> _StoreFiles:
         found, packs, tags = await together(
             self.commits.get(name, commit),
             self._closures.ensure(name, commit),
             self._tags.list(self.mirrors_path(name)),
         )
         shown = await self._tags.within(tags, [pack.index for pack in packs])
-        return _Contents(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
+        return _StoreFiles(commit, found.tree, packs, tuple(shown), self._find_graph(packs))
 
     def _find_graph(self, packs: Sequence[PackFile]) -> Path | None:
         """Return the commit-graph up to the last large pack; None, and writes it after the answer,
@@ -290,7 +290,7 @@ class StoreBuilder:
         self._deferred.begin(("commit-graph", graph), work)
         return None
 
-    async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _Contents:
+    async def _squashed(self, name: MirrorName, found: Resolved, scratch: Path) -> _StoreFiles:
         """Write the squashed commit as a loose object in `scratch`, and pack it from there."""
         head, body = squashed_commit(found)
         file = scratch / "objects" / head[:2] / head[2:]
@@ -298,7 +298,7 @@ class StoreBuilder:
         file.write_bytes(zlib.compress(body))
         mirror = self.mirrors_path(name)
         pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
-        return _Contents(head, found.tree, [pack], [])
+        return _StoreFiles(head, found.tree, [pack], [])
 
 
 def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
@@ -308,7 +308,7 @@ def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:
     return CommitId(hashlib.sha1(body, usedforsecurity=False).hexdigest()), body
 
 
-def _write(git: Path, contents: _Contents) -> str:
+def _write(git: Path, contents: _StoreFiles) -> str:
     """Write a `.git`; returns the checksum of its control files."""
     for directory in _DIRECTORIES:
         os.mkdir(f"{git}/{directory}", 0o755)

@@ -218,7 +218,7 @@ def adopt(source: Path, target: Path, shared: Path) -> Adopted:
     """
     with full_disk_named("an environment"):
         shared.mkdir(mode=0o700, exist_ok=True)
-        copy = _Copy(shared)
+        copy = _TreeCopy(shared)
         with opened(open_directory(source)) as directory:
             copy.directory(directory, target / "files", b"")
         os.sync()  # after a power failure no file of an environment is empty
@@ -242,7 +242,7 @@ def sweep_shared(shared: Path) -> int:
     return freed
 
 
-class _Copy:
+class _TreeCopy:
     def __init__(self, shared: Path) -> None:
         self.lines: list[tuple[bytes, bytes]] = []
         self.files = self.size_bytes = self.shared_bytes = 0

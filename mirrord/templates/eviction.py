@@ -135,7 +135,7 @@ class Eviction:
             found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
         return found
 
-    async def _evict_store(self, inventory: "_Inventory", path: Path, used_at: float) -> int | None:
+    async def _evict_store(self, inventory: "_Stored", path: Path, used_at: float) -> int | None:
         """Evict a store with its layers; returns their bytes, None where it was used or is held."""
         templates = inventory.templates
         async with templates.changes.turn():
@@ -153,7 +153,7 @@ class Eviction:
         await self.registry.sweep()
         return freed
 
-    async def _evict_orphans(self, inventory: "_Inventory") -> int:
+    async def _evict_orphans(self, inventory: "_Stored") -> int:
         """Evict layers without a store, which a failed build left; returns their bytes."""
         templates, freed = inventory.templates, 0
         for layer in inventory.orphans():
@@ -164,7 +164,7 @@ class Eviction:
         await self.registry.sweep()
         return freed
 
-    def _discard_layers(self, inventory: "_Inventory", tree: str | None) -> None:
+    def _discard_layers(self, inventory: "_Stored", tree: str | None) -> None:
         """Discard a layer and those below it, down to the first that is needed."""
         templates = inventory.templates
         while (
@@ -178,26 +178,24 @@ class Eviction:
             self.registry.discard(templates, tree)
             tree = base
 
-    def _publish(self, inventories: "Sequence[_Inventory]", count: int) -> None:
+    def _publish(self, inventories: "Sequence[_Stored]", count: int) -> None:
         self.evicted += count
         if count:
             left = sum(each.size_bytes for each in inventories)
             self.events.publish("templates.evicted", count=count, size_bytes=left)
 
-    async def _inventories(self) -> "list[_Inventory]":
+    async def _inventories(self) -> "list[_Stored]":
         await self.registry.measure()
         found = []
         for name in self.registry.names():
             templates, stores = self.registry.get(name), await self.stores.list_stores(name)
             used_at = {store.path: self.stores.used_at[store.path] for store in stores}
-            found.append(
-                await anyio.to_thread.run_sync(_Inventory, name, templates, stores, used_at)
-            )
+            found.append(await anyio.to_thread.run_sync(_Stored, name, templates, stores, used_at))
         self.size_bytes = sum(each.size_bytes for each in found)
         return found
 
 
-class _Inventory:
+class _Stored:
     """The stores of one mirror, their last uses, and how many stores need each layer and pack.
 
     `needed` counts by tree of a layer and name of a pack. Made in a thread: there may be many.
@@ -255,7 +253,7 @@ class _Inventory:
 
 
 def _weighed(
-    inventory: _Inventory,
+    inventory: _Stored,
     keep: Collection[StoreKey],
     held: Collection[Path],
     packs: Mapping[str, int],

@@ -98,7 +98,7 @@ FORK_SERVER = ForkServer()
 atexit.register(FORK_SERVER.stop)
 
 
-class _Worker:
+class _WorkerProcess:
     def __init__(self, connection: socket.socket, pidfd: int, *, is_low: bool) -> None:
         self.connection, self._pidfd, self.is_low = connection, pidfd, is_low
         self.is_prepared = False
@@ -175,8 +175,8 @@ class Workers:
         self._on_start = on_start
         self._charge = charge
         self._server = server
-        self._free: list[_Worker] = []
-        self._busy: dict[_Worker, WorkerCall] = {}
+        self._free: list[_WorkerProcess] = []
+        self._busy: dict[_WorkerProcess, WorkerCall] = {}
         self._calls = 0
         self._retire_timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -286,7 +286,7 @@ class Workers:
             raise raised
         return result
 
-    async def _get_worker(self, *, is_low: bool) -> _Worker:
+    async def _get_worker(self, *, is_low: bool) -> _WorkerProcess:
         """Take the free worker of this priority that was busy last, or fork one."""
         if self._closed:
             raise _stopping()
@@ -298,7 +298,7 @@ class Workers:
         loop = asyncio.get_running_loop()
         forking = loop.run_in_executor(None, partial(self._server.fork, is_low=is_low))
         try:
-            return _Worker(*await asyncio.shield(forking), is_low=is_low)
+            return _WorkerProcess(*await asyncio.shield(forking), is_low=is_low)
         except asyncio.CancelledError:
             forking.add_done_callback(_abandon)
             raise
