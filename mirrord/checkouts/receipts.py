@@ -7,7 +7,7 @@ from a walk of the mirror when one is verified, so the two are independent.
 import hashlib
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -111,6 +111,16 @@ class Receipts:
         except MirrordError as error:
             log.warning("receipt.not_kept", checkout=lease.id, detail=error.message)
 
+    async def is_recorded(self, receipt: protocol.Receipt, digest: str | None) -> bool:
+        """Return whether this receipt was issued here or by another daemon of the fleet.
+
+        `digest` is its SHA-256 without the signature; the receipt itself may lack its grade.
+        """
+        digest = digest or hashlib.sha256(receipt.signed_bytes()).hexdigest()
+        row = await self.mirrors.catalog.find_receipt(digest)
+        given = replace(receipt, grade=None, signature=None)
+        return row is not None and replace(row.receipt, grade=None) == given
+
     async def verify(
         self, receipt: protocol.Receipt, found: ResolvedRequest, base: CommitId | None
     ) -> protocol.ReceiptReport:
@@ -121,8 +131,9 @@ class Receipts:
         actual: dict[str, object] = {"mirror": receipt.mirror}
         actual |= {"instance": base} if base else {}
         actual |= {"commit": found.commit, "tree": found.tree}
-        if receipt.history is History.LINKED:
-            return report(receipt, actual | {"head": found.commit})
+        if receipt.history is History.LINKED:  # shows all of the mirror: no closure is its own
+            actual |= {"head": found.commit, "closure.objects": None, "closure.sha256": None}
+            return report(receipt, actual)
         commit, tip, head = found.commit, str(found.commit), found.commit
         if receipt.history is History.SQUASHED:
             resolved = await self.stores.commits.get(found.mirror, commit)

@@ -331,8 +331,21 @@ class Checkouts:
             checked=[f"history {lease.history}", f"{len(store.packs)} packs", "control files"],
         )
 
-    async def verify_receipt(self, receipt: protocol.Receipt, peer: Peer) -> protocol.ReceiptReport:
-        """Compare a receipt with the mirror, for a peer that may check its commit out."""
+    async def verify_receipt(
+        self, receipt: protocol.Receipt, digest: str | None, peer: Peer
+    ) -> protocol.ReceiptReport:
+        """Compare a receipt with the mirror, for a peer that may check its commit out.
+
+        `digest` is that of the whole receipt, by which the record of its issue is found.
+        """
+        compared = await self._compare_receipt(receipt, peer)
+        if await self._receipts.is_recorded(receipt, digest):
+            return replace(compared, proven_by=["record"])
+        return compared
+
+    async def _compare_receipt(
+        self, receipt: protocol.Receipt, peer: Peer
+    ) -> protocol.ReceiptReport:
         self.leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ..errors import IntegrityError, ResourceError, UsageError
 from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
@@ -35,8 +35,10 @@ def receipt(
 ) -> None:
     """The receipt is canonical JSON; docs/receipts.md defines its members.
 
-    --verify checks format and signature, and compares commit, tree and closure with the daemon's
-    mirror. Status 8 if a member does not hold; each such member is listed.
+    --verify checks format and signature, compares commit, tree and closure with the daemon's
+    mirror, and looks for the receipt among those that the daemon issued. Status 8 if a member does
+    not hold, each of which is listed, or if nothing proves the receipt: it is unsigned, and the
+    daemon has no record of it.
     """
     if (checkout_id is None) == (verify is None) or (sign and verify):
         hint = "use `mirrord receipt ID [--sign KEYFILE]` or `mirrord receipt --verify FILE`"
@@ -67,15 +69,18 @@ def _verify(session: Session, file: str, signers: Path | None, identity: str) ->
         is_good, detail = _judge_signature(given, signers, identity)
         report = session.client.verify_receipt(given)
         faults = [] if is_good else [_mismatch("signature", detail)]
-        notes = [detail] if is_good else []
+        signed: list[Literal["signature"]] = ["signature"] if given.signature else []
         report = replace(
             report,
             holds=report.holds and is_good,
             mismatches=[*faults, *report.mismatches],
-            checked=["format", *(["signature"] if given.signature else []), *report.checked],
+            checked=["format", *signed, *report.checked],
+            proven_by=[*report.proven_by, *(signed if is_good else [])],
         )
+        notes = [detail] if given.signature and is_good else []
+        notes += [] if given.signature else [_describe_unsigned(report)]
     session.answer(report, [*_report_lines(report), *notes])
-    if not report.holds:
+    if not (report.holds and report.proven_by):
         raise SystemExit(IntegrityError.exit_status)
 
 
@@ -107,11 +112,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _judge_signature(given: Receipt, signers: Path | None, identity: str) -> tuple[bool, str]:
     """Return whether the signature is good enough, and what to report about it."""
     if given.signature is None:
-        return signers is None, "it is not signed"
+        return signers is None, "unsigned"
     is_good, detail = _check(given.signed_bytes(), given.signature, signers, identity)
     if is_good and not signers:
         detail += "; the signer was not checked: give --allowed-signers and --identity"
     return is_good, detail
+
+
+def _describe_unsigned(report: ReceiptReport) -> str:
+    if report.proven_by:
+        return "unsigned; the daemon has issued exactly this receipt"
+    rest = "a mirror cannot tell whether history, seal, times, resets and diff are true"
+    return f"unsigned, and the daemon has no record of it: {rest}"
 
 
 def _mismatch(member: str, fact: str) -> Mismatch:
@@ -123,7 +135,8 @@ def _report_lines(report: ReceiptReport) -> Iterator[str]:
         stated = "" if each.stated is None else f"stated {each.stated}, found "
         yield f"{each.member}: {stated}{each.found or 'nothing'}"
     checked = f": checked {', '.join(report.checked)}" if report.checked else ""
-    yield f"{'the receipt holds' if report.holds else 'the receipt does not hold'}{checked}"
+    verdict = "holds" if report.proven_by else "is not proven"
+    yield f"the receipt {verdict if report.holds else 'does not hold'}{checked}"
 
 
 # -- signatures -----------------------------------------------------------------------------------

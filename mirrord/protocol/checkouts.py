@@ -376,11 +376,16 @@ class Mismatch(Answer):
 
 
 class ReceiptReport(Answer):
-    """The answer of `receipt --verify`. `checked` lists the compared members."""
+    """The answer of `receipt --verify`. `checked` lists the compared members.
+
+    The mirror cannot tell whether a receipt was issued: `proven_by` lists what does, the daemon's
+    `record` of it or its `signature`. Without either nothing is proven, even if it `holds`.
+    """
 
     holds: bool
     mismatches: list[Mismatch] = []
     checked: list[str] = []
+    proven_by: list[Literal["record", "signature"]] = []
 
 
 class SealLeak(Answer):

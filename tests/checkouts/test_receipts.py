@@ -63,7 +63,7 @@ def issue(service: Service, checkout: Checkout, peer: Peer = USER_PEER) -> Recei
 
 
 def verify(service: Service, receipt: Receipt, peer: Peer = USER_PEER) -> ReceiptReport:
-    return service.call(service.checkouts.verify_receipt, receipt, peer)
+    return service.call(service.checkouts.verify_receipt, receipt, None, peer)
 
 
 def counted_by_git(repository: Path, *tips: str) -> Closure:
@@ -203,6 +203,13 @@ def test_what_does_not_hold_is_named(
     real = getattr(receipt.closure, part) if part else getattr(receipt, member)
     found = None if missing else str(real)
     assert report.mismatches == [Mismatch(member=member, stated=str(value), found=found)]
+
+
+def test_a_linked_checkout_has_no_closure_of_its_own(service: Service) -> None:
+    """A receipt of a sealed one that was edited says more than the mirror can."""
+    edited = replace(issue(service, start(service)), history=History.LINKED)
+    found = [each.member for each in verify(service, edited, ROOT_PEER).mismatches]
+    assert found == ["closure.objects", "closure.sha256"]
 
 
 def test_an_instance_is_held_against_its_base_commit(service: Service, rich: Upstream) -> None:

@@ -71,14 +71,47 @@ def test_a_receipt_is_canonical_json(world: World, mirrord: Callable[..., Any]) 
 def test_a_receipt_is_verified_from_a_file(
     world: World, mirrord: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """However it is laid out; it says that it is not signed."""
+    """However it is laid out; unsigned, it is proven by the daemon's record of it."""
     file = tmp_path / "receipt.json"
     for text in (world.receipt.decode(), json.dumps(json.loads(world.receipt), indent=2)):
         file.write_text(text)
         status, out, _ = mirrord("--verify", file)
         assert status == 0
         checked = "format, mirror, commit, tree, head, closure.objects, closure.sha256"
-        assert out == f"the receipt holds: checked {checked}\nit is not signed\n"
+        note = "unsigned; the daemon has issued exactly this receipt"
+        assert out == f"the receipt holds: checked {checked}\n{note}\n"
+
+
+@pytest.mark.parametrize("change", [{"history": "linked"}, {"resets": 0, "checkout": "x" * 16}])
+def test_an_unsigned_receipt_that_was_edited_is_not_proven(
+    world: World, mirrord: Callable[..., Any], tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Where the mirror has all that it states, for people and for programs."""
+    value = json.loads(world.receipt) | change
+    if "history" in change:
+        for member in ("closure", "seal", "template"):
+            value.pop(member, None)
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(value))
+    status, out, _ = mirrord("--verify", file)
+    assert status == 8
+    assert out.startswith("the receipt is not proven: checked format, mirror, commit, tree, head")
+    assert "\nunsigned, and the daemon has no record of it: " in out
+    status, out, _ = mirrord("--verify", file, "--json")
+    report = json.loads(out)
+    assert (status, report["holds"], report["proven_by"]) == (8, True, [])
+
+
+def test_a_receipt_of_a_grade_is_recorded_whole(
+    world: World, mirrord: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its grade is not sent to be compared, and an edit of it is noticed."""
+    with Client(world.socket) as client, client.grade("demo__project@main", b"") as grade:
+        value = json.loads(grade.receipt().canonical())
+    file = tmp_path / "receipt.json"
+    for policy, expected in ((value["grade"]["policy"], 0), ("drop", 8)):
+        file.write_text(json.dumps(value | {"grade": value["grade"] | {"policy": policy}}))
+        assert mirrord("--verify", file)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -198,7 +231,7 @@ def test_an_unsigned_receipt_is_refused_where_a_signer_is_asked_for(
     who = ("--allowed-signers", world.signers, "--identity", "lab@example.com")
     status, out, _ = mirrord("--verify", file, *who)
     assert status == 8
-    assert out.startswith("signature: it is not signed\n")
+    assert out.startswith("signature: unsigned\n")
 
 
 @pytest.mark.parametrize(
