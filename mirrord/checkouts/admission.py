@@ -8,7 +8,7 @@ exists. The work itself is in `service.py`.
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
@@ -162,6 +162,7 @@ class Leasing:
     events: Events
     trash: Trash
     clock: Callable[[], datetime]
+    complete_change: Callable[[Lease], Awaitable[None]]
     _: KW_ONLY
     has_overlay: bool
     is_closing: bool = False
@@ -375,7 +376,8 @@ class Leasing:
     @asynccontextmanager
     async def held(self, checkout: str, peer: Peer, *, live: bool = False) -> AsyncIterator[Lease]:
         """Hold the lock of the peer's lease. Raises CheckoutNotFoundError, also where the lease
-        ended during the wait; with `live` CheckoutBusyError where a reset failed half-way.
+        ended during the wait; with `live` CheckoutBusyError where a reset, or what undoes an
+        apply, failed half-way.
         """
         self.must_be_open()
         checkout_id = self.get(checkout, peer).id
@@ -385,6 +387,7 @@ class Leasing:
                 raise not_found(checkout)
             if live:
                 must_be_live(lease)
+                await self.complete_change(lease)
             yield lease
 
     def get(self, checkout: str, peer: Peer) -> Lease:

@@ -28,6 +28,7 @@ from ..host.mounts import read_overlays
 from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
+from ..patches import journal
 from ..protocol import Proof
 from ..telemetry import elapsed_s, log
 from ..templates.environments import EnvironmentStore
@@ -132,6 +133,7 @@ class OverlayBackend:
                     self.mounter.replace(to.id, mount, overlay.target)
                     self._discard(to, overlay.layer, holding=old)
                     os.rename(to.private / overlay.next, to.private / overlay.layer)
+            journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
             leases.save(to)
             return proof
 

@@ -6,7 +6,8 @@ uses a private directory, which it removes at its end, or the next call.
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,18 @@ import anyio
 from .. import model
 from ..catalog import InstanceRow
 from ..datasets.service import Datasets
-from ..errors import AccessError, CommitNotFoundError, InvalidRequestError
+from ..errors import (
+    AccessError,
+    CheckoutBusyError,
+    CommitNotFoundError,
+    InvalidRequestError,
+    MirrordError,
+)
 from ..mirrors.service import Mirrors
+from ..patches.apply import apply, recover, restore
 from ..patches.diff import diff
-from ..patches.worktree import PatchJob, apply, restore
+from ..patches.journal import has_journal
+from ..patches.worktree import PatchJob
 from ..protocol import RestorePaths
 from ..telemetry import log
 from ..workers.pool import Workers
@@ -70,9 +79,10 @@ class Patches:
 
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError, and changes nothing.
         """
-        paths, found = await self.workers.run(
-            apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
-        )
+        async with self._completed(lease):
+            paths, found = await self.workers.run(
+                apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
+            )
         return [path.decode(errors="backslashreplace") for path in paths], found
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
@@ -89,10 +99,39 @@ class Patches:
                 hint=f"run `mirrord pin {lease.mirror} {commit}`",
             )
         wanted = [path.encode(errors="surrogateescape") for path in request.paths]
-        paths = await self.workers.run(
-            restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
-        )
+        async with self._completed(lease):
+            paths = await self.workers.run(
+                restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
+            )
         return [path.decode(errors="backslashreplace") for path in paths]
+
+    async def complete(self, lease: Lease) -> None:
+        """Undo or finish an apply or restore that was killed or failed half-way.
+
+        Raises CheckoutBusyError where that fails too.
+        """
+        if not has_journal(lease.private):
+            return
+        try:
+            await self.workers.run(recover, self.job(lease), timeout=DIFF_TIMEOUT)
+        except (MirrordError, OSError) as error:
+            fact = error.message if isinstance(error, MirrordError) else str(error)
+            log.warning("change.unfinished", checkout=lease.id, error=fact)
+            raise CheckoutBusyError(
+                f"cannot work on checkout {lease.id}: what an apply or a restore changed before it"
+                f" failed cannot be put back: {fact}",
+                hint="remove the cause and try again, or reset the checkout",
+            ) from error
+        log.info("change.recovered", checkout=lease.id)
+
+    @asynccontextmanager
+    async def _completed(self, lease: Lease) -> AsyncIterator[None]:
+        """Recover at once where the worker was killed, or could not undo or finish."""
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True), suppress(CheckoutBusyError):
+                await self.complete(lease)
 
     async def _find_commit(self, lease: Lease, text: str) -> model.CommitId:
         """Return a commit by its id, or by its role in the lease's instance."""

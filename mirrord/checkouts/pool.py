@@ -26,6 +26,7 @@ from ..host.files import mounted_on, open_directory, opened
 from ..host.mounts import mounts_below
 from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
 from ..model import Backend, History, MirrorName, Target
+from ..patches import journal
 from ..protocol import Proof
 from ..telemetry import elapsed_s, log
 from ..trees import dotgit
@@ -112,6 +113,7 @@ class PoolBackend:
             except errors.TreeTooLargeError:
                 leases.save(before or to)  # nothing was touched yet
                 raise
+        journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
         leases.save(to)
         return proof
 

@@ -3,7 +3,7 @@
 import builtins
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -16,7 +16,12 @@ from .. import protocol
 from ..catalog import InstanceRow
 from ..config import Settings
 from ..datasets.service import Datasets
-from ..errors import CommitNotFoundError, InvalidRequestError, MirrorNotFoundError
+from ..errors import (
+    CheckoutBusyError,
+    CommitNotFoundError,
+    InvalidRequestError,
+    MirrorNotFoundError,
+)
 from ..git.command import Git
 from ..host.mounts import Visible
 from ..host.peers import Access, Peer, Process
@@ -99,7 +104,7 @@ class Checkouts:
         self.quotas = Quotas(settings, access, leases, layers, self.prepared, workers, events)
         self.leasing = leasing = Leasing(
             settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
-            has_overlay=bool(self.overlay),
+            self.patches.complete, has_overlay=bool(self.overlay),
         )  # fmt: skip
         self.volumes = Volumes(leasing, self.checkout, self.fork)
 
@@ -107,6 +112,10 @@ class Checkouts:
         """Adopt the leases of an earlier daemon; end those whose process is gone."""
         await anyio.to_thread.run_sync(self.prepared.open)
         await self._lifecycle.open()
+        for lease in self.leases:
+            if lease.state is LeaseState.LIVE:
+                with suppress(CheckoutBusyError):  # the next request for it tries again
+                    await self.patches.complete(lease)
         await self.leasing.expiry.open()
 
     async def close(self) -> None:

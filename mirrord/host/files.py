@@ -26,7 +26,8 @@ _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _FICLONE = 0x40049409  # linux/fs.h
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_AT_FDCWD = -100  # linux/fcntl.h
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # linux/fs.h
 _SYS_OPENAT2 = 437  # the same on every architecture
 _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x1, 0x2, 0x4, 0x8  # linux/openat2.h
 
@@ -160,6 +161,13 @@ def exchange(one: Path, other: Path) -> None:
     if _libc.renameat2(*paths, _RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def rename_new(source: int, name: bytes, target: int, new_name: bytes) -> None:
+    """Rename `name` of an open directory to `new_name` in another; FileExistsError if it exists."""
+    if _libc.renameat2(source, name, target, new_name, _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name, None, new_name)
 
 
 def grant_search(directory: str, uid: int) -> None:

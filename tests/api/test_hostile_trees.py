@@ -32,10 +32,10 @@ from mirrord.host.files import open_beneath, opened
 from mirrord.host.processes import ActingAs, die_with_parent, dies_with_parent
 from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
-from mirrord.patches import worktree as patches
+from mirrord.patches.apply import CheckoutFiles
+from mirrord.patches.change import Change
 from mirrord.patches.diff import collect
-from mirrord.patches.fit import File
-from mirrord.patches.worktree import CheckoutFiles, PatchJob, RawFile, open_worktree
+from mirrord.patches.worktree import PatchJob, RawFile, open_worktree
 from mirrord.protocol import Checkout, ForkCheckout, MakeSnapshot, ResetCheckout, StartCheckout
 
 pytestmark = pytest.mark.root
@@ -252,8 +252,9 @@ def test_what_is_done_in_a_tree_is_done_as_its_owner(service: Service, pooled: C
         with open_worktree(job) as worktree:
             files = CheckoutFiles(worktree)
             assert files.read(b"README") and files.read(b"new/link")
-            made = [(path, File(0o100644, b"x\n")) for path in (b"made/by", b"made/too")]
-            patches._write(worktree, [b"new/f"], made, {})
+            made = dict.fromkeys((b"made/by", b"made/too"), 0o100644)
+            change = Change(worktree.root, worktree.owner, worktree.reader, job.private)
+            change.make([b"new/f"], made, lambda _: b"x\n", {})
             assert os.stat(b"made/by", dir_fd=worktree.root).st_uid == USER
     finally:
         seen, _seen = _seen, None

@@ -26,9 +26,9 @@ from mirrord.errors import (
     PathOutsideCheckoutError,
 )
 from mirrord.model import ApplyStrategy, CommitId, FoundStrategy, View
+from mirrord.patches.apply import apply as apply_in_worker
+from mirrord.patches.apply import restore as restore_in_worker
 from mirrord.patches.worktree import PatchJob
-from mirrord.patches.worktree import apply as apply_in_worker
-from mirrord.patches.worktree import restore as restore_in_worker
 from mirrord.protocol import ApplyAnswer, Checkout, RestorePaths, StartCheckout
 
 pytestmark = pytest.mark.root

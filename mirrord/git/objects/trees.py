@@ -4,9 +4,11 @@ Trees are parsed from their raw bytes, because a mirrored repository may have ho
 that would leave the tree or write into `.git` are refused here, for every user of a tree.
 """
 
+import errno
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -16,6 +18,7 @@ import pygit2
 from pygit2.enums import FileMode, ObjectType
 
 from ...errors import CommitUnservableError, TreeTooLargeError
+from ...host.files import free_bytes
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from .repository import Objects, tree_entries
 
@@ -27,6 +30,7 @@ _TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
 _FEW_CHANGES = 10_000
 _PATH_MAX = 4096
+_NEARLY_FULL_BYTES = 1024**2
 
 
 class TreeEntry(NamedTuple):
@@ -283,7 +287,8 @@ class ScratchRepository:
         self._repository = pygit2.Repository(str(git_dir))
 
     def write_blob(self, data: bytes) -> str:
-        return str(self._repository.create_blob(data))
+        with _write_errors(self.git_dir):
+            return str(self._repository.create_blob(data))
 
     def read_blob(self, oid: str) -> bytes:
         return self._repository[oid].read_raw()
@@ -294,12 +299,23 @@ class ScratchRepository:
             oid, mode = pygit2.Oid(hex=entry.oid), FileMode(entry.mode)
             # a name need not be UTF-8; pygit2 (1.21) accepts bytes, against its own types
             index.add(pygit2.IndexEntry(entry.path, oid, mode))  # type: ignore[arg-type]
-        index.write()
+        with _write_errors(self.git_dir):
+            index.write()
 
     def read_index(self) -> list[TreeEntry]:
         index = pygit2.Index(str(self.git_dir / "index"))
         index.read(force=True)
         return [TreeEntry(os.fsencode(at.path), int(at.mode), str(at.id)) for at in index]
+
+
+@contextmanager
+def _write_errors(directory: Path) -> Iterator[None]:
+    """Turn an error of libgit2 into an OSError: it says "no error" of a full disk (1.9.7)."""
+    try:
+        yield
+    except pygit2.GitError as error:
+        number = errno.EIO if free_bytes(directory) > _NEARLY_FULL_BYTES else errno.ENOSPC
+        raise OSError(number, os.strerror(number), str(directory)) from error
 
 
 def make_repository(git_dir: Path, *, borrows_from: Path | None = None) -> None:
