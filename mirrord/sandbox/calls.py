@@ -8,29 +8,26 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Literal
 
 from .. import protocol
 from ..errors import (
     CheckoutNotFoundError,
     PathNotFoundError,
-    PathOutsideCheckoutError,
-    ResourceError,
     UsageError,
 )
 from ..model import shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED
 from . import gitremote
+from .archive import Capped
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
 
@@ -206,25 +203,6 @@ class Output:
         return bytes(self._head + (mark if self._left_out else b"") + self._tail)
 
 
-_DOWNLOAD_MAX_BYTES = 16 * 1024**3
-
-
-class Capped:
-    """A file that takes at most 16 GiB."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._left = file, _DOWNLOAD_MAX_BYTES
-
-    def write(self, data: bytes) -> int:
-        self._left -= len(data)
-        if self._left < 0:
-            hint = "download parts of it"
-            raise ResourceError(
-                f"cannot download more than {_DOWNLOAD_MAX_BYTES} bytes at once", hint=hint
-            )
-        return self._file.write(data)
-
-
 Sink = Output | Capped
 
 
@@ -345,52 +323,3 @@ def _drain(stream: int, sink: Sink) -> None:
 def _number(text: bytes) -> int:
     """Parse a number of the shell; an agent can write to the pipe too."""
     return int(text) if re.fullmatch(rb"[0-9]{1,9}", text) else _KILLED
-
-
-# -- transfer of files as tar archives; those from a sandbox are untrusted -------------------------
-
-
-def pack(local: Path, path: str, packed: BinaryIO) -> str:
-    """Pack `local` into an archive; returns the directory where it is unpacked to `path`."""
-    inside = PurePosixPath(path)
-    is_directory = local.is_dir()
-    try:
-        with tarfile.open(fileobj=packed, mode="w") as archive:
-            archive.add(os.path.realpath(local), "." if is_directory else inside.name)
-    except OSError as error:
-        hint = "name a readable file or directory"
-        raise UsageError(f"cannot read {local}: {error.strerror}", hint=hint) from error
-    packed.seek(0)
-    return str(inside if is_directory else inside.parent)
-
-
-def unpack(packed: BinaryIO, path: str, local: Path) -> None:
-    """Unpack an archive of a directory or file to `local`, which must not exist.
-
-    Links are made last, so that nothing is written through one.
-    """
-    packed.seek(0)
-    links: list[tuple[Path, str]] = []
-    try:
-        with tarfile.open(fileobj=packed, mode="r:") as archive:
-            for member in archive:
-                inside = PurePosixPath(member.name)
-                if ".." in inside.parts:
-                    raise tarfile.TarError(f"{member.name} is outside of it")
-                target = local if inside.is_absolute() else local / inside
-                if member.isdir():
-                    target.mkdir()
-                elif member.issym():
-                    links.append((target, member.linkname))
-                elif content := archive.extractfile(member):
-                    with content, target.open("xb") as file:
-                        shutil.copyfileobj(content, file)
-                    target.chmod(0o755 if member.mode & 0o100 else 0o644)
-        for target, link in links:
-            target.symlink_to(link)
-    except tarfile.TarError as error:
-        fact = f"cannot download {path}: {error}"
-        raise PathOutsideCheckoutError(fact, hint="download other paths of it") from error
-    except OSError as error:
-        fact = f"cannot download {path} to {local}: {error.strerror}"
-        raise UsageError(fact, hint="name a new path in a writable directory") from error

@@ -35,7 +35,6 @@ PYTHON = "/usr/bin/python3"
 START = """
 import json, sys
 from pathlib import Path
-from mirrord.sandbox import seccomp
 from mirrord.sandbox.box import Box
 tree, owner, command, options = json.loads(sys.argv[1])
 with Box(tree=Path(tree), owner=owner and tuple(owner), **options).start(command) as started:

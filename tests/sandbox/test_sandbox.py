@@ -18,6 +18,7 @@ from accounts import accounts
 from anyone import python
 from checkoutlab import passable_directory
 from daemons import Daemon, daemon
+from forgedtar import END, ROOT, sparse
 from gitrepos import Upstream
 from procsearch import command as search
 from waiting import until
@@ -462,6 +463,19 @@ def test_an_agents_links_lead_nowhere_outside(overlay: mirrord.Checkout, tmp_pat
         assert os.listdir(tmp_path / "out") == ["etc"]
     assert secret.read_text() == "gold"
     assert json.dumps(sorted(os.listdir(tmp_path))) == '["out", "secret"]'
+
+
+def test_a_forged_archive_writes_nothing(client: mirrord.Client, tmp_path: Path) -> None:
+    """By a tar of the agent's own, which comes first in its environment."""
+    taken = client.checkout("o__r@v1", owner=AGENT, environment="plain")
+    with taken as checkout, Sandbox(checkout) as sandbox:
+        sandbox.write("forged", ROOT + sparse() + END)
+        sandbox.exec(
+            "printf '#!/bin/sh\\ncat /testbed/forged\\n' >$VIRTUAL_ENV/bin/tar; chmod +x $VIRTUAL_ENV/bin/tar"
+        )
+        with pytest.raises(mirrord.LimitReachedError, match=r"cannot download src: .* type 'S'"):
+            sandbox.download("src", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
 
 
 # -- the harness -----------------------------------------------------------------------------------

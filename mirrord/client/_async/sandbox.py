@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
+from ...sandbox.archive import Capped, pack, unpack
 from ...sandbox.calls import (
-    Capped,
     Executed,
     Keeper,
     Output,
     SandboxCall,
     box_of,
     choose_environment,
-    pack,
-    unpack,
 )
 from ..primitives_async import async_in_thread, async_to_end
 
@@ -26,12 +24,13 @@ if TYPE_CHECKING:
     from .checkout import AsyncCheckout
 
 _READ_MAX_BYTES = 256 * 1024 * 1024
+_TRANSFER_S = 1800.0  # the agent may replace the programs that read and write
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'
 _UNPACK = 'mkdir -p -- "$1" && exec tar -x -C "$1"'
 _PACK = """\
 set -- "$(realpath -- "$1")"
-if [ -d "$1" ]; then exec tar -c --hard-dereference -C "$1" .; fi
-exec tar -c -P -- "$1"
+if [ -d "$1" ]; then exec tar -c --format=gnu --hard-dereference -C "$1" .; fi
+exec tar -c --format=gnu -P -- "$1"
 """
 
 
@@ -116,15 +115,20 @@ class AsyncSandbox:
     async def download(self, path: str, local: Path | str) -> None:
         """Copy a file, or the files and links of a directory, to the new path `local`.
 
-        Links are the agent's: do not follow them on the host.
+        Links are the agent's: do not follow them on the host. Raises LimitReachedError above 4 GiB,
+        1,000,000 files or 256 directories deep; then nothing of it is kept.
         """
         with tempfile.TemporaryFile() as packed:
-            call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed))
+            call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed, path))
             await self._must("read", path, call)
             await async_in_thread(lambda: unpack(packed, path, Path(local)))
 
     async def _must(self, verb: str, path: str, call: SandboxCall) -> Executed:
+        call.timeout = _TRANSFER_S
         done = await self._run(call)
+        if done.struck == "time":
+            fact = f"cannot {verb} {path} in a sandbox: it took longer than {_TRANSFER_S:.0f} s"
+            raise errors.LimitReachedError(fact, hint="transfer parts of it")
         if done.exit_code:
             fact = done.stderr.decode(errors="replace").strip() or f"status {done.exit_code}"
             hint = "relative paths start at the tree"
