@@ -29,6 +29,7 @@ from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, may_give_files_away
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 from ..sandbox.box import Box
+from .bounds import Bounds
 
 USER = "mirrord-build"
 UID = 60815
@@ -188,8 +189,11 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
 def run(order: Order, connection: socket.socket) -> dict[str, Any]:
     """Run the steps of an order; return the last line of the answer."""
 
+    lock = threading.Lock()
+
     def say(text: str) -> None:
-        connection.sendall(json.dumps({"log": text}).encode() + b"\n")
+        with lock:
+            connection.sendall(json.dumps({"log": text}).encode() + b"\n")
 
     box = box_of(order)
     for step in steps_of(order):
@@ -199,9 +203,12 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
             with open(os.devnull, "rb") as nothing:
                 child = box.start(step.command, stdin=nothing, stdout=writing, stderr=writing)
             os.close(writing)
-            while piece := output.readline(_LINE):
-                say(piece)
-            status = child.wait()
+            with Bounds(child, (order.environment, order.scratch), say) as bounds:
+                while piece := output.readline(_LINE):
+                    say(piece)
+                status = child.wait()
+        if bounds.reason:
+            return {"failed": f"{step.title.removeprefix('$ ')}: {bounds.reason}"}
         if status and step.must_succeed:
             said = f"signal {-status}" if status < 0 else f"status {status}"
             return {"failed": f"{step.title.removeprefix('$ ')}: {said}"}

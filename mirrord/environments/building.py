@@ -23,7 +23,13 @@ import anyio.to_thread
 from .. import protocol
 from ..checkouts.prepared import layer_name
 from ..checkouts.service import Checkouts
-from ..errors import EnvironmentFailedError, full_disk_named
+from ..errors import (
+    DiffTooLargeError,
+    EnvironmentFailedError,
+    ForkTooLargeError,
+    LimitReachedError,
+    full_disk_named,
+)
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
@@ -207,9 +213,12 @@ class Builds:
                     failure = await self.run(plan, Path(checkout.path), prefix, scratch, log)
             if failure is None:
                 log.say("== adopting it\n")
-                adopted = await self.workers.run(
-                    adopt, prefix, path, self.store.shared, timeout=_ADOPT_TIMEOUT
-                )
+                try:
+                    adopted = await self.workers.run(
+                        adopt, prefix, path, self.store.shared, timeout=_ADOPT_TIMEOUT
+                    )
+                except LimitReachedError as error:
+                    return error.message
                 facts |= adopted._asdict()
                 for reason, count in adopted.dropped.items():
                     log.say(f"left out {count}: {reason}\n")
@@ -335,7 +344,10 @@ class Builds:
             prefix = Path(found.directory) / "environment"
             failure = await self.run(plan, Path(found.path), prefix, scratch, log, plan.commands)
             if failure is None:
-                await self.checkouts.save(found.id, SaveLayer(name=plan.layer), own_peer())
+                try:
+                    await self.checkouts.save(found.id, SaveLayer(name=plan.layer), own_peer())
+                except (ForkTooLargeError, DiffTooLargeError) as error:  # of the recipe's making
+                    return error.message
         return failure
 
     def _read_preparations(self, digest: str) -> dict[str, dict[str, Any]]:

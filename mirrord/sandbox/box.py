@@ -46,6 +46,8 @@ _NAME = "testbed"  # of the user, the group and the host
 # of its own, because bwrap reads the /proc of its own processes.
 _GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
 
+Started = subprocess.Popen[bytes]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
@@ -70,7 +72,7 @@ class Box:
 
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
-    ) -> subprocess.Popen[bytes]:
+    ) -> Started:
         """Start a command in the sandbox; `options` are Popen's.
 
         `before` is the start of the command line: a program on the host that executes the
@@ -194,7 +196,7 @@ def become(owner: tuple[int, int] | None) -> Iterator[str]:
     yield from ("--pdeathsig=KILL", "--")  # last: a change of uid clears it
 
 
-def find_started(started: subprocess.Popen[bytes]) -> int | None:
+def find_started(started: Started) -> int | None:
     """Find the host's pid of a sandbox's command; None before it starts and after it ended."""
     pid = started.pid
     try:
@@ -205,7 +207,18 @@ def find_started(started: subprocess.Popen[bytes]) -> int | None:
     return pid
 
 
-def end(started: subprocess.Popen[bytes]) -> None:
+def find_orphans(started: Started) -> list[int]:
+    """Find the host's pids of a sandbox's processes whose parents have ended."""
+    pid = started.pid
+    try:
+        for _ in range(2):  # the guard's first process, bwrap's
+            pid = _children(pid)[0]
+        return _children(pid)[1:]  # its first child is the command
+    except (OSError, IndexError):
+        return []
+
+
+def end(started: Started) -> None:
     """Kill all processes of a sandbox, and wait until they have ended."""
     first: int | None = None
     with suppress(OSError, IndexError):

@@ -20,7 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import EnvironmentInUseError, EnvironmentNotFoundError, full_disk_named
+from ..errors import (
+    EnvironmentInUseError,
+    EnvironmentNotFoundError,
+    LimitReachedError,
+    full_disk_named,
+)
 from ..host.files import (
     CREATE,
     entries_in,
@@ -30,8 +35,14 @@ from ..host.files import (
     opened,
     write_all,
 )
-from ..host.trash import TRASH_PREFIX, Trash, new_trash
-from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
+from ..host.trash import TRASH_PREFIX, Trash, new_trash, remove_tree
+from ..model import (
+    ENVIRONMENT_KEY,
+    TREE_DEPTH_LIMIT,
+    TREE_PATH_LIMIT_BYTES,
+    EnvironmentName,
+    shown,
+)
 from ..places import ENVIRONMENT
 
 DIRECTORY = ".environments"
@@ -41,6 +52,10 @@ _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest time in a ZIP archive
 _PIECE = 1 << 20
+FILES_LIMIT = 1_000_000
+"""Of an environment: ten times as many as conda's largest; each costs an inode of the host."""
+BYTES_LIMIT = 20 * 1024**3
+"""As much as an image by default; environments with CUDA have 5 to 10 GiB."""
 _LINKS_OUT = ("/usr/", f"{ENVIRONMENT}/")  # these paths are the same in every sandbox
 _NAME = re.compile(rf"({ENVIRONMENT_KEY.pattern})(?:@([0-9a-f]{{4,64}}))?")
 
@@ -214,13 +229,17 @@ def adopt(source: Path, target: Path, shared: Path) -> Adopted:
 
     All processes of the build have ended. None of the build's inodes is kept, so a descriptor that
     is still open somewhere cannot change an environment. Files get mode 644 or 755 and one time,
-    so that equal files of any two builds are one on disk.
+    so that equal files of any two builds are one on disk. Raises LimitReachedError.
     """
     with full_disk_named("an environment"):
         shared.mkdir(mode=0o700, exist_ok=True)
         copy = _TreeCopy(shared)
-        with opened(open_directory(source)) as directory:
-            copy.directory(directory, target / "files", b"")
+        try:
+            with opened(open_directory(source)) as directory:
+                copy.directory(directory, target / "files", b"")
+        except BaseException:
+            remove_tree(target / "files")
+            raise
         os.sync()  # after a power failure no file of an environment is empty
     manifest = hashlib.sha256(b"".join(line + b"\0" for _, line in sorted(copy.lines)))
     return Adopted(
@@ -247,12 +266,18 @@ class _TreeCopy:
         self.lines: list[tuple[bytes, bytes]] = []
         self.files = self.size_bytes = self.shared_bytes = 0
         self.dropped: Counter[str] = Counter()
+        self._entries = 0
         self._shared = shared
 
     def directory(self, source: int, target: Path, above: bytes) -> None:
         """Copy the content of an open directory."""
+        _must_not_exceed(above.count(b"/"), TREE_DEPTH_LIMIT, "nested directories")
+        _must_not_exceed(len(above), TREE_PATH_LIMIT_BYTES, "bytes in a path")
         os.mkdir(target, 0o755)
-        for name, kind in sorted(entries_in(source)):
+        entries = sorted(entries_in(source))
+        self._entries += len(entries)
+        _must_not_exceed(self._entries, FILES_LIMIT, "files")
+        for name, kind in entries:
             path, to = above + name, target / os.fsdecode(name)
             if kind == stat.S_IFDIR:
                 with opened(open_child(source, name)) as child:
@@ -270,6 +295,8 @@ class _TreeCopy:
         found = os.fstat(source)
         if found.st_mode & (stat.S_ISUID | stat.S_ISGID):
             self.dropped["set-id bits"] += 1
+        size_mib = (self.size_bytes + found.st_size) >> 20
+        _must_not_exceed(size_mib, BYTES_LIMIT >> 20, "MiB, of which a hole of a file counts")
         mode = 0o755 if found.st_mode & stat.S_IXUSR else 0o644
         digest = _hash(source)
         self.lines.append((path, b"%06o %s %s" % (stat.S_IFREG | mode, digest.encode(), path)))
@@ -300,6 +327,14 @@ class _TreeCopy:
         digest = hashlib.sha256(aim).hexdigest().encode()
         mode = os.lstat(target).st_mode
         self.lines.append((path, b"%06o %s %s" % (mode, digest, path)))
+
+
+def _must_not_exceed(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise LimitReachedError(
+            f"cannot keep what was built: it has more than {limit} {what}",
+            hint="remove files in the last of the recipe's commands",
+        )
 
 
 def _hash(source: int) -> str:

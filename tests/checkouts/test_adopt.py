@@ -3,15 +3,20 @@
 import os
 import shutil
 import stat
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mirrord.environments.bounds import find_excess
+from mirrord.errors import LimitReachedError
+from mirrord.templates import environments
 from mirrord.templates.environments import Adopted, adopt, sweep_shared
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Path:
+def built(tmp_path: Path) -> Iterator[Path]:
     source = tmp_path / "built"
     (source / "lib/pkg").mkdir(parents=True)
     (source / "bin").mkdir()
@@ -21,7 +26,8 @@ def built(tmp_path: Path) -> Path:
     (source / "bin/tool").chmod(0o700)
     (source / "bin/python").symlink_to("/usr/bin/python3.11")
     (source / "lib64").symlink_to("lib")
-    return source
+    yield source
+    subprocess.run(["rm", "-rf", source], check=True)  # shutil cannot, of a deep one
 
 
 def take(source: Path, name: str) -> tuple[Adopted, Path]:
@@ -82,3 +88,64 @@ def test_files_that_no_environment_has_go(built: Path) -> None:
     shutil.rmtree(one)
     assert sweep_shared(shared) > 0
     assert not [path for path in shared.rglob("*") if path.is_file()]
+
+
+def deep(path: Path) -> None:
+    """3,000 nested directories, which no path can name."""
+    at = os.open(path, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("deeper", dir_fd=at)
+        below = os.open("deeper", os.O_RDONLY, dir_fd=at)
+        os.close(at)
+        at = below
+    os.close(at)
+
+
+def sparse(path: Path) -> None:
+    with (path / "hole").open("wb") as file:
+        file.truncate(15 << 40)
+
+
+def long_names(path: Path) -> None:
+    (path / "/".join(["n" * 250] * 14)).mkdir(parents=True)
+
+
+def many(path: Path) -> None:
+    for number in range(500):
+        (path / str(number)).touch()
+
+
+EXCESSES = {
+    deep: "more than 400 nested directories",
+    sparse: "more than 20480 MiB",
+    long_names: "more than 3072 bytes in a path",
+    many: "more than 500 files",
+}
+
+
+@pytest.mark.parametrize("exceed", EXCESSES)
+def test_a_result_is_bounded(exceed: object, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of what was copied is left, but for shared files, which a sweep removes."""
+    monkeypatch.setattr(environments, "FILES_LIMIT", 500)
+    assert callable(exceed)
+    exceed(built)
+    with pytest.raises(
+        LimitReachedError, match=f"cannot keep what was built: it has {EXCESSES[exceed]}"
+    ):
+        take(built, "one")
+    assert os.listdir(built.parent / "one") == []
+
+
+def test_what_a_build_has_on_disk_is_measured(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole is no disk."""
+    sparse(built)
+    assert find_excess([str(built)]) is None
+    monkeypatch.setattr("mirrord.environments.bounds.FILES_LIMIT", 8)
+    assert find_excess([str(built)]) == "it has more than 8 files"
+    monkeypatch.undo()
+    monkeypatch.setattr("mirrord.environments.bounds.BYTES_LIMIT", 1 << 20)
+    (built / "large").write_bytes(bytes(2 << 20))
+    assert find_excess([str(built)]) == "it has more than 1 MiB"
+    monkeypatch.undo()
+    deep(built)
+    assert find_excess([str(built)]) == "it has more than 400 nested directories"

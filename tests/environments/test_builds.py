@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from threading import Thread
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
-from packagelab import building, recipe, wheel
+from packagelab import building, recipe, source_distribution, wheel
+from procsearch import command as search
 from waiting import until
 
 from mirrord import Client
@@ -117,6 +119,51 @@ def test_a_failed_build_is_a_finding_that_waits_for_a_change(house: tuple[Daemon
     assert builds(running, "absent") == 2
 
 
+PREFIX = "/opt/miniconda3/envs/testbed"
+HOSTILE = {
+    "deep": f"import os; os.chdir('{PREFIX}')\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')",
+    "sparse": f"open('{PREFIX}/hole', 'wb').truncate(15 << 40)",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_build_that_makes_too_much_is_a_finding(house: tuple[Daemon, Path], name: str) -> None:
+    """It says which limit was met; nothing of it is kept."""
+    running, packages = house
+    source_distribution(packages, name, HOSTILE[name])
+    import_recipes(running, recipe(name, name))
+    failed = build(running, name)
+    limit = {"deep": "400 nested directories", "sparse": "20480 MiB"}[name]
+    assert f"cannot keep what was built: it has more than {limit}" in failed.failed[0].detail
+    with Client(running.socket) as client:
+        digest = client.get_environment(name).digest
+    assert not (running.state_dir / "templates/.environments" / digest / "files").exists()
+    until(lambda: not list((running.state_dir / "environments/builds").iterdir()))
+
+
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(10000)
+    os._exit(0)
+"""
+
+
+def test_a_process_that_outlives_its_command_does_not_stall_a_build(
+    house: tuple[Daemon, Path],
+) -> None:
+    """It holds the output that uv reads."""
+    running, packages = house
+    source_distribution(packages, "stalling", DAEMON)
+    import_recipes(running, recipe("stalling", "stalling"))
+    assert build(running, "stalling").failed == []
+    with Client(running.socket) as client:
+        log = b"".join(client.environment_log("stalling")).decode()
+    assert "which outlived its command" in log
+
+
 def test_an_unknown_version_of_python_fails_clearly(house: tuple[Daemon, Path]) -> None:
     running, _ = house
     import_recipes(running, recipe("old").replace("3.11", "3.2"))
@@ -165,6 +212,9 @@ class World:
     other: str
 
 
+DEEP = "python3 -c \"import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]\""
+SPARSE = "truncate -s 15T hole"
+SEARCH = shlex.join(search("canary-of-the-daemon"))
 INSTALL = 'echo "version = 1" >version.py && id -u >$VIRTUAL_ENV/builder'
 FIXED = "def answer():\n    return 42  # the fix, which is long enough to be unique\n"
 
@@ -179,7 +229,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     upstream.commit({"code.py": FIXED})
     rows = root / "rows.jsonl"
     with rows.open("w") as file:
-        for number, (commit, install) in enumerate([(base, INSTALL), (other, "exit 7")], 1):
+        for number, (commit, install) in enumerate(
+            [(base, INSTALL), (other, "exit 7"), (base, DEEP), (base, SPARSE), (base, SEARCH)], 1
+        ):
             row = {
                 "instance_id": f"o__r-{number}", "repo": "o/r", "base_commit": commit, "patch": "",
                 "test_patch": "", "problem_statement": "", "version": str(number),
@@ -192,7 +244,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             }  # fmt: skip
             file.write(json.dumps(row) + "\n")
     text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
+    os.environ["CANARY"] = "canary-of-the-daemon"
     with building(text) as (running, packages), Client(running.socket) as client:
+        del os.environ["CANARY"]
         wheel(packages, "leak", "1.0", {"r/code.py": FIXED})
         client.wait(client.import_dataset(rows))
         yield World(running, setup, base, other)
@@ -249,6 +303,30 @@ def test_a_failed_preparation_is_a_finding_that_waits_for_a_change(world: World)
         assert [each.error for each in found.prepared] == ["exit 7: status 7"]
         log = b"".join(client.environment_log("o__r-2")).decode()
         assert log.count("$ exit 7") == 1
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("instance", "fact"), [("o__r-3", "400 directories deep"), ("o__r-4", "MiB; the limit is")]
+)
+def test_a_preparation_that_makes_too_much_is_a_finding(
+    world: World, instance: str, fact: str
+) -> None:
+    with Client(world.running.socket) as client:
+        made = report(client.wait(client.build_environments(instance)))
+        assert fact in made.failed[0].detail
+        prepared = client.get_environment(instance).prepared
+        assert [fact in (each.error or "") for each in prepared] == [True]
+        assert client.list_checkouts() == []
+
+
+@pytest.mark.root
+def test_nothing_of_the_daemon_is_readable_in_a_build(world: World) -> None:
+    with Client(world.running.socket) as client:
+        client.wait(client.build_environments("o__r-5"))
+        log = b"".join(client.environment_log("o__r-5")).decode()
+    answer = json.loads(next(line for line in log.splitlines() if line.startswith('{"where"')))
+    assert (answer["where"], answer["read"] > 300) == ({}, True)
 
 
 @pytest.mark.root

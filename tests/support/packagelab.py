@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +28,34 @@ def wheel(directory: Path, name: str, version: str, files: Mapping[str, str]) ->
         for each, text in {**content, f"{info}/RECORD": record}.items():
             archive.writestr(zipfile.ZipInfo(each), text)
     return path
+
+
+_BACKEND = """
+import zipfile
+
+def build_wheel(directory, *ignored):
+    hostile()
+    with zipfile.ZipFile(f"{directory}/NAME-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("NAME.py", "")
+        wheel.writestr("NAME-1.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: NAME\\nVersion: 1.0\\n")
+        wheel.writestr("NAME-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nGenerator: t\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("NAME-1.0.dist-info/RECORD", "")
+    return "NAME-1.0-py3-none-any.whl"
+"""
+
+
+def source_distribution(directory: Path, name: str, hostile: str) -> None:
+    """A package that is built by itself, and runs `hostile`, the body of a function, meanwhile."""
+    files = {
+        "pyproject.toml": f'[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n[project]\nname = "{name}"\nversion = "1.0"\n',
+        "backend.py": f"{_BACKEND.replace('NAME', name)}\ndef hostile():\n{textwrap.indent(hostile, '    ')}\n",
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+    }
+    with tarfile.open(directory / f"{name}-1.0.tar.gz", "w:gz") as archive:
+        for path, text in files.items():
+            info = tarfile.TarInfo(f"{name}-1.0/{path}")
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
 
 
 def recipe(key: str, *packages: str, **more: str) -> str:
