@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from .. import errors, protocol
 from ..config import Settings
-from ..host.mounts import Visible, shares_mounts, visible_to
+from ..host.mounts import Visible, shares_mounts
 from ..host.peers import Access, Owners, Peer, Process, Role
 from ..host.processes import Owner, may_give_files_away
 from ..host.trash import Trash
@@ -283,14 +283,19 @@ class Leasing:
     async def visible_to(self, peer: Peer) -> Visible:
         """Return how much of the checkouts the peer's mount namespace shows.
 
-        Read once per connection.
+        Read once per connection, if it can be read.
         """
-        if (known := self._visible.get(peer)) is None:
-            known = Visible.MOUNTS
-            if not shares_mounts(peer.pid):
-                known = await anyio.to_thread.run_sync(visible_to, peer.pid, self._directory)
-            self._visible[peer] = known
-        return known
+        if (visible := self._visible.get(peer)) is not None:
+            return visible
+        if shares_mounts(peer.pid):
+            visible = Visible.MOUNTS
+        else:
+            backends = self.lifecycle.backends
+            preferred = backends.get(Backend.OVERLAY) or backends[Backend.POOL]
+            visible = await anyio.to_thread.run_sync(preferred.visible_to, peer.pid)
+        if visible is not Visible.UNKNOWN:
+            self._visible[peer] = visible
+        return visible
 
     def choose_backends(
         self, asked: Backend | None, history: History, visible: Visible
@@ -304,13 +309,15 @@ class Leasing:
         if (wanted is Backend.AUTO and visible is Visible.NOTHING) or (
             wanted is Backend.OVERLAY and visible < Visible.MOUNTS
         ):
+            where = "mounts in " if wanted is Backend.OVERLAY else ""
+            fact = "does not show" if visible is not Visible.UNKNOWN else "may not show"
             raise errors.BackendUnavailableError(
-                "cannot make a checkout: the mount namespace of the asking process does not show"
-                f" {'mounts in ' if visible is Visible.FILES else ''}{self._directory}",
+                f"cannot make a checkout: the mount namespace of the asking process {fact}"
+                f" {where}{self._directory}",
                 hint=f"ask with attach and attach it there, mount {self._directory} there with"
                 " propagation rslave, or ask for the backend pool",
             )
-        if wanted is Backend.POOL or visible is Visible.FILES:
+        if wanted is Backend.POOL or visible < Visible.MOUNTS:
             return [Backend.POOL]
         if self.has_overlay and history is not History.LINKED:
             return [Backend.OVERLAY, Backend.POOL] if wanted is Backend.AUTO else [Backend.OVERLAY]

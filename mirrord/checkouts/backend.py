@@ -26,6 +26,7 @@ from ..model import Backend, Target
 from ..protocol import Proof
 
 if TYPE_CHECKING:  # workers load this module, and need neither leases nor settings
+    from ..host.mounts import Visible
     from .leases import Directories, Lease, Leases
 
 DIFF_TIMEOUT = timedelta(seconds=60)
@@ -132,6 +133,10 @@ class CheckoutBackend(Protocol):
         DiskFullError, and CheckoutBusyError if it never stops changing; the caller then removes
         the directory.
         """
+        ...
+
+    def visible_to(self, pid: int) -> Visible:
+        """Return what a process sees of the checkouts in its mount namespace. May block."""
         ...
 
     def clone(self, lease: Lease, target: Target) -> int:

@@ -336,7 +336,9 @@ def has_top(tree: Path, owner: Owner) -> bool:
     try:
         with opened(open_top(tree)) as top:
             found = os.fstat(top)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise  # unreadable is not replaced
         return False
     return (found.st_uid, found.st_gid) == owner
 

@@ -24,7 +24,7 @@ from .. import errors
 from ..errors import full_disk_named, host_error
 from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
-from ..host.mounts import read_overlays
+from ..host.mounts import Visible, read_overlays
 from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
@@ -182,6 +182,9 @@ class OverlayBackend:
 
     def released(self, lease: Lease) -> None:
         pass
+
+    def visible_to(self, pid: int) -> Visible:
+        return self.mounter.visible_to(pid)
 
     async def template_proven_at(self, lease: Lease) -> datetime | None:
         held = self._held.get(lease.id)

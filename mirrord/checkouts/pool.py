@@ -23,7 +23,7 @@ import anyio.to_thread
 from .. import errors
 from ..errors import full_disk_named
 from ..host.files import mounted_on, open_directory, opened
-from ..host.mounts import mounts_below
+from ..host.mounts import Visible, mounts_below, visible_to
 from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tree
 from ..model import Backend, History, MirrorName, Target
 from ..patches import journal
@@ -143,6 +143,9 @@ class PoolBackend:
         return await self.workers.run(
             copy_pool, directory, self._tree(lease), earlier, what, timeout=DIFF_TIMEOUT
         )
+
+    def visible_to(self, pid: int) -> Visible:
+        return visible_to(pid, self.state_dir / "checkouts")
 
     def clone(self, lease: Lease, target: Target) -> int:
         raise errors.BackendUnavailableError(

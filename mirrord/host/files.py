@@ -260,7 +260,9 @@ def read_flags(fd: int) -> int:
     """Return the inode flags; 0 on a file system without them."""
     try:
         answer = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(struct.calcsize("L")))
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
         return 0
     return int(struct.unpack("L", answer)[0]) & 0xFFFFFFFF
 

@@ -2,7 +2,7 @@
 
 A process with CAP_SYS_ADMIN in the host's mount namespace, which mounts checkouts for a daemon
 without either. It is a privilege boundary. It answers one uid and root (SO_PEERCRED) and accepts
-five typed requests. It makes every path itself out of checked names, opens each below the state
+six typed requests. It makes every path itself out of checked names, opens each below the state
 directory without following a link, and gives the kernel only descriptors, so a later change of a
 name has no effect. Only the daemon's files are shown as those of other users, who must be ordinary,
 with a group of their own, and hold the lease of the checkout. Set-id bits have no effect wherever
@@ -77,6 +77,7 @@ class GuardedMounter:
         for name in BOUND:
             mounts.bind_once(str(state_dir / name))
         self._state, self._daemon = open_directory(state_dir), daemon
+        self._checkouts = state_dir / "checkouts"
         place = f"{mounts.descriptor_path(self._state)}/{IDMAPS}"
         self._mapped = MappedTemplates(place, stored=daemon)
         self._pending: dict[tuple[str, str], int] = {}
@@ -133,6 +134,14 @@ class GuardedMounter:
             above = self._open(stack, f"checkouts/{checkout}")
             for target in TARGETS:
                 mounts.umount(f"{mounts.descriptor_path(above)}/{target}")
+
+    def visible_to(self, pid: int, pids: int) -> mounts.Visible:
+        """Return what a process sees of the checkouts; `pids` is the pid namespace of its number,
+        as an inode.
+        """
+        if os.stat("/proc/self/ns/pid").st_ino != pids:
+            return mounts.Visible.UNKNOWN
+        return mounts.visible_to(pid, self._checkouts)
 
     def close_sent(self, descriptors: Sequence[int]) -> None:
         """Close descriptors that were sent, except those that `show` needs."""
@@ -212,9 +221,13 @@ def _smallest(name: str) -> int:
 
 
 def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
-    """Perform a request; return `{}` with its descriptors, or the problem."""
+    """Perform a request; return the answer with its descriptors, or the problem."""
     try:
-        return {}, _perform(mounter, json.loads(message))
+        request = json.loads(message)
+        if request["request"] == "visible":
+            pid, pids = map(_number, (request["pid"], request["pids"]))
+            return {"visible": mounter.visible_to(pid, pids)}, []
+        return {}, _perform(mounter, request)
     except errors.MirrordError as error:
         problem = error.problem()
     except FileNotFoundError as error:
@@ -260,6 +273,12 @@ def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:
 
 def _matching(pattern: re.Pattern[str], value: object) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value) or ".." in value:
+        raise ValueError(value)
+    return value
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _ID_MAX:
         raise ValueError(value)
     return value
 

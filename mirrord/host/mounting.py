@@ -97,6 +97,10 @@ class LocalMounter:
         for target in TARGETS:
             mounts.umount(f"{self._state}/checkouts/{checkout}/{target}")
 
+    def visible_to(self, pid: int) -> mounts.Visible:
+        """Return what a process sees of the checkouts."""
+        return mounts.visible_to(pid, Path(self._state, "checkouts"))
+
     def close(self, *, unbind: bool) -> None:
         """Close the clones. `unbind` undoes `open`, unless the directories are in use."""
         self._mapped.close()
@@ -139,11 +143,24 @@ class RemoteMounter:
     def umount(self, checkout: str) -> None:
         self._ask("umount", checkout=checkout)
 
+    def visible_to(self, pid: int) -> mounts.Visible:
+        """Ask the service: our own /proc may hide the process (ProtectProc=)."""
+        pids = os.stat("/proc/self/ns/pid").st_ino
+        try:
+            answer, _ = self._request("visible", pid=pid, pids=pids)
+            return mounts.Visible(answer["visible"])
+        except (MirrordError, OSError, KeyError, ValueError):  # an older service, or none
+            return mounts.Visible.UNKNOWN
+
     def close(self, *, unbind: bool) -> None:
         with self._lock:
             self._disconnect()
 
     def _ask(self, request: str, **arguments: Any) -> Sequence[int]:
+        return self._request(request, **arguments)[1]
+
+    def _request(self, request: str, **arguments: Any) -> tuple[dict[str, Any], Sequence[int]]:
+        """Return the answer with its descriptors."""
         message = json.dumps({"request": request, **arguments}).encode()
         with self._lock:
             try:
@@ -156,8 +173,9 @@ class RemoteMounter:
                     raise BackendUnavailableError(fact, hint=hint) from error
                 hint = "try again; see the log of mirrord-mount.service"
                 raise ResourceError(fact, hint=hint) from error
-        if (problem := json.loads(answer).get("problem")) is None:
-            return descriptors
+        facts: dict[str, Any] = json.loads(answer)
+        if (problem := facts.get("problem")) is None:
+            return facts, descriptors
         if problem.get("code") == "gone":
             raise FileNotFoundError(problem["errno"], problem["detail"])
         raise from_problem(problem)
@@ -210,12 +228,13 @@ def choose_mounter(state_dir: Path, service: Path) -> Mounter:
 
     Raises BackendUnavailableError if neither can mount.
     """
-    may_mount = mounts.may_mount()
-    # if pid 1 is not readable, clients are in the same sandbox as this process
-    if may_mount and mounts.shares_mounts(1):
+    may_mount, is_shared = mounts.may_mount(), mounts.shares_mounts(1)
+    if may_mount and is_shared:
         return LocalMounter(state_dir)
     if service.exists():
         return RemoteMounter(service)
+    if may_mount and is_shared is None:  # unknown: `visible_to` judges each client by itself
+        return LocalMounter(state_dir)
     fact = "it is in a mount namespace of its own" if may_mount else "it lacks CAP_SYS_ADMIN"
     hint = f"start mirrord-mount.socket, which makes {service}; or run the daemon as root"
     raise BackendUnavailableError(f"cannot mount in this process: {fact}", hint=hint)

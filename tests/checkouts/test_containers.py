@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkoutlab import ROOT_PEER, running_service
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
 from waiting import until
 
 from mirrord.config import Settings
 from mirrord.doctor.state import binds
+from mirrord.errors import BackendUnavailableError
 from mirrord.host.mounts import find_left_behind
+from mirrord.host.peers import Peer
+from mirrord.model import Backend
+from mirrord.protocol import Checkout, StartCheckout
 
 OWNER, OTHER, NOBODY = 12345, 23456, 65534
 BACKENDS = ("overlay", "pool")
@@ -285,6 +290,24 @@ def test_who_sees_mounts_gets_an_overlay(
     assert made["backend"] == "overlay"
     assert container.run(f"cat {made['path']}/README") == "1\n"
     release(running, made)
+
+
+def test_whose_mounts_cannot_be_read_gets_a_plain_directory(rich: Upstream) -> None:
+    """A peer of another pid namespace has no number here. Unknown is no: an overlay could be an
+    empty directory to it.
+    """
+    unknown = Peer(uid=0, gid=0, pid=0)
+    with running_service(rich, with_overlay=True) as service:
+
+        def start(backend: Backend | None, peer: Peer) -> Checkout:
+            wanted = StartCheckout(instance="psf__requests@v2", backend=backend)
+            return service.call(service.checkouts.checkout, wanted, peer)
+
+        assert start(None, ROOT_PEER).backend is Backend.OVERLAY
+        assert start(None, unknown).backend is Backend.POOL
+        with pytest.raises(BackendUnavailableError, match="may not show") as refused:
+            start(Backend.OVERLAY, unknown)
+        assert refused.value.hint and "rslave" in refused.value.hint
 
 
 def new_root(root: Path, running: Daemon, *binds: str) -> str:

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -320,6 +321,45 @@ def test_connections_are_bounded(service: Service) -> None:
     _wait_for_answer(service)
 
 
+_LOOK = """
+import sys
+from pathlib import Path
+from mirrord.host.mounting import RemoteMounter
+from mirrord.host.mounts import shares_mounts, visible_to
+state, mounter = Path(sys.argv[1]), RemoteMounter(Path(sys.argv[2]))
+for pid in map(int, sys.argv[3:]):
+    seen = visible_to(pid, state / "checkouts"), mounter.visible_to(pid)
+    print(shares_mounts(pid), *(each.name for each in seen))
+"""
+_HIDE = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --clear-groups "$@"'
+
+
+def test_the_service_sees_whom_the_daemon_may_not(lab: Lab, service: Service) -> None:
+    """As under ProtectProc=invisible: what the daemon cannot read is unknown to it, and never yes.
+    The service tells who shares mounts, who has a copy of them, and nothing of who has ended.
+    """
+    with ExitStack() as stack:
+        command = ["setpriv", f"--reuid={STRANGER}", "sleep", "60"]
+        pids = []
+        for around in ([], ["unshare", "--mount", "--propagation", "private"]):
+            shown = stack.enter_context(subprocess.Popen([*around, *command]))
+            stack.callback(shown.kill)
+            name = Path(f"/proc/{shown.pid}/comm")
+            until(partial(lambda comm: comm.read_text() == "sleep\n", name))
+            pids.append(str(shown.pid))
+        hidden = ["unshare", "--mount", "sh", "-c", _HIDE, "sh", f"--reuid={DAEMON}"]
+        python = [*anyone.python(), "-c", _LOOK, str(lab.state), str(service.socket)]
+        done = subprocess.run(
+            [*hidden, f"--regid={DAEMON}", *python, *pids, str(2**22)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "None UNKNOWN MOUNTS",
+        "None UNKNOWN FILES",
+        "None UNKNOWN UNKNOWN",
+    ]
+
+
 def _wait_for_answer(service: Service) -> None:
     """Wait until the service has noticed closed connections."""
     until(lambda: _is_answered(service))
@@ -350,6 +390,8 @@ BAD_OWNERS: list[object] = [
     3,
 ]
 HOSTILE: list[object] = [
+    *({"request": "visible", "pid": pid, "pids": 1} for pid in ("1", -1, 2**40, 1.5, True, None)),
+    {"request": "visible", "pid": 1},
     *(
         {"request": "make", "checkout": name, "upper": "layer", "layers": [TREE], "owner": None}
         for name in (
