@@ -263,6 +263,7 @@ def test_a_unit_that_binds_a_checkouts_directory_follows_its_resets(host: Host) 
     made = host.json("checkout", f"psf/requests@{host.commits[0]}")
     host.machine.run(
         *("systemd-run", "--unit=follower", "--uid=alice", "--property=PrivateTmp=yes"),
+        "--property=Type=exec",  # returns when its mounts are made
         *(f"--property=BindPaths={made['directory']}:/mnt", "sleep", "1000"),
     )
     become = ["setpriv", "--reuid=alice", "--regid=alice", "--clear-groups"]
