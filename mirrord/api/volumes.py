@@ -122,15 +122,15 @@ class VolumeDriver:
 def _volume_facts(lease: Lease, volume: Volume) -> dict[str, Any]:
     status = {
         "checkout": lease.id,
-        "instance": lease.instance,
+        "instance": lease.base.instance,
         "mirror": str(lease.mirror),
-        "commit": lease.commit,
+        "commit": lease.base.commit,
         "part": volume.part,
-        "owner_uid": lease.owner_uid,
-        "expires_at": lease.expires_at.isoformat(timespec="seconds"),
+        "owner_uid": lease.terms.owner_uid,
+        "expires_at": lease.terms.expires_at.isoformat(timespec="seconds"),
         "mounts": len(volume.mounted_by),
     }
-    created_at = lease.created_at.isoformat(timespec="seconds")
+    created_at = lease.terms.created_at.isoformat(timespec="seconds")
     mountpoint = path_of(lease, volume)
     return {
         "Name": volume.name, "Mountpoint": mountpoint, "CreatedAt": created_at, "Status": status,

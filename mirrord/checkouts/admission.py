@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,37 +26,27 @@ from ..host.peers import Access, Owners, Peer, Process, Role
 from ..host.processes import Owner, may_give_files_away
 from ..host.trash import Trash
 from ..jobs.events import Events
-from ..model import Backend, Bind, History, View
+from ..model import Backend, Bind, History, MirrorName, View, new_checkout_id
 from ..trees.reader import weigh
 from ..units import format_duration
 from ..workers.pool import Workers
 from .layers import Layers
-from .leases import Lease, Leases, LeaseState, SavedState, not_found
+from .leases import Base, Lease, Leases, LeaseState, SavedState, Terms, not_found
 from .lifecycle import Expiry, Lifecycle
 from .prepared import PreparedLayers
-from .resolve import Naming, ResolvedRequest
+from .resolve import Naming
 
-_FIELDS = (
-    *("id", "commit", "tree", "instance", "history", "view", "backend", "label"),
-    *("owner_uid", "owner_gid", "taken_by", "created_at", "expires_at", "parent", "resets"),
-)
 _WEIGHING_TIME = timedelta(seconds=20)  # of a walk; what is not reached weighs what it did
 _WEIGHING_TIMEOUT = timedelta(seconds=40)
 _WEIGHING_PAUSE_S = 5.0  # between two weighings for users over the bound
 
 
 class Admitted(NamedTuple):
-    """What a peer may check out: backends to try, time to live, and members of the lease."""
+    """What a peer may check out, and the backends to try, the preferred first."""
 
     backends: list[Backend]
-    ttl: timedelta
-    owner_uid: int
-    owner_gid: int
-    taken_by: int
     history: History
-    view: View
-    bound_to: Process | None
-    label: str | None
+    terms: Terms
 
 
 @dataclass(eq=False, repr=False)
@@ -143,7 +132,7 @@ class Quotas:
         found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
         for lease in self.leases:
             layers = map(self.layers.path, sorted(lease.own_layers))
-            found[self.access.user_of(lease.owner_uid)].append((*lease.own_paths, *layers))
+            found[self.access.user_of(lease.terms.owner_uid)].append((*lease.own_paths, *layers))
         for record in self.prepared.all():
             user = self.access.user_of(record.saved.saved_by)
             found[user].append(self.prepared.paths_of(record))
@@ -177,7 +166,9 @@ class Leasing:
     # -- rights ------------------------------------------------------------------------------------
 
     def may_see(self, lease: Lease, peer: Peer) -> bool:
-        return peer.uid in {lease.owner_uid, lease.taken_by} or self.access.is_admin(peer.uid)
+        return peer.uid in {lease.terms.owner_uid, lease.terms.taken_by} or self.access.is_admin(
+            peer.uid
+        )
 
     def must_be_admin(self, peer: Peer, action: str) -> None:
         """Raise AccessError unless the peer is an administrator.
@@ -214,7 +205,7 @@ class Leasing:
         owner must not have saved its prepared layer, which is no part of the graded change. Root
         and the daemon's own user may grade what they ran, administrators what they saved.
         """
-        agent, saved = graded.owner_uid, graded.saved
+        agent, saved = graded.terms.owner_uid, graded.base.saved
         if owner_uid == agent and agent not in (0, os.geteuid()):
             raise errors.AccessError(
                 f"cannot grade checkout {graded.id} for uid {owner_uid}: the agent had this uid",
@@ -356,27 +347,34 @@ class Leasing:
         backends = self.choose_backends(backend, history, visible)
         if request.environment is not None:
             backends = must_mount(backends)
-        return Admitted(
-            backends, ttl, *owner, peer.uid, history, request.view, process, request.label
-        )
+        now = self.clock()
+        terms = Terms(
+            owner_uid=owner[0], owner_gid=owner[1], taken_by=peer.uid, view=request.view,
+            created_at=now, expires_at=now + ttl, bound_to=process, label=request.label,
+        )  # fmt: skip
+        return Admitted(backends, history, terms)
 
-    async def begin(
-        self, admitted: Admitted, found: ResolvedRequest, **more: Any
-    ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout of a resolved commit."""
-        members, now = admitted._asdict(), self.clock()
-        backends, expires_at = members.pop("backends"), now + members.pop("ttl")
-        draft = partial(
-            Lease, **found._asdict(), **members, created_at=now, expires_at=expires_at, **more
-        )
-        with self.counted(admitted.taken_by, admitted.owner_uid):
-            return await self.hand_out(draft, backends)
+    def draft(self, admitted: Admitted, mirror: MirrorName, base: Base) -> Lease:
+        """Return the lease of a new checkout on the preferred backend."""
+        checkout = new_checkout_id()
+        return Lease(
+            id=checkout, directories=self.leases.directories(checkout), mirror=mirror,
+            history=admitted.history, backend=admitted.backends[0], base=base,
+            terms=admitted.terms,
+        )  # fmt: skip
 
-    async def hand_out(
-        self, draft: Callable[..., Lease], backends: Sequence[Backend]
+    async def begin(self, draft: Lease, admitted: Admitted) -> tuple[Lease, dict[str, float]]:
+        """Make an admitted checkout, within the limits."""
+        with self.counted(draft.terms.taken_by, draft.terms.owner_uid):
+            return await self.make(draft, admitted.backends[1:])
+
+    async def make(
+        self, draft: Lease, others: Sequence[Backend] = ()
     ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout of the lease that `draft` makes, and watch the process it is bound to."""
-        lease, timings = await self.lifecycle.make(draft, backends)
+        """Make the checkout of a lease, if need be on another backend, and watch the process that
+        it is bound to; return the lease that it has, and seconds per step.
+        """
+        lease, timings = await self.lifecycle.make(draft, others)
         self.expiry.watch_process(lease)
         return lease, timings
 
@@ -411,11 +409,18 @@ class Leasing:
 
     def publish(self, name: str, lease: Lease, **fields: Any) -> None:
         """Publish an event about a checkout."""
-        for plain in ("commit", "instance", "owner_uid", "taken_by"):
-            fields[plain] = getattr(lease, plain)
-        for enum in ("mirror", "backend", "history"):
-            fields[enum] = str(getattr(lease, enum))
-        self.events.publish(name, checkout=lease.id, **fields)
+        self.events.publish(
+            name,
+            checkout=lease.id,
+            mirror=str(lease.mirror),
+            commit=lease.base.commit,
+            instance=lease.base.instance,
+            history=str(lease.history),
+            backend=str(lease.backend),
+            owner_uid=lease.terms.owner_uid,
+            taken_by=lease.terms.taken_by,
+            **fields,
+        )
 
 
 def must_mount(backends: list[Backend]) -> list[Backend]:
@@ -439,13 +444,29 @@ def must_be_live(lease: Lease) -> None:
 
 def checkout_fields(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
     """Return the fields of `protocol.Checkout`."""
-    return {name: getattr(lease, name) for name in _FIELDS} | {
+    base, terms = lease.base, lease.terms
+    return {
+        "id": lease.id,
         "path": f"{lease.directory}/tree",
         "directory": str(lease.directory),
         "mirror": str(lease.mirror),
-        "layer": lease.saved.name if lease.saved else None,
-        "environment": str(lease.environment) if lease.environment else None,
-        "bind": Bind.PROCESS if lease.bound_to else Bind.LEASE,
+        "commit": base.commit,
+        "tree": base.tree,
+        "instance": base.instance,
+        "history": lease.history,
+        "view": terms.view,
+        "backend": lease.backend,
+        "label": terms.label,
+        "layer": base.saved.name if base.saved else None,
+        "environment": str(base.environment) if base.environment else None,
+        "owner_uid": terms.owner_uid,
+        "owner_gid": terms.owner_gid,
+        "taken_by": terms.taken_by,
+        "created_at": terms.created_at,
+        "expires_at": terms.expires_at,
+        "bind": Bind.PROCESS if terms.bound_to else Bind.LEASE,
+        "parent": lease.parent,
+        "resets": lease.resets,
         "volumes": [volume.name for volume in lease.volumes],
         "timings": timings,
     }
@@ -460,7 +481,7 @@ def snapshot_of(lease: Lease, state: SavedState) -> protocol.Snapshot:
     return protocol.Snapshot(
         name=state.name,
         checkout=lease.id,
-        commit=state.commit,
-        instance=state.instance,
+        commit=state.base.commit,
+        instance=state.base.instance,
         copied=copied_of(state),
     )

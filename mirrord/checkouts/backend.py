@@ -80,8 +80,8 @@ class CheckoutBackend(Protocol):
         """Stop background work. Checkouts stay: leases outlive the daemon."""
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
-        """Make the tree of a lease: a clean tree at `lease.commit` with `.git`, owned by the owner;
-        on it the layers of `lease.saved` and `lease.layer`; beside it `lease.environment`.
+        """Make what `lease.base` says: a clean tree of the commit with `.git`, owned by the owner;
+        on it the layers of `saved` and `layer`; beside it the environment.
 
         The lease's directories exist, the public one empty; the caller publishes the lease
         afterwards. Returns the verified hash of the tree, and seconds per step. Raises
@@ -126,7 +126,7 @@ class CheckoutBackend(Protocol):
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
-        """Copy the checkout's changes over `lease.commit` and `lease.saved` to a new layer.
+        """Copy the checkout's changes over its commit and `saved` to a new layer.
 
         The layer is made at `directory`; files that are unchanged since the copy `earlier` are
         linked from there. The checkout is not changed. Raises ForkTooLargeError, OwnerDeniedError,
@@ -148,7 +148,7 @@ class CheckoutBackend(Protocol):
         ...
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
-        """Return a function that lists every path that may differ from `lease.base_tree`.
+        """Return a function that lists every path that may differ from `lease.base.clean_tree`.
 
         It runs in a worker, in the call that uses the paths. An extra directory stands for all in
         it, and a directory that became something else for all that was in it. Paths are relative to

@@ -47,7 +47,7 @@ from ..trees.manifest import (
 from ..trees.reader import TreeReader, file_id, open_top, parents
 from ..trees.writer import TreeWriter
 from .backend import CheckoutBackend, CopyRule, Taken
-from .leases import Lease, Leases, SavedLayer, SavedState, base_of
+from .leases import Lease, Leases, SavedLayer, SavedState
 
 _LAYERS = ".layers"  # below `templates`, which the mounter shows to each owner as its own
 
@@ -153,14 +153,19 @@ class Forks:
         async with AsyncExitStack() as stack:
             layer, taken = await stack.enter_async_context(self._copied(lease, CopyRule()))
             environment_layer = None
-            if lease.environment is not None:
+            if lease.base.environment is not None:
                 copied = self._copied(lease, CopyRule(of_environment=True))
                 environment_layer, beside = await stack.enter_async_context(copied)
                 taken = taken.plus(beside)
-            base = base_of(lease) | {"layer": layer, "environment_layer": environment_layer}
-            facts = taken._asdict()
-            del facts["is_same"]
-            yield SavedState(name="", **base, **facts)
+            yield SavedState(
+                name="",
+                base=replace(lease.base, layer=layer, environment_layer=environment_layer),
+                taken_at=taken.taken_at,
+                files=taken.files,
+                size_bytes=taken.size_bytes,
+                left_out=taken.left_out,
+                git=taken.git,
+            )
 
     @asynccontextmanager
     async def _copied(self, lease: Lease, what: CopyRule) -> AsyncIterator[tuple[LayerId, Taken]]:
@@ -208,7 +213,7 @@ class Forks:
         gone = self.get(lease, name)
         left = tuple(each for each in lease.snapshots if each is not gone)
         self.leases.save(replace(lease, snapshots=left))
-        self.layers.drop_unused(filter(None, (gone.layer, gone.environment_layer)))
+        self.layers.drop_unused(gone.base.own_layers)
 
 
 # -- writing a layer from files in memory ----------------------------------------------------------

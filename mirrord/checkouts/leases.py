@@ -33,6 +33,7 @@ from ..model import (
     LayerId,
     MirrorName,
     View,
+    new_checkout_id,
     shown,
 )
 
@@ -76,25 +77,70 @@ class SavedLayer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What a tree is made from. `instance` is a public id of `dataset`, None for a bare commit.
+
+    Over the commit, whose git tree is `tree`, the checkout has the prepared layer `saved`, to which
+    diffs and resets are relative, and over that `layer`, the content of a fork, snapshot or grade
+    (`layers.py`); `environment_layer` is likewise over the environment.
+    """
+
+    commit: CommitId
+    tree: str
+    instance: str | None = None
+    dataset: str | None = None
+    saved: SavedLayer | None = None
+    layer: LayerId | None = None
+    environment: EnvironmentName | None = None
+    environment_layer: LayerId | None = None
+
+    @property
+    def clean_tree(self) -> str:
+        """git's tree that a diff is relative to."""
+        return self.saved.tree if self.saved else self.tree
+
+    @property
+    def own_layers(self) -> Iterator[LayerId]:
+        """The layers that belong to no prepared layer."""
+        return filter(None, (self.layer, self.environment_layer))
+
+    @property
+    def layers(self) -> Iterator[LayerId]:
+        saved = self.saved
+        return chain(self.own_layers, *((saved.layers, saved.environment_layers) if saved else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Who has a checkout, with which rights, until when.
+
+    The uid `taken_by` asked for it for `owner_uid`; it ends with the process `bound_to`. `label` is
+    chosen by the caller, to list and release checkouts by.
+    """
+
+    owner_uid: int
+    owner_gid: int
+    taken_by: int
+    view: View
+    created_at: datetime
+    expires_at: datetime
+    bound_to: Process | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """A saved state of a checkout: its commit and environment with a layer over each, and what the
+    """A saved state of a checkout: its base, whose layers have the copied content, and what the
     copy has (`backend.Taken`).
     """
 
     name: str
-    layer: LayerId
-    commit: CommitId
-    tree: str
-    instance: str | None
-    dataset: str | None = None
+    base: Base
     taken_at: datetime
     files: int
     size_bytes: int
     left_out: dict[str, int]
     git: bool
-    saved: SavedLayer | None = None
-    environment: EnvironmentName | None = None
-    environment_layer: LayerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,41 +177,24 @@ class Volume:
         return frozenset(self.mounts) if self.boot == boot_id() else frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to one checkout. `commit` and `tree` are its base, while RESETTING the new one.
+    """The right to one checkout. `base` is what it has, while RESETTING what it gets.
 
-    The uid `taken_by` asked for it for `owner_uid`; it ends with the process `bound_to`. `instance`
-    is of `dataset`. Over the commit the tree has the prepared layer `saved`, to which diffs and
-    resets are relative, and over that `layer`, the content of a fork, snapshot or grade
-    (`snapshots.py`); `environment_layer` is likewise over the environment. `parent` is the checkout
+    Mirror, history, backend and owner stay the same for the whole lease. `parent` is the checkout
     that it was forked from.
     """
 
     id: CheckoutId
     directories: Directories
     mirror: MirrorName
-    commit: CommitId
-    tree: str
-    instance: str | None
     history: History
-    view: View
     backend: Backend
-    owner_uid: int
-    owner_gid: int
-    taken_by: int
-    created_at: datetime
-    expires_at: datetime
-    bound_to: Process | None = None
-    dataset: str | None = None
+    base: Base
+    terms: Terms
     resets: int = 0
     reset_at: datetime | None = None
-    layer: LayerId | None = None
-    saved: SavedLayer | None = None
-    environment: EnvironmentName | None = None
-    environment_layer: LayerId | None = None
     parent: CheckoutId | None = None
-    label: str | None = None
     snapshots: tuple[SavedState, ...] = ()
     graded: Graded | None = None
     volumes: tuple[Volume, ...] = ()
@@ -191,50 +220,41 @@ class Lease:
 
     @property
     def owner(self) -> tuple[int, int]:
-        return self.owner_uid, self.owner_gid
+        return self.terms.owner_uid, self.terms.owner_gid
+
+    @property
+    def template(self) -> tuple[MirrorName, CommitId, History]:
+        """What its template and its sealed store are made of."""
+        return self.mirror, self.base.commit, self.history
 
     @property
     def is_grader(self) -> bool:
         """Whether to hide its instance from strangers, who must not learn that it is graded."""
-        return self.view is View.GRADER or self.graded is not None
+        return self.terms.view is View.GRADER or self.graded is not None
+
+    def until(self, expires_at: datetime) -> "Lease":
+        """Return the lease with another deadline."""
+        return replace(self, terms=replace(self.terms, expires_at=expires_at))
 
     @property
-    def base_tree(self) -> str:
-        """git's tree that a diff is relative to."""
-        return self.saved.tree if self.saved else self.tree
+    def bases(self) -> tuple[Base, ...]:
+        """The present base, and those of the snapshots."""
+        return self.base, *(snapshot.base for snapshot in self.snapshots)
 
     @property
     def layers(self) -> frozenset[LayerId]:
         """All layers that the lease keeps on disk."""
-        found = set(self.own_layers)
-        for saved in filter(None, (state.saved for state in self.states)):
-            found.update(saved.layers, saved.environment_layers)
-        return frozenset(found)
+        return frozenset(chain.from_iterable(base.layers for base in self.bases))
 
     @property
     def own_layers(self) -> frozenset[LayerId]:
         """The layers of the lease that belong to no prepared layer."""
-        if not (self.layer or self.snapshots or self.environment_layer):
-            return frozenset()
-        named = ((state.layer, state.environment_layer) for state in self.states)
-        return frozenset(filter(None, chain(*named)))
+        return frozenset(chain.from_iterable(base.own_layers for base in self.bases))
 
     @property
     def environments(self) -> frozenset[str]:
         """The digests of the environments that the lease keeps on disk."""
-        named = (state.environment for state in self.states)
-        return frozenset(environment.digest for environment in named if environment)
-
-    @property
-    def states(self) -> tuple["Lease | SavedState", ...]:
-        """The present state and the snapshots."""
-        return self, *self.snapshots
-
-
-def base_of(state: Lease | SavedState) -> dict[str, Any]:
-    """Return the members of a lease that say which commit, layers and environment it has."""
-    names = ("commit", "tree", "instance", "dataset", "layer", "saved", "environment")
-    return {name: getattr(state, name) for name in (*names, "environment_layer")}
+        return frozenset(base.environment.digest for base in self.bases if base.environment)
 
 
 def resetting(lease: Lease) -> Lease:
@@ -270,17 +290,22 @@ class Leases:
                 trash.append(found)
             else:
                 self._set(lease)
-                self.add(lease.taken_by, lease.owner_uid)
+                self.add(lease.terms.taken_by, lease.terms.owner_uid)
         return list(self._live.values()), trash
 
     def __len__(self) -> int:
         return len(self._live)
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter(sorted(self._live.values(), key=lambda lease: lease.created_at))
+        return iter(sorted(self._live.values(), key=lambda lease: lease.terms.created_at))
 
     def directories(self, name: str) -> Directories:
         return Directories(self.public / name, self._private / name)
+
+    def like(self, lease: Lease, backend: Backend) -> Lease:
+        """Return the lease under a new id, for another attempt or a fork."""
+        checkout = new_checkout_id()
+        return replace(lease, id=checkout, directories=self.directories(checkout), backend=backend)
 
     def add(self, taken_by: int, owner_uid: int, n: int = 1) -> None:
         """Count `n` more checkouts."""
@@ -295,8 +320,8 @@ class Leases:
             os.mkdir(lease.private, 0o700)
             _write(f"{lease.private}/{lease.state}.new", lease)
             os.mkdir(lease.directory, 0o700)
-            if lease.owner_uid != os.geteuid():
-                _let_in(lease.owner_uid, lease.directory)
+            if lease.terms.owner_uid != os.geteuid():
+                _let_in(lease.terms.owner_uid, lease.directory)
 
     def find(self, checkout: CheckoutId) -> Lease | None:
         return self._live.get(checkout)
@@ -323,7 +348,7 @@ class Leases:
         with full_disk_named(f"the lease of checkout {lease.id}"):
             _replace(f"{lease.private}/{lease.state}")
         if lease.id not in self._live:
-            self.add(lease.taken_by, lease.owner_uid)
+            self.add(lease.terms.taken_by, lease.terms.owner_uid)
         self._set(lease)
 
     def save(self, lease: Lease) -> None:
@@ -343,7 +368,7 @@ class Leases:
         """End the lease by renaming its directories; return what is left to remove."""
         gone = self.discard(lease.directories)
         if before := self._live.pop(lease.id, None):
-            self.add(lease.taken_by, lease.owner_uid, -1)
+            self.add(lease.terms.taken_by, lease.terms.owner_uid, -1)
             self.layers.subtract(before.layers)
         return gone
 
@@ -425,6 +450,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "history": History,
     "view": View,
     "backend": Backend,
+    "base": lambda value: Base(**from_json(Base, value)),
+    "terms": lambda value: Terms(**from_json(Terms, value)),
     "bound_to": lambda value: Process(*value),
     "environment": lambda value: EnvironmentName(*value),
     "saved": lambda value: SavedLayer(*value[:4], *map(tuple, value[4:])),

@@ -17,7 +17,7 @@ from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, P
 from ..host.peers import ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
-from ..model import Backend, CheckoutId, new_checkout_id
+from ..model import Backend, CheckoutId
 from ..protocol import Proof
 from ..telemetry import log
 from .backend import CheckoutBackend
@@ -100,32 +100,28 @@ class Lifecycle:
         return self.backends[lease.backend]
 
     async def make(
-        self, draft: Callable[..., Lease], names: Sequence[Backend]
+        self, lease: Lease, others: Sequence[Backend] = ()
     ) -> tuple[Lease, dict[str, float]]:
-        """Make a checkout on the first of the backends `names` that can; return seconds per step.
-
-        `draft` makes the lease, given id, directories and backend.
+        """Make a checkout on the lease's backend, or the first of `others` that can; return the
+        lease that it has, and seconds per step.
         """
-        for name in names[:-1]:
+        for other in others:
             try:
-                return await self._make(draft, name)
+                return await self._make(lease)
             except BackendUnavailableError as error:
-                log.info("backend.skipped", backend=str(name), reason=error.message)
-        return await self._make(draft, names[-1])
+                log.info("backend.skipped", backend=str(lease.backend), reason=error.message)
+                lease = self.leases.like(lease, other)
+        return await self._make(lease)
 
-    async def _make(
-        self, draft: Callable[..., Lease], name: Backend
-    ) -> tuple[Lease, dict[str, float]]:
-        checkout = new_checkout_id()
-        lease = draft(id=checkout, directories=self.leases.directories(checkout), backend=name)
+    async def _make(self, lease: Lease) -> tuple[Lease, dict[str, float]]:
         try:
             self.leases.begin(lease)
-            tree, timings = await self.backends[name].create(lease)
-            if tree != lease.tree:
+            tree, timings = await self.backends[lease.backend].create(lease)
+            if tree != lease.base.tree:
                 raise ProofFailedError(
-                    f"cannot prove checkout {lease.id}: its tree is {tree}, not {lease.tree}",
+                    f"cannot prove checkout {lease.id}: its tree is {tree}, not {lease.base.tree}",
                     hint="audit the mirror",
-                    wanted=lease.tree,
+                    wanted=lease.base.tree,
                     seen=tree,
                 )
             self.leases.put(lease)
@@ -182,9 +178,15 @@ class Lifecycle:
                 self.end(lease)
 
     def _report(self, lease: Lease, error: ProofFailedError) -> None:
-        facts = {name: getattr(lease, name) for name in ("commit", "owner_uid", "taken_by")}
-        facts |= {"checkout": lease.id, "mirror": str(lease.mirror), "detail": error.message}
-        self.events.publish("proof.failed", **facts)
+        self.events.publish(
+            "proof.failed",
+            checkout=lease.id,
+            mirror=str(lease.mirror),
+            commit=lease.base.commit,
+            owner_uid=lease.terms.owner_uid,
+            taken_by=lease.terms.taken_by,
+            detail=error.message,
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -210,8 +212,8 @@ class Expiry:
     async def open(self) -> None:
         """End the leases whose process ended while no daemon ran; watch the other processes."""
         for lease in self.leases:
-            if lease.bound_to:
-                self._processes.hold(lease.bound_to)
+            if lease.terms.bound_to:
+                self._processes.hold(lease.terms.bound_to)
         await self.expire()
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
@@ -224,8 +226,8 @@ class Expiry:
     def watch_process(self, lease: Lease) -> None:
         """Watch the process of a new lease. Raises ProcessGoneError, and ends the lease."""
         try:
-            if lease.bound_to and not self._processes.hold(lease.bound_to):
-                raise process_gone(lease.bound_to.pid)
+            if lease.terms.bound_to and not self._processes.hold(lease.terms.bound_to):
+                raise process_gone(lease.terms.bound_to.pid)
         except BaseException:
             self.lifecycle.end(lease)
             raise
@@ -236,7 +238,9 @@ class Expiry:
         """
         if self._closing:
             return 0
-        self._processes.keep_only({lease.bound_to for lease in self.leases if lease.bound_to})
+        self._processes.keep_only(
+            {lease.terms.bound_to for lease in self.leases if lease.terms.bound_to}
+        )
         count = 0
         for lease in filter(self._is_over, self.leases):
             if self.lifecycle.is_locked(lease.id):
@@ -248,7 +252,7 @@ class Expiry:
                 mounted = [each for each in current.volumes if each.mounted_by]
                 if mounted and not self._is_orphaned(current):
                     ttl = timedelta(seconds=max(each.ttl_s for each in mounted))
-                    self.leases.save(replace(current, expires_at=self.clock() + ttl))
+                    self.leases.save(current.until(self.clock() + ttl))
                     continue
                 self.lifecycle.end(current)
             self.publish("checkout.expired", current)
@@ -257,10 +261,10 @@ class Expiry:
         return count
 
     def _is_over(self, lease: Lease) -> bool:
-        return self._is_orphaned(lease) or lease.expires_at <= self.clock()
+        return self._is_orphaned(lease) or lease.terms.expires_at <= self.clock()
 
     def _is_orphaned(self, lease: Lease) -> bool:
-        return lease.bound_to is not None and lease.bound_to not in self._processes
+        return lease.terms.bound_to is not None and lease.terms.bound_to not in self._processes
 
     async def _watch(self) -> None:
         while True:

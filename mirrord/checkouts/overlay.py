@@ -209,8 +209,8 @@ class OverlayBackend:
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         mirror = self.mirrors_path(lease.mirror)
-        objects = objects_path(self.state_dir, mirror, lease.tree, lease.saved)
-        return partial(overlay_changes, self._paths(lease), objects, lease.base_tree)
+        objects = objects_path(self.state_dir, mirror, lease.base.tree, lease.base.saved)
+        return partial(overlay_changes, self._paths(lease), objects, lease.base.clean_tree)
 
     def _paths(self, lease: Lease, *, of_environment: bool = False) -> OverlayPaths:
         held = self._held.get(lease.id)
@@ -228,11 +228,11 @@ class OverlayBackend:
         """
         if lease.owner != self._me and not self.may_map_owners:
             raise errors.BackendUnavailableError(
-                f"cannot give an overlay checkout to uid {lease.owner_uid}: this host has no"
+                f"cannot give an overlay checkout to uid {lease.terms.owner_uid}: this host has no"
                 " idmapped mounts for it",
                 hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
             )
-        wanted = (lease.mirror, lease.commit, lease.history)
+        wanted = lease.template
         for attempt in (1, 2):
             if lease.owner != self._me and not self.mounter.is_mapped(lease.owner):
                 async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
@@ -277,14 +277,14 @@ class OverlayBackend:
         def path(layer: LayerId) -> Path:
             return layer_path(self.state_dir, layer)
 
-        saved = lease.saved
+        saved = lease.base.saved
         below = (*map(path, saved.layers if saved else ()), *template)
-        own = path(lease.layer) if lease.layer else None
+        own = path(lease.base.layer) if lease.base.layer else None
         overlays = [_Overlay(TREE, "layer", "next", own, below)]
-        if lease.environment is not None:
-            prefix = self.environments.directory(lease.environment.digest)
+        if lease.base.environment is not None:
+            prefix = self.environments.directory(lease.base.environment.digest)
             below = (*map(path, saved.environment_layers if saved else ()), prefix)
-            own = path(lease.environment_layer) if lease.environment_layer else None
+            own = path(lease.base.environment_layer) if lease.base.environment_layer else None
             overlays.append(_Overlay(ENVIRONMENT, ENVIRONMENT, f"{ENVIRONMENT}-next", own, below))
         return overlays
 
@@ -394,7 +394,7 @@ def _prove(
         files_removed=None,
         method=method,
     )
-    return must_prove(proof, head=expected, tree=to.tree)
+    return must_prove(proof, head=expected, tree=to.base.tree)
 
 
 def _read_head(tree: int) -> str:

@@ -148,9 +148,9 @@ class Patches:
         return commits[0]
 
     async def find_row(self, lease: Lease) -> InstanceRow | None:
-        if lease.instance is None:
+        if lease.base.instance is None:
             return None
-        return await self.instances.find_instance(lease.instance, lease.dataset)
+        return await self.instances.find_instance(lease.base.instance, lease.base.dataset)
 
     async def named_patch(self, lease: Lease, named: str) -> tuple[bytes, model.Direction]:
         """Return `@patch` or `@test_patch` of the lease's instance, and its direction."""
@@ -172,15 +172,15 @@ class Patches:
         return PatchJob(
             root=lease.tree_path,
             mirror=self.objects_of(lease),
-            commit=lease.commit,
-            tree=lease.base_tree,
-            owner=(lease.owner_uid, lease.owner_gid),
+            commit=lease.base.commit,
+            tree=lease.base.clean_tree,
+            owner=lease.owner,
             scratch=lease.private / ".scratch",
         )
 
 
 def _must_grade(lease: Lease, what: str) -> None:
-    if lease.view is not model.View.GRADER:
+    if lease.terms.view is not model.View.GRADER:
         raise AccessError(
             f"cannot {what}: the checkout has the agent view",
             hint="ask for a checkout with --view grader",

@@ -78,10 +78,10 @@ class PoolBackend:
             sealed_s = elapsed_s(began)
             spare = await self.spares.take(lease)
             if spare is None:
-                await self.stores.room.ensure(f"write a tree of {lease.commit}")
+                await self.stores.room.ensure(f"write a tree of {lease.base.commit}")
             try:
                 tree, timings = await self.workers.run(
-                    make, paths, lease.commit, lease.tree, spare, timeout=_TIMEOUT
+                    make, paths, lease.base.commit, lease.base.tree, spare, timeout=_TIMEOUT
                 )
             finally:
                 if spare is not None:
@@ -91,12 +91,14 @@ class PoolBackend:
         return tree, {"seal": sealed_s} | timings
 
     async def _write_spare(self, like: Lease) -> None:
-        doing = f"write a spare tree of {like.commit}"
+        doing = f"write a spare tree of {like.base.commit}"
         await anyio.to_thread.run_sync(self.stores.room.must_suffice, doing)
         for directory in like.directories:
             directory.mkdir(mode=0o700)
         async with self._paths(like) as paths:
-            await self.workers.run(make, paths, like.commit, like.tree, None, timeout=_TIMEOUT)
+            await self.workers.run(
+                make, paths, like.base.commit, like.base.tree, None, timeout=_TIMEOUT
+            )
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Reset in place. A failure after the tree was touched leaves the lease RESETTING."""
@@ -108,7 +110,7 @@ class PoolBackend:
             leases.save(resetting(to))
             try:
                 proof = await self.workers.run(
-                    make_clean, paths, to.commit, to.tree, timeout=_TIMEOUT
+                    make_clean, paths, to.base.commit, to.base.tree, timeout=_TIMEOUT
                 )
             except errors.TreeTooLargeError:
                 leases.save(before or to)  # nothing was touched yet
@@ -157,21 +159,21 @@ class PoolBackend:
         return partial(pool_changes, self._tree(lease))
 
     def _tree(self, lease: Lease) -> PoolTree:
-        manifest = lease.private / (_LAID if lease.saved else "manifest")
+        manifest = lease.private / (_LAID if lease.base.saved else "manifest")
         return PoolTree(lease.tree_path, manifest, lease.owner, lease.history is History.LINKED)
 
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
         """Yield the paths for a worker. The store is kept meanwhile; the trash is removed after."""
         mirror = self.mirrors_path(lease.mirror)
-        layer = layer_path(self.state_dir, lease.layer) if lease.layer else None
-        saved = lease.saved.layers if lease.saved else ()
+        layer = layer_path(self.state_dir, lease.base.layer) if lease.base.layer else None
+        saved = lease.base.saved.layers if lease.base.saved else ()
         below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
         trash = new_trash(lease.directory.parent)
         with ExitStack() as stack:
-            store, head = None, lease.commit
+            store, head = None, lease.base.commit
             if lease.history is not History.LINKED:
-                sealed = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
+                sealed = await self.stores.ensure(*lease.template)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
             try:

@@ -167,7 +167,7 @@ class PreparedLayers:
         """Return how many checkouts use it, now or in a snapshot."""
         identity = record.saved.id
         return sum(
-            any(state.saved and state.saved.id == identity for state in lease.states)
+            any(base.saved and base.saved.id == identity for base in lease.bases)
             for lease in self.leases
         )
 
@@ -187,13 +187,13 @@ class PreparedLayers:
         Raises LayerExistsError, TooManyLayersError, AccessError, and what a fork raises.
         """
         self._must_be_possible(lease, name, uid)
-        before = lease.saved
+        before = lease.base.saved
         with ExitStack() as stack:
             new, taken, tree = await self._copy_tree(stack, lease, job, changed)
             identity = LayerId(new.name)
             layers = (identity, *(before.layers if before else ()))
             environment_layers, beside = before.environment_layers if before else (), None
-            if lease.environment is not None:
+            if lease.base.environment is not None:
                 extra = stack.enter_context(self.layers.making())
                 what = CopyRule(of_environment=True, git=False)
                 backend = self.lifecycle.backend_of(lease)
@@ -203,12 +203,12 @@ class PreparedLayers:
             record = LayerRecord(
                 saved=SavedLayer(identity, name, uid, tree, layers, environment_layers),
                 mirror=lease.mirror,
-                commit=lease.commit,
+                commit=lease.base.commit,
                 history=lease.history,
-                instance=lease.instance,
+                instance=lease.base.instance,
                 saved_at=taken.taken_at,
                 copied=_counts(taken),
-                environment=lease.environment,
+                environment=lease.base.environment,
                 environment_copied=_counts(beside) if beside else None,
             )
             try:
@@ -233,7 +233,7 @@ class PreparedLayers:
                 return made
             repository = new.with_suffix(".git")
             tree = await self.workers.run(
-                write_repository, job, changed, lease.tree, repository, timeout=_TIMEOUT
+                write_repository, job, changed, lease.base.tree, repository, timeout=_TIMEOUT
             )
             made = new, taken, tree
         raise errors.CheckoutBusyError(
@@ -288,16 +288,16 @@ class PreparedLayers:
             self.environments.hold(record.environment.digest)
 
     def _must_be_possible(self, lease: Lease, name: str, uid: int) -> None:
-        if lease.view is not View.AGENT:
+        if lease.terms.view is not View.AGENT:
             raise errors.AccessError(
                 f"cannot save checkout {lease.id}: it has the grader's view",
                 hint="a layer is for agents; save a checkout with the agent's view",
             )
-        place = lease.mirror.key, lease.commit, lease.history
+        place = lease.mirror.key, lease.base.commit, lease.history
         own = [record for record in self._records.values() if record.saved.saved_by == uid]
         if any(record.saved.name == name and record.place == place for record in own):
             raise errors.LayerExistsError(
-                f"cannot save layer {name}: you have one of this name for {lease.commit[:12]}",
+                f"cannot save layer {name}: you have one of this name for {lease.base.commit[:12]}",
                 hint="a layer never changes: choose another name, or remove that one",
             )
         if len(own) >= LAYERS_LIMIT and not self.is_admin(uid):
@@ -306,7 +306,7 @@ class PreparedLayers:
                 hint="remove some; see `mirrord layers`",
                 max=LAYERS_LIMIT,
             )
-        if lease.saved and len(lease.saved.layers) >= _STACK_LIMIT:
+        if lease.base.saved and len(lease.base.saved.layers) >= _STACK_LIMIT:
             raise errors.TooManyLayersError(
                 f"cannot save layer {name}: {_STACK_LIMIT} layers are below it",
                 hint="save from a checkout without a layer",

@@ -59,10 +59,10 @@ class Receipts:
     ) -> protocol.Receipt:
         """Issue the receipt of a checkout with this diff; the caller holds its lock."""
         row = await self.mirrors.get(str(lease.mirror))
-        store, saved = None, lease.saved
+        store, saved = None, lease.base.saved
         if lease.history is not History.LINKED:
-            store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
-        clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.saved else "")
+            store = await self.stores.ensure(*lease.template)
+        clean = _CLEAN[lease.backend] + (", with a prepared layer" if lease.base.saved else "")
         seal = None
         if store:  # its HEAD is never written again, so its time is that of the build
             built = await anyio.to_thread.run_sync((store.git / "HEAD").stat)
@@ -73,29 +73,31 @@ class Receipts:
             issued_at=utc_now(),
             checkout=lease.id,
             parent=lease.parent,
-            instance=lease.instance,
-            dataset=lease.dataset,
+            instance=lease.base.instance,
+            dataset=lease.base.dataset,
             mirror=str(row.name),
             upstream=public_url(row.url),
-            commit=lease.commit,
-            tree=lease.tree,
-            head=store.head if store else lease.commit,
+            commit=lease.base.commit,
+            tree=lease.base.tree,
+            head=store.head if store else lease.base.commit,
             history=lease.history,
-            view=lease.view,
+            view=lease.terms.view,
             backend=lease.backend,
-            created_at=lease.created_at,
-            expires_at=lease.expires_at,
+            created_at=lease.terms.created_at,
+            expires_at=lease.terms.expires_at,
             resets=lease.resets,
             closure=await self._closure_of(store) if store else None,
             seal=seal,
             template=_proven(_TEMPLATE, template_proven_at),
-            clean=None if lease.layer else _proven(clean, lease.reset_at or lease.created_at),
+            clean=None
+            if lease.base.layer
+            else _proven(clean, lease.reset_at or lease.terms.created_at),
             layer=protocol.LayerFacts(
                 id=saved.id, name=saved.name, saved_by=saved.saved_by, tree=saved.tree
             )
             if saved
             else None,
-            environment="@".join(lease.environment) if lease.environment else None,
+            environment="@".join(lease.base.environment) if lease.base.environment else None,
             grade=_grade_of(lease),
             diff=await anyio.to_thread.run_sync(_digest, diff),
         )
@@ -104,7 +106,12 @@ class Receipts:
         """Store a receipt for the web page. A failure is logged: the client has the receipt."""
         catalog, identity = self.mirrors.catalog, hashlib.sha256(receipt.canonical()).hexdigest()
         row = ReceiptRow(
-            identity, catalog.node, socket.gethostname(), lease.owner_uid, lease.is_grader, receipt
+            identity,
+            catalog.node,
+            socket.gethostname(),
+            lease.terms.owner_uid,
+            lease.is_grader,
+            receipt,
         )
         try:
             await catalog.put_receipt(row)
@@ -130,14 +137,15 @@ class Receipts:
         """
         actual: dict[str, object] = {"mirror": receipt.mirror}
         actual |= {"instance": base} if base else {}
-        actual |= {"commit": found.commit, "tree": found.tree}
+        wanted = found.base
+        actual |= {"commit": wanted.commit, "tree": wanted.tree}
         if receipt.history is History.LINKED:  # shows all of the mirror: no closure is its own
-            actual |= {"head": found.commit, "closure.objects": None, "closure.sha256": None}
+            actual |= {"head": wanted.commit, "closure.objects": None, "closure.sha256": None}
             return report(receipt, actual)
-        commit, tip, head = found.commit, str(found.commit), found.commit
+        commit, tip, head = wanted.commit, str(wanted.commit), wanted.commit
         if receipt.history is History.SQUASHED:
             resolved = await self.stores.commits.get(found.mirror, commit)
-            (head, _), tip = squashed_commit(resolved), found.tree
+            (head, _), tip = squashed_commit(resolved), wanted.tree
         closure = await self._walk(found.mirror, tip, head)
         actual |= {"head": head, "closure.objects": closure.objects}
         return report(receipt, actual | {"closure.sha256": closure.sha256})
@@ -215,7 +223,7 @@ def _digest(diff: bytes | Path) -> protocol.Digest:
 def _grade_of(lease: Lease) -> protocol.GradeFacts | None:
     """Return how a grade was made, unless the checkout was reset to its commit since."""
     graded = lease.graded
-    if graded is None or graded.layer != lease.layer:
+    if graded is None or graded.layer != lease.base.layer:
         return None
     facts = {name: getattr(graded, name) for name in ("policy", "strategy", "dropped_count")}
     return protocol.GradeFacts(**facts, dropped=list(graded.dropped))

@@ -7,7 +7,7 @@ nor the catalog. A refused name gets the same answer whether or not it exists.
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
 from ..templates.environments import EnvironmentStore
-from .leases import Lease, SavedLayer
+from .leases import Base, Lease
 from .prepared import PreparedLayers
 
 _CACHED = 100_000
@@ -41,19 +41,14 @@ class Naming(Enum):
 
 
 class ResolvedRequest(NamedTuple):
-    """Members of a lease. `instance` is a public id of `dataset`, None for a bare commit."""
+    """What a request names."""
 
     mirror: MirrorName
-    commit: CommitId
-    tree: str
-    instance: str | None = None
-    dataset: str | None = None
-    saved: SavedLayer | None = None
-    environment: EnvironmentName | None = None
+    base: Base
 
-    @classmethod
-    def of(cls, lease: Lease) -> "ResolvedRequest":
-        return cls(*(getattr(lease, name) for name in cls._fields))
+    def of_instance(self, row: InstanceRow) -> "ResolvedRequest":
+        base = replace(self.base, instance=row.public_id, dataset=row.dataset)
+        return self._replace(base=base)
 
 
 @dataclass(eq=False, repr=False)
@@ -94,7 +89,7 @@ class Resolver:
             row = await self.datasets.find_instance(request.instance, request.dataset)
             if row is not None:
                 found = await self._resolve_base(row)
-                return found._replace(instance=row.public_id, dataset=row.dataset)
+                return found.of_instance(row)
             name, _, commitish = request.instance.partition("@")
             if request.dataset or not commitish:
                 fact = "no dataset has it"
@@ -132,13 +127,13 @@ class Resolver:
         """
         limit = None
         if view is View.AGENT:
-            limit = await self.datasets.find_history_limit(found.mirror, found.commit)
+            limit = await self.datasets.find_history_limit(found.mirror, found.base.commit)
         if limit is None or (asked or default).is_within(limit):
             return asked or default
         if asked is None:
             return limit
         raise errors.AccessError(
-            f"cannot show an agent {found.instance or found.commit} with history {asked}:"
+            f"cannot show an agent {found.base.instance or found.base.commit} with history {asked}:"
             f" its dataset allows {limit}, because the past of this commit reveals the answer",
             hint=f"ask for {limit}, or leave the history out; the grader view has no limit",
         )
@@ -167,11 +162,12 @@ class Resolver:
         if request.commit is not None:
             return await self._resolve_name(lease.mirror, request.commit, naming)
         if request.instance is None:
-            found = ResolvedRequest(lease.mirror, lease.commit, lease.tree)
-            if lease.instance:
-                row = await self.datasets.find_instance(lease.instance, lease.dataset)
+            base = Base(commit=lease.base.commit, tree=lease.base.tree)
+            found = ResolvedRequest(lease.mirror, base)
+            if lease.base.instance:
+                row = await self.datasets.find_instance(lease.base.instance, lease.base.dataset)
                 if row is not None:
-                    found = found._replace(instance=row.public_id, dataset=row.dataset)
+                    found = found.of_instance(row)
             return found
         start = StartCheckout(instance=request.instance, dataset=request.dataset)
         found = await self.resolve_start(start, naming)
@@ -209,13 +205,13 @@ class Resolver:
     async def _resolve_commit(self, name: MirrorName, commitish: str) -> ResolvedRequest:
         tree = self._trees.get((name.key, commitish))
         if tree is not None:
-            return ResolvedRequest(name, CommitId(commitish), tree)
+            return ResolvedRequest(name, Base(commit=CommitId(commitish), tree=tree))
         return self._cache(name, await self.mirrors.resolve(name, commitish))
 
     def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
         self.learn(name, found)
         self._trees[name.key, found.commit] = found.tree
-        return ResolvedRequest(name, found.commit, found.tree)
+        return ResolvedRequest(name, Base(commit=found.commit, tree=found.tree))
 
     # -- prepared layers and environments ----------------------------------------------------------
 
@@ -233,12 +229,13 @@ class Resolver:
         A reset `lease` keeps its environment unless the request names one, and its layer unless the
         request names one or the commit or the environment changes.
         """
-        environment, saved = (lease.environment, lease.saved) if lease else (None, None)
+        environment, saved = (lease.base.environment, lease.base.saved) if lease else (None, None)
         if request.environment is not None:
             environment = await self._find_environment(request.environment, found)
-        is_same = lease and (lease.commit, lease.environment) == (found.commit, environment)
+        before = lease and (lease.base.commit, lease.base.environment)
+        is_same = before == (found.base.commit, environment)
         if request.layer or not is_same:
-            place = found.mirror.key, found.commit, history
+            place = found.mirror.key, found.base.commit, history
             saved = None
             if request.layer or environment:
                 saved = self.prepared.choose(request.layer, place, peer.uid, environment)
@@ -248,13 +245,14 @@ class Resolver:
                 stack.callback(self.environments.drop, environment.digest)
             if saved is not None:
                 stack.enter_context(self.prepared.held(saved))
-            yield found._replace(saved=saved, environment=environment)
+            base = replace(found.base, saved=saved, environment=environment)
+            yield found._replace(base=base)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
         if name == "auto":
             row = None
-            if found.instance is not None:
-                row = await self.datasets.find_instance(found.instance, found.dataset)
+            if found.base.instance is not None:
+                row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
             if (asked := self.environment_of(row) if row else None) is None:
                 fact = f"instance {row.public_id} has no recipe" if row else "it has no instance"
                 raise errors.EnvironmentNotFoundError(

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from .admission import (
 )
 from .backend import CheckoutBackend
 from .layers import Forks, Layers, objects_path
-from .leases import Lease, Leases, LeaseState, Volume, base_of
+from .leases import Base, Lease, Leases, LeaseState, Volume
 from .lifecycle import Lifecycle
 from .patching import DiffAnswer, Patches
 from .pool import PoolBackend
@@ -91,7 +90,9 @@ class Checkouts:
         self._receipts = Receipts(self.git, workers, mirrors, self.stores)
 
         def objects_of(lease: Lease) -> Path:
-            return objects_path(state_dir, mirrors.path(lease.mirror), lease.tree, lease.saved)
+            return objects_path(
+                state_dir, mirrors.path(lease.mirror), lease.base.tree, lease.base.saved
+            )
 
         self.patches = Patches(workers, mirrors, datasets, objects_of)
         self.prepared = PreparedLayers(
@@ -139,7 +140,7 @@ class Checkouts:
         return frozenset(
             (lease.mirror.key, commit, lease.history)
             for lease in self.leases
-            for commit in (lease.commit, *(each.commit for each in lease.snapshots))
+            for commit in {base.commit for base in lease.bases}
         )
 
     # -- requests ----------------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class Checkouts:
         admitted = admitted._replace(history=history)
         async with self.resolver.completed(request, found, history, peer) as found:
             resolved_s = elapsed_s(began)
-            lease, timings = await self.leasing.begin(admitted, found, volumes=volumes)
+            draft = replace(self.leasing.draft(admitted, *found), volumes=volumes)
+            lease, timings = await self.leasing.begin(draft, admitted)
         timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
         self.leasing.publish("checkout.made", lease, duration_s=timings["total"])
         return protocol.Checkout(**checkout_fields(lease, timings))
@@ -180,28 +182,22 @@ class Checkouts:
         """Make a checkout for the same owner with the content of this one, or of a snapshot."""
         began = time.perf_counter()
         async with self.leasing.held(checkout, peer, live=True) as parent:
-            self.leasing.check(peer, parent.owner, parent.view, parent.history)
+            self.leasing.check(peer, parent.owner, parent.terms.view, parent.history)
             ttl = self.leasing.ttl(request.ttl, peer)
-            await self.quotas.ensure("fork a checkout", peer.uid, parent.owner_uid)
-            with self.leasing.counted(peer.uid, parent.owner_uid):
+            await self.quotas.ensure("fork a checkout", peer.uid, parent.terms.owner_uid)
+            with self.leasing.counted(peer.uid, parent.terms.owner_uid):
                 async with self._forks.source(parent, request.snapshot) as source:
                     copied_s = elapsed_s(began)
                     now = self.clock()
-                    draft = partial(
-                        replace,
-                        parent,
-                        **base_of(source),
-                        taken_by=peer.uid,
-                        created_at=now,
-                        expires_at=now + ttl,
+                    terms = replace(
+                        parent.terms, taken_by=peer.uid, created_at=now, expires_at=now + ttl,
                         bound_to=process,
-                        resets=0,
-                        reset_at=None,
-                        parent=parent.id,
-                        snapshots=(),
-                        volumes=volumes,
-                    )
-                    lease, timings = await self.leasing.hand_out(draft, [parent.backend])
+                    )  # fmt: skip
+                    draft = replace(
+                        self.leases.like(parent, parent.backend), base=source.base, terms=terms,
+                        resets=0, reset_at=None, parent=parent.id, snapshots=(), volumes=volumes,
+                    )  # fmt: skip
+                    lease, timings = await self.leasing.make(draft)
         timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}
         self.leasing.publish("checkout.forked", lease, duration_s=timings["total"], **facts)
@@ -215,9 +211,9 @@ class Checkouts:
         """Save the present state of a checkout under a name."""
         began = time.perf_counter()
         async with self.leasing.held(checkout, peer, live=True) as lease:
-            await self.quotas.ensure("make a snapshot", peer.uid, lease.owner_uid)
+            await self.quotas.ensure("make a snapshot", peer.uid, lease.terms.owner_uid)
             made = await self._forks.make(lease, request.name)
-            self.quotas.add(lease.owner_uid, made.size_bytes)
+            self.quotas.add(lease.terms.owner_uid, made.size_bytes)
         facts = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
         self.leasing.publish("snapshot.made", lease, **facts)
         return snapshot_of(lease, made)
@@ -241,8 +237,10 @@ class Checkouts:
             self.leasing.held(checkout, peer) as before,
             self._base_of(request, before, peer) as base,
         ):
-            base |= {"resets": before.resets + 1, "reset_at": self.clock()}
-            lease = replace(before, **base, state=LeaseState.LIVE)
+            lease = replace(
+                before, base=base, resets=before.resets + 1, reset_at=self.clock(),
+                state=LeaseState.LIVE,
+            )  # fmt: skip
             proof = await self._lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
         timings = {"total": elapsed_s(began)}
@@ -258,7 +256,7 @@ class Checkouts:
         """Set the deadline to the time to live from now, which may be earlier than before."""
         async with self.leasing.held(checkout, peer) as lease:
             expires_at = self.clock() + self.leasing.ttl(request.ttl, peer)
-            lease = replace(lease, expires_at=expires_at)
+            lease = lease.until(expires_at)
             await anyio.to_thread.run_sync(self.leases.prepare, lease)  # flushed: see leases.py
             self.leases.put(lease)
         return protocol.Checkout(**checkout_fields(lease, {}))
@@ -287,7 +285,7 @@ class Checkouts:
 
     async def list(self, peer: Peer, label: str | None = None) -> list[protocol.Checkout]:
         """Return the checkouts that the peer may see, with `label` if given, oldest first."""
-        found = (it for it in self.leases_of(peer) if label is None or it.label == label)
+        found = (it for it in self.leases_of(peer) if label is None or it.terms.label == label)
         return [protocol.Checkout(**checkout_fields(lease, {})) for lease in found]
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
@@ -325,15 +323,15 @@ class Checkouts:
         commits, unless one of them is the base commit.
         """
         async with self.leasing.held(checkout, peer, live=True) as lease:
-            store = await self.stores.ensure(lease.mirror, lease.commit, lease.history)
+            store = await self.stores.ensure(*lease.template)
             row = await self.patches.find_row(lease)
             answers = (CommitRole.GOLD, CommitRole.BUG)
             secret = {commit for commit, role in row.commits if role in answers} if row else set()
-            secret.discard(lease.commit)
+            secret.discard(lease.base.commit)
             leaks = await anyio.to_thread.run_sync(find_leaks, store, secret)
         return protocol.SealReport(
             path=str(lease.tree_path),
-            base=lease.commit,
+            base=lease.base.commit,
             sealed=not leaks,
             head=store.head,
             leaks=leaks,
@@ -408,18 +406,17 @@ class Checkouts:
     @asynccontextmanager
     async def _base_of(
         self, request: protocol.ResetCheckout, lease: Lease, peer: Peer
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the members of the lease that a reset changes."""
+    ) -> AsyncIterator[Base]:
+        """Yield what the checkout has after a reset; its layers are kept meanwhile."""
         resolver, history = self.resolver, lease.history
         if request.to is None:
             found = await resolver.resolve_reset(request, lease, self.leasing.naming(peer))
-            if found.commit != lease.commit:
-                await resolver.choose_history(found, lease.view, history, history)
+            if found.base.commit != lease.base.commit:
+                await resolver.choose_history(found, lease.terms.view, history, history)
             async with resolver.completed(request, found, history, peer, lease) as found:
-                if found.environment is not None:
+                if found.base.environment is not None:
                     must_mount([lease.backend])
-                no_layers = {"layer": None, "environment_layer": None}
-                yield found._asdict() | {"mirror": lease.mirror, **no_layers}
+                yield found.base
             return
         others = (request.instance, request.commit, request.dataset)
         if any((*others, request.layer, request.environment)):
@@ -427,7 +424,7 @@ class Checkouts:
                 "cannot reset to a snapshot and to anything else at once",
                 hint="name one of them",
             )
-        yield base_of(self._forks.get(lease, request.to))
+        yield self._forks.get(lease, request.to).base
 
     # -- prepared layers and environments ----------------------------------------------------------
 

@@ -73,7 +73,9 @@ class Spares:
         if len(self._spares) >= _MAX:
             self._discard(self._spares[0])
         directories = like.directories.renamed(f".warm-{new_checkout_id()}")
-        spare = _Spare(replace(like, directories=directories, layer=None, saved=None))
+        spare = _Spare(
+            replace(like, directories=directories, base=replace(like.base, layer=None, saved=None))
+        )
         self._spares.append(spare)
         spare.task = asyncio.get_running_loop().create_task(self._fill(spare))
 

@@ -85,11 +85,11 @@ class Volumes:
                 await self.checkout(source, peer, volumes=(volume,))
             elif isinstance(source, ForkOf):
                 parent = self.leasing.get(self._id_of(source.checkout), peer)
-                _must_have_part(volume, parent.environment)
+                _must_have_part(volume, parent.base.environment)
                 await self.fork(parent.id, source.request, peer, volumes=(volume,))
             else:
                 async with self.leasing.held(self._id_of(source.checkout), peer) as lease:
-                    _must_have_part(volume, lease.environment)
+                    _must_have_part(volume, lease.base.environment)
                     self.leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self.leasing.publish("volume.made", self.get(name)[0], volume=name)
         finally:
@@ -110,7 +110,7 @@ class Volumes:
             mounts = volume.mounted_by - {mount}
             if not mounts:
                 expires_at = self.leasing.clock() + timedelta(seconds=volume.ttl_s)
-                lease = replace(lease, expires_at=max(lease.expires_at, expires_at))
+                lease = lease.until(max(lease.terms.expires_at, expires_at))
             self._save(lease, replace(volume, mounts=tuple(mounts)))
             self.leasing.publish("volume.unmounted", lease, volume=name, mounts=len(mounts))
 

@@ -284,7 +284,7 @@ class ActivityMonitor:
     ) -> list[protocol.OwnerActivity]:
         """List users by checkouts, then connections. The last row sums up users over the limit."""
         columns: dict[str, Mapping[Any, int]] = {
-            "checkouts": Counter(lease.owner_uid for lease in self.checkouts.leases),
+            "checkouts": Counter(lease.terms.owner_uid for lease in self.checkouts.leases),
             "connections": connections,
             "requests": self.gate.unanswered(),
             "disk_bytes": self.checkouts.quotas.used,

@@ -249,7 +249,7 @@ class Storage:
 
     async def _weigh_templates(self, leases: Iterable[Lease]) -> _Kind:
         """Weigh templates by their records."""
-        held = Counter((lease.mirror.key, lease.commit, lease.history) for lease in leases)
+        held = Counter((lease.mirror.key, lease.base.commit, lease.history) for lease in leases)
         weights = await self.templates.weigh(self.checkouts.needed_templates)
         rows = [
             UsageRow(
@@ -269,7 +269,7 @@ class Storage:
 
     async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:
         """Weigh datasets by the values of their rows; the rest of the database is one row."""
-        held = Counter(lease.dataset for lease in leases)
+        held = Counter(lease.base.dataset for lease in leases)
         sizes = await self.mirrors.catalog.weigh_datasets()
         rows = [
             UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])

@@ -6,9 +6,9 @@ answer and nowhere else, because an agent may read the events of its own checkou
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .. import protocol
 from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
@@ -65,14 +65,15 @@ class Grading:
             async with self.leasing.held(checkout, peer, live=True) as parent:
                 choices = {name: getattr(request, name) for name in _COPIED}
                 start = protocol.StartCheckout(
-                    view=View.GRADER, history=parent.history, label=parent.label, **choices
+                    view=View.GRADER, history=parent.history, label=parent.terms.label, **choices
                 )
                 admitted = await self.leasing.admit(start, peer, process)
-                self.leasing.must_be_gradable(parent, admitted.owner_uid)
-                found = ResolvedRequest.of(parent)
+                self.leasing.must_be_gradable(parent, admitted.terms.owner_uid)
+                base = replace(parent.base, layer=None, environment_layer=None)
+                found = ResolvedRequest(parent.mirror, base)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed)
-                if parent.environment is not None:
+                if parent.base.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
                 prepared = await self._prepare(layer, found, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
@@ -108,11 +109,11 @@ class Grading:
         policies: Policies,
     ) -> Prepared:
         """Write the layer of a grade: of an instance, or of a bare commit without tests."""
-        settings, saved = self.settings().grading, found.saved
+        settings, base, saved = self.settings().grading, found.base, found.base.saved
         mirror = self.mirrors.path(found.mirror)
         job = GradeJob(
-            mirror=objects_path(self.state_dir, mirror, found.tree, saved),
-            tree=saved.tree if saved else found.tree,
+            mirror=objects_path(self.state_dir, mirror, base.tree, saved),
+            tree=base.clean_tree,
             below=tuple(layer.with_name(each) for each in saved.layers) if saved else (),
             layer=layer,
             test_patch=await self._test_patch(found),
@@ -133,17 +134,18 @@ class Grading:
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
         prepared_s = elapsed_s(began)
-        state: dict[str, Any] = found._asdict()
-        del state["mirror"]
+        base = replace(found.base, layer=layer)
         snapshot = SavedState(
-            name=GRADED, taken_at=self.leasing.clock(), layer=layer, git=False, left_out={},
-            files=prepared.files, size_bytes=prepared.size_bytes, **state,
+            name=GRADED, base=base, taken_at=self.leasing.clock(), git=False, left_out={},
+            files=prepared.files, size_bytes=prepared.size_bytes,
         )  # fmt: skip
         dropped = tuple(prepared.dropped[:_DROPPED_KEPT]), len(prepared.dropped)
         graded = Graded(layer, policies.text, prepared.strategy, *dropped)
-        lease, timings = await self.leasing.begin(
-            admitted, found, layer=layer, parent=parent, snapshots=(snapshot,), graded=graded
-        )
+        draft = replace(
+            self.leasing.draft(admitted, found.mirror, base),
+            parent=parent, snapshots=(snapshot,), graded=graded,
+        )  # fmt: skip
+        lease, timings = await self.leasing.begin(draft, admitted)
         timings = {"prepare": prepared_s, **timings, "total": elapsed_s(began)}
         # counts alone: the uids of the checkout read its events, and others may read the log
         counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
@@ -167,12 +169,12 @@ class Grading:
         return Policies(settings.policy, settings.policies, default, kinds)
 
     async def _test_patch(self, found: ResolvedRequest) -> bytes | None:
-        if found.instance is None:
+        if found.base.instance is None:
             return None
-        row = await self.datasets.find_instance(found.instance, found.dataset)
+        row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
         if row is None:  # its dataset was removed or replaced since the checkout
             raise InstanceNotFoundError(
-                f"cannot grade instance {found.instance}: no dataset has it now",
+                f"cannot grade instance {found.base.instance}: no dataset has it now",
                 hint="import its dataset again",
             )
         return row.test_patch.encode(errors="surrogateescape") if row.test_patch else None

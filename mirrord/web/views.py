@@ -322,11 +322,11 @@ async def show_receipt(engine: Engine, values: Values, identity: str) -> Facts:
 
 
 async def show_checkouts(engine: Engine, values: Values) -> Facts:
-    leases = sorted(engine.checkouts.leases, key=lambda lease: lease.created_at)
-    by_owner = Counter(lease.owner_uid for lease in leases)
+    leases = sorted(engine.checkouts.leases, key=lambda lease: lease.terms.created_at)
+    by_owner = Counter(lease.terms.owner_uid for lease in leases)
     uid = next((uid for uid in by_owner if str(uid) == values.get("owner")), None)
     if uid is not None:
-        leases = [lease for lease in leases if lease.owner_uid == uid]
+        leases = [lease for lease in leases if lease.terms.owner_uid == uid]
     return {
         "slice": Slice.of(leases, values),
         "uid": uid,

@@ -6,22 +6,20 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, as_user, run_as, running_service
+from checkoutlab import NAME, USER, USER_PEER, Service, as_user, run_as, running_service, terms_of
 from gitrepos import Upstream, git
 from waiting import until
 
 from mirrord.checkouts.layers import LayerFile, is_whiteout, write_layer
-from mirrord.checkouts.leases import Lease
+from mirrord.checkouts.leases import Base, Lease
 from mirrord.errors import ProofFailedError
 from mirrord.git.objects.repository import open_objects
 from mirrord.git.objects.trees import BaseTree
-from mirrord.model import Backend, CommitId, History, LayerId, View, utc_now
+from mirrord.model import Backend, CommitId, History, LayerId, new_checkout_id
 from mirrord.protocol import ResetCheckout
 
 pytestmark = pytest.mark.root
@@ -41,11 +39,11 @@ def checkout_on(
     """A checkout of v2 with a layer of these files, as grading makes one, after some that fail."""
     tree = git(service.mirror, "rev-parse", "v2^{tree}")
     commit = CommitId(git(service.mirror, "rev-parse", "v2"))
-    now = utc_now()
-    draft = partial(
-        Lease, mirror=NAME, commit=commit, tree=tree,
-        instance=None, history=History.SEALED, view=View.AGENT, owner_uid=USER, owner_gid=USER,
-        taken_by=USER, created_at=now, expires_at=now + timedelta(hours=1),
+    leases = service.checkouts.leases
+    checkout = new_checkout_id()
+    draft = Lease(
+        id=checkout, directories=leases.directories(checkout), mirror=NAME, history=History.SEALED,
+        backend=backend, base=Base(commit=commit, tree=tree), terms=terms_of(USER),
     )  # fmt: skip
 
     async def make() -> Lease:
@@ -53,13 +51,14 @@ def checkout_on(
         with service.checkouts.layers.making() as new:
             with open_objects(service.mirror) as objects:
                 write_layer(new, BaseTree(objects, tree).names_in, files)
-            on_layer = partial(draft, layer=LayerId(new.name))
+            base = replace(draft.base, layer=LayerId(new.name))
             for _ in range(failures):
+                wrong = replace(leases.like(draft, backend), base=replace(base, tree="0" * 40))
                 with pytest.raises(ProofFailedError):
-                    await lifecycle.make(partial(on_layer, tree="0" * 40), [backend])
+                    await lifecycle.make(wrong)
                 while any((service.state / "leases").glob(".trash-*")):
                     await anyio.sleep(0.01)
-            lease, _ = await lifecycle.make(on_layer, [backend])
+            lease, _ = await lifecycle.make(replace(draft, base=base))
         return lease
 
     return service.call(make)
@@ -136,11 +135,11 @@ def test_the_diff_of_a_checkout_on_a_layer_is_from_the_base(
 def test_a_reset_drops_the_layer(service: Service, backend: Backend) -> None:
     """It proves clean, and the layer's directory goes."""
     lease = checkout_on(service, FILES, backend)
-    assert lease.layer in layers_of(service)
+    assert lease.base.layer in layers_of(service)
     service.call(service.checkouts.reset, lease.id, ResetCheckout(), USER_PEER)
     assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
     assert service.diff(lease) == b""
-    assert lease.layer not in layers_of(service)
+    assert lease.base.layer not in layers_of(service)
     service.call(service.checkouts.release, lease.id, USER_PEER)
 
 
@@ -152,7 +151,7 @@ def test_a_layer_lives_as_long_as_its_lease(service: Service, backend: Backend) 
     stray.mkdir()
     service.restart()
     assert (lease.tree_path / "README").read_bytes() == b"changed\n"
-    assert lease.layer in layers_of(service)
+    assert lease.base.layer in layers_of(service)
     service.call(service.checkouts.release, lease.id, USER_PEER)
     until(lambda: os.listdir(service.state / "templates/.layers") == [])
 
@@ -163,14 +162,13 @@ def test_a_checkout_that_fails_leaves_no_layer(service: Service) -> None:
     async def fail() -> None:
         with service.checkouts.layers.making() as new:
             write_layer(new, lambda _: [], FILES[:1])
-            wrong = replace(lease, tree="0" * 40)
-            await service.checkouts._lifecycle.make(
-                lambda **facts: replace(wrong, layer=LayerId(new.name), **facts), [Backend.OVERLAY]
-            )
+            wrong = replace(lease.base, tree="0" * 40, layer=LayerId(new.name))
+            draft = service.checkouts.leases.like(lease, Backend.OVERLAY)
+            await service.checkouts._lifecycle.make(replace(draft, base=wrong))
 
     with pytest.raises(Exception, match="cannot prove checkout"):
         service.call(fail)
-    assert layers_of(service) == [lease.layer]
+    assert layers_of(service) == [lease.base.layer]
     service.call(service.checkouts.release, lease.id, USER_PEER)
 
 

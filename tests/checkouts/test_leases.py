@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from checkoutlab import passable_directory
+from checkoutlab import passable_directory, terms_of
 
-from mirrord.checkouts.leases import Directories, Graded, Lease, Leases, LeaseState
+from mirrord.checkouts.leases import Base, Directories, Graded, Lease, Leases, LeaseState
 from mirrord.errors import CheckoutNotFoundError, DiskFullError
 from mirrord.host.trash import TRASH_PREFIX
 from mirrord.model import (
@@ -21,7 +21,6 @@ from mirrord.model import (
     CommitId,
     History,
     MirrorName,
-    View,
     new_checkout_id,
     new_layer_id,
     utc_now,
@@ -36,26 +35,24 @@ def leases(tmp_path: Path) -> Leases:
 
 
 def new_lease(leases: Leases) -> Lease:
-    checkout, now = new_checkout_id(), utc_now()
+    checkout = new_checkout_id()
     lease = Lease(
         id=checkout,
         directories=leases.directories(checkout),
         mirror=MirrorName("psf", "requests"),
-        commit=CommitId("a" * 40),
-        tree="b" * 40,
-        instance="psf__requests-1",
         history=History.SEALED,
-        view=View.AGENT,
         backend=Backend.POOL,
-        owner_uid=12345,
-        owner_gid=12345,
-        taken_by=12345,
-        created_at=now,
-        expires_at=now + timedelta(hours=1),
+        base=Base(commit=CommitId("a" * 40), tree="b" * 40, instance="psf__requests-1"),
+        terms=terms_of(12345),
     )
     leases.begin(lease)
     leases.put(lease)
     return lease
+
+
+def moved(lease: Lease) -> Lease:
+    """The lease at another commit."""
+    return replace(lease, base=replace(lease.base, commit=CommitId("c" * 40)))
 
 
 def half_made(leases: Leases) -> Directories:
@@ -134,7 +131,7 @@ def test_a_renewal_is_on_the_disk_before_it_replaces_the_lease(
     leases.save(lease)
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
-    renewed = replace(lease, expires_at=lease.expires_at + timedelta(hours=1))
+    renewed = lease.until(lease.terms.expires_at + timedelta(hours=1))
     leases.prepare(renewed)
     assert again(leases, tmp_path)[0] == [lease]
     leases.put(renewed)
@@ -172,7 +169,7 @@ def test_a_reset_is_in_the_name_of_the_file(leases: Leases, tmp_path: Path) -> N
     assert (lease.private / "resetting.json").stat().st_ino == inode
     leases.save(lease)
     assert file.stat().st_ino == inode
-    going = replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING)
+    going = replace(moved(lease), state=LeaseState.RESETTING)
     leases.save(going)
     assert again(leases, tmp_path) == ([going], [])
     assert [path.name for path in lease.private.iterdir()] == ["resetting.json"]
@@ -184,7 +181,7 @@ def test_a_reset_that_had_not_begun_leaves_the_lease_as_it_was(
     """Killed between the two files, the tree was not touched."""
     lease = new_lease(leases)
     whole = (lease.private / "lease.json").read_bytes()
-    leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
+    leases.save(replace(moved(lease), state=LeaseState.RESETTING))
     (lease.private / "lease.json").write_bytes(whole)
     assert again(leases, tmp_path) == ([lease], [])
 
@@ -247,7 +244,7 @@ def test_a_change_that_cannot_be_written_leaves_nothing(leases: Leases) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
         with pytest.raises(DiskFullError, match="too large"):
-            leases.save(replace(lease, commit=CommitId("c" * 40)))
+            leases.save(moved(lease))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in lease.private.iterdir()] == ["lease.json"]
@@ -259,6 +256,6 @@ def test_a_change_that_cannot_be_put_in_place_leaves_nothing(leases: Leases) -> 
     lease = new_lease(leases)
     (lease.private / LeaseState.RESETTING).mkdir()
     with pytest.raises(IsADirectoryError):
-        leases.save(replace(lease, commit=CommitId("c" * 40), state=LeaseState.RESETTING))
+        leases.save(replace(moved(lease), state=LeaseState.RESETTING))
     assert sorted(path.name for path in lease.private.iterdir()) == ["lease.json", "resetting.json"]
     assert leases.get(lease.id) == lease

@@ -11,25 +11,34 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyone
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, destroy, running_service
+from checkoutlab import (
+    NAME,
+    ROOT_PEER,
+    USER,
+    USER_PEER,
+    Service,
+    as_user,
+    destroy,
+    running_service,
+    terms_of,
+)
 from gitrepos import ENV, Upstream, git
 from mountlab import KERNELS, mounted_below
 
-from mirrord.checkouts.leases import Lease, Leases
+from mirrord.checkouts.leases import Base, Lease, Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.host import mounts
 from mirrord.host.mounting import LocalMounter
 from mirrord.host.overlays import OverlayOrder
 from mirrord.host.peers import Peer
-from mirrord.model import Backend, CommitId, History, View, new_checkout_id, utc_now
+from mirrord.model import Backend, CommitId, History, new_checkout_id
 from mirrord.protocol import Checkout, Proof, ResetCheckout, StartCheckout
 from mirrord.workers.pool import Workers
 
@@ -382,23 +391,12 @@ class Bench:
         return await self.backend.reset(lease, self.leases)
 
     def lease(self, uid: int = USER) -> Lease:
-        checkout, now = new_checkout_id(), utc_now()
+        checkout = new_checkout_id()
         return Lease(
-            checkout,
-            self.leases.directories(checkout),
-            NAME,
-            self.commit,
-            self.tree,
-            None,
-            History.SEALED,
-            View.AGENT,
-            Backend.OVERLAY,
-            uid,
-            uid,
-            uid,
-            now,
-            now + timedelta(hours=1),
-        )
+            id=checkout, directories=self.leases.directories(checkout), mirror=NAME,
+            history=History.SEALED, backend=Backend.OVERLAY,
+            base=Base(commit=self.commit, tree=self.tree), terms=terms_of(uid),
+        )  # fmt: skip
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_checkout_is_its_owners_and_git_works_in_it(run_pool: Callable[..., No
         lease = await pool.checkout(ids[2])
         assert as_user(lease.tree_path, "status", "--porcelain", "--ignored") == ""
         assert as_user(lease.tree_path, "rev-parse", "HEAD") == ids[2]
-        assert as_user(lease.tree_path, "write-tree") == lease.tree
+        assert as_user(lease.tree_path, "write-tree") == lease.base.tree
         assert len(as_user(lease.tree_path, "log", "--format=%H").splitlines()) == 3
         as_user(lease.tree_path, "commit", "--allow-empty", "--quiet", "--message", "mine")
         assert {
@@ -94,7 +94,7 @@ def packs_of(lease: Lease) -> dict[str, tuple[int, int]]:
 async def settle(pool: Pool, lease: Lease) -> None:
     """Reset once all files are older than what a tick of the clock could hide."""
     await anyio.sleep(0.1)
-    await pool.reset(lease, lease.commit)
+    await pool.reset(lease, lease.base.commit)
 
 
 @pytest.mark.parametrize("uid", [USER, 0])
@@ -110,7 +110,7 @@ def test_a_reset_with_nothing_changed_writes_nothing(
         await settle(pool, lease)
         packs, place = packs_of(lease), await pool.place(lease, ids[2])
         with deeds() as done:
-            proof = pooled.make_clean(place, ids[2], lease.tree)
+            proof = pooled.make_clean(place, ids[2], lease.base.tree)
         assert done == []
         assert (proof.files_restored, proof.files_removed) == (0, 0)
         assert packs_of(lease) == packs
@@ -152,7 +152,7 @@ def test_a_reset_of_one_file_writes_that_file(run_pool: Callable[..., None], uid
         packs, place = packs_of(lease), await pool.place(lease, ids[1])
         (lease.tree_path / "README").write_text("changed")
         with deeds() as done:
-            proof = pooled.make_clean(place, ids[1], lease.tree)
+            proof = pooled.make_clean(place, ids[1], lease.base.tree)
         assert set(done) == {"write README", "write index", "write manifest.spare"}
         assert proof.files_restored == 1
         assert packs_of(lease) == packs
@@ -219,7 +219,7 @@ def test_root_cannot_hide_a_change_behind_its_clock(run_pool: Callable[..., None
             file.seek(20)
             file.write(b"forged")
         forge_record(place)
-        proof = pooled.make_clean(place, ids[1], lease.tree)
+        proof = pooled.make_clean(place, ids[1], lease.base.tree)
         assert proof.files_restored == 1
         assert git(lease.tree_path, "status", "--porcelain", "--ignored") == ""
         git(lease.tree_path, "fsck", "--full", "--strict")
@@ -289,7 +289,7 @@ def test_removed_directories_are_renamed_whole(run_pool: Callable[..., None]) ->
         (lease.tree_path / "created").mkdir()
         for number in range(50):
             (lease.tree_path / f"created/{number}").write_text("created")
-        proof = pooled.make_clean(place, ids[1], lease.tree)
+        proof = pooled.make_clean(place, ids[1], lease.base.tree)
         assert proof.files_removed == 1
         assert stat.S_IMODE(place.trash.stat().st_mode) == 0o700
         assert [len(list(path.iterdir())) for path in place.trash.iterdir() if path.is_dir()] == [

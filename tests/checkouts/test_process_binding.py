@@ -133,8 +133,8 @@ def test_a_number_that_another_process_has_is_another_process(
     running.kill()
     (file,) = running.state_dir.glob(f"*/{lease['id']}/lease.json")
     facts = json.loads(file.read_text())
-    assert facts["bound_to"][0] == holder.pid
-    facts["bound_to"][0] = os.getpid()
+    assert facts["terms"]["bound_to"][0] == holder.pid
+    facts["terms"]["bound_to"][0] = os.getpid()
     file.write_text(json.dumps(facts))
     running.start()
     assert held_ids(running) == set()

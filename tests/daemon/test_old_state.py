@@ -21,8 +21,6 @@ from mirrord.catalog.schema import HEAD
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 OLDER = "catalog-0001.sqlite3"
-ADDED_LATER = ("dataset", "layer", "environment", "environment_layer", "saved", "snapshots")
-"""Members that the first leases did not have."""
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +68,9 @@ def _content(running: Daemon) -> dict[str, Any]:
 
 
 def _grow_old(state: Path) -> None:
-    """As the first schema and the first leases had it, before there were versions."""
+    """As the first schema had it, before there were versions."""
     make_old(state)
     (state / "state_version").unlink()
-    for path in state.glob("leases/*/lease.json"):
-        lease = json.loads(path.read_text())
-        path.write_text(json.dumps({k: v for k, v in lease.items() if k not in ADDED_LATER}))
 
 
 def _ended(running: Daemon) -> tuple[int, str]:

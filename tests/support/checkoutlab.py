@@ -21,7 +21,7 @@ from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
-from mirrord.checkouts.leases import Directories, Lease, Leases
+from mirrord.checkouts.leases import Base, Directories, Lease, Leases, Terms
 from mirrord.checkouts.overlay import find_overlay
 from mirrord.checkouts.pool import PoolBackend, PoolPaths
 from mirrord.checkouts.service import Checkouts
@@ -59,10 +59,10 @@ class Pool:
         self.timings: dict[str, float] = {}
 
     def lease(self, commit: str, *, uid: int = USER, history: History = History.SEALED) -> Lease:
-        checkout, now = new_checkout_id(), utc_now()
+        checkout = new_checkout_id()
         return Lease(
-            checkout, self.leases.directories(checkout), NAME, CommitId(commit), self.tree_of(commit), None,
-            history, View.AGENT, Backend.POOL, uid, uid, uid, now, now + timedelta(hours=1),
+            id=checkout, directories=self.leases.directories(checkout), mirror=NAME, history=history,
+            backend=Backend.POOL, base=Base(commit=CommitId(commit), tree=self.tree_of(commit)), terms=terms_of(uid),
         )  # fmt: skip
 
     async def checkout(self, commit: str, **choices: object) -> Lease:
@@ -80,15 +80,14 @@ class Pool:
     async def place(self, lease: Lease, commit: str) -> PoolPaths:
         """What a worker is told about a checkout that goes to `commit`."""
         store = await self.stores.ensure(NAME, CommitId(commit), lease.history)
-        owner, grave = (lease.owner_uid, lease.owner_gid), new_trash(lease.directory.parent)
+        owner, grave = lease.owner, new_trash(lease.directory.parent)
         return PoolPaths(
             lease.directory, lease.private, self.mirror, store.git, store.head, owner, grave
         )
 
     async def reset(self, lease: Lease, commit: str) -> Proof:
-        return await self.backend.reset(
-            replace(lease, commit=CommitId(commit), tree=self.tree_of(commit)), self.leases
-        )
+        base = replace(lease.base, commit=CommitId(commit), tree=self.tree_of(commit))
+        return await self.backend.reset(replace(lease, base=base), self.leases)
 
     def tree_of(self, commit: str) -> str:
         return git(self.mirror, "rev-parse", f"{commit}^{{tree}}")
@@ -162,6 +161,15 @@ def passable_directory() -> Iterator[Path]:
 T = TypeVar("T")
 ROOT_PEER = Peer(uid=0, gid=0, pid=1)
 USER_PEER = Peer(uid=USER, gid=USER, pid=1)
+
+
+def terms_of(uid: int) -> Terms:
+    """The terms of a checkout that an agent of this uid has for an hour."""
+    now = utc_now()
+    return Terms(
+        owner_uid=uid, owner_gid=uid, taken_by=uid, view=View.AGENT,
+        created_at=now, expires_at=now + timedelta(hours=1),
+    )  # fmt: skip
 
 
 class Service:
