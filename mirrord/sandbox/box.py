@@ -54,9 +54,10 @@ class Box:
     """The mounts, files, variables and user of a sandbox.
 
     `owner` is a uid with its gid, by default the caller's. The environment is writable unless it is
-    shared. `readable` and `writable` map further paths inside to paths of the host. `files` are
-    made inside: executable if they begin with #!, and in PROGRAMS found by name. Everything else,
-    such as HOME, /tmp and /, is in memory, up to `scratch_bytes`.
+    shared. `readable` and `writable` map further paths inside to paths of the host. Files of the
+    tree that are `frozen` are read-only, and cannot be replaced. `files` are made inside, and
+    executable if they begin with #!, and in PROGRAMS found by name. All else, such as HOME, /tmp
+    and /, is in memory, up to `scratch_bytes`.
     """
 
     tree: Path
@@ -67,6 +68,7 @@ class Box:
     variables: Mapping[str, str] = field(default_factory=dict)
     readable: Mapping[str, Path] = field(default_factory=dict)
     writable: Mapping[str, Path] = field(default_factory=dict)
+    frozen: Sequence[str] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     scratch_bytes: int = 4 * 1024**3
 
@@ -136,6 +138,8 @@ class Box:
             yield from (how, str(self.environment), ENVIRONMENT)
         for inside, shown in {TESTBED: self.tree, **self.writable}.items():
             yield from ("--bind", str(shown), inside)
+        for path in self.frozen:
+            yield from ("--ro-bind-try", str(self.tree / path), f"{TESTBED}/{path}")
         yield "--clearenv"
         for name, value in {**self._variables(), **self.variables}.items():
             yield from ("--setenv", name, value)

@@ -30,6 +30,7 @@ from . import gitremote
 from .archive import Capped
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
+from .verdicts import Reporter
 
 _GIT_CONFIG = b"""\
 [url "mirrord::https://github.com/"]
@@ -111,6 +112,7 @@ def box_of(
     *,
     network: bool,
     variables: Mapping[str, str],
+    frozen: Sequence[str] = (),
 ) -> Box:
     """Return the box of a checkout, by default with the checkout's environment."""
     is_own = lease.owner_uid == os.geteuid()
@@ -123,6 +125,7 @@ def box_of(
         owner=None if is_own else (lease.owner_uid, lease.owner_gid),
         network=network,
         variables={**facts, **variables},
+        frozen=frozen,
         files=_clone_files(network=network),
     )
 
@@ -157,6 +160,7 @@ def _identify_mounts(lease: protocol.Checkout) -> object:
 # -- commands --------------------------------------------------------------------------------------
 
 OUTPUT_BYTES = 16 * 1024 * 1024
+_REPORT_BYTES = 4 * OUTPUT_BYTES  # 0.1 kB for each phase of a test
 _CHUNK = 64 * 1024
 _STATUS_MAX_BYTES = 100
 _KILL_GRACE_S = 2.0
@@ -218,6 +222,7 @@ class SandboxCall:
         timeout: float | None = None,
         source: BinaryIO | None = None,
         stdout: Sink | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         words = ["bash", "-c", command] if isinstance(command, str) else command
         lines = [
@@ -227,6 +232,7 @@ class SandboxCall:
                 f"export {_name(name)}={shlex.quote(value)}"
                 for name, value in (variables or {}).items()
             ),
+            *(reporter.setup if reporter else ()),
             f"cd -- {TESTBED} && cd -- {shlex.quote(cwd or '.')} || exit 126",
             f"exec {shlex.join(words)}",
         ]
@@ -234,6 +240,8 @@ class SandboxCall:
         self.timeout = timeout
         self.source = source
         self.stdout, self.stderr = stdout or Output(), Output()
+        self.report = Output(_REPORT_BYTES)
+        self.reporter = reporter
         self._cancelled, cancel = os.pipe2(os.O_CLOEXEC)
         self._cancel = os.fdopen(cancel, "wb", buffering=0)
 
@@ -248,13 +256,15 @@ class SandboxCall:
 
     def follow(self, room: SandboxRoom) -> Executed:
         before = room.strikes()
-        with room.pipes(self.script) as pipes:
+        module = (self.reporter.module, self.reporter.text) if self.reporter else None
+        with room.pipes(self.script, module) as pipes:
             try:
                 status, is_late = self._watch(room, pipes)
             except BaseException:  # such as KeyboardInterrupt
                 room.kill(pipes)
                 raise
-            for stream, sink in ((pipes.out, self.stdout), (pipes.err, self.stderr)):
+            sinks = (pipes.out, self.stdout), (pipes.err, self.stderr), (pipes.report, self.report)
+            for stream, sink in sinks:
                 _drain(stream, sink)
         after = {**room.strikes(), "time": is_late}
         limits: tuple[Struck, ...] = ("memory", "processes", "time")  # the kernel's kill first
@@ -265,7 +275,7 @@ class SandboxCall:
     def _watch(self, room: SandboxRoom, pipes: Pipes) -> tuple[int, bool]:
         """Move bytes until the command ends; returns its status, and whether it ran too long."""
         poll = select.poll()
-        for stream in (pipes.out, pipes.err, pipes.end, self._cancelled):
+        for stream in (pipes.out, pipes.err, pipes.report, pipes.end, self._cancelled):
             poll.register(stream, select.POLLIN)
         poll.register(room.life, 0)  # for its end alone: an agent may write to it
         deadline = None if self.timeout is None else time.monotonic() + self.timeout
@@ -277,6 +287,8 @@ class SandboxCall:
                 self.stdout.write(read_some(pipes.out))
             if pipes.err in events:
                 self.stderr.write(read_some(pipes.err))
+            if pipes.report in events:
+                self.report.write(read_some(pipes.report))
             if pipes.end in events:
                 status = (status + read_some(pipes.end))[:_STATUS_MAX_BYTES]
                 began, *ended = status.split(b"\n")

@@ -13,6 +13,7 @@ are gone, and so are its HOME and /tmp.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from .box import Box, ScratchDirectory, end, explain, sweep_scratch
 
 _PIPES = "/run/mirrord"
 _CHUNK = 64 * 1024
-_ENDS = ("in", "out", "err", "end")
+_ENDS = ("in", "out", "err", "end", "report")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 # A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
 # background process, which a full or closed pipe would stop.
@@ -49,21 +50,32 @@ done
 class Pipes:
     """The host's ends of a command's pipes; `group` is its process group, 0 until it starts."""
 
-    def __init__(self, directory: str, script: bytes) -> None:
+    def __init__(self, directory: str, script: bytes, module: tuple[str, bytes] | None) -> None:
         self.name = os.urandom(8).hex()
         self._path = os.path.join(directory, self.name)
         self.group = 0
+        if module:
+            self._make_module(*module)
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         with os.fdopen(file, "wb") as content:
             os.fchmod(file, 0o644)
             content.write(script)
-        self.input, self.out, self.err, self.end = map(self._make_pipe, _ENDS)
+        self.input, self.out, self.err, self.end, self.report = map(self._make_pipe, _ENDS)
+
+    def _make_module(self, name: str, text: bytes) -> None:
+        """Write a module of Python into a directory beside the script."""
+        directory = Path(f"{self._path}.d")
+        directory.mkdir()
+        (directory / f"{name}.py").write_bytes(text)
+        (directory / f"{name}.py").chmod(0o444)
+        directory.chmod(0o755)
 
     def _make_pipe(self, end: str) -> int:
         os.mkfifo(path := f"{self._path}.{end}")
         # Read and write: opening a single end would wait for the other.
         made = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.fchmod(made, 0o666)  # for another uid; the directory is not listable
+        # For another uid; the directory is not listable. Nobody inside reads what was reported.
+        os.fchmod(made, 0o222 if end == "report" else 0o666)
         return made
 
     def close_input(self) -> None:
@@ -75,7 +87,7 @@ class Pipes:
         """Close all ends; returns True if a background process may still write."""
         readers = [os.open(f"/proc/self/fd/{each}", _READ) for each in (self.out, self.err)]
         self.close_input()
-        for each in (self.out, self.err, self.end):
+        for each in (self.out, self.err, self.end, self.report):
             os.close(each)
         try:
             return any(_has_writer(each) for each in readers)
@@ -86,6 +98,7 @@ class Pipes:
     def remove(self) -> None:
         for path in (self._path, *(f"{self._path}.{name}" for name in _ENDS)):
             os.unlink(path)
+        shutil.rmtree(f"{self._path}.d", ignore_errors=True)
 
 
 class EndedError(Exception):
@@ -127,12 +140,15 @@ class SandboxRoom:
         return self._limits.strikes()
 
     @contextmanager
-    def pipes(self, script: bytes) -> Iterator[Pipes]:
-        """Start a script; at the end the shell drains the pipes of background processes."""
+    def pipes(self, script: bytes, module: tuple[str, bytes] | None = None) -> Iterator[Pipes]:
+        """Start a script; at the end the shell drains the pipes of background processes.
+
+        `module`, a name and its text, is in the directory that has the script's name and `.d`.
+        """
         with self._lock:
             self._users += 1
         try:
-            pipes = Pipes(self._directory.path, script)
+            pipes = Pipes(self._directory.path, script, module)
             self._send(pipes.name)
             try:
                 yield pipes
