@@ -201,6 +201,7 @@ from .protocol import Snapshot as Snapshot
 from .protocol import Status as Status
 from .protocol import Steering as Steering
 from .protocol import Synced as Synced
+from .protocol import Tested as Tested
 from .protocol import UnexpectedTest as UnexpectedTest
 from .protocol import UnpinnedCommit as UnpinnedCommit
 from .protocol import Usage as Usage

@@ -184,6 +184,11 @@ class Results(reports.RunReport[protocol.Rehearsed]):
             yield ""
             yield from listing(bad, "INSTANCE RESULT=status REASON")
             yield from _unexpected_lines(bad)
+        yield from (
+            f"{row.instance}: {cell(each)}" for row in self.rows for each in row.contradictions
+        )
+        if logged := sum(row.verdict == "log" for row in self.rows):
+            yield f"{count(logged, 'instance')} judged by the log of its tests alone"
         counted = [
             f"{found:,} {state}"
             for state in Readiness

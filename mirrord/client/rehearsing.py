@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from .. import errors, protocol, testlogs
 from ..model import History, Readiness
+from ..sandbox.verdicts import Verdict, VerdictBy
 from ..testlogs import Want
 
 FATAL = (errors.NoDaemonError, errors.StoppingError, errors.AccessError)
@@ -57,6 +58,8 @@ class Record:
         self.environment: str | None = None
         self.unexpected: list[protocol.UnexpectedTest] = []
         self.logs: list[str] = []
+        self.verdict: VerdictBy | None = None
+        self.contradictions: list[str] = []
 
     @contextmanager
     def step(self, name: str, *, needed: bool = False) -> Iterator[None]:
@@ -84,6 +87,11 @@ class Record:
         took = round(time.perf_counter() - began, 6) if began else 0.0
         step = protocol.RehearsalStep(name=name, outcome=outcome, detail=detail, duration_s=took)
         self.steps.append(step)
+
+    def add_verdict(self, step: str, verdict: Verdict) -> None:
+        """Add the findings of a run of tests; the verdict is by the log if one of them is."""
+        self.verdict = "log" if self.verdict == "log" else verdict.by
+        self.contradictions += (f"{step}: {finding}" for finding in verdict.findings)
 
     @property
     def problem(self) -> protocol.Problem | None:
@@ -129,6 +137,14 @@ PHASES = (
     Phase("tests before", PATCHES[:1], Want.FAIL),
     Phase("tests after", PATCHES, Want.PASS),
 )
+TESTS = Phase("tests", PATCHES[:1], Want.PASS)
+"""A run of the tests in a grade."""
+
+
+def modules_of(row: protocol.Instance) -> list[str]:
+    """Return the modules of the test patch, which nothing may change while they run."""
+    paths = re.findall(r"^diff --git a/.* b/(.*\.py)$", row.test_patch or "", re.MULTILINE)
+    return [path for path in paths if ".." not in path.split("/")]
 
 
 def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
@@ -141,10 +157,9 @@ def command_of(recipe: protocol.Recipe, row: protocol.Instance) -> str:
 
 
 def judge_tests(
-    phase: Phase, row: protocol.Instance, parser: testlogs.Parser, log: str
+    phase: Phase, row: protocol.Instance, outcomes: testlogs.Outcomes, log: str
 ) -> tuple[list[protocol.UnexpectedTest], str]:
     """Return unexpected results of tests, and a fact about them, empty if there are none."""
-    found = parser(log)
     unexpected: list[protocol.UnexpectedTest] = []
     facts = []
     for name, tests, want in (
@@ -152,7 +167,7 @@ def judge_tests(
         ("PASS_TO_PASS", row.pass_to_pass or [], Want.KEEP),
     ):
         verb: Literal["fail", "pass"] = "fail" if want is Want.FAIL else "pass"
-        misses = list(testlogs.iter_misses(tests, found, want))
+        misses = list(testlogs.iter_misses(tests, outcomes, want))
         for test, outcome in misses[: _UNEXPECTED_MAX - len(unexpected)]:
             is_explained = verb == "pass" and len(unexpected) < _EXPLAINED_MAX
             unexpected.append(

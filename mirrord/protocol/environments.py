@@ -130,12 +130,29 @@ class UnexpectedTest(Answer):
         return f"{self.step}: {self.test}: {outcome}, expected to {self.expected}"
 
 
+class Tested(Answer):
+    """A run of an instance's tests in a grade. `reason` says what does not pass, or is empty.
+
+    The `verdict` is by the runner's report, or by the log where it has none; `contradictions` are
+    what the log, the exit status and the runner itself say against it.
+    """
+
+    environment: str | None = None
+    verdict: Literal["report", "log"]
+    reason: str = ""
+    unexpected: list[UnexpectedTest] = []
+    contradictions: list[str] = []
+    log: str | None = None
+
+
 class Rehearsed(Answer):
     """The rehearsal of one instance, with its steps until the first failure.
 
     `reason` is why it is not ready, `error` the problem that caused it. `state` identifies the row,
     the mirror and the daemon for which the result holds. If its tests ran, it has the
-    `environment`, the first of the `unexpected` tests, and the files of the `logs`.
+    `environment`, the first of the `unexpected` tests, and the files of the `logs`. The `verdict`
+    is by the runner's report, or by the log; `contradictions` are what logs and exit statuses say
+    against it.
     """
 
     instance: str
@@ -150,6 +167,8 @@ class Rehearsed(Answer):
     duration_s: float = 0.0
     environment: str | None = None
     unexpected: list[UnexpectedTest] = []
+    verdict: Literal["report", "log"] | None = None
+    contradictions: list[str] = []
     logs: list[str] = []
 
     @property

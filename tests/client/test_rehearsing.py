@@ -42,7 +42,7 @@ def test_a_row_that_holds_has_nothing_unexpected() -> None:
     parser = find_parser("pytest")
     assert parser
     row = instance(["tests/test_a.py::test_two"], ["tests/test_a.py::test_one"])
-    assert judge_tests(BEFORE, row, parser, LOG) == ([], "")
+    assert judge_tests(BEFORE, row, parser(LOG), LOG) == ([], "")
 
 
 def test_a_row_that_does_not_hold_says_which_tests_and_why() -> None:
@@ -50,7 +50,7 @@ def test_a_row_that_does_not_hold_says_which_tests_and_why() -> None:
     assert parser
     start = "tests/test_a.py::"
     row = instance([f"{start}test_two", f"{start}test_one"], [f"{start}test_gone"])
-    found, said = judge_tests(AFTER, row, parser, LOG)
+    found, said = judge_tests(AFTER, row, parser(LOG), LOG)
     assert said == (
         f"1 of 2 FAIL_TO_PASS do not pass, such as {start}test_two and"
         f" 1 of 1 PASS_TO_PASS do not pass, such as {start}test_gone"
@@ -67,7 +67,7 @@ def test_a_row_that_does_not_hold_says_which_tests_and_why() -> None:
     assert (found[1].outcome, found[1].test) == (None, f"{start}test_gone")
     assert found[1].lines, "the end of the log may say why it is not there"
 
-    passed = judge_tests(BEFORE, row, parser, LOG)[0][0]
+    passed = judge_tests(BEFORE, row, parser(LOG), LOG)[0][0]
     assert (passed.test, passed.expected, passed.outcome) == (f"{start}test_one", "fail", "passed")
 
 

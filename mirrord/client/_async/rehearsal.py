@@ -8,7 +8,6 @@ in a sandbox of this process, in a checkout with the instance's environment.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import re
 import time
@@ -19,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
 from ...model import AuditLevel, Bind, CommitState, History, View, utc_now
-from ...testlogs import find_parser
 from .. import rehearsing
+from .testrun import build_environment, run_tests
 
 if TYPE_CHECKING:
     from .checkout import AsyncCheckout
     from .client import AsyncClient
-    from .sandbox import AsyncSandbox
 
 _AUDIT_MAX_AGE = timedelta(hours=1)
 _TTL = timedelta(minutes=30)
@@ -143,6 +141,8 @@ class AsyncRehearsal:
             state=candidate.state,
             environment=record.environment,
             unexpected=record.unexpected,
+            verdict=record.verdict,
+            contradictions=record.contradictions,
             logs=record.logs,
             duration_s=round(time.perf_counter() - began, 6),
         )
@@ -232,7 +232,7 @@ class AsyncRehearsal:
         identity, dataset = candidate.instance, candidate.dataset
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
         with record.step("environment", needed=True):
-            record.environment, recipe = await self._build(candidate)
+            record.environment, recipe = await build_environment(self._client, identity, dataset)
         options = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
         async with await self._check_out(candidate, **options) as checkout:
             for phase in rehearsing.PHASES:
@@ -246,20 +246,6 @@ class AsyncRehearsal:
                             await checkout.apply(named)
                     await self._run_phase(phase, checkout, row, recipe, record)
 
-    async def _build(self, candidate: rehearsing.Candidate) -> tuple[str, protocol.Recipe]:
-        """Return the name of an instance's environment, built if missing, and its recipe."""
-        identity, dataset = candidate.instance, candidate.dataset
-        ended = await self._client.wait(
-            await self._client.build_environments(identity, dataset=dataset)
-        )
-        report = protocol.BuildReport.from_json(ended.result)
-        for failed in report.failed:
-            hint = f"see `mirrord environment log {failed.key}`"
-            raise errors.EnvironmentFailedError(failed.detail, hint=hint)
-        environment = await self._client.get_environment(report.ready[0])
-        assert environment.recipe is not None  # only lists leave it out
-        return environment.name, environment.recipe
-
     async def _run_phase(
         self,
         phase: rehearsing.Phase,
@@ -269,25 +255,14 @@ class AsyncRehearsal:
         record: rehearsing.Record,
     ) -> None:
         """Run the tests and keep their log; raises ProofFailedError for unexpected results."""
-        module = importlib.import_module(".sandbox", __package__)  # loaded only to run tests
-        box: AsyncSandbox = module.AsyncSandbox(checkout, variables=recipe.variables)
-        async with box as sandbox:
-            seconds = self._test_timeout.total_seconds()
-            ended = await sandbox.exec(rehearsing.command_of(recipe, row), timeout=seconds)
-        log = ended.stdout.decode(errors="replace")
-        if self._logs:
-            path = rehearsing.log_path(self._logs, row.id, phase.step)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(ended.stdout)
-            record.logs.append(str(path))
-        if ended.struck:
-            raise errors.DeadlineError(
-                f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
-                hint="raise --timeout",
-            )
-        parser = find_parser(recipe.log_parser)
-        assert parser is not None  # the daemon validated it
-        unexpected, fact = rehearsing.judge_tests(phase, row, parser, log)
+        path = rehearsing.log_path(self._logs, row.id, phase.step) if self._logs else None
+        try:
+            log, verdict = await run_tests(checkout, row, recipe, self._test_timeout, path)
+        finally:
+            if path and path.exists():
+                record.logs.append(str(path))
+        record.add_verdict(phase.step, verdict)
+        unexpected, fact = rehearsing.judge_tests(phase, row, verdict.outcomes, log)
         record.unexpected += unexpected
         if fact:
             raise errors.ProofFailedError(f"cannot confirm the row: {fact}")

@@ -17,7 +17,9 @@ from ...sandbox.calls import (
     SandboxCall,
     box_of,
     choose_environment,
+    environment_of,
 )
+from ...sandbox.verdicts import Report, Reporter, can_report
 from ..primitives_async import async_in_thread, async_to_end
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ class AsyncSandbox:
     without a writable control group, `memory_bytes` limits each process.
 
     The checkout's environment is writable until a reset. `environment` is the KEY or KEY@DIGEST
-    that it must have, or a directory to show read-only instead.
+    that it must have, or a directory to show read-only instead. `frozen` are files of the tree that
+    commands cannot change.
     """
 
     def __init__(
@@ -56,12 +59,15 @@ class AsyncSandbox:
         memory_bytes: int | None = None,
         processes: int | None = None,
         variables: Mapping[str, str] | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         self._checkout = checkout
         own = choose_environment(checkout.lease, environment)
         self._keeper = Keeper(
             lambda: checkout.lease,
-            lambda lease: box_of(lease, own, network=network, variables=variables or {}),
+            lambda lease: box_of(
+                lease, own, network=network, variables=variables or {}, frozen=frozen
+            ),
             memory_bytes,
             processes,
         )
@@ -88,6 +94,23 @@ class AsyncSandbox:
         source = io.BytesIO(input) if input else None
         options: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "variables": variables}
         return await self._run(SandboxCall(command, source=source, **options))
+
+    async def exec_tests(
+        self, command: str, *, timeout: float | None = None
+    ) -> tuple[Executed, Report | None]:
+        """Run a command as `exec` does; returns the report of the pytest that it starts, too.
+
+        The report is None where the checkout has no environment whose pytest can report. Standard
+        input has the key of the report.
+        """
+        if not can_report(environment_of(self._checkout.lease)):
+            return await self.exec(command, timeout=timeout), None
+        reporter = Reporter()
+        call = SandboxCall(
+            command, timeout=timeout, source=io.BytesIO(reporter.key), reporter=reporter
+        )
+        ended = await self._run(call)
+        return ended, reporter.read(call.report.bytes())
 
     async def read(self, path: str) -> bytes:
         """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""

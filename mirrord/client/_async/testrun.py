@@ -1,0 +1,62 @@
+"""Runs of an instance's tests in the sandbox of a checkout with its environment."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import errors, protocol
+from ...sandbox.verdicts import Verdict, judge_run
+from ...testlogs import find_parser
+from ..rehearsing import command_of, modules_of
+
+if TYPE_CHECKING:
+    from .checkout import AsyncCheckout
+    from .client import AsyncClient
+
+
+async def build_environment(
+    client: AsyncClient, instance: str, dataset: str | None
+) -> tuple[str, protocol.Recipe]:
+    """Return the name of an instance's environment, built if missing, and its recipe."""
+    ended = await client.wait(await client.build_environments(instance, dataset=dataset))
+    report = protocol.BuildReport.from_json(ended.result)
+    for failed in report.failed:
+        hint = f"see `mirrord environment log {failed.key}`"
+        raise errors.EnvironmentFailedError(failed.detail, hint=hint)
+    environment = await client.get_environment(report.ready[0])
+    assert environment.recipe is not None  # only lists leave it out
+    return environment.name, environment.recipe
+
+
+async def run_tests(
+    checkout: AsyncCheckout,
+    row: protocol.Instance,
+    recipe: protocol.Recipe,
+    timeout: timedelta,
+    log_file: Path | None,
+) -> tuple[str, Verdict]:
+    """Run the tests of a row in the tree of a checkout; returns their log and the verdict.
+
+    Raises DeadlineError if they meet a limit. The log is written to `log_file` in any case.
+    """
+    from .sandbox import AsyncSandbox  # noqa: PLC0415  loaded only to run tests
+
+    frozen = modules_of(row)
+    async with AsyncSandbox(checkout, variables=recipe.variables, frozen=frozen) as sandbox:
+        command, seconds = command_of(recipe, row), timeout.total_seconds()
+        ended, report = await sandbox.exec_tests(command, timeout=seconds)
+    if log_file:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        log_file.write_bytes(ended.stdout)
+    if ended.struck:
+        raise errors.DeadlineError(
+            f"cannot run the tests of {row.id}: they met the limit of {ended.struck}",
+            hint="raise --timeout",
+        )
+    parser = find_parser(recipe.log_parser)
+    assert parser is not None  # the daemon validated it
+    tests = [*(row.fail_to_pass or ()), *(row.pass_to_pass or ())]
+    log = ended.stdout.decode(errors="replace")
+    return log, judge_run(recipe.test_command, report, log, ended.exit_code, parser, tests)
