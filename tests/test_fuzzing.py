@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirrord.cli.main import run
-from mirrord.cli.predictions import read_predictions
+from mirrord.cli.prediction_file import read_predictions
 from mirrord.config import Settings, setting_keys
 from mirrord.datasets.fields import parse_mapping
 from mirrord.datasets.reading import read_dataset

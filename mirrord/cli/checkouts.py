@@ -338,6 +338,7 @@ _POLICY_HELP = (
     "report, drop or refuse what could steer the tests, or KIND=… for a kind of rule; repeatable."
 )
 _PREDICTIONS_HELP = "Grade each prediction of a file in SWE-bench's format."
+_RUN_HELP = "Run the tests of each prediction in its instance's environment."
 _REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
 
 
@@ -365,6 +366,11 @@ def grade(
     keep: Annotated[
         bool, Option("Keep the checkouts of the predictions; the report lists them.")
     ] = False,
+    run: Annotated[bool, Option(_RUN_HELP)] = False,
+    logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None,
+    timeout: Annotated[
+        str, Option("Limit of a run of the tests (with --run).", "DURATION")
+    ] = "30m",
 ) -> None:
     """The tree has the base commit, the content of the agent's change, and the tests. Prints its
     path; changes that could steer the tests are listed on stderr. Run the tests as another user
@@ -381,12 +387,13 @@ def grade(
             raise UsageError("cannot combine --predictions with another target", hint=hint)
         predictions_module = importlib.import_module(".predictions", __package__)  # loads asyncio
         jobs = read_jobs(concurrency, "--concurrency")
-        common |= {"dataset": dataset, "history": history}
+        common |= {"dataset": dataset, "history": history, "logs": logs}
+        common |= {"run_for": read_duration(timeout, "--timeout") if run else None}
         predictions_module.grade_all(session, predictions, report or [], jobs, keep=keep, **common)
         return
-    if report or keep:
+    if report or keep or run:
         hint = "add --predictions FILE"
-        raise UsageError("cannot use --report or --keep without --predictions", hint=hint)
+        raise UsageError("cannot use --report, --keep or --run without --predictions", hint=hint)
     if target is None:
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)

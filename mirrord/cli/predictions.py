@@ -1,36 +1,30 @@
 """`mirrord grade --predictions`: grade the predictions of a file, several at a time, and report.
 
-Predictions are SWE-bench's rows (`instance_id`, `model_patch`, `model_name_or_path`) as JSON lines,
-a JSON array, or an object by instance id. The file is read twice: first to find the last row of
-each instance and model, which counts as for SWE-bench, then row by row. Grades that are not kept
-are bound to this process.
+The file is read twice: first to find the last row of each instance and model, which counts as for
+SWE-bench, then row by row. Grades that are not kept are bound to this process.
 """
 
-import json
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import StrEnum
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from .. import errors
 from ..client._async import AsyncClient, AsyncGrade
-from ..datasets.readers import Element, iter_elements
+from ..client._async.testrun import build_environment, run_tests
+from ..client.rehearsing import TESTS, judge_tests, log_path
 from ..errors import MirrordError
-from ..model import Bind, ReportKind
-from ..protocol import Grade, to_json
+from ..model import Bind, ReportKind, View
+from ..protocol import Grade, Recipe, Tested, to_json
 from .output import count, table
+from .prediction_file import Fault, Prediction, read_predictions
 from .reports import PAGES, RunReport, run
 from .session import Session
 
-_BOM = b"\xef\xbb\xbf"
-_HEAD_BYTES = 1024**2
-_NAMES = {"instance_id", "model_patch"}
-_OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 _FATAL = (errors.NoDaemonError, errors.StoppingError)
 _UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
 _CONFLICT = (
@@ -40,107 +34,16 @@ _CONFLICT = (
 )
 
 
-class Prediction(NamedTuple):
-    """A row. `line` counts from 1: lines of JSON lines, else rows."""
-
-    line: int
-    instance: str
-    model: str
-    patch: bytes
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The key of which the last row counts."""
-        return self.instance, self.model
-
-
-class Fault(NamedTuple):
-    """An invalid row, and the reason."""
-
-    line: int
-    reason: str
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
-    """Yield the rows of a file; raises UsageError if it has none."""
-    if path.exists() and not path.is_file():
-        raise _unusable(path, "it is not a regular file")
-    try:
-        with path.open("rb") as file:
-            if file.peek(len(_BOM)).startswith(_BOM):
-                file.read(len(_BOM))
-            is_empty = True
-            for line, element in enumerate(_iter_rows(file), 1):
-                if element.text.strip() or element.fault:
-                    is_empty = False
-                    yield _read_row(line, element)
-    except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
-    if is_empty:
-        raise _unusable(path, "it has no predictions")
-
-
-def _iter_rows(file: BufferedReader) -> Iterator[Element]:
-    """Yield lines, or the elements of one JSON document, which may be a single line."""
-    start = file.tell()
-    head = file.read(_HEAD_BYTES).lstrip()
-    file.seek(start)
-    if head.startswith(b"["):
-        return iter_elements(file)
-    first, _, rest = head.partition(b"\n")
-    value = _decoded(first)
-    if value is None:
-        is_document = _OBJECT_BY_ID.match(head) is not None
-    else:
-        is_document = value.keys().isdisjoint(_NAMES) and not rest.strip()
-    return iter_elements(file) if is_document else map(Element, file)
-
-
-def _read_row(line: int, element: Element) -> Prediction | Fault:
-    if element.fault:
-        return Fault(line, element.fault)
-    value = _decoded(element.text)
-    if value is None:
-        return Fault(line, "it is not a JSON object")
-    if element.key is not None:
-        value.setdefault("instance_id", json.loads(element.key))
-    instance, patch = value.get("instance_id"), value.get("model_patch")
-    model = value.get("model_name_or_path")
-    if not isinstance(instance, str) or not instance:
-        return Fault(line, "it has no instance_id")
-    if "model_patch" not in value or not isinstance(patch, str | None):
-        return Fault(line, "it has no model_patch")
-    try:
-        content = (patch or "").encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return Fault(line, "its model_patch is not valid Unicode")
-    return Prediction(line, instance, model if isinstance(model, str) else "", content)
-
-
-def _decoded(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _unusable(path: Path, fact: str) -> errors.UsageError:
-    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as SWE-bench does"
-    return errors.UsageError(f"cannot read the predictions in {path}: {fact}", hint=hint)
-
-
 # -- results ---------------------------------------------------------------------------------------
 
 
 class State(StrEnum):
-    """The result of a prediction. The first two have a grade."""
+    """The result of a prediction. The first four have a grade, the last two of them were run."""
 
     PREPARED = "prepared"
     EMPTY = "empty"
+    RESOLVED = "resolved"
+    UNRESOLVED = "unresolved"
     CONFLICT = "conflict"
     REFUSED = "refused"
     UNKNOWN = "unknown"
@@ -162,6 +65,7 @@ class GradedPrediction:
     counts: int | None = None
     seconds: float | None = None
     is_kept: bool = False
+    tested: Tested | None = None
 
     @property
     def touched_tests(self) -> list[str]:
@@ -173,6 +77,8 @@ class GradedPrediction:
     def reason(self) -> str:
         if self.counts:
             return f"line {self.counts} counts"
+        if self.tested:
+            return "; ".join(filter(None, [self.tested.reason, *self.tested.contradictions]))
         return self.error.message if self.error else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -191,6 +97,7 @@ class GradedPrediction:
             "path": grade.path if grade and self.is_kept else None,
             "seconds": None if self.seconds is None else round(self.seconds, 6),
             "counts": self.counts,
+            "tests": self.tested.to_json() if self.tested else None,
             "error": self.error.problem() if self.error else None,
         }
 
@@ -205,6 +112,8 @@ class GradingReport(RunReport[GradedPrediction]):
     results: ClassVar = {
         State.PREPARED: ("good", "the patch applies; the grade has it and the tests"),
         State.EMPTY: ("other", "the patch changes nothing"),
+        State.RESOLVED: ("good", "the tests pass that should"),
+        State.UNRESOLVED: ("bad", "a test does not pass that should"),
         State.CONFLICT: ("bad", "the patch does not apply"),
         State.REFUSED: ("bad", "the policy refuses a change that could steer the tests"),
         State.UNKNOWN: ("other", "no dataset has the instance, or datasets differ in it"),
@@ -278,6 +187,9 @@ class GradingReport(RunReport[GradedPrediction]):
         states = Counter(each.state for each in self.rows)
         counted = ", ".join(f"{states[state]} {state}" for state in State if states[state])
         yield f"{count(len(self.rows), 'prediction')}: {counted}"
+        logged = sum(bool(each.tested and each.tested.verdict == "log") for each in self.rows)
+        if logged:
+            yield f"{count(logged, 'prediction')} judged by the log of the tests alone"
 
 
 # -- grading ---------------------------------------------------------------------------------------
@@ -291,10 +203,13 @@ def grade_all(
     *,
     dataset: str | None,
     keep: bool,
+    run_for: timedelta | None = None,
+    logs: Path | None = None,
     **choices: Any,
 ) -> None:
     """Grade every prediction of a file. Exits with the status of the first that has no grade.
 
+    `run_for` is the limit of a run of the tests; without it they do not run.
     An interrupted run leaves a report of the finished predictions, and no lease.
     """
     if dataset is not None:
@@ -309,7 +224,8 @@ def grade_all(
     report = GradingReport(reports, source=path.name, dataset=dataset, total=total)
 
     async def begin(client: AsyncClient) -> Iterator[Awaitable[GradedPrediction]]:
-        return map(_Grader(client, last, keep, choices).grade, read_predictions(path))
+        tests = None if run_for is None else _Tests(client, dataset, run_for, logs)
+        return map(_Grader(client, last, keep, choices, tests).grade, read_predictions(path))
 
     run(session, "grade", report, jobs, begin)
     session.answer(report.answer(), report.lines())
@@ -326,8 +242,9 @@ class _Grader:
         last: dict[tuple[str, str], int],
         keep: bool,
         choices: dict[str, Any],
+        tests: "_Tests | None",
     ) -> None:
-        self._client, self._last = client, last
+        self._client, self._last, self._tests = client, last, tests
         self._keep, self._choices = keep, choices
         self._bind = Bind.LEASE if keep else Bind.PROCESS
 
@@ -340,7 +257,11 @@ class _Grader:
             return GradedPrediction(row.line, State.DUPLICATE, *row.key, counts=line)
         began = time.perf_counter()
         try:
-            grade = await self._prepare(row)
+            recipe, choices = None, self._choices
+            if self._tests:
+                environment, recipe = await self._tests.prepare(row)
+                choices = {**choices, "environment": environment}
+            grade = await self._prepare(row, choices)
         except (*_FATAL, errors.AccessError):  # all other predictions would fail too
             raise
         except errors.MirrordError as error:
@@ -351,18 +272,64 @@ class _Grader:
             row.line, state, *row.key, grade.report, seconds=took, is_kept=self._keep
         )
         if self._keep:
-            return outcome
+            return await self._tested(grade, recipe, outcome)
         async with grade:  # releases it, even if this task is cancelled
-            return outcome
+            return await self._tested(grade, recipe, outcome)
 
-    async def _prepare(self, row: Prediction) -> AsyncGrade:
+    async def _tested(
+        self, grade: AsyncGrade, recipe: Recipe | None, outcome: GradedPrediction
+    ) -> GradedPrediction:
+        if not self._tests or not recipe or outcome.state is State.EMPTY:
+            return outcome
         try:
-            return await self._client.grade(
-                row.instance, row.patch, bind=self._bind, **self._choices
-            )
+            tested = await self._tests.run(grade, recipe, outcome)
+        except (*_FATAL, errors.AccessError):
+            raise
+        except errors.MirrordError as error:
+            return replace(outcome, state=State.FAILED, error=error)
+        state = State.UNRESOLVED if tested.reason else State.RESOLVED
+        return replace(outcome, state=state, tested=tested)
+
+    async def _prepare(self, row: Prediction, choices: dict[str, Any]) -> AsyncGrade:
+        try:
+            return await self._client.grade(row.instance, row.patch, bind=self._bind, **choices)
         except errors.ProcessGoneError:  # the daemon cannot see this process
             self._bind = Bind.LEASE
-            return await self._client.grade(row.instance, row.patch, **self._choices)
+            return await self._client.grade(row.instance, row.patch, **choices)
+
+
+class _Tests:
+    """Runs the tests of graded predictions, each in its grade, with the instance's environment."""
+
+    def __init__(
+        self, client: AsyncClient, dataset: str | None, timeout: timedelta, logs: Path | None
+    ) -> None:
+        self._client, self._dataset = client, dataset
+        self._timeout, self._logs = timeout, logs
+
+    async def prepare(self, row: Prediction) -> tuple[str, Recipe]:
+        """Return the name of a row's environment, built if missing, and its recipe."""
+        return await build_environment(self._client, row.instance, self._dataset)
+
+    async def run(self, grade: AsyncGrade, recipe: Recipe, outcome: GradedPrediction) -> Tested:
+        identity = outcome.instance or ""
+        row = await self._client.get_instance(identity, view=View.GRADER, dataset=self._dataset)
+        if not (row.fail_to_pass or row.pass_to_pass):
+            fact = f"cannot judge {identity}: its row lists no tests"
+            raise errors.ProofFailedError(fact, hint="add FAIL_TO_PASS and PASS_TO_PASS")
+        file = None
+        if self._logs:
+            file = log_path(self._logs, identity, f"{TESTS.step} {outcome.line}")
+        log, verdict = await run_tests(grade, row, recipe, self._timeout, file)
+        unexpected, reason = judge_tests(TESTS, row, verdict.outcomes, log)
+        return Tested(
+            environment=grade.environment,
+            verdict=verdict.by,
+            reason=reason,
+            unexpected=unexpected,
+            contradictions=verdict.findings,
+            log=str(file) if file else None,
+        )
 
 
 def _state_of(error: errors.MirrordError) -> State:

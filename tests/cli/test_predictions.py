@@ -24,15 +24,8 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.cli.predictions import (
-    Fault,
-    GradedPrediction,
-    GradingReport,
-    Prediction,
-    State,
-    grade_all,
-    read_predictions,
-)
+from mirrord.cli.prediction_file import Fault, Prediction, read_predictions
+from mirrord.cli.predictions import GradedPrediction, GradingReport, State, grade_all
 from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind
