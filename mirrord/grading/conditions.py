@@ -46,6 +46,11 @@ _SKIPS = re.compile(
     re.IGNORECASE,
 )
 
+_ALWAYS = re.compile(
+    rb"def\s+__(?:eq|ne)__\s*\([^)]*\)[^:\n]*:\s*(?:#[^\n]*\s*|\"\"\"[^\"]*\"\"\"\s*)*return\s+(?:True|False)\b"
+    rb"|__(?:eq|ne)__\s*=\s*lambda\b[^:]*:\s*(?:True|False)\b"
+)
+
 
 # -- lines and files ------------------------------------------------------------------------------
 
@@ -86,6 +91,14 @@ def differing_part(old: bytes, new: bytes) -> bytes:
 def _code_adds(change: Change, context: Context, *patterns: str) -> str | None:
     """As `adds`, outside of tests, which may name their runner."""
     return None if is_test(change.path) else _adds(change, context, *patterns)
+
+
+def _always_equal(change: Change, context: Context) -> str | None:
+    """A new comparison returns a constant, outside of tests."""
+    if change.mode in (None, SYMLINK, SUBMODULE) or is_test(change.path):
+        return None
+    new, old = (len(_ALWAYS.findall(data)) for data in (change.data, context.before(change)))
+    return f"{new - old} comparisons" if new > old else None
 
 
 def _beside(change: Change, context: Context, name: str) -> str | None:
@@ -233,7 +246,7 @@ def _test_added(change: Change, context: Context) -> str | None:
 CONDITIONS: dict[str, Callable[..., str | None]] = {
     condition.__name__.strip("_").replace("_", "-"): condition
     for condition in (
-        *(_adds, _beside, _code_adds, _keys, _large, new_dependency, new_module),
+        *(_adds, _always_equal, _beside, _code_adds, _keys, _large, new_dependency, new_module),
         *(new_tested_module, _package_marker, _sections, _submodule, _symlink_outside, _tables),
         *(takes_name, _test_added, _test_edited, _test_removed, _test_weakened),
     )

@@ -188,8 +188,13 @@ names-runner (code): the program, which may behave differently under test
   *.py *.js *.ts *.mjs *.cjs *.jsx *.tsx *.rs *.go *.java *.kt *.rb *.php *.c *.cc *.cpp *.h
   if code-adds
     PYTEST_CURRENT_TEST PYTEST_VERSION \b_pytest\b \bpluggy\b \bimport\s+pytest\b
-    sys\.modules\b.{0,40}\b(pytest|unittest) \b__unittest\b \bos\._exit\b JEST_WORKER_ID
+    \b(import|from)\s+unittest\b sys\.modules\b.{0,40}\b(pytest|unittest) \b__unittest\b
+    \bos\._exit\b \bsys\._getframe\b \binspect\.(stack|currentframe)\b
+    \bgc\.get_(objects|referrers)\b \bsys\.set(trace|profile)\b MIRRORD_REPORT JEST_WORKER_ID
     VITEST_ NEXTEST\b
+always-equal (code): an assertion, which asks the object
+  *.py
+  if always-equal
 module-of-tests (code): the instance's tests, which import a module of that name
   *.py *.so
   if new-tested-module

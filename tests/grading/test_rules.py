@@ -227,9 +227,21 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
         [
             ("src/pkg/core.py", 'import os\nif "PYTEST_CURRENT_TEST" in os.environ:\n    pass\n'),
             ("src/pkg/core.py", 'import sys\nif "pytest" in sys.modules and sys.modules["pytest"]:\n    1\n'),
+            ("src/pkg/core.py", "import sys\ncaller = sys._getframe(1)\n"),
             ("src/a.js", "if (process.env.JEST_WORKER_ID) {}\n"),
         ],
         [("src/pkg/core.py", "import sys\nsys.modules[__name__]\n"), ("tests/test_y.py", "import pytest\n")],
+    ),
+    "always-equal": (
+        [
+            ("src/pkg/core.py", "class A:\n    def __eq__(self, other):\n        # so\n        return True\n"),
+            ("src/pkg/core.py", 'class A(str):\n    def __ne__(self, other: object) -> bool:\n        """No."""\n        return False\n'),
+            ("src/pkg/core.py", "A = type('A', (), {})\nA.__eq__ = lambda a, b: True\n"),
+        ],
+        [
+            ("src/pkg/core.py", "class A:\n    def __eq__(self, other):\n        return self.x == other.x\n"),
+            ("tests/test_y.py", "class Any:\n    def __eq__(self, other):\n        return True\n"),
+        ],
     ),
     "module-of-tests": ([("fresh.py", ""), ("src/fresh/__init__.py", "")], [("stale.py", "")]),
 }  # fmt: skip
