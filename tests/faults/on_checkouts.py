@@ -63,22 +63,14 @@ class PoolCheckout(WarmCheckout):
 
 
 class PoolTree(Checkout):
-    """Of a commit that nobody asked for yet, with no warm tree to start from: its tree is written."""
+    """Of a commit that nobody asked for yet, with no spare to start from: its tree is written."""
 
     name = "tree creation (pool)"
     backend = "pool"
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
-        self._takers: list[str] = []
-        while any((lab.state / "checkouts").glob(".warm-*")):
-            self._takers.append(lab.checkout(lab.commits[1], self.backend)["id"])
-        self._before.update(self._takers)
-
-    def clean(self) -> None:
-        super().clean()
-        for lease in self._takers:
-            self.lab.release(lease)
+        lab.call("POST", "gc", {})
 
 
 class Reset(Operation):
