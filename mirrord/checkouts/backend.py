@@ -99,8 +99,10 @@ class CheckoutBackend(Protocol):
         """
         ...
 
-    async def adopt(self, lease: Lease) -> bool:
-        """Take over a lease of an earlier daemon. Return False if its tree is lost."""
+    async def adopt(self, lease: Lease) -> None:
+        """Take over a lease of an earlier daemon. Raises MirrordError or OSError where its tree
+        cannot be shown; removes nothing of its owner's.
+        """
         ...
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:

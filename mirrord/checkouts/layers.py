@@ -74,7 +74,12 @@ class Layers:
         self._trash = trash
 
     def open(self) -> None:
-        """Remove unused layers; call once, after leases and prepared layers were read."""
+        """Remove unused layers; call once, after leases and prepared layers were read.
+
+        Where one could not be read, the layers that it needs are unknown, and all stay.
+        """
+        if not self._leases.knows_all:
+            return
         with suppress(FileNotFoundError):
             for path in self.directory.iterdir():
                 if not self._leases.layers[LayerId(path.name.partition(".")[0])]:
@@ -111,7 +116,9 @@ class Layers:
             self.drop_unused([layer])
 
     def drop_unused(self, layers: Iterable[LayerId]) -> None:
-        """Remove those of the layers that no lease refers to."""
+        """Remove those of the layers that no lease refers to; the next start removes the others."""
+        if not self._leases.knows_all:
+            return
         for layer in layers:
             if self._leases.layers[layer] <= 0:
                 del self._leases.layers[layer]

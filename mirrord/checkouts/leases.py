@@ -2,9 +2,10 @@
 
 `checkouts/<id>` is the client's: only its owner and the daemon enter it, it is the same directory
 for the whole lease, and it holds `tree`. `leases/<id>` (0700) is private and has the lease itself,
-which is in no database. A directory without a complete lease is half-made; `.trash-<id>` was
-released. Only a renewal is flushed: a power failure may lose a lease that was made or reset seconds
-ago, but never leaves half of one.
+which is in no database. A directory without a lease is half-made; `.trash-<id>` was released. One
+whose lease cannot be read is neither: it is set aside, with all that its owner made. Only a renewal
+is flushed: a power failure may lose a lease that was made or reset seconds ago, but never leaves
+half of one.
 """
 
 import json
@@ -19,7 +20,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import BackendUnavailableError, CheckoutNotFoundError, full_disk_named
+from ..errors import (
+    BackendUnavailableError,
+    CheckoutNotFoundError,
+    DiskFailedError,
+    MirrordError,
+    full_disk_named,
+)
 from ..host.files import grant_search, opened, write_all
 from ..host.peers import Process
 from ..host.processes import boot_id
@@ -36,6 +43,7 @@ from ..model import (
     new_checkout_id,
     shown,
 )
+from ..telemetry import log
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -59,6 +67,13 @@ class Directories(NamedTuple):
 
     def renamed(self, name: str) -> "Directories":
         return Directories(self.public.with_name(name), self.private.with_name(name))
+
+
+class Aside(NamedTuple):
+    """A checkout that a start could not take over, and why; its lease, if that could be read."""
+
+    reason: str
+    lease: "Lease | None"
 
 
 class SavedLayer(NamedTuple):
@@ -266,7 +281,8 @@ class Leases:
 
     `public` is the directory of checkouts. `count` is their number, including those being made;
     `held_by` counts them by owner and taker, `taken_by` by taker. `layers` counts the leases and
-    prepared layers that keep a layer.
+    prepared layers that keep a layer. `aside` has the checkouts that were set aside, `unread` the
+    records of prepared layers that could not be read, with reasons.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -277,6 +293,8 @@ class Leases:
         self.held_by: Counter[int] = Counter()
         self.taken_by: Counter[int] = Counter()
         self.layers: Counter[LayerId] = Counter()
+        self.aside: dict[CheckoutId, Aside] = {}
+        self.unread: dict[Path, str] = {}
 
     def open(self) -> tuple[list[Lease], list[Directories]]:
         """Read the leases of an earlier daemon; return them, and the directories without one."""
@@ -285,13 +303,46 @@ class Leases:
         trash = []
         for name in sorted({*os.listdir(self.public), *os.listdir(self._private)}):
             found = self.directories(name)
-            lease = _read(found, LeaseState.LIVE) or _read(found, LeaseState.RESETTING)
+            try:
+                lease = None if name.startswith(".") else _read(found)
+            except _UnreadableError as error:
+                self.set_aside(CheckoutId(name), str(error))
+                continue
             if lease is None:
                 trash.append(found)
             else:
                 self._set(lease)
                 self.add(lease.terms.taken_by, lease.terms.owner_uid)
         return list(self._live.values()), trash
+
+    def set_aside(self, checkout: CheckoutId, reason: str) -> None:
+        """Keep a checkout as it is, with the layers that it is known to need, until it is released
+        or the next start can take it over.
+        """
+        lease = self._live.pop(checkout, None)
+        if lease:
+            self.add(lease.terms.taken_by, lease.terms.owner_uid, -1)
+        self.aside[checkout] = Aside(reason, lease)
+        log.warning("checkout.set_aside", checkout=checkout, reason=reason)
+
+    def drop_aside(self, checkout: CheckoutId) -> Directories:
+        """Give up a checkout that was set aside; return what is left to remove."""
+        gone = self.discard(self.directories(checkout))
+        if lease := self.aside.pop(checkout).lease:
+            self.layers.subtract(lease.layers)
+        return gone
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether every lease and record was read, and so all that must stay on disk is known."""
+        return not self.unread and all(each.lease for each in self.aside.values())
+
+    def problems(self) -> list[str]:
+        """Return a reason why the daemon is degraded for each thing that was set aside."""
+        hint = "see docs/damage.md, Set aside"
+        checkouts = [f"checkout {name}: {each.reason}" for name, each in self.aside.items()]
+        layers = [f"the record of a saved layer {path}: {why}" for path, why in self.unread.items()]
+        return [f"set aside, nothing was removed: {each} ({hint})" for each in checkouts + layers]
 
     def __len__(self) -> int:
         return len(self._live)
@@ -328,15 +379,29 @@ class Leases:
 
     def get(self, text: str) -> Lease:
         """Return the lease of an id, or of any path into its checkout."""
-        name = text
-        if text.startswith("/"):
-            path = Path(os.path.normpath(text))
-            if path.is_relative_to(self.public) and path != self.public:
-                name = path.relative_to(self.public).parts[0]
-        lease = self._live.get(CheckoutId(name))
+        checkout = self._id_of(text)
+        if checkout in self.aside:
+            raise DiskFailedError(
+                f"cannot use checkout {checkout}, which is set aside:"
+                f" {self.aside[checkout].reason}",
+                hint="an administrator can repair it and restart the daemon, or release it",
+            )
+        lease = self._live.get(checkout)
         if lease is None:
             raise not_found(text)
         return lease
+
+    def find_aside(self, text: str) -> CheckoutId | None:
+        """Return the id of a checkout that was set aside, given by id or path."""
+        checkout = self._id_of(text)
+        return checkout if checkout in self.aside else None
+
+    def _id_of(self, text: str) -> CheckoutId:
+        if text.startswith("/"):
+            path = Path(os.path.normpath(text))
+            if path.is_relative_to(self.public) and path != self.public:
+                return CheckoutId(path.relative_to(self.public).parts[0])
+        return CheckoutId(text)
 
     def prepare(self, lease: Lease) -> None:
         """Write and flush the file for the next `put`. Run it in a thread: a flush takes long."""
@@ -433,14 +498,30 @@ def _replace(path: str) -> None:
         raise
 
 
-def _read(directories: Directories, state: LeaseState) -> Lease | None:
-    """Return the lease of a checkout; None if its file is missing, torn, or another checkout's."""
-    try:
-        facts = json.loads((directories.private / state).read_bytes())
-        lease = Lease(**from_json(Lease, facts), directories=directories, state=state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return lease if lease.id == directories.public.name and directories.public.is_dir() else None
+class _UnreadableError(Exception):
+    """There is a lease that cannot be read."""
+
+
+def _read(directories: Directories) -> Lease | None:
+    """Return the lease of a checkout, None if it has none; raises _UnreadableError."""
+    for state in LeaseState:
+        try:
+            content = (directories.private / state).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # EIO, EMFILE, EACCES
+            raise _UnreadableError(f"cannot read its {state}: {error.strerror}") from error
+        try:
+            facts = from_json(Lease, json.loads(content))
+            lease = Lease(**facts, directories=directories, state=state)
+        except (ValueError, KeyError, TypeError, AttributeError, MirrordError) as error:
+            raise _UnreadableError(f"cannot read its {state}: it is damaged") from error
+        if lease.id != directories.public.name:
+            raise _UnreadableError(f"its {state} is of checkout {shown(lease.id)}")
+        if not os.path.isdir(directories.public):
+            raise _UnreadableError(f"its directory {directories.public} is gone or unreadable")
+        return lease
+    return None
 
 
 # -- leases and prepared layers as JSON ------------------------------------------------------------

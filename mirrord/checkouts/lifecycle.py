@@ -17,7 +17,7 @@ from ..errors import BackendUnavailableError, CheckoutBusyError, MirrordError, P
 from ..host.peers import ProcessWatch, process_gone
 from ..host.trash import Trash
 from ..jobs.events import Events
-from ..model import Backend, CheckoutId
+from ..model import Backend, CheckoutId, utc_now
 from ..protocol import Proof
 from ..telemetry import log
 from .backend import CheckoutBackend
@@ -48,16 +48,28 @@ class Lifecycle:
         for directories in trash:
             self._remove(self.leases.discard(directories), None)
         for lease in leases:
-            found = self.backends.get(lease.backend)
-            if found is None or not await found.adopt(lease):
-                log.warning("checkout.lost", checkout=lease.id, backend=str(lease.backend))
-                self.end(resetting(lease))
-            elif lease.state is LeaseState.RESETTING:
+            if not await self._adopt(lease):
+                continue
+            if lease.state is LeaseState.RESETTING:
                 task = asyncio.get_running_loop().create_task(self._complete_reset(lease))
                 self._finishing.add(task)
                 task.add_done_callback(self._finishing.discard)
-        count, lost = len(self.leases), len(leases) - len(self.leases)
-        log.info("checkouts.adopted", count=count, lost=lost, trash=len(trash))
+        count, aside = len(self.leases), len(self.leases.aside)
+        log.info("checkouts.adopted", count=count, set_aside=aside, trash=len(trash))
+
+    async def _adopt(self, lease: Lease) -> bool:
+        """Take over a lease; one that cannot be is set aside, or ended if its deadline is past."""
+        try:
+            await self.backend_of(lease).adopt(lease)
+        except (MirrordError, OSError) as error:
+            reason = error.message if isinstance(error, MirrordError) else str(error)
+        else:
+            return True
+        if lease.terms.expires_at <= utc_now():
+            self.end(resetting(lease))
+        else:
+            self.leases.set_aside(lease.id, f"cannot show its tree: {reason}")
+        return False
 
     async def close(self) -> None:
         """Stop. Leases outlive the daemon."""
@@ -156,6 +168,11 @@ class Lifecycle:
             self.backends[lease.backend].released(lease)
         self._locks.pop(lease.id, None)
 
+    def end_aside(self, checkout: CheckoutId) -> None:
+        """Remove a checkout that was set aside, with all that its owner made."""
+        lease = self.leases.aside[checkout].lease
+        self._remove(self.leases.drop_aside(checkout), lease and resetting(lease))
+
     def _remove(self, directories: Directories, lease: Lease | None) -> None:
         """Have the lease's backend remove its directories; without a lease, each backend."""
         known = self.backends.get(lease.backend) if lease else None
@@ -174,8 +191,9 @@ class Lifecycle:
                 await self.make_clean(replace(lease, state=LeaseState.LIVE))
             except ProofFailedError:
                 return
-            except (MirrordError, OSError):
-                self.end(lease)
+            except (MirrordError, OSError) as error:
+                # as after a reset that failed: another reset completes it
+                log.warning("reset.unfinished", checkout=lease.id, error=str(error))
 
     def _report(self, lease: Lease, error: ProofFailedError) -> None:
         self.events.publish(

@@ -139,7 +139,7 @@ class OverlayBackend:
 
         return await self._with_template(to, swap_in)
 
-    async def adopt(self, lease: Lease) -> bool:
+    async def adopt(self, lease: Lease) -> None:
         def is_mounted(target: str) -> bool:
             return str(lease.directory / target) in self._mounted
 
@@ -166,8 +166,8 @@ class OverlayBackend:
         except (errors.MirrordError, OSError) as error:
             facts = {"mounted": is_mounted(TREE), "error": str(error)}
             log.warning("checkout.orphaned", checkout=lease.id, **facts)
-            return is_mounted(TREE)
-        return True
+            if not is_mounted(TREE):
+                raise
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         def unmount() -> bool:

@@ -119,10 +119,11 @@ class PoolBackend:
         leases.save(to)
         return proof
 
-    async def adopt(self, lease: Lease) -> bool:
+    async def adopt(self, lease: Lease) -> None:
         for trash in find_trash(lease.directory):
             self.trash.add(trash)
-        return (lease.private / "manifest").exists()
+        if lease.state is LeaseState.LIVE:  # a reset makes a tree anew, also without a manifest
+            os.stat(lease.tree_path, follow_symlinks=False)
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         if lease is not None and lease.history is History.LINKED:

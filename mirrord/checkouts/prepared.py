@@ -25,6 +25,7 @@ from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, Vie
 from ..patches.diff import write_repository
 from ..patches.worktree import PatchJob
 from ..protocol import Copied, PreparedLayer
+from ..telemetry import log
 from ..templates.environments import EnvironmentStore
 from ..workers.pool import Workers
 from .backend import ChangedPaths, CopyRule, Taken
@@ -91,8 +92,13 @@ class PreparedLayers:
     def open(self) -> None:
         """Read the records of an earlier daemon; call before unused layers are removed."""
         for path in sorted(self.layers.directory.glob("*.json")):
-            if record := _read(path):
-                self._add(record)
+            try:
+                self._add(_read(path))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                self.leases.unread[path] = str(error)
+                log.warning("layer.unreadable", path=str(path), error=str(error))
 
     def all(self) -> list[LayerRecord]:
         """Return all records, oldest first."""
@@ -346,12 +352,19 @@ def _counts(taken: Taken) -> dict[str, Any]:
     return {"files": taken.files, "size_bytes": taken.size_bytes, "left_out": taken.left_out}
 
 
-def _read(path: Path) -> LayerRecord | None:
-    """Return the record in a file; None if it is torn, or its layers are gone."""
+def _read(path: Path) -> LayerRecord:
+    """Return the record in a file. Raises OSError, or ValueError if it is damaged.
+
+    A record is removed before its layers are, so one whose layers are gone is damaged, too.
+    """
+    content = path.read_bytes()
     try:
-        facts = json.loads(path.read_bytes())
-        record = LayerRecord(**from_json(LayerRecord, facts))
-    except (OSError, ValueError, KeyError, TypeError, errors.UsageError):
-        return None
-    is_whole = all(path.with_name(layer).is_dir() for layer in record.layers)
-    return record if is_whole and record.saved.id == path.stem else None
+        record = LayerRecord(**from_json(LayerRecord, json.loads(content)))
+    except (ValueError, KeyError, TypeError, AttributeError, errors.UsageError) as error:
+        raise ValueError("it is damaged") from error
+    if record.saved.id != path.stem:
+        raise ValueError("it is the record of another layer")
+    for layer in record.layers:
+        if not path.with_name(layer).is_dir():
+            raise ValueError(f"its layer {layer} is gone")
+    return record

@@ -274,7 +274,15 @@ class Checkouts:
         ), mount
 
     async def release(self, checkout: str, peer: Peer) -> None:
-        """End a lease. The checkout is gone at once; its files are removed in the background."""
+        """End a lease. The checkout is gone at once; its files are removed in the background.
+
+        Only an administrator releases a checkout that was set aside: its owner may be unknown.
+        """
+        if aside := self.leases.find_aside(checkout):
+            self.leasing.must_be_admin(peer, f"release checkout {aside}, which is set aside")
+            self._lifecycle.end_aside(aside)
+            log.info("checkout.given_up", checkout=aside, uid=peer.uid)
+            return
         async with self.leasing.held(checkout, peer) as lease:
             self._lifecycle.end(lease)
         self.leasing.publish("checkout.released", lease)

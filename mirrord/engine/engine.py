@@ -215,7 +215,9 @@ class Engine:
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
+        self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
+        self.health.degrade_by(self.checkouts.leases.problems)
         self.grading = Grading(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,

@@ -44,6 +44,7 @@ from ..model import (
     shown,
 )
 from ..places import ENVIRONMENT
+from ..telemetry import log
 
 DIRECTORY = ".environments"
 """Below `templates`, which the mounter shows to each owner as its own."""
@@ -89,15 +90,24 @@ class EnvironmentStore:
         self.held: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Read what is on disk; remove what is incomplete."""
+        """Read what is on disk; remove what is incomplete, and keep what cannot be read."""
         with suppress(FileNotFoundError):
             for path in sorted(self.root.iterdir()):
                 if path.name.startswith((_BUILDING, TRASH_PREFIX)):
                     self._trash.remove(path)
-                elif record := _read(path):
-                    self._records[record.digest] = record
                 elif path != self.shared:
-                    self._trash.discard(path)
+                    self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            record = _read(path)
+        except OSError as error:  # a checkout may show it
+            log.warning("environment.unreadable", path=str(path), error=str(error))
+            return
+        if record:
+            self._records[record.digest] = record
+        else:
+            self._trash.discard(path)
 
     def find(self, name: str) -> EnvironmentRecord | None:
         """Return the ready environment of a name: KEY, of which the newest, or KEY@DIGEST, with a
@@ -193,12 +203,12 @@ def not_found(name: str) -> EnvironmentNotFoundError:
 
 
 def _read(path: Path) -> EnvironmentRecord | None:
-    """Return the record in a directory; None if it is incomplete."""
+    """Return the record in a directory; None if it is incomplete. Raises OSError."""
     try:
         facts = json.loads((path / RECORD).read_bytes())
         is_ready = facts["state"] == "ready"
         record = EnvironmentRecord(facts["key"], facts["digest"], is_ready, facts["at"], facts)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
     is_named = path.name.startswith(_BUILDING) or path.name == record.digest
     if not (is_named and _DIGEST.fullmatch(record.digest)):

@@ -55,7 +55,8 @@ class MirrorWeight(NamedTuple):
 class Eviction:
     """Decides which templates to evict. Belongs to the event loop's thread.
 
-    `size_bytes` is the size of all templates when they were last counted, some minutes ago.
+    `size_bytes` is the size of all templates when they were last counted, some minutes ago. Nothing
+    is evicted while `knows_all` is false: a lease that could not be read may need any of them.
     """
 
     settings: Callable[[], Settings]
@@ -65,6 +66,7 @@ class Eviction:
 
     def __post_init__(self) -> None:
         self._noted_at = time.time()
+        self.knows_all: Callable[[], bool] = lambda: True
         self.evicted = 0
         self.size_bytes: int | None = None
 
@@ -140,7 +142,8 @@ class Eviction:
         templates = inventory.templates
         async with templates.changes.turn():
             is_used = self.stores.used_at.get(path, 0.0) > used_at
-            if is_used or path in self.registry.held or path in self.stores.held:
+            is_held = path in self.registry.held or path in self.stores.held
+            if is_used or is_held or not self.knows_all():
                 return None
             before = templates.size_bytes
             store = inventory.remove(path)
@@ -156,7 +159,7 @@ class Eviction:
     async def _evict_orphans(self, inventory: "_Stored") -> int:
         """Evict layers without a store, which a failed build left; returns their bytes."""
         templates, freed = inventory.templates, 0
-        for layer in inventory.orphans():
+        for layer in inventory.orphans() if self.knows_all() else ():
             async with templates.changes.turn():
                 before = templates.size_bytes
                 self._discard_layers(inventory, layer.tree)

@@ -97,12 +97,15 @@ def write_record(directory: Path, layer: Layer) -> None:
 
 
 def read_record(directory: Path) -> tuple[Layer, bool] | None:
-    """Return the layer of a directory and whether this boot proved it; None if unreadable."""
+    """Return the layer of a directory and whether this boot proved it; None if it is torn.
+
+    Raises OSError where it cannot be read.
+    """
     try:
         record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
         proven = record.pop("boot") == boot_id()
         layer = Layer(**{**record, "removed": tuple(record["removed"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None
     return (layer, proven) if layer.name == directory.name else None
 

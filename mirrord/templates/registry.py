@@ -57,25 +57,32 @@ class MirrorTemplates:
         return self.own_bytes + self.shared_bytes
 
     def load(self) -> None:
-        """Read the layers on disk; remove incomplete ones."""
+        """Read the layers on disk; remove incomplete ones, and keep those that cannot be read."""
         if not self.trees.is_dir():
             return
         for path in sorted(self.trees.iterdir()):
             if path.name.startswith((_BUILDING, TRASH_PREFIX)):
                 self.trash.remove(path)
-            elif (
-                (record := read_record(path))
-                and (path / "files").is_dir()
-                and (path / "index/.git/index").is_file()
-                and Manifest.is_current(path / "manifest")
-            ):
-                layer, is_proven = record
-                self.enter(layer)
-                if not is_proven:
-                    self.unproven.add(layer.tree)
-            else:
-                with suppress(OSError):
-                    self.trash.discard(path)
+                continue
+            try:
+                self._load(path)
+            except OSError as error:  # a checkout may show it
+                log.warning("layer.unreadable", path=str(path), error=str(error))
+
+    def _load(self, path: Path) -> None:
+        record = read_record(path)
+        if (
+            record
+            and (path / "files").is_dir()
+            and (path / "index/.git/index").is_file()
+            and Manifest.is_current(path / "manifest")
+        ):
+            layer, is_proven = record
+            self.enter(layer)
+            if not is_proven:
+                self.unproven.add(layer.tree)
+        else:
+            self.trash.discard(path)
 
     def files(self, tree: str) -> Path:
         """Return the directory of a layer for overlayfs; all templates with the layer share it."""

@@ -104,6 +104,10 @@ class Templates:
         self._found: dict[StoreKey, Template] = {}
         self._builds: Coalescer[Template] = Coalescer()
 
+    def evict_only_if(self, knows_all: Callable[[], bool]) -> None:
+        """Evict nothing while it is unknown what checkouts need."""
+        self._eviction.knows_all = knows_all
+
     async def close(self) -> None:
         await self._builds.close()
 

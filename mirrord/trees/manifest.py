@@ -333,7 +333,7 @@ class Manifest:
         try:
             with path.open("rb") as file:
                 return file.read(len(_MAGIC)) == _MAGIC
-        except OSError:
+        except FileNotFoundError:
             return False
 
     @classmethod

@@ -88,27 +88,30 @@ def test_a_lease_of_a_version_that_counted_no_resets_is_read(
     assert again(leases, tmp_path) == ([lease], [])
 
 
-def test_a_directory_without_a_complete_lease_is_trash(leases: Leases, tmp_path: Path) -> None:
-    """Half-made, torn, released and foreign directories, and either directory alone, are no leases."""
-    standing, torn, released = new_lease(leases), new_lease(leases), new_lease(leases)
-    alone, closed = new_lease(leases), new_lease(leases)
+def test_a_directory_without_a_lease_is_trash(leases: Leases, tmp_path: Path) -> None:
+    """Half-made, released and foreign directories are no leases."""
+    standing, released, closed = new_lease(leases), new_lease(leases), new_lease(leases)
     begun, gone = half_made(leases), leases.release(released)
-    (torn.private / "lease.json").write_text('{"id": ')
-    alone.directory.rmdir()
     (closed.private / "lease.json").unlink()
     closed.private.rmdir()
     found, rubbish = again(leases, tmp_path)
     assert found == [standing]
-    assert set(rubbish) == {torn.directories, begun, gone, alone.directories, closed.directories}
+    assert set(rubbish) == {begun, gone, closed.directories}
     assert {gone.public.name, gone.private.name} == {f"{TRASH_PREFIX}{released.id}"}
 
 
-def test_a_copied_lease_file_makes_no_lease(leases: Leases, tmp_path: Path) -> None:
-    """The directory's name and the id inside must agree."""
-    lease = new_lease(leases)
-    other = half_made(leases)
+def test_a_lease_that_cannot_be_read_is_set_aside(leases: Leases, tmp_path: Path) -> None:
+    """A torn one, one of another checkout, and one whose public directory is gone."""
+    lease, torn, alone, other = (new_lease(leases) for _ in range(4))
+    (torn.private / "lease.json").write_text('{"id": ')
     (other.private / "lease.json").write_bytes((lease.private / "lease.json").read_bytes())
-    assert again(leases, tmp_path) == ([lease], [other])
+    alone.directory.rmdir()
+    read = Leases(tmp_path)
+    assert read.open() == ([lease], [])
+    assert {*read.aside} == {torn.id, other.id, alone.id}
+    assert not read.knows_all
+    read.drop_aside(torn.id)
+    assert not (tmp_path / "leases" / torn.id).exists()
 
 
 def test_a_path_into_a_checkout_names_it(leases: Leases) -> None:

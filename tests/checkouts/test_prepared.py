@@ -345,14 +345,21 @@ def test_layers_survive_a_restart_and_half_made_ones_do_not(
     layers = service.state / "templates/.layers"
     (layers / ("b" * 16)).mkdir()  # a kill before the record was written
     (layers / ("b" * 16 + ".git")).mkdir()
-    (layers / ("c" * 16 + ".json")).write_text('{"saved": [1')
+    (layers / ("c" * 16 + ".new")).write_text('{"saved": [1')
+    (damaged := layers / ("d" * 16 + ".json")).write_text('{"saved": [1')
     before = {path.name for path in layers.iterdir()}
+    service.restart()
+    service.call(service.trash.settle)
+    assert before == {path.name for path in layers.iterdir()}  # which it needs is unknown
+    assert [str(damaged) in each for each in service.checkouts.leases.problems()] == [True]
+    damaged.unlink()
     service.restart()
     service.call(service.trash.settle)
     assert before - {path.name for path in layers.iterdir()} == {
         "b" * 16,
         "b" * 16 + ".git",
-        "c" * 16 + ".json",
+        "c" * 16 + ".new",
+        "d" * 16 + ".json",
     }
     assert held.diff() == patch
     held.reset()

@@ -231,6 +231,7 @@ class Service:
             state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             environments=self.environments, access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
+        self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
         self.grading = Grading(
             state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers, leasing=self.checkouts.leasing,
