@@ -51,6 +51,7 @@ from .pool import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
 from .receipts import Receipts, report
 from .resolve import Resolver
+from .sync_errors import SyncErrors
 from .volumes import Volumes
 
 
@@ -107,6 +108,7 @@ class Checkouts:
             settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
             self.patches.complete, has_overlay=bool(self.overlay),
         )  # fmt: skip
+        self.sync_errors = SyncErrors(leases)
         self.volumes = Volumes(leasing, self.checkout, self.fork)
 
     async def open(self) -> None:

@@ -218,6 +218,7 @@ class Engine:
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)
+        self.health.degrade_by(self.checkouts.sync_errors.problems)
         self.grading = Grading(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,

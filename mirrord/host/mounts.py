@@ -20,6 +20,7 @@ from . import files
 from .files import opened
 from .processes import Capability, has_capabilities
 
+_READABLE = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HARMLESS = os.ST_NOSUID | os.ST_NODEV
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
@@ -64,6 +65,34 @@ class _MountAttr(ctypes.Structure):
 
 def make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
     """Make an overlay of open directories, `lower` top first; return its root, for `attach`.
+
+    After a failed write of its disk the kernel refuses a volatile overlay (EIO) until somebody has
+    synced the file system and seen the error.
+    """
+    try:
+        return _make_overlay(lower, upper, work)
+    except ResourceError as error:
+        if error.facts.get("errno") != errno.EIO:
+            raise
+        with opened(os.open(descriptor_path(upper), _READABLE)) as fd:
+            _libc.syncfs(fd)
+        return _make_overlay(lower, upper, work)
+
+
+def has_sync_error(overlay: Path) -> bool:
+    """Return whether the disk below a volatile overlay failed a write since the overlay was made.
+
+    Each fsync(2) in it fails from then on, whatever it is of (Linux 5.12). syncfs(2) reports that
+    without flushing anything, in such an overlay; of a directory that is no mount it would.
+    """
+    with suppress(OSError), opened(os.open(overlay, _READABLE)) as fd:
+        if os.fstat(fd).st_dev != os.stat(overlay.parent).st_dev:
+            return bool(_libc.syncfs(fd) != 0)
+    return False
+
+
+def _make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
+    """Make an overlay, once.
 
     `work` must never have been used before. The directories are given by the paths of descriptors,
     because every user sees these options in /proc/self/mountinfo.
