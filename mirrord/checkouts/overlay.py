@@ -10,13 +10,13 @@ is still mounted, after a reboot its layer is mounted again.
 import errno
 import os
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import anyio.to_thread
 
@@ -26,6 +26,7 @@ from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
 from ..host.mounts import Visible, read_overlays
 from ..host.overlays import ENVIRONMENT, TREE, OverlayOrder
+from ..host.processes import Owner
 from ..host.trash import Trash, find_trash, new_trash
 from ..model import Backend, CheckoutId, LayerId, MirrorName, Target
 from ..patches import journal
@@ -38,8 +39,6 @@ from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
 from .changes import OverlayPaths, copy_overlay, overlay_changes
 from .layers import layer_path, objects_path
 from .leases import Directories, Lease, Leases, LeaseState, resetting
-
-T = TypeVar("T")
 
 
 class _Overlay(NamedTuple):
@@ -96,21 +95,18 @@ class OverlayBackend:
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
         began = time.perf_counter()
-
-        async def mount_layer(template: Template) -> tuple[str, dict[str, float]]:
+        async with self._template_for(lease) as template:
             template_s, ready = elapsed_s(began), time.perf_counter()
             for overlay in self._overlays(lease, template.layers):
                 with opened(self._make(lease, overlay, overlay.layer)) as mount:
                     self.mounter.attach(lease.id, mount, overlay.target)
-            return template.tree, {"template": template_s, "mount": elapsed_s(ready)}
-
-        return await self._with_template(lease, mount_layer)
+        return template.tree, {"template": template_s, "mount": elapsed_s(ready)}
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Swap in a new layer. A failure before the swap leaves the old tree untouched."""
         await self.trash.keep_up()
 
-        async def swap_in(template: Template) -> Proof:
+        async with self._template_for(to) as template:
             read = partial(anyio.to_thread.run_sync, read_facts, template.layers)
             template.facts = facts = template.facts or await read()
             before = leases.get(to.id)
@@ -135,39 +131,39 @@ class OverlayBackend:
                     os.rename(to.private / overlay.next, to.private / overlay.layer)
             journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
             leases.save(to)
-            return proof
-
-        return await self._with_template(to, swap_in)
+        return proof
 
     async def adopt(self, lease: Lease) -> None:
-        def is_mounted(target: str) -> bool:
-            return str(lease.directory / target) in self._mounted
-
         for old in find_trash(lease.private):
             self.trash.add(old)
 
-        async def remount(template: Template) -> None:
-            if lease.state is not LeaseState.LIVE:
-                return
-            overlays = self._overlays(lease, template.layers)
-            missing = [each for each in overlays if not is_mounted(each.target)]
-            if missing == overlays:
-                self.mounter.umount(lease.id)
-            for overlay in missing:
-                # the work directory of a volatile overlay cannot be used twice
-                self._discard(lease, f"{overlay.layer}/work")
-                os.mkdir(lease.private / overlay.layer / "work", 0o700)
-                with opened(self._mount(lease, overlay, overlay.layer)) as mount:
-                    self.mounter.attach(lease.id, mount, overlay.target)
-                log.info("checkout.remounted", checkout=lease.id, target=overlay.target)
-
         try:
-            await self._with_template(lease, remount)
+            async with self._template_for(lease) as template:
+                if lease.state is LeaseState.LIVE:
+                    self._remount(lease, template)
         except (errors.MirrordError, OSError) as error:
-            facts = {"mounted": is_mounted(TREE), "error": str(error)}
+            facts = {"mounted": self._is_mounted(lease, TREE), "error": str(error)}
             log.warning("checkout.orphaned", checkout=lease.id, **facts)
-            if not is_mounted(TREE):
+            if not self._is_mounted(lease, TREE):
                 raise
+
+    def _is_mounted(self, lease: Lease, target: str) -> bool:
+        """Return whether it was mounted when the daemon started."""
+        return str(lease.directory / target) in self._mounted
+
+    def _remount(self, lease: Lease, template: Template) -> None:
+        """Mount what a reboot, or somebody, unmounted."""
+        overlays = self._overlays(lease, template.layers)
+        missing = [each for each in overlays if not self._is_mounted(lease, each.target)]
+        if missing == overlays:
+            self.mounter.umount(lease.id)
+        for overlay in missing:
+            # the work directory of a volatile overlay cannot be used twice
+            self._discard(lease, f"{overlay.layer}/work")
+            os.mkdir(lease.private / overlay.layer / "work", 0o700)
+            with opened(self._mount(lease, overlay, overlay.layer)) as mount:
+                self.mounter.attach(lease.id, mount, overlay.target)
+            log.info("checkout.remounted", checkout=lease.id, target=overlay.target)
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
         def unmount() -> bool:
@@ -220,44 +216,42 @@ class OverlayBackend:
 
     # -- templates ---------------------------------------------------------------------------------
 
-    async def _with_template(self, lease: Lease, use: Callable[[Template], Awaitable[T]]) -> T:
-        """Find or build the lease's template and `use` it; the lease holds it from then on.
-
-        If the mount finds that the template was evicted or deleted meanwhile, it is built again,
-        once.
+    @asynccontextmanager
+    async def _template_for(self, lease: Lease) -> AsyncIterator[Template]:
+        """Find or build the lease's template. If the block succeeds, the lease holds it from then
+        on, instead of the one that it had.
         """
-        if lease.owner != self._me and not self.may_map_owners:
-            raise errors.BackendUnavailableError(
-                f"cannot give an overlay checkout to uid {lease.terms.owner_uid}: this host has no"
-                " idmapped mounts for it",
-                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
-            )
+        await self._map(lease.owner)
         wanted = lease.template
-        for attempt in (1, 2):
-            if lease.owner != self._me and not self.mounter.is_mapped(lease.owner):
-                async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
-                    if not self.mounter.is_mapped(lease.owner):
-                        await anyio.to_thread.run_sync(self.mounter.map_owner, lease.owner)
-            found = self.templates.find(*wanted) if attempt == 1 else None
-            template = found or await self.templates.ensure(*wanted)
-            self._hold(held := _Held(template, lease.environments))
-            try:
-                used = await use(template)
-            except FileNotFoundError as error:
-                self._drop(held)
-                if attempt == 2:
-                    raise errors.ResourceError(
-                        f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again"
-                    ) from error
-            except BaseException:
-                self._drop(held)
-                raise
-            else:
-                break
+        template = self.templates.find(*wanted) or await self.templates.ensure(*wanted)
+        self._hold(held := _Held(template, lease.environments))
+        try:
+            yield template
+        except FileNotFoundError as error:  # deleted by hand meanwhile
+            self._drop(held)
+            raise errors.ResourceError(
+                f"cannot mount checkout {lease.id}: {error.strerror}", hint="try again"
+            ) from error
+        except BaseException:
+            self._drop(held)
+            raise
         if before := self._held.get(lease.id):
             self._drop(before)
         self._held[lease.id] = held
-        return used
+
+    async def _map(self, owner: Owner) -> None:
+        """Have the templates shown as the owner's files."""
+        if owner == self._me or self.mounter.is_mapped(owner):
+            return
+        if not self.may_map_owners:
+            raise errors.BackendUnavailableError(
+                f"cannot give an overlay checkout to uid {owner[0]}: this host has no idmapped"
+                " mounts for it",
+                hint="use the pool backend; Linux 5.19 and newer have them on ext4, xfs and btrfs",
+            )
+        async with self._mapping:  # forks this process: 10 to 34 ms, in a thread
+            if not self.mounter.is_mapped(owner):
+                await anyio.to_thread.run_sync(self.mounter.map_owner, owner)
 
     def _hold(self, held: _Held) -> None:
         self.templates.hold(held.template)

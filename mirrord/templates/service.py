@@ -5,6 +5,7 @@ keyframe; the same for every user. A layer of an earlier boot is proven again be
 are a cache: damaged and missing ones are built again.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -114,16 +115,21 @@ class Templates:
     # -- finding and making ------------------------------------------------------------------------
 
     def find(self, name: MirrorName, commit: CommitId, history: History) -> Template | None:
-        """Find a template in memory; it may be gone from the disk."""
+        """Find a template that was made before and is still on the disk."""
         template = self._find(name, commit, history)
         self._hits += template is not None
         self._misses += template is None
         return template
 
     def _find(self, name: MirrorName, commit: CommitId, history: History) -> Template | None:
-        template = self._found.get((name.key, commit, history))
-        if template is not None:
-            self._note_use(template)
+        key = (name.key, commit, history)
+        template = self._found.get(key)
+        if template is None:
+            return None
+        if not all(map(os.path.isdir, template.layers)):  # deleted by hand
+            del self._found[key]
+            return None
+        self._note_use(template)
         return template
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> Template:
@@ -131,16 +137,13 @@ class Templates:
 
         Raises CommitNotFoundError, CommitUnservableError, CorruptObjectError, DiskFullError.
         """
-        key = (name.key, commit, history)
-        known = self._found.get(key)
-        if known and not all(layer.is_dir() for layer in known.layers):  # deleted by hand
-            del self._found[key]
-        if f"{key}" in self._builds:
+        key = f"{name.key} {commit} {history}"
+        if key in self._builds:
             # the cause of a failure may have ended before this request
             with suppress(MirrordError, OSError):
-                await self._builds.join(f"{key}", lambda _: self._make(name, commit, history))
+                await self._builds.join(key, lambda _: self._make(name, commit, history))
         while (found := self._find(name, commit, history)) is None:
-            await self._builds.join(f"{key}", lambda _: self._make(name, commit, history))
+            await self._builds.join(key, lambda _: self._make(name, commit, history))
         return found
 
     async def _make(self, name: MirrorName, commit: CommitId, history: History) -> Template:

@@ -1,0 +1,84 @@
+"""The way of a checkout through the code: how many files and frames a reader has to follow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from checkoutlab import USER_PEER, Service, running_service
+from gitrepos import Upstream, git
+
+import mirrord
+from mirrord.model import Backend
+from mirrord.protocol import ResetCheckout, StartCheckout
+
+pytestmark = pytest.mark.root
+
+_OURS = str(Path(mirrord.__file__).parent)
+
+
+class Way:
+    """The files of mirrord that a call goes through on the event loop, and its deepest stack."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.frames = 0
+
+    @property
+    def moves(self) -> int:
+        """How often the call goes on in another file."""
+        return sum(a != b for a, b in zip(self.files, self.files[1:], strict=False))
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(_OURS):
+            return
+        self.files.append(frame.f_code.co_filename.removeprefix(_OURS))
+        depth, above = 0, frame
+        while above is not None:
+            depth += above.f_code.co_filename.startswith(_OURS)
+            above = above.f_back  # type: ignore[assignment]
+        self.frames = max(self.frames, depth)
+
+
+def follow(service: Service, call: Callable[..., Awaitable[Any]], *args: Any) -> Way:
+    way = Way()
+
+    async def traced() -> None:
+        sys.setprofile(way)
+        try:
+            await call(*args)
+        finally:
+            sys.setprofile(None)
+
+    service.call(traced)
+    return way
+
+
+@pytest.fixture(scope="module")
+def service(rich: Upstream) -> Iterator[Service]:
+    with running_service(rich, with_overlay=True) as running:
+        commit = git(running.mirror, "rev-parse", "v2")
+        row = {"instance_id": "psf__requests-1", "repo": "psf/requests", "base_commit": commit}
+        running.import_instances([row])
+        yield running
+
+
+@pytest.mark.parametrize("backend", [Backend.OVERLAY, Backend.POOL])
+def test_a_warm_checkout_can_be_read_in_one_sitting(service: Service, backend: Backend) -> None:
+    """docs/architecture.md draws it. The bounds are those of a reader, not of a machine."""
+    request = StartCheckout(instance="psf__requests-1", backend=backend)
+    for _ in range(2):
+        held = service.call(service.checkouts.checkout, request, USER_PEER)
+    made = follow(service, service.checkouts.checkout, request, USER_PEER)
+    reset = follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
+    assert len(set(made.files)) <= (22 if backend is Backend.OVERLAY else 25), set(made.files)
+    assert len(set(reset.files)) <= 25, set(reset.files)
+    for way in (made, reset):
+        assert way.frames <= 16
+        assert way.moves <= 150
+    assert "/catalog/database.py" not in {*made.files, *reset.files}
+    assert "/git/command.py" not in {*made.files, *reset.files}
