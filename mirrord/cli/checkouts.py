@@ -421,4 +421,6 @@ def _remarks(grade: Grade) -> list[str]:
         lines.append("the change is empty")
     if grade.tests is None:
         lines.append("no tests: it has no instance, or the instance has no test patch")
+    if grade.judged_by == "names":
+        lines.append("judged by names of paths: no environment said what it loads")
     return lines

@@ -92,6 +92,7 @@ class GradedPrediction:
             "changed": grade.changed if grade else None,
             "touched_tests": self.touched_tests,
             "steering": grade.steering if grade else [],
+            "judged_by": grade.judged_by if grade else None,
             "dropped": grade.dropped if grade else [],
             "checkout": grade.id if grade and self.is_kept else None,
             "path": grade.path if grade and self.is_kept else None,

@@ -25,6 +25,7 @@ from ..checkouts.service import Checkouts
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.building import Builds
+from ..environments.probing import Probes
 from ..environments.service import Environments
 from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
 from ..fleet.claims import Claims
@@ -219,15 +220,9 @@ class Engine:
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)
         self.health.degrade_by(self.checkouts.sync_errors.problems)
-        self.grading = Grading(
-            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
-            mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,
-            leasing=self.checkouts.leasing, resolver=self.checkouts.resolver,
-            patches=self.checkouts.patches,
-        )  # fmt: skip
-        place = self.layout.environments
+        place, service = self.layout.environments, self._settings.socket.parent / "build.sock"
         builds = Builds(
-            place=place, service=self._settings.socket.parent / "build.sock",
+            place=place, service=service,
             store=self.environment_store, checkouts=self.checkouts, mirrors=self.mirrors,
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
@@ -235,6 +230,13 @@ class Engine:
             builds=builds, recipes=place / "recipes", datasets=self.datasets
         )  # fmt: skip
         self._closing.push_async_callback(self.environments.close)
+        self.grading = Grading(
+            settings=self.settings, state_dir=self.layout.root, workers=self.workers,
+            mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers,
+            leasing=self.checkouts.leasing, resolver=self.checkouts.resolver,
+            patches=self.checkouts.patches, environments=self.environments,
+            probes=Probes(service),
+        )  # fmt: skip
         self.storage = Storage(
             layout=self.layout, mirrors=self.mirrors, templates=self.templates,
             checkouts=self.checkouts, environments=self.environments,

@@ -41,6 +41,7 @@ TIMEOUT = timedelta(hours=1)
 _UV = "/opt/uv/bin/uv"
 _INDEX = "/opt/index"  # where a directory of packages is shown, which may be below the host's /tmp
 _PYTHON = f"{ENVIRONMENT}/bin/python"
+_PROGRAM, _INPUT = "/run/program.py", "/run/input"
 _CACHE = f"{SANDBOX_HOME}/.cache"
 _SEEDS = ("pip<25.3", "setuptools<81", "wheel")
 """As old as conda's: later ones lack `setup.py develop` and `pkg_resources`."""
@@ -57,8 +58,9 @@ Say = Callable[[str], None]
 class Order:
     """One build, with paths of the host. `scratch` has `home` and `tmp`.
 
-    With `commands`, they run in `tree` with the finished `environment`. Without, the environment is
-    made, of the host's `interpreter` or of uv's managed Python of that version.
+    With `commands`, they run in `tree` with the finished `environment`. With `program`, which is
+    Python, it runs there with a file of `input`. Without both, the
+    environment is made, of the host's `interpreter` or of uv's managed Python of that version.
     """
 
     tree: str
@@ -75,6 +77,8 @@ class Order:
     packages: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    program: str = ""
+    input: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ class _BuildStep:
 
 def steps_of(order: Order) -> Iterator[_BuildStep]:
     """Iterate over the commands of a build."""
+    if order.program:
+        # nothing of the tree, of variables or of path files is imported by its start
+        yield _BuildStep("running a program", [_PYTHON, "-I", "-S", "-B", _PROGRAM, _INPUT])
+        return
     if order.commands:
         for command in order.commands:
             script = f". {ACTIVATE}\n{command}"
@@ -134,6 +142,10 @@ def steps_of(order: Order) -> Iterator[_BuildStep]:
 
 def box_of(order: Order) -> Box:
     """Return the box that the commands of a build run in."""
+    if order.program:
+        files = {_PROGRAM: order.program.encode(), _INPUT: order.input.encode()}
+        tree, environment = Path(order.tree), Path(order.environment)
+        return Box(tree=tree, environment=environment, is_environment_shared=True, files=files)
     directory = _directory_of(order.index)
     readable = {_UV: Path(order.uv), **({_INDEX: directory} if directory else {})}
     for path in ("/etc/uv", "/etc/pip.conf"):

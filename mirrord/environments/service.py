@@ -9,6 +9,7 @@ import asyncio
 import builtins
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -83,6 +84,12 @@ class Environments:
         except FileNotFoundError:
             return None
         return checked(Recipe.from_json(json.loads(text)))
+
+    async def find_recipe(self, row: InstanceRow) -> Recipe | None:
+        """Return the recipe of an instance; None if it has none that can be used."""
+        with suppress(errors.RecipeNotFoundError, errors.InvalidRecipeError):
+            return await self._find_imported(key_of(row)) or recipe_of(row)
+        return None
 
     # -- plans -------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
 from ..trees.tree import conversions_for
 from .context import Context, InstanceTests, imports_of
-from .rules import Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
+from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
 
 _CACHED = 16
 
@@ -47,7 +47,8 @@ _CACHED = 16
 class GradeJob:
     """A grade to prepare: the tree of a mirror, the new `layer`, the tests and the rules.
 
-    `below` are prepared layers, which have files of that tree and others.
+    `below` are prepared layers, which have files of that tree and others. `rules` are those besides
+    the built-in ones.
     """
 
     mirror: Path
@@ -55,9 +56,10 @@ class GradeJob:
     below: tuple[Path, ...]
     layer: Path
     test_patch: bytes | None
-    own_rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...]
     policies: Policies
     file_bytes: int
+    drops: tuple[Drop, ...] = ()
 
     @property
     def scratch(self) -> Path:
@@ -80,7 +82,9 @@ class ModelPatch(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A prepared grade. `files` and `size_bytes` are its layer's; `tests` may be None."""
+    """A prepared grade. `files` and `size_bytes` are its layer's; `tests` may be None. `kept` are
+    the paths of the change that are in it, `new_tests` the files of tests.
+    """
 
     changed: int
     dropped: list[str]
@@ -89,6 +93,8 @@ class Prepared(NamedTuple):
     strategy: FoundStrategy | None
     files: int
     size_bytes: int
+    kept: list[bytes]
+    new_tests: list[bytes]
 
 
 def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
@@ -110,9 +116,9 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         context = Context(
             base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes
         )
-        book = _book(job.own_rules)
+        book = book_of(job.rules)
         left = find_leftovers(tree, changed, context, book) if tree else []
-        sifted = sift(context, book, job.policies, left)
+        sifted = sift(context, book, job.policies, left, job.drops)
         written = [*sifted.changes, *context.tests.changes]
         files = _files(written, _conversions(objects, base, written))
         write_layer(job.layer, partial(_names_in, base, job.below), files)
@@ -124,6 +130,8 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         strategy=strategy,
         files=len(written),
         size_bytes=sum(len(change.data) for change in written),
+        kept=[change.path for change in sifted.changes],
+        new_tests=[change.path for change in context.tests.changes if change.mode is not None],
     )
 
 
@@ -140,7 +148,7 @@ def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[by
     return names
 
 
-_book = lru_cache(maxsize=4)(RuleBook)
+book_of = lru_cache(maxsize=16)(RuleBook)
 
 
 def _applied(

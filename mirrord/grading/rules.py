@@ -58,6 +58,12 @@ runner-file (runner): the test command of the recipe, which is made of it
 package-marker (runner): pytest: it decides sys.path and the tests' module names by it
   __init__.py
   if package-marker
+loaded-config (runner): pytest, which reads other options in the environment than in the base
+loaded-conftest (runner): pytest, in the environment
+loaded-plugin (runner): pytest, in the environment: by an option, a conftest or an entry point
+loaded-test (shadow): Python, in the environment, as a test or as a package of tests
+loaded-module (shadow): Python, in the environment, in place of an installed module or a helper
+not-judged (runner): the environment could not be asked what its runner loads
 js-runner-config (runner): jest, vitest, karma, mocha, ava, playwright, cypress, nyc, tap
   jest.config.* jest.setup.* jest-preset.* vitest.config.* vitest.workspace.* vite.config.*
   karma.conf.* .mocharc* mocha.opts ava.config.* playwright.config.* cypress.config.*
@@ -282,7 +288,7 @@ NAMED = 100
 """Findings of one rule in an answer; further ones are counted."""
 
 Action = Literal["applied", "dropped", "restored", "left", "refused"]
-_ACTIONS: dict[Policy, Action] = {
+ACTIONS: dict[Policy, Action] = {
     Policy.REPORT: "applied",
     Policy.DROP: "dropped",
     Policy.REFUSE: "refused",
@@ -318,6 +324,14 @@ class Policies(NamedTuple):
         )
 
 
+class Drop(NamedTuple):
+    """A path to leave out whatever the rules say of it, because of what the environment loads."""
+
+    path: bytes
+    rule: str
+    detail: str
+
+
 class Sifted(NamedTuple):
     """The changes that are kept, the paths that are dropped, and all findings."""
 
@@ -327,7 +341,11 @@ class Sifted(NamedTuple):
 
 
 def sift(
-    context: Context, book: RuleBook, policies: Policies, left: Iterable[Steering] = ()
+    context: Context,
+    book: RuleBook,
+    policies: Policies,
+    left: Iterable[Steering] = (),
+    drops: Iterable[Drop] = (),
 ) -> Sifted:
     """Apply rules and policies to a change; `left` are findings outside of it.
 
@@ -335,6 +353,10 @@ def sift(
     """
     steering: list[Steering] = []
     gone: set[bytes] = set()
+    for drop in drops:
+        if drop.path in context.changes:
+            steering.append(finding(book.named(drop.rule), drop.path, "dropped", drop.detail))
+            gone.add(drop.path)
     tests = _PathSet(change.path for change in context.tests.changes)
     for path, change in context.changes.items():
         if path in tests.paths or tests.are_obstructed_by(change):
@@ -342,11 +364,11 @@ def sift(
             gone.add(path)
             continue
         findings = list(iter_findings(book, change, context))
-        actions = {_ACTIONS[policies.of(rule)] for rule, _ in findings}
+        actions = {ACTIONS[policies.of(rule)] for rule, _ in findings}
         if "dropped" in actions:
             gone.add(path)
         for rule, detail in findings:
-            action = _ACTIONS[policies.of(rule)]
+            action = ACTIONS[policies.of(rule)]
             action = "dropped" if action == "applied" and path in gone else action
             steering.append(finding(rule, path, action, detail))
     back = _PathSet(path for path in gone if context.changes[path].old is not None)
@@ -354,17 +376,27 @@ def sift(
         if path not in gone and back.are_obstructed_by(change):
             steering.append(finding(book.named("displaced"), path, "dropped"))
             gone.add(path)
-    steering = sorted([*steering, *left], key=lambda found: book.place(found.rule))
+    steering = in_order([*steering, *left], book)
+    must_not_refuse(steering)
+    kept = [change for path, change in context.changes.items() if path not in gone]
+    return Sifted(kept, sorted(gone), steering)
+
+
+def in_order(steering: Iterable[Steering], book: RuleBook) -> list[Steering]:
+    """Return findings in the order of the table, not too many of a rule."""
+    return cut(sorted(steering, key=lambda found: book.place(found.rule)), NAMED)
+
+
+def must_not_refuse(steering: Iterable[Steering]) -> None:
+    """Raise SteeringRefusedError with all findings if one is refused."""
     if refused := [found for found in steering if found.action == "refused"]:
         names = sorted({f"{each.path} ({each.rule})" for each in refused})
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise SteeringRefusedError(
             f"cannot grade the change: it could steer the tests: {', '.join(names[:5])}{more}",
             hint="check it; `--policy drop` leaves it out, `--policy report` applies it",
-            steering=[each.to_json() for each in cut(steering, NAMED)],
+            steering=[each.to_json() for each in steering],
         )
-    kept = [change for path, change in context.changes.items() if path not in gone]
-    return Sifted(kept, sorted(gone), cut(steering, NAMED))
 
 
 class _PathSet:

@@ -6,27 +6,32 @@ answer and nowhere else, because an agent may read the events of its own checkou
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from .. import protocol
+from ..catalog import InstanceRow
 from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
-from ..checkouts.backend import DIFF_TIMEOUT
 from ..checkouts.layers import Layers, objects_path
 from ..checkouts.leases import Graded, SavedState
 from ..checkouts.patching import Patches
 from ..checkouts.resolve import ResolvedRequest, Resolver
 from ..config import Settings
 from ..datasets.service import Datasets
+from ..environments.probing import Probes
+from ..environments.service import Environments
 from ..errors import InstanceNotFoundError, InvalidRequestError
 from ..host.peers import Peer, Process
 from ..mirrors.service import Mirrors
-from ..model import CheckoutId, LayerId, Policy, SteeringKind, View, shown
+from ..model import CheckoutId, Policy, SteeringKind, View, shown
 from ..telemetry import elapsed_s
 from ..workers.pool import Workers
-from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, prepare
-from .rules import Policies, own_rule
+from .judging import Judge, Judged
+from .prepare import AgentTree, GradeJob, ModelPatch
+from .rules import Policies, own_rule, runner_rule
+from .runners import files_of
 
 C = TypeVar("C", Policy, SteeringKind)
 
@@ -50,6 +55,11 @@ class Grading:
     leasing: Leasing
     resolver: Resolver
     patches: Patches
+    environments: Environments
+    probes: Probes
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(self.workers, self.layers, self.leasing, self.probes)
 
     async def grade(
         self,
@@ -61,7 +71,7 @@ class Grading:
         """Make a grader's checkout with the changes in another checkout, and the tests."""
         began = time.perf_counter()
         policies = self.policies(request.policy)
-        with self.layers.making() as layer:
+        with ExitStack() as stack:
             async with self.leasing.held(checkout, peer, live=True) as parent:
                 choices = {name: getattr(request, name) for name in _COPIED}
                 start = protocol.StartCheckout(
@@ -75,11 +85,9 @@ class Grading:
                 source = AgentTree(self.patches.job(parent), changed)
                 if parent.base.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
-                prepared = await self._prepare(layer, found, source, policies)
+                judged = await self._prepare(stack, admitted, found, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
-                return await self._hand_out(
-                    began, admitted, found, LayerId(layer.name), prepared, policies, parent.id
-                )
+                return await self._hand_out(began, admitted, found, judged, policies, parent.id)
 
     async def grade_patch(
         self,
@@ -94,46 +102,56 @@ class Grading:
         policies = self.policies(policy)
         admitted = await self.leasing.admit(request, peer, process)
         found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
-        with self.layers.making() as layer:
+        with ExitStack() as stack:
             async with self.resolver.completed(request, found, admitted.history, peer) as found:
-                prepared = await self._prepare(layer, found, source, policies)
-                return await self._hand_out(
-                    began, admitted, found, LayerId(layer.name), prepared, policies
-                )
+                judged = await self._prepare(stack, admitted, found, source, policies)
+                return await self._hand_out(began, admitted, found, judged, policies)
 
     async def _prepare(
         self,
-        layer: Path,
+        stack: ExitStack,
+        admitted: Admitted,
         found: ResolvedRequest,
         source: AgentTree | ModelPatch,
         policies: Policies,
-    ) -> Prepared:
+    ) -> Judged:
         """Write the layer of a grade: of an instance, or of a bare commit without tests."""
         settings, base, saved = self.settings().grading, found.base, found.base.saved
-        mirror = self.mirrors.path(found.mirror)
+        mirror, row = self.mirrors.path(found.mirror), await self._row(found)
+        recipe = await self._recipe(found, row)
+        own = [own_rule(own.name, own.paths, own.policy) for own in settings.rule]
+        layers = self.layers.directory
         job = GradeJob(
             mirror=objects_path(self.state_dir, mirror, base.tree, saved),
             tree=base.clean_tree,
-            below=tuple(layer.with_name(each) for each in saved.layers) if saved else (),
-            layer=layer,
-            test_patch=await self._test_patch(found),
-            own_rules=tuple(own_rule(own.name, own.paths, own.policy) for own in settings.rule),
+            below=tuple(layers / each for each in saved.layers) if saved else (),
+            layer=layers,
+            test_patch=_test_patch_of(row),
+            rules=(*own, *([runner_rule(files_of(recipe))] if recipe else [])),
             policies=policies,
             file_bytes=settings.file_bytes,
         )
-        return await self.workers.run(prepare, job, source, timeout=DIFF_TIMEOUT)
+        return await self._judge.prepare(stack, job, source, admitted, found, recipe)
+
+    async def _recipe(
+        self, found: ResolvedRequest, row: InstanceRow | None
+    ) -> protocol.Recipe | None:
+        """Return the recipe of the environment, or else of the instance."""
+        if (environment := found.base.environment) is not None:
+            record = self.environments.store.record(environment.digest)
+            return protocol.Recipe.from_json(record.facts["recipe"]) if record else None
+        return await self.environments.find_recipe(row) if row else None
 
     async def _hand_out(
         self,
         began: float,
         admitted: Admitted,
         found: ResolvedRequest,
-        layer: LayerId,
-        prepared: Prepared,
+        judged: Judged,
         policies: Policies,
         parent: CheckoutId | None = None,
     ) -> protocol.Grade:
-        prepared_s = elapsed_s(began)
+        layer, prepared, prepared_s = judged.layer, judged.prepared, elapsed_s(began)
         base = replace(found.base, layer=layer)
         snapshot = SavedState(
             name=GRADED, base=base, taken_at=self.leasing.clock(), git=False, left_out={},
@@ -153,6 +171,7 @@ class Grading:
         self.leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
         names = ("strategy", "changed", "dropped", "steering", "tests")
         answer = {name: getattr(prepared, name) for name in names}
+        answer["judged_by"] = "loading" if judged.by_loading else "names"
         return protocol.Grade(**checkout_fields(lease, timings), **answer)
 
     def policies(self, asked: str | None) -> Policies:
@@ -168,7 +187,7 @@ class Grading:
                 default = policy
         return Policies(settings.policy, settings.policies, default, kinds)
 
-    async def _test_patch(self, found: ResolvedRequest) -> bytes | None:
+    async def _row(self, found: ResolvedRequest) -> InstanceRow | None:
         if found.base.instance is None:
             return None
         row = await self.datasets.find_instance(found.base.instance, found.base.dataset)
@@ -177,7 +196,13 @@ class Grading:
                 f"cannot grade instance {found.base.instance}: no dataset has it now",
                 hint="import its dataset again",
             )
-        return row.test_patch.encode(errors="surrogateescape") if row.test_patch else None
+        return row
+
+
+def _test_patch_of(row: InstanceRow | None) -> bytes | None:
+    if row is None or not row.test_patch:
+        return None
+    return row.test_patch.encode(errors="surrogateescape")
 
 
 def _choice(kind: type[C], text: str, noun: str) -> C:

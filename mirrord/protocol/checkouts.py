@@ -239,13 +239,15 @@ class Grade(Checkout):
     """A checkout for the grader. `strategy` is how a patch applied, None for a checkout's change.
 
     `changed` counts the paths of the agent's change, `dropped` lists those missing in the grade.
-    `tests` are the paths of the instance's test patch, None if it has none.
+    `tests` are the paths of the instance's test patch, None if it has none. It was `judged_by` what
+    its environment loads, or without an environment by `names` of paths and modules.
     """
 
     strategy: model.FoundStrategy | None = None
     changed: int
     dropped: list[str] = []
     steering: list[Steering] = []
+    judged_by: Literal["loading", "names"] = "names"
     tests: list[str] | None = None
 
 

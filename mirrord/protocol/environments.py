@@ -12,7 +12,8 @@ class Recipe(Answer, Request):
 
     `requirements` are packages and `-r FILE` lines; `packages` are installed after them and take
     precedence. `pre_install` and `install` run in the instance's tree. Packages released after
-    `index_date` are ignored. `host_packages` are Debian packages that the host must have.
+    `index_date` are ignored. `host_packages` are Debian packages that the host must have. `runner`
+    are patterns of the files of the tree that the test command is made of, besides those in it.
     """
 
     key: str
@@ -26,6 +27,7 @@ class Recipe(Answer, Request):
     variables: dict[str, str] = {}
     log_parser: str = "pytest"
     host_packages: list[str] = []
+    runner: list[str] = []
 
 
 class BuildEnvironments(Request):

@@ -248,6 +248,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
 ELSEWHERE = {  # judged by mode or place, in tests of their own
     "submodule", "symlink-outside", "git-directory", "special-file", "displaced", "test-patch-path",
     "name-of-tests", "runner-file",
+    "loaded-config", "loaded-conftest", "loaded-plugin", "loaded-test", "loaded-module", "not-judged",
 }  # fmt: skip
 
 

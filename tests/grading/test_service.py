@@ -342,16 +342,12 @@ def test_the_command_line(
         )
         out, err = capfdbinary.readouterr()
         assert out.decode().strip().endswith("/tree")
-        assert err.decode().split() == [
-            "ACTION",
-            "RULE",
-            "PATH",
-            "DETAIL",
-            "dropped",
-            "pytest-conftest",
-            "conftest.py",
-            "-",
+        *table, judged = err.decode().splitlines()
+        assert " ".join(table).split() == [
+            *("ACTION", "RULE", "PATH", "DETAIL"),
+            *("dropped", "pytest-conftest", "conftest.py", "-"),
         ]
+        assert judged == "judged by names of paths: no environment said what it loads"
         assert (
             run(["grade", checkout.id, "--policy", "runner=refuse", "--policy", "drop", *socket])
             == 5
@@ -364,6 +360,7 @@ def test_the_command_line(
     assert run(["grade", f"acme/shapes@{lab.commit}", "--patch", str(file), "--json", *socket]) == 0
     answer = json.loads(capfdbinary.readouterr().out)
     assert (answer["tests"], answer["changed"], answer["steering"]) == (None, 0, [])
+    assert answer["judged_by"] == "names"
     for held in lab.client.list_checkouts():
         lab.client.release_checkout(held.id)
 

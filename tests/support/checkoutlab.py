@@ -27,6 +27,9 @@ from mirrord.checkouts.pool import PoolBackend, PoolPaths
 from mirrord.checkouts.service import Checkouts
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
+from mirrord.environments.building import Builds
+from mirrord.environments.probing import Probes
+from mirrord.environments.service import Environments
 from mirrord.git.command import Git
 from mirrord.grading.service import Grading
 from mirrord.host.peers import Access, Peer
@@ -233,7 +236,14 @@ class Service:
         )  # fmt: skip
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
+        builds = Builds(
+            place=self.state / "environments", service=service, store=self.environments, checkouts=self.checkouts, mirrors=self.mirrors,
+        )  # fmt: skip
+        environments = Environments(
+            builds=builds, recipes=self.state / "recipes", datasets=self.datasets
+        )
         self.grading = Grading(
+            environments=environments, probes=Probes(service),
             state_dir=self.state, mirrors=self.mirrors, datasets=self.datasets, layers=self.checkouts.layers, leasing=self.checkouts.leasing,
             resolver=self.checkouts.resolver, patches=self.checkouts.patches, settings=lambda: self._settings, workers=self.workers,
         )  # fmt: skip

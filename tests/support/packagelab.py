@@ -8,6 +8,7 @@ import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 
 from daemons import Daemon, daemon
@@ -56,6 +57,18 @@ def source_distribution(directory: Path, name: str, hostile: str) -> None:
             info = tarfile.TarInfo(f"{name}-1.0/{path}")
             info.size = len(text.encode())
             archive.addfile(info, io.BytesIO(text.encode()))
+
+
+def wheel_of(directory: Path, *names: str) -> None:
+    """Wheels of packages that are installed here, for environments without a network."""
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        found = distribution(name)
+        named = f"{found.metadata['Name'].replace('-', '_').lower()}-{found.version}"
+        with zipfile.ZipFile(directory / f"{named}-py3-none-any.whl", "w") as archive:
+            for file in found.files or ():
+                if ".." not in file.parts and file.suffix != ".pyc":
+                    archive.write(file.locate(), str(file))
 
 
 def recipe(key: str, *packages: str, **more: str) -> str:

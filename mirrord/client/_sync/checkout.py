@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
@@ -249,6 +249,11 @@ class Grade(Checkout):
     def dropped(self) -> list[str]:
         """Paths of the change that the policy dropped from this tree."""
         return self.report.dropped
+
+    @property
+    def judged_by(self) -> Literal["loading", "names"]:
+        """Whether its environment was asked what it loads, or names of paths were judged."""
+        return self.report.judged_by
 
     @property
     def strategy(self) -> model.FoundStrategy | None:
