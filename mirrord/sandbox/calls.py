@@ -32,7 +32,13 @@ from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
 from .verdicts import Reporter
 
-_GIT_CONFIG = b"""\
+# Without it `git commit`, `stash`, `merge` and `tag -a` fail; it tells nobody's name.
+_IDENTITY = b"""\
+[user]
+	name = testbed
+	email = testbed@localhost
+"""
+_FORGE = b"""\
 [url "mirrord::https://github.com/"]
 	insteadOf = https://github.com/
 [protocol "mirrord"]
@@ -126,15 +132,19 @@ def box_of(
         network=network,
         variables={**facts, **variables},
         frozen=frozen,
-        files=_clone_files(network=network),
+        files=_git_files(network=network),
     )
 
 
 @cache
-def _clone_files(*, network: bool) -> dict[str, bytes]:
-    """Return git-remote-mirrord, and without network a configuration that uses it for GitHub."""
-    files = {f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes()}
-    return files if network else {**files, "/etc/gitconfig": _GIT_CONFIG}
+def _git_files(*, network: bool) -> dict[str, bytes]:
+    """Return git-remote-mirrord, and git's configuration: it has an identity, and without network
+    it uses git-remote-mirrord for GitHub.
+    """
+    return {
+        f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes(),
+        "/etc/gitconfig": _IDENTITY if network else _IDENTITY + _FORGE,
+    }
 
 
 def environment_of(lease: protocol.Checkout) -> Path | None:

@@ -128,6 +128,24 @@ def test_a_clone_in_a_sandbox_comes_from_its_tree(overlay: mirrord.Checkout) -> 
         assert sandbox.exec("git config --get-regexp 'url.*'").exit_code == 1
 
 
+def test_git_commits_in_a_sandbox(overlay: mirrord.Checkout) -> None:
+    """By somebody without a name. An agent's own configuration comes first; after a reset the
+    repository is sealed.
+    """
+    work = "echo x >>README && git stash -q && git stash pop -q && git commit -qam x && git tag -a v -m v && git notes add -m n"
+    ask = "git log -1 --format=%an.%ce && git config --global user.name me && git var GIT_AUTHOR_IDENT"
+    for network in (False, True):
+        with Sandbox(overlay, network=network) as sandbox:
+            done = sandbox.exec(f"{work} && {ask}")
+            assert (done.exit_code, done.stderr) == (0, b"")
+            author, mine = done.stdout.decode().splitlines()
+            assert (author, mine.split()[0]) == ("testbed.testbed@localhost", "me")
+            sandbox.reset()
+    words = ["verify-seal", str(overlay.path), "--base", overlay.commit]
+    sealed = subprocess.run([sys.executable, "-m", "mirrord", *words], check=False)
+    assert sealed.returncode == 0
+
+
 def _runs(text: str) -> bool:
     command = ["pgrep", "--uid", str(AGENT), "--full", text]
     return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
