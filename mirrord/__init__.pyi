@@ -92,6 +92,7 @@ from .errors import TooManyFilesError as TooManyFilesError
 from .errors import TooManyLayersError as TooManyLayersError
 from .errors import TooManyRequestsError as TooManyRequestsError
 from .errors import TooManySnapshotsError as TooManySnapshotsError
+from .errors import TransferBrokenError as TransferBrokenError
 from .errors import TreeRefusedError as TreeRefusedError
 from .errors import TreeTooLargeError as TreeTooLargeError
 from .errors import TtlTooLongError as TtlTooLongError

@@ -315,14 +315,14 @@ def utc_now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def printable(text: str) -> str:
-    """Escape control characters, which a terminal or a page would interpret."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def shown(text: str, limit: int = 80) -> str:
     """Quote untrusted text for a message: escaped and bounded."""
     quoted = ascii(text if len(text) <= limit else text[:limit] + "…")
-    return quoted.replace("\\u2026", "…")
+    return _BYTE.sub(_octal, quoted).replace("\\u2026", "…")
+
+
+_BYTE = re.compile(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])")  # a name's byte that is not UTF-8
+
+
+def _octal(escape: re.Match[str]) -> str:
+    return f"{escape[1]}\\{int(escape[2], 16):03o}"

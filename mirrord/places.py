@@ -8,6 +8,7 @@ from stat import S_IMODE
 
 from .errors import InvalidConfigError, ResourceError, StateTooNewError
 from .model import shown
+from .quoting import decode_name
 
 _SYSTEM_SOCKET = Path("/run/mirrord/mirrord.sock")
 DOCKER_SOCKET = Path("/run/docker/plugins/mirrord.sock")
@@ -139,7 +140,7 @@ class Layout:
 
     def check_version(self) -> None:
         """Write the version into a new state directory. Raises StateTooNewError for a newer one."""
-        written = self.version.read_text() if self.version.exists() else ""
+        written = decode_name(self.version.read_bytes()) if self.version.exists() else ""
         if not written:
             staged = self.version.with_suffix(".new")
             with suppress(OSError):  # a full or read-only disk can still be served from

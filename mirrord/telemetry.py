@@ -18,6 +18,8 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import Processor
 
+from .quoting import as_utf8
+
 log = structlog.get_logger()
 """The one logger: events tell lines apart, not modules."""
 
@@ -77,13 +79,13 @@ def _masked_userinfo(found: re.Match[str]) -> str:
 
 def _masked_value(value: Any) -> Any:
     if isinstance(value, str):
-        return masked(value)
+        return as_utf8(masked(value))
     if isinstance(value, dict):
         return {key: _masked_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_masked_value(inner) for inner in value]
     if isinstance(value, BaseException):
-        return masked(repr(value))
+        return as_utf8(masked(repr(value)))
     return value
 
 

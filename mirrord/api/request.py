@@ -9,7 +9,6 @@ the start, so a killed daemon leaves none either.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import tempfile
 from collections import Counter
@@ -34,6 +33,7 @@ from ..engine.engine import Engine
 from ..errors import full_disk_named, host_error
 from ..host.files import write_all
 from ..host.peers import Peer, Role
+from ..jsontext import dumps
 from ..mirrors.quarantine import Quarantine
 from ..telemetry import Seldom, log, masked
 
@@ -273,7 +273,7 @@ class MethodNotAllowedError(errors.InvalidRequestError, title="Method not allowe
 
 def problem_body(error: errors.MirrordError) -> bytes:
     """Encode a problem, with secrets in URLs masked."""
-    return masked(json.dumps(error.problem(), default=str)).encode()
+    return masked(dumps(error.problem(), default=str)).encode()
 
 
 def problem_headers(error: errors.MirrordError) -> dict[str, str]:

@@ -4,7 +4,6 @@ The engine posts JSON to `/Plugin.Activate` and `/VolumeDriver.…` on a socket 
 open. Every answer has `Err`, empty on success (docker's page "Docker volume plugins").
 """
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from ..engine.engine import Engine
 from ..errors import AccessError, InvalidRequestError, NotFoundError
 from ..host.peers import Peer
 from ..jobs.operations import answering
+from ..jsontext import dumps, loads
 from ..model import shown
 from ..protocol import ForkCheckout, StartCheckout
 from ..telemetry import bind_request, new_request_id
@@ -58,7 +58,7 @@ class VolumeDriver:
                 status, answer = 200, {"Err": "", **await self._respond(request)}
             except Exception as error:  # noqa: BLE001  # problem_response logs bugs
                 problem = problem_response(error)
-                facts = json.loads(bytes(problem.body))
+                facts = loads(bytes(problem.body))
                 text = "; ".join(filter(None, (facts["detail"], facts.get("hint"))))
                 # not 404, which tells docker that the driver lacks the call
                 status, answer = 500, {"Err": f"mirrord: {text}"}
@@ -66,7 +66,7 @@ class VolumeDriver:
                 body.release()
             accepted = request.headers.get("accept", "")
             kind = accepted if accepted in MEDIA_TYPES else MEDIA_TYPES[1]
-            response = Response(json.dumps(answer), status, media_type=kind)
+            response = Response(dumps(answer), status, media_type=kind)
             await response(scope, receive, send)
 
     async def _respond(self, request: Request) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from .. import errors
 from ..host.files import is_read_only
+from ..jsontext import dumps
 from ..telemetry import log, masked
 from .schema import HEAD, metadata, version
 
@@ -275,6 +276,7 @@ def _make_sqlite_engine(url: URL, mode: Mode) -> Engine:
         pool_size=4 if mode is Mode.SHARED else 1,
         max_overflow=10 if mode is Mode.SHARED else 0,
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
+        json_serializer=dumps,
     )
 
     @event.listens_for(engine, "connect")

@@ -13,6 +13,7 @@ import psycopg
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.engine import URL
 
+from ..jsontext import dumps
 from .schema import instances
 
 CREDENTIAL = "mirrord.catalog"
@@ -45,7 +46,7 @@ def open_engine(url: URL, statement_timeout: timedelta) -> Engine:
 
     engine = create_engine(
         url, pool_size=_POOL, max_overflow=0, pool_timeout=_CONNECT_S, pool_pre_ping=True,
-        isolation_level="REPEATABLE READ",
+        isolation_level="REPEATABLE READ", json_serializer=dumps,
     )  # fmt: skip
 
     @event.listens_for(engine, "do_connect")

@@ -25,6 +25,7 @@ from ..model import (
     MirrorName,
 )
 from ..protocol import AuditPart, Receipt, RowFault
+from ..quoting import as_utf8, quote_name, unquote_name
 
 HEAD = "0009"  # the newest migration
 
@@ -47,6 +48,29 @@ class UtcTime(sa.TypeDecorator[datetime]):
         return aware.astimezone(timezone.utc)  # type: ignore[no-any-return]
 
 
+class Text(sa.TypeDecorator[str]):
+    """Text. What no database takes as such, a byte that is not UTF-8 or NUL, is escaped."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else as_utf8(value).replace("\0", "\\000")
+
+
+class Name(sa.TypeDecorator[str]):
+    """A name of git, in its printable form, to be read back."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else quote_name(value)
+
+    def process_result_value(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return None if value is None else unquote_name(value)
+
+
 _cascade = partial(sa.ForeignKey, ondelete="CASCADE")
 metadata = sa.MetaData()
 
@@ -58,11 +82,11 @@ version = sa.Table(
 mirrors = sa.Table(
     "mirrors",
     metadata,
-    sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("url", sa.Text, nullable=False),
+    sa.Column("key", Text, primary_key=True),
+    sa.Column("name", Text, nullable=False),
+    sa.Column("url", Text, nullable=False),
     sa.Column("added_at", UtcTime, nullable=False),
-    sa.Column("default_branch", sa.Text),
+    sa.Column("default_branch", Name),
     sa.Column("ref_count", sa.Integer),
     sa.Column("kept_count", sa.Integer),
     sa.Column("size_bytes", sa.BigInteger),
@@ -76,10 +100,10 @@ mirrors = sa.Table(
 pins = sa.Table(
     "pins",
     metadata,
-    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
+    sa.Column("mirror_key", Text, _cascade("mirrors.key"), primary_key=True),
     sa.Column("commit_id", sa.String(40), primary_key=True),
-    sa.Column("owner", sa.Text, primary_key=True),
-    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("owner", Text, primary_key=True),
+    sa.Column("reason", Text, nullable=False),
     sa.Column("created_at", UtcTime, nullable=False),
     sa.Index("pins_by_owner", "owner"),
 )
@@ -88,9 +112,9 @@ datasets = sa.Table(
     "datasets",
     metadata,
     sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False, unique=True),
-    sa.Column("format", sa.Text, nullable=False),
-    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("name", Text, nullable=False, unique=True),
+    sa.Column("format", Text, nullable=False),
+    sa.Column("source", Text, nullable=False),
     sa.Column("sha256", sa.String(64), nullable=False),
     sa.Column("imported_at", UtcTime, nullable=False),
     sa.Column("fault_count", sa.Integer, nullable=False),
@@ -103,8 +127,8 @@ instances = sa.Table(
     "instances",
     metadata,
     sa.Column("dataset_id", sa.Integer, _cascade("datasets.id"), primary_key=True),
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("mirror_name", sa.Text, nullable=False),
+    sa.Column("id", Text, primary_key=True),
+    sa.Column("mirror_name", Text, nullable=False),
     sa.Column("base_commit", sa.String(40), nullable=False),
     sa.Column("direction", sa.String(16), nullable=False),
     sa.Column("patch", sa.LargeBinary),
@@ -112,11 +136,11 @@ instances = sa.Table(
     sa.Column("fail_to_pass", sa.JSON, nullable=False),
     sa.Column("pass_to_pass", sa.JSON, nullable=False),
     sa.Column("digest", sa.LargeBinary, nullable=False),
-    sa.Column("public_id", sa.Text),  # NULL: the same as id
-    sa.Column("revision", sa.Text),
-    sa.Column("environment", sa.Text),
-    sa.Column("python_version", sa.Text),
-    sa.Column("version", sa.Text),
+    sa.Column("public_id", Text),  # NULL: the same as id
+    sa.Column("revision", Text),
+    sa.Column("environment", Text),
+    sa.Column("python_version", Text),
+    sa.Column("version", Text),
     sa.Column("created_at", UtcTime),
     sa.Column("history", sa.String(16)),
     sa.Column("rules", sa.JSON),
@@ -135,11 +159,11 @@ recorded = sa.Table(
     "recorded_commits",
     metadata,
     sa.Column("dataset_id", sa.Integer, primary_key=True),
-    sa.Column("instance_id", sa.Text, primary_key=True),
+    sa.Column("instance_id", Text, primary_key=True),
     sa.Column("commit_id", sa.String(40), primary_key=True),
     sa.Column("role", sa.String(32), primary_key=True),
-    sa.Column("mirror_key", sa.Text, nullable=False),
-    sa.Column("mirror_name", sa.Text, nullable=False),
+    sa.Column("mirror_key", Text, nullable=False),
+    sa.Column("mirror_name", Text, nullable=False),
     sa.ForeignKeyConstraint(
         ["dataset_id", "instance_id"],
         ["instances.dataset_id", "instances.id"],
@@ -152,17 +176,17 @@ recorded = sa.Table(
 audits = sa.Table(
     "audits",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("id", Text, primary_key=True),
     sa.Column("finished_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
-    sa.Column("node", sa.Text),
+    sa.Column("node", Text),
     sa.Index("audits_by_time", "finished_at"),
 )
 
 reports = sa.Table(
     "reports",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("id", Text, primary_key=True),
     sa.Column("received_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
     sa.Index("reports_by_time", "received_at"),
@@ -171,10 +195,10 @@ reports = sa.Table(
 receipts = sa.Table(
     "receipts",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("id", Text, primary_key=True),
     sa.Column("issued_at", UtcTime, nullable=False),
-    sa.Column("node", sa.Text, nullable=False),
-    sa.Column("node_name", sa.Text, nullable=False),
+    sa.Column("node", Text, nullable=False),
+    sa.Column("node_name", Text, nullable=False),
     sa.Column("owner_uid", sa.BigInteger, nullable=False),
     sa.Column("is_grader", sa.Boolean, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
@@ -184,10 +208,10 @@ receipts = sa.Table(
 judgements = sa.Table(
     "judgements",
     metadata,
-    sa.Column("mirror_key", sa.Text, primary_key=True),
+    sa.Column("mirror_key", Text, primary_key=True),
     sa.Column("level", sa.String(16), primary_key=True),
-    sa.Column("node", sa.Text, primary_key=True),
-    sa.Column("audit_id", sa.Text, nullable=False),
+    sa.Column("node", Text, primary_key=True),
+    sa.Column("audit_id", Text, nullable=False),
     sa.Column("started_at", UtcTime, nullable=False),
     sa.Column("judged_at", UtcTime, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
@@ -198,12 +222,12 @@ judgements = sa.Table(
 claims = sa.Table(
     "claims",
     metadata,
-    sa.Column("key", sa.Text, primary_key=True),  # `mirror/<key>`, or other work of one node
-    sa.Column("node", sa.Text),
+    sa.Column("key", Text, primary_key=True),  # `mirror/<key>`, or other work of one node
+    sa.Column("node", Text),
     sa.Column("epoch", sa.BigInteger, nullable=False),  # grows by one with each claim
     sa.Column("expires_ms", sa.BigInteger, nullable=False),
     sa.Column("due_ms", sa.BigInteger),  # NULL: by request only
-    sa.Column("host", sa.Text, nullable=False),  # of the upstream; empty: no limit per host
+    sa.Column("host", Text, nullable=False),  # of the upstream; empty: no limit per host
     sa.Column("is_batch", sa.Boolean, nullable=False),
     sa.Column("failures", sa.Integer, nullable=False),  # since the last success
     sa.Index("claims_by_due", "due_ms"),
@@ -213,19 +237,19 @@ claims = sa.Table(
 generations = sa.Table(
     "generations",
     metadata,
-    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
+    sa.Column("mirror_key", Text, _cascade("mirrors.key"), primary_key=True),
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("number", sa.BigInteger, nullable=False),
     sa.Column("manifest", sa.String(64), nullable=False),  # the hash of its bytes
-    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("node", Text, nullable=False),
     sa.Column("published_ms", sa.BigInteger, nullable=False),
 )
 
 closures = sa.Table(
     "closures",
     metadata,
-    sa.Column("mirror_key", sa.Text, _cascade("mirrors.key"), primary_key=True),
-    sa.Column("commit_id", sa.Text, primary_key=True),
+    sa.Column("mirror_key", Text, _cascade("mirrors.key"), primary_key=True),
+    sa.Column("commit_id", Text, primary_key=True),
     sa.Column("document", sa.JSON, nullable=False),  # its layer of the chain, its pack's digests
     sa.Column("used_ms", sa.BigInteger, nullable=False),
 )
@@ -233,9 +257,9 @@ closures = sa.Table(
 nodes = sa.Table(
     "nodes",
     metadata,
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, nullable=False),
-    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("id", Text, primary_key=True),
+    sa.Column("name", Text, nullable=False),
+    sa.Column("version", Text, nullable=False),
     sa.Column("seen_ms", sa.BigInteger, nullable=False),
     sa.Column("document", sa.JSON, nullable=False),
 )
@@ -243,7 +267,7 @@ nodes = sa.Table(
 changes = sa.Table(
     "changes",
     metadata,
-    sa.Column("topic", sa.Text, primary_key=True),  # empty: the clock that versions come from
+    sa.Column("topic", Text, primary_key=True),  # empty: the clock that versions come from
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Index("changes_by_version", "version"),
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
+from ..jsontext import loads
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange, InstanceChange, RowsChange
 from .database import Database, lock
@@ -68,7 +69,7 @@ def row_digest(line: bytes) -> bytes:
 
 def decode_row(line: bytes) -> InstanceRow:
     """Decode an untrusted line; raises ValueError, KeyError or TypeError."""
-    value = json.loads(line)
+    value = loads(line)
     optional = ("revision", "environment", "python", "version", "created", "history")
     value = dict.fromkeys((*optional, "install")) | {"rules": []} | value
     texts = [value["id"], *value["fail"], *value["pass"], *value["rules"]]

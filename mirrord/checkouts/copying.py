@@ -28,6 +28,7 @@ from ..host.processes import ActingAs
 from ..host.trash import remove_tree
 from ..model import utc_now
 from ..patches.worktree import denials_named
+from ..quoting import decode_name, encode_name
 from ..trees.manifest import clock_ns
 from ..trees.reader import TreeReader, parents
 from ..trees.scan import is_control
@@ -211,7 +212,7 @@ class _Locked:
 def _read_record(layer: Path) -> Pieces | None:
     with suppress(OSError, ValueError), open(f"{layer}.stats", "rb") as file:
         return {
-            path.encode("latin-1"): Piece(Where[where], *numbers)
+            encode_name(path): Piece(Where[where], *numbers)
             for path, (where, *numbers) in json.load(file).items()
         }
     return None
@@ -366,7 +367,7 @@ class _Copy:
         the clock, which another change may not alter.
         """
         kept = {
-            path.decode("latin-1"): (piece.where.name, *piece[1:])
+            decode_name(path): (piece.where.name, *piece[1:])
             for path, piece in pieces.items()
             if piece.ctime_ns < began_ns
         }

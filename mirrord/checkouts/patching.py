@@ -30,6 +30,7 @@ from ..patches.diff import diff
 from ..patches.journal import has_journal
 from ..patches.worktree import PatchJob
 from ..protocol import RestorePaths
+from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from ..workers.pool import Workers
 from .backend import DIFF_TIMEOUT, ChangedPaths
@@ -83,7 +84,7 @@ class Patches:
             paths, found = await self.workers.run(
                 apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
             )
-        return [path.decode(errors="backslashreplace") for path in paths], found
+        return [decode_name(path) for path in paths], found
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
         """Write files of a pinned commit into the checkout, without any of its objects.
@@ -98,12 +99,12 @@ class Patches:
                 f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
                 hint=f"run `mirrord pin {lease.mirror} {commit}`",
             )
-        wanted = [path.encode(errors="surrogateescape") for path in request.paths]
+        wanted = [encode_name(path) for path in request.paths]
         async with self._completed(lease):
             paths = await self.workers.run(
                 restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
             )
-        return [path.decode(errors="backslashreplace") for path in paths]
+        return [decode_name(path) for path in paths]
 
     async def complete(self, lease: Lease) -> None:
         """Undo or finish an apply or restore that was killed or failed half-way.

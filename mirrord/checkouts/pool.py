@@ -28,6 +28,7 @@ from ..host.trash import Trash, TrashDirectory, find_trash, new_trash, remove_tr
 from ..model import Backend, History, MirrorName, Target
 from ..patches import journal
 from ..protocol import Proof
+from ..quoting import quote_name
 from ..telemetry import elapsed_s, log
 from ..trees import dotgit
 from ..trees.manifest import DIRECTORY, Manifest, clock_ns
@@ -331,7 +332,7 @@ def _converge(
     raise errors.ProofFailedError(
         f"cannot prove the checkout clean: a process still writes to it after {_ROUNDS} rounds",
         hint="the checkout was removed; ask for another, and end its processes before a reset",
-        paths=[path.decode(errors="backslashreplace") for path in dirty],
+        paths=[quote_name(path) for path in dirty],
     )
 
 

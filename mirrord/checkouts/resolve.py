@@ -20,6 +20,7 @@ from ..host.peers import Peer
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
 from ..protocol import ResetCheckout, StartCheckout
+from ..quoting import unquote_name
 from ..templates.environments import EnvironmentStore
 from .leases import Base, Lease
 from .prepared import PreparedLayers
@@ -91,6 +92,7 @@ class Resolver:
                 found = await self._resolve_base(row)
                 return found.of_instance(row)
             name, _, commitish = request.instance.partition("@")
+            commitish = unquote_name(commitish)  # as `mirrord refs` prints it
             if request.dataset or not commitish:
                 fact = "no dataset has it"
                 if request.dataset:

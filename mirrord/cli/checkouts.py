@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
-from ..protocol import Grade
+from ..protocol import Grade, RestoreAnswer
+from ..quoting import quote_name, unquote_name
 from .output import listing, table, when
 from .session import (
     Argument,
@@ -242,8 +243,10 @@ def apply(
 
 
 def restore_paths(session: Session, checkout_id: str, commit: str, paths: list[str]) -> None:
-    written = session.client.restore_paths(find_id(session, checkout_id), commit, *paths)
-    session.answer({"paths": written}, written)
+    """Paths may be in git's quotes, as other verbs print those that are not plain text."""
+    wanted = map(unquote_name, paths)
+    written = session.client.restore_paths(find_id(session, checkout_id), commit, *wanted)
+    session.answer(RestoreAnswer(paths=written), map(quote_name, written))
 
 
 def attach(
@@ -415,7 +418,9 @@ def grade(
 def _remarks(grade: Grade) -> list[str]:
     lines: list[str] = []
     if grade.steering:
-        rows = [(each.action, each.rule, each.path, each.detail) for each in grade.steering]
+        rows = [
+            (each.action, each.rule, quote_name(each.path), each.detail) for each in grade.steering
+        ]
         lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
     if not grade.changed:
         lines.append("the change is empty")

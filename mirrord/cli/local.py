@@ -14,9 +14,10 @@ from ..config import Settings
 from ..doctor import Check, examine, installer
 from ..doctor.checks import Step
 from ..doctor.repairs import Repaired, repair
-from ..model import History, MirrorName, parse_commit, printable
+from ..model import History, MirrorName, parse_commit
 from ..places import Layout
 from ..protocol import RootReport, SealReport
+from ..quoting import legible, quote_name
 from ..seal.scan import scan_root
 from ..seal.verify import verify_seal as verify_repository
 from ..telemetry import masked
@@ -117,7 +118,7 @@ def doctor(
 def _repair_lines(repaired: list[Repaired]) -> Iterator[str]:
     for each in repaired:
         detail = f": {each.detail}" if each.detail else ""
-        yield f"{each.state.ljust(7)}  {printable(each.what)}{printable(detail)}"
+        yield f"{each.state.ljust(7)}  {legible(each.what)}{legible(detail)}"
     if repaired:
         yield ""
 
@@ -173,13 +174,13 @@ def verify_seal(
 def _scan_lines(report: RootReport) -> Iterator[str]:
     for leak in report.leaks:
         covered = " (covered by a later layer)" if leak.hidden else ""
-        yield f"{leak.kind}: {printable(leak.path)}: {printable(leak.detail)}{covered}"
+        yield f"{leak.kind}: {quote_name(leak.path)}: {legible(leak.detail)}{covered}"
     leaks = sum(not leak.hidden for leak in report.leaks)
     verdict = "sealed" if report.sealed else f"leaks ({count(leaks, 'leak')})"
     scanned = f"{count(report.file_count, 'file')} of {size(report.size_bytes)}"
-    paths = ", ".join(map(printable, report.repositories))
+    paths = ", ".join(map(quote_name, report.repositories))
     yield f"{verdict}: {scanned}, {f'repositories at {paths}' if paths else 'no repository'}"
-    yield from (f"  note: {printable(note)}" for note in report.notes)
+    yield from (f"  note: {legible(note)}" for note in report.notes)
 
 
 def _mirror_of(path: Path) -> Path | None:

@@ -9,6 +9,7 @@ from typing import Annotated
 from ..errors import IntegrityError, MirrordError, UsageError, from_problem
 from ..model import AuditLevel, CommitRole
 from ..protocol import Audit, BundleImported, Mirror, Operation, RefDiff, Repair, Restored
+from ..quoting import quote_name
 from .checkouts import restore_paths
 from .operations import conclude, exit_as, finish, finish_all, started, watching
 from .output import cell, count, facts_of, listing, problem_of
@@ -103,13 +104,14 @@ def show(session: Session, name: MirrorArgument) -> None:
 
 def _mirror_lines(mirror: Mirror) -> Iterator[str]:
     counts = "refs=ref_count pins=pin_count kept_refs=kept_count size=size_bytes"
-    names = f"mirror=name upstream=url state default_branch {counts} synced=synced_at"
+    branch = "default_branch=default_branch:name"
+    names = f"mirror=name upstream=url state {branch} {counts} synced=synced_at"
     yield from facts_of(
         mirror, f"{names} attempted=attempted_at problem=error.detail hint=error.hint"
     )
     if mirror.ref_faults:
         yield ""
-        yield from listing(mirror.ref_faults, "REF_NOT_TAKEN=ref COMMIT=commit:short REASON")
+        yield from listing(mirror.ref_faults, "REF_NOT_TAKEN=ref:name COMMIT=commit:short REASON")
 
 
 def remove(session: Session, name: MirrorArgument) -> None:
@@ -178,7 +180,7 @@ def refs_restore(
 
 
 def _change_lines(found: RefDiff) -> Iterator[str]:
-    columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF"
+    columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF=ref:name"
     return listing(found.changes, columns, OLD_TIP=lambda each: "kept" if each.kept else None)
 
 
@@ -353,13 +355,13 @@ def _describe_repair(repair: Repair) -> Iterator[str]:
     for donor, number in repair.objects.items():
         yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
     for file in repair.files:
-        yield f"{repair.mirror} healed: moved corrupt file {file} to {repair.kept_in}"
+        yield f"{repair.mirror} healed: moved corrupt file {quote_name(file)} to {repair.kept_in}"
     if repair.history:
         yield f"{repair.mirror} ref history: {repair.history}"
     for donor, reason in repair.refusals.items():
         yield f"{repair.mirror} not healed from {donor}: {reason}"
     for ref in repair.refs:
-        yield f"{repair.mirror} healed: restored lost ref {ref}"
+        yield f"{repair.mirror} healed: restored lost ref {quote_name(ref)}"
     if repair.unhealed_count:
         listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
         fact = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"

@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from ..model import printable
 from ..protocol import Mirror
+from ..quoting import legible, quote_name
 from ..units import counted, readable_size
 
 T = TypeVar("T")
@@ -63,11 +63,13 @@ def facts_of(item: object, names: str, **computed: object) -> Iterator[str]:
 
 
 def _member(item: object, path: str) -> object:
-    """Return a member as text shows it; paths are such as `error.detail`, `mirrors:count`."""
+    """Return a member as text shows it; paths are `error.detail`, `mirrors:count`, `ref:name`."""
     names, _, form = path.partition(":")
     found: Any = item
     for name in names.split("."):
         found = None if found is None else getattr(found, name)
+    if form == "name" and found is not None:
+        return quote_name(found)
     if form == "short":
         return short(found)
     if form == "count":
@@ -89,7 +91,7 @@ def cell(value: object) -> str:
     """Return a value as one line, with control characters escaped."""
     if value is None or value == "":
         return "-"
-    return printable(when(value) if isinstance(value, datetime) else str(value))
+    return legible(when(value) if isinstance(value, datetime) else str(value))
 
 
 def when(time: datetime) -> str:

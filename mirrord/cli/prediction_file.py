@@ -4,7 +4,6 @@ Predictions are SWE-bench's rows (`instance_id`, `model_patch`, `model_name_or_p
 a JSON array, or an object by instance id.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from io import BufferedReader
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from .. import errors
 from ..datasets.readers import Element, iter_elements
+from ..jsontext import loads
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1024**2
@@ -83,7 +83,7 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
     if value is None:
         return Fault(line, "it is not a JSON object")
     if element.key is not None:
-        value.setdefault("instance_id", json.loads(element.key))
+        value.setdefault("instance_id", loads(element.key))
     instance, patch = value.get("instance_id"), value.get("model_patch")
     model = value.get("model_name_or_path")
     if not isinstance(instance, str) or not instance:
@@ -99,8 +99,8 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
 
 def _decoded(text: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = loads(text)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None
 

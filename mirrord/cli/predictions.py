@@ -20,6 +20,7 @@ from ..client.rehearsing import TESTS, judge_tests, log_path
 from ..errors import MirrordError
 from ..model import Bind, ReportKind, View
 from ..protocol import Grade, Recipe, Tested, to_json
+from ..quoting import quote_name
 from .output import count, table
 from .prediction_file import Fault, Prediction, read_predictions
 from .reports import PAGES, RunReport, run
@@ -71,7 +72,9 @@ class GradedPrediction:
     def touched_tests(self) -> list[str]:
         """Changed paths that are tests, by the rules or the instance's test patch."""
         found = self.grade.steering if self.grade else []
-        return sorted({s.path for s in found if s.kind == "tests" or s.action == "restored"})
+        return sorted(
+            {quote_name(s.path) for s in found if s.kind == "tests" or s.action == "restored"}
+        )
 
     @property
     def reason(self) -> str:
@@ -93,7 +96,7 @@ class GradedPrediction:
             "touched_tests": self.touched_tests,
             "steering": grade.steering if grade else [],
             "judged_by": grade.judged_by if grade else None,
-            "dropped": grade.dropped if grade else [],
+            "dropped": list(map(quote_name, grade.dropped)) if grade else [],
             "checkout": grade.id if grade and self.is_kept else None,
             "path": grade.path if grade and self.is_kept else None,
             "seconds": None if self.seconds is None else round(self.seconds, 6),

@@ -7,7 +7,6 @@ tried.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator
 from itertools import groupby
@@ -18,7 +17,9 @@ from .. import protocol
 from ..client._async import AsyncClient
 from ..client.rehearsing import Candidate
 from ..errors import UsageError, from_problem
-from ..model import Readiness, ReportKind, printable
+from ..jsontext import loads
+from ..model import Readiness, ReportKind
+from ..quoting import legible
 from . import reports
 from .output import cell, count, listing, table
 from .session import Argument, Option, Session, read_duration, read_jobs
@@ -211,7 +212,7 @@ def _unexpected_lines(rows: list[protocol.Rehearsed]) -> Iterator[str]:
         for each in row.unexpected:
             yield ""
             yield f"{row.instance}: {cell(each.description)}"
-            yield from (f"    {printable(line)}" for line in each.lines)
+            yield from (f"    {legible(line)}" for line in each.lines)
         yield from (f"{row.instance}: log: {path}" for path in row.logs if row.unexpected)
 
 
@@ -223,7 +224,7 @@ def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        found = [protocol.Rehearsed.from_json(json.loads(line)) for line in whole.splitlines()]
+        found = [protocol.Rehearsed.from_json(loads(line)) for line in whole.splitlines()]
         file.truncate(len(whole))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, ClassVar, Generic, Protocol, TypeVar
 from .. import __version__
 from ..client._async import AsyncClient
 from ..errors import UsageError
-from ..model import ReportKind, printable, utc_now
+from ..model import ReportKind, utc_now
 from ..protocol import FAULTS_MAX, AddReport, Progress, to_bytes
+from ..quoting import as_utf8, legible, quote_name
 from .operations import watching
 from .output import count, when
 from .session import Session
@@ -101,7 +102,7 @@ class RunReport(ABC, Generic[R]):
         with self._files:
             self.rows.sort(key=self.order)
             for file in self._pages:
-                file.write(self.render().encode("utf-8", "backslashreplace"))
+                file.write(as_utf8(self.render()).encode())
 
     def totals(self) -> dict[str, Any]:
         """Return counts of rows, in total and by result."""
@@ -138,9 +139,14 @@ class RunReport(ABC, Generic[R]):
             autoescape=True,
             undefined=jinja.StrictUndefined,
             trim_blocks=True,
-            finalize=lambda value: printable(value) if type(value) is str else value,
+            finalize=lambda value: legible(value) if type(value) is str else value,
         )
-        templates.filters |= {"number": "{:,}".format, "count": count, "when": when}
+        templates.filters |= {
+            "name": quote_name,
+            "number": "{:,}".format,
+            "count": count,
+            "when": when,
+        }
         page: str = templates.get_template(self.template).render(
             title=self.title(), noun=self.noun, results=self.results, **self.facts()
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pwd
 import sys
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import mirrord
 
 from ..errors import MirrordError, UsageError
-from ..model import Backend, History, View, printable, shown
+from ..jsontext import dumps
+from ..model import Backend, History, View, shown
+from ..quoting import legible
 from ..units import parse_duration
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Session:
 
     def fail(self, error: MirrordError) -> None:
         if self.json:
-            print(json.dumps(error.problem(), ensure_ascii=False, default=str), file=sys.stderr)
+            print(dumps(error.problem(), default=str), file=sys.stderr)
             return
         _print_safely(f"mirrord: {error.message}")
         if error.hint:
@@ -97,13 +98,13 @@ class Session:
 
 def as_json(value: Any, indent: int | None = None) -> str:
     """Return JSON; messages in it are as the API sends them."""
-    return json.dumps(value, indent=indent, ensure_ascii=False, default=methodcaller("to_json"))
+    return dumps(value, indent=indent, default=methodcaller("to_json"))
 
 
 def _print_safely(text: str) -> None:
     """Print lines to stderr, with control characters of names and rows escaped."""
     for line in text.splitlines():
-        print(printable(line), file=sys.stderr)
+        print(legible(line), file=sys.stderr)
 
 
 def print_line(text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 from .. import errors
+from ..jsontext import loads
 from ..protocol import API, Answer, Event, MalformedError, Request
 from ..units import parse_duration
 
@@ -134,7 +135,7 @@ _REFUSALS = {
 def message(kind: type[Q], **fields: Any) -> Q:
     """Return a request; raises InvalidRequestError, as the daemon would."""
     try:
-        return kind.from_json(fields)
+        return kind.of(**fields)
     except MalformedError as error:
         hint = "see the method's signature"
         raise errors.InvalidRequestError(f"cannot ask the daemon: {error}", hint=hint) from error
@@ -143,7 +144,7 @@ def message(kind: type[Q], **fields: Any) -> Q:
 def read_one(response: Response, kind: type[A]) -> A:
     """Parse an answer; raises NoDaemonError if it is not mirrord's."""
     try:
-        return kind.from_json(json.loads(response.body))
+        return kind.from_json(loads(response.body))
     except ValueError as error:
         raise _not_mirrord(response, str(error)) from error
 
@@ -151,7 +152,7 @@ def read_one(response: Response, kind: type[A]) -> A:
 def read_list(response: Response, kind: type[A]) -> list[A]:
     """Parse an answer that is an array."""
     try:
-        items = json.loads(response.body)
+        items = loads(response.body)
         if not isinstance(items, list):
             raise MalformedError("Input should be an array")
         return [kind.from_json(item) for item in items]
@@ -169,7 +170,7 @@ def is_error(response: Response, accepted: tuple[int, ...]) -> bool:
 def problem_of(response: Response) -> errors.MirrordError:
     """Return the error that the daemon raised, in its class."""
     try:
-        problem = json.loads(response.body)
+        problem = loads(response.body)
     except ValueError as error:
         return _not_mirrord(response, str(error))
     if not isinstance(problem, dict) or "code" not in problem:
@@ -325,7 +326,7 @@ class EventReader:
 
 def _read(data: bytes) -> Event:
     try:
-        return Event.from_json(json.loads(data))
+        return Event.from_json(loads(data))
     except ValueError as error:
         raise errors.NoDaemonError(
             "cannot read an event: not a message of mirrord",

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from ..errors import InvalidCommitError, InvalidMappingError, InvalidNameError
+from ..jsontext import loads
 from ..model import CommitId, Direction, History, MirrorName, parse_commit, shown
 
 RawFields = Mapping[str, Any]
@@ -100,8 +101,8 @@ def find_value(row: RawFields, path: str) -> Any:
 
 def parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return loads(text)
+    except ValueError:
         return None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ..errors import InvalidDatasetError
+from ..jsontext import DEPTH_MAX, loads
 from ..model import shown
 
 UNPACKED_FREE_BYTES = 256 * 1024**2
@@ -233,7 +234,7 @@ def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
         value, fault = _decoded(element.text)
         if value is not None and element.key is not None:
             try:
-                identity = str(json.loads(element.key))
+                identity = str(loads(element.key))
             except ValueError:
                 identity = ""
             value.setdefault("instance_id", identity)
@@ -257,11 +258,9 @@ def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
 
 def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
-        value = json.loads(text.decode())
+        value = loads(text.decode())
     except UnicodeDecodeError as error:
         return None, f"it is not UTF-8: {error.reason} at byte {error.start}"
-    except RecursionError:
-        return None, "it is nested too deeply"
     except ValueError as error:
         return None, f"it is not JSON: {error}"
     return (value, None) if isinstance(value, dict) else (None, "it is not an object")
@@ -327,8 +326,8 @@ def _first_line(error: Exception) -> str:
 
 ELEMENT_LIMIT_BYTES = 256 * 1024**2
 """Longer than any published row (168 MB)."""
-DEPTH_LIMIT = 1000
-"""Python's json module parses nothing deeper."""
+DEPTH_LIMIT = DEPTH_MAX
+"""A row may be nested as deep as other JSON that mirrord reads."""
 _CHUNK_BYTES = 256 * 1024
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
 

@@ -43,6 +43,7 @@ from ..protocol import (
     ProgressSink,
     RecordedCommit,
 )
+from ..quoting import quote_name
 from ..telemetry import log
 from .fields import Columns
 from .pinning import PinKeys, owner_of, pin_all, pin_key, read_journals, unpin, write_journal
@@ -210,8 +211,7 @@ class Datasets:
         InvalidNameError, ResourceError.
         """
         dataset = file.dataset
-        # a file name that is not UTF-8 has surrogates in Python, which no database takes
-        source = file.source.encode("utf-8", "backslashreplace").decode().replace("\0", "")
+        source = quote_name(file.source)
         file = file._replace(source=source)
         async with self._exclusive(owner_of(dataset)), self._import_directory() as directory:
             spool = directory / "rows.jsonl"

@@ -138,6 +138,7 @@ class Engine:
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])
+        self.health.warn_by(self.mirrors.warnings)
         self.health.degrade_by(self.mirrors.outages)
         self.health.degrade_by(self.catalog.outages)
 

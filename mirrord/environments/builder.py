@@ -27,6 +27,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, MirrordError, ResourceError
 from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, may_give_files_away
+from ..jsontext import loads
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 from ..sandbox.box import Box
 from .bounds import Bounds
@@ -248,7 +249,7 @@ def main() -> int:
             return 1
         received += piece
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    order = Order(**json.loads(received))
+    order = Order(**loads(bytes(received)))
     try:
         last = run(order, connection)
     except (MirrordError, OSError) as error:
@@ -352,7 +353,7 @@ async def _converse(connection: socket.socket, order: Order, say: Say) -> dict[s
     try:
         writer.write(json.dumps(asdict(order)).encode() + b"\n")
         while line := await reader.readline():
-            answer: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = loads(line)
             if "log" not in answer:
                 return answer
             say(str(answer["log"]))

@@ -7,7 +7,6 @@ change. `building.py` builds; `templates/environments.py` has what is ready on d
 
 import asyncio
 import builtins
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from ..datasets.service import Datasets
 from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
 from ..jobs.operations import together
+from ..jsontext import loads
 from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
 from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
@@ -83,7 +83,7 @@ class Environments:
             text = await anyio.to_thread.run_sync((self.recipes / f"{key}.json").read_bytes)
         except FileNotFoundError:
             return None
-        return checked(Recipe.from_json(json.loads(text)))
+        return checked(Recipe.from_json(loads(text)))
 
     async def find_recipe(self, row: InstanceRow) -> Recipe | None:
         """Return the recipe of an instance; None if it has none that can be used."""

@@ -6,7 +6,6 @@ up to which it and the packs before it are complete, so that a follower takes on
 """
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Collection
@@ -17,9 +16,11 @@ from typing import Any, NamedTuple
 
 from ..catalog import Generation
 from ..errors import MirrordError, StoreDamagedError, StoreUnavailableError
+from ..jsontext import dumps, loads
 from ..mirrors.refs import directories_of, is_safe_ref, write_durably
 from ..mirrors.repository import Refs, Repository
-from ..model import MirrorName
+from ..model import MirrorName, shown
+from ..quoting import quote_name, unquote_name
 from ..telemetry import masked
 from .objects import Blob, ObjectStore
 
@@ -54,28 +55,29 @@ class GenerationManifest:
 
     def encode(self) -> bytes:
         """Return the same bytes for the same generation."""
+        refs = {quote_name(ref): oid for ref, oid in self.refs.items()}
         value = {
             "format": _FORMAT,
             "mirror": self.mirror,
             "url": masked(self.url),
             "epoch": self.epoch,
             "number": self.number,
-            "head": self.head,
-            "refs": self.refs,
+            "head": None if self.head is None else quote_name(self.head),
+            "refs": refs,
             "packs": [[*each.pack, *each.index, each.upto] for each in self.packs],
         }
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        return dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> "GenerationManifest":
         """Read an untrusted manifest; raises ValueError, KeyError, TypeError."""
-        value: Any = json.loads(content)
+        value: Any = loads(content)
         if value["format"] != _FORMAT:
             raise ValueError(f"its format is {value['format']!r}, and this mirrord knows {_FORMAT}")
-        head, refs, packs = value["head"], value["refs"], value["packs"]
+        head, refs, packs = value["head"], _read_refs(value["refs"]), value["packs"]
         if not isinstance(packs, list) or len(packs) > _MAX_PACKS:
             raise ValueError("it has no packs, or too many")
-        _check_refs(refs)
+        head = None if head is None else unquote_name(_text(head))
         if head is not None and head not in refs:
             raise ValueError("its HEAD names no ref")
         return cls(
@@ -89,18 +91,24 @@ class GenerationManifest:
         )
 
 
-def _check_refs(refs: Any) -> None:
-    if not isinstance(refs, dict):
+def _read_refs(named: Any) -> Refs:
+    """Read the refs, whose names are in their printable form, and in no other."""
+    if not isinstance(named, dict):
         raise TypeError("its refs are no object")
+    refs = {unquote_name(name): oid for name, oid in named.items()}
+    if len(refs) < len(named):
+        raise ValueError("a ref is named twice")
     for ref, oid in refs.items():
         if not is_safe_ref(ref) or ref.startswith("refs/replace/"):
-            raise ValueError(f"the name of a ref is not allowed: {ref[:100]!r}")
+            raise ValueError(f"the name of a ref is not allowed: {shown(ref, 100)}")
         if (
             not isinstance(oid, str)
             or not _OID.fullmatch(oid)
             or not refs.keys().isdisjoint(directories_of(ref))
         ):
-            raise ValueError(f"ref {ref[:100]!r} names no object, or is the directory of another")
+            fact = "names no object, or is the directory of another"
+            raise ValueError(f"ref {shown(ref, 100)} {fact}")
+    return refs
 
 
 def _pack(pack: Any, size: Any, index: Any, index_size: Any, upto: Any) -> PublishedPack:

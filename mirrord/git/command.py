@@ -31,8 +31,10 @@ import anyio
 from .. import errors
 from ..errors import CorruptObjectError, GitFailedError
 from ..host.children import NOTHING, PIPE, Child, Popen, Stream, in_memory, run_to_end, start
+from ..host.files import has_room
 from ..model import shown
 from ..protocol import Progress
+from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from ..workers.turns import Askers
 from .configuration import Remote, child_environment, make_home
@@ -75,7 +77,8 @@ class GitResult(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        return self.stdout.decode("utf-8", "surrogateescape").splitlines()
+        """Names are text as in `quoting.py`; only a line feed ends a line, not U+2028 in a name."""
+        return decode_name(self.stdout).removesuffix("\n").split("\n") if self.stdout else []
 
 
 class Git:
@@ -147,7 +150,8 @@ class Git:
             error = errors.UpstreamError if remote else errors.GitFailedError
             raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
-        _check_result(result, ok, stderr, remote, doing)
+        with _full_disk_told(git_dir, doing):
+            _check_result(result, ok, stderr, remote, doing)
         return result
 
     @contextlib.asynccontextmanager
@@ -239,8 +243,24 @@ def run_git_sync(
     stderr.feed(messages)
     result = GitResult(status, stdout, stderr.text())
     if result.status not in ok:
-        raise failure(doing, result.status, result.stderr)
+        with _full_disk_told(git_dir, doing):
+            raise failure(doing, result.status, result.stderr)
     return result
+
+
+@contextlib.contextmanager
+def _full_disk_told(git_dir: Path | None, doing: str) -> Iterator[None]:
+    """Turn a failure that git (2.39) did not explain into DiskFullError, if the disk has no room.
+
+    It says "couldn't write REF.lock" without errno, for one.
+    """
+    try:
+        yield
+    except GitFailedError as error:
+        if git_dir is None or has_room(git_dir):
+            raise
+        hint = "free space below the state directory; nothing was changed"
+        raise errors.DiskFullError(f"cannot {doing}: the disk has no room", hint=hint) from error
 
 
 @contextlib.contextmanager
@@ -331,7 +351,7 @@ class BatchObject(NamedTuple):
 
 def lines_of(names: Iterable[str]) -> bytes:
     """Encode names as git reads them from stdin."""
-    return "".join(f"{name}\n" for name in names).encode("utf-8", "surrogateescape")
+    return encode_name("".join(f"{name}\n" for name in names))
 
 
 async def object_info(
@@ -419,7 +439,7 @@ def _parse(requests: _Requests, output: bytes) -> Iterator[BatchObject]:
     at = 0
     for verb, name in requests:
         end = output.index(b"\n", at)
-        oid, _, kind = output[at:end].decode("utf-8", "surrogateescape").partition(" ")
+        oid, _, kind = decode_name(output[at:end]).partition(" ")
         at = end + 1
         kind, _, size = kind.partition(" ") if kind.rpartition(" ")[2].isdigit() else (kind, "", "")
         if kind not in _TYPES:  # `<name> missing`; a name may have spaces

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from .. import errors
-from ..model import printable, utc_now
+from ..model import utc_now
 from ..protocol import Progress
+from ..quoting import decode_name, legible
 from ..telemetry import masked
 
 
@@ -83,6 +84,15 @@ _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILI
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
 # The repository that git was started in. Upstream's name would be in quotes.
 _NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
+# What git (2.39) says of a pack that was cut or changed on its way. An upstream that cannot make
+# one says why, in a line of its own.
+_BROKEN_TRANSFER = re.compile(
+    r"unexpected disconnect|early EOF|hung up unexpectedly|transfer closed|RPC failed"
+    r"|bad pack header|bad band|bad line length|pack signature mismatch|pack is corrupted"
+    r"|pack has bad object|pack has \d+ unresolved|inflate|unknown object type",
+    re.IGNORECASE,
+)
+_REMOTE_FAILED = re.compile(r"(?m)^remote: .*(?:fatal|error|abort)|died with error|upload-pack: ")
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
 _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
@@ -137,7 +147,7 @@ class StderrReader:
         return "\n".join([*self._first, *self._last])
 
     def _take(self, raw: bytes) -> None:
-        line = raw[:_LINE_MAX].decode("utf-8", "replace").removesuffix("\x1b[K").rstrip()
+        line = decode_name(raw[:_LINE_MAX]).removesuffix("\x1b[K").rstrip()
         if not line:
             return
         if trace := _TRACE.fullmatch(line):
@@ -155,9 +165,9 @@ class StderrReader:
                     )
                 )
         elif len(self._first) < _LINES_MAX:
-            self._first.append(printable(line))
+            self._first.append(legible(line))
         else:
-            self._last.append(printable(line))
+            self._last.append(legible(line))
 
     def _take_header(self, text: str) -> None:
         name, _, value = text.partition(":")
@@ -229,6 +239,10 @@ def failure(
         if re.search(rule.pattern, stderr, re.IGNORECASE):
             error, hint = rule.error, rule.hint
             break
+    is_broken = _BROKEN_TRANSFER.search(stderr) and not _REMOTE_FAILED.search(stderr)
+    if error is errors.UpstreamError and is_broken and not named:
+        error, fact = errors.TransferBrokenError, f"the transfer broke: {fact}"
+        hint = "the next sync asks again; if it goes on, look at the network and proxies on the way"
     return error(f"cannot {doing}: {fact}", hint=hint, **facts)
 
 

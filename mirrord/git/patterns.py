@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..quoting import decode_name, unquoted
+
 _SPECIAL = re.compile(rb"[*?[\\]")
 _BOM = b"\xef\xbb\xbf"
 _ALPHA = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
@@ -359,24 +361,6 @@ def _states(text: bytes) -> _States | None:
         if sign:
             state = False if sign == b"-" else None
         elif equals:
-            state = value.decode(errors="surrogateescape")
+            state = decode_name(value)
         states.append((name.decode(), state))
     return states[::-1]
-
-
-# -- quoted names ----------------------------------------------------------------------------------
-
-_QUOTED = re.compile(rb'"((?:[^"\\]|\\(?:[abfnrtv\\"]|[0-3][0-7]{2}))*)"', re.DOTALL)
-_ESCAPE = re.compile(rb"\\(?:([0-7]{3})|(.))")
-_ESCAPED = dict(zip(b'abfnrtv\\"', b'\a\b\f\n\r\t\v\\"', strict=True))
-
-
-def unquoted(text: bytes) -> tuple[bytes, bytes] | None:
-    """Split a leading C-quoted name from what follows; None without one (`unquote_c_style`)."""
-    found = _QUOTED.match(text)
-    return (_ESCAPE.sub(_unescaped, found[1]), text[found.end() :]) if found else None
-
-
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    octal, char = found.groups()
-    return bytes([int(octal, 8) if octal else _ESCAPED[char[0]]])

@@ -5,7 +5,6 @@ are an agent's: nothing is run, and a file that cannot be parsed counts as chang
 """
 
 import configparser
-import json
 import re
 import tomllib
 from bisect import bisect_left
@@ -15,7 +14,9 @@ from typing import Any, TypeVar
 
 import iniconfig
 
+from ..jsontext import loads
 from ..patches.fit import Change
+from ..quoting import decode_name, legible, quote_name
 from .context import SUBMODULE, SYMLINK, Context, is_test
 from .names import (
     LINKED_FILES,
@@ -66,7 +67,7 @@ def _adds(change: Change, context: Context, *patterns: str) -> str | None:
     had = set(old.splitlines())
     for line in part.splitlines():
         if line not in had and (found := wanted.search(line)):
-            return f"adds {found[0].decode(errors='backslashreplace').strip()[:60]}"
+            return f"adds {legible(decode_name(found[0].strip()[:60]))}"
     return None
 
 
@@ -124,7 +125,7 @@ def _symlink_outside(change: Change, context: Context) -> str | None:
     parts = [part for part in target.split(b"/") if part not in (b"", b".")]
     ups = next((n for n, part in enumerate(parts) if part != b".."), len(parts))
     if target.startswith(b"/") or ups > depth or b".." in parts[ups:]:
-        return f"to {target[:200].decode(errors='backslashreplace')}"
+        return f"to {quote_name(target[:200])}"
     if sum(1 for _ in seen_through(change, context)) == LINKED_FILES:
         return f"to more than {LINKED_FILES} files"
     return None
@@ -171,7 +172,7 @@ def _read_toml(text: str) -> Any:
 
 def _keys(change: Change, context: Context, *names: str) -> str | None:
     """A member of a JSON object differs."""
-    return _differing(change, context, lambda text: json.loads(text or "{}"), _dig, names)
+    return _differing(change, context, lambda text: loads(text or "{}"), _dig, names)
 
 
 def _dig(found: Any, name: str) -> Any:

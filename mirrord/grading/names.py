@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from ..patches.fit import Change
+from ..quoting import quote_name
 from .context import Context
 
 _SUFFIXES = (b".py", b".so", b".pyd", b".pyc", b".pyo")
@@ -74,7 +75,7 @@ def iter_modules(path: bytes, context: Context) -> Iterator[str]:
         if is_module and name != b"__init__" and not _in_package(above, context):
             taken = (above + name + b".py", above + name + b"/__init__.py")
             if not any(map(context.base.find, taken)):
-                yield name.decode(errors="backslashreplace")
+                yield quote_name(name)
         above += part + b"/"
 
 
@@ -127,6 +128,6 @@ def takes_name(change: Change, context: Context) -> str | None:
             (place < len(parts) - 1 and not dot and parts[place + 1].startswith(b"__init__."))
             or (place == len(parts) - 1 and part.endswith(_SUFFIXES) and change.path != owner)
         ):
-            return f"in place of {owner.decode(errors='backslashreplace')}"
+            return f"in place of {quote_name(owner)}"
         above += part + b"/"
     return None

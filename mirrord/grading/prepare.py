@@ -33,12 +33,13 @@ from ..patches.fit import BaseFiles, Change
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..protocol import Steering
+from ..quoting import decode_name
 from ..templates.store import CONFIG
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
 from ..trees.tree import conversions_for
 from .context import Context, InstanceTests, imports_of
-from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, printable, sift
+from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, sift
 
 _CACHED = 16
 
@@ -124,9 +125,9 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         write_layer(job.layer, partial(_names_in, base, job.below), files)
     return Prepared(
         changed=len(changes),
-        dropped=[printable(path) for path in sifted.dropped],
+        dropped=[decode_name(path) for path in sifted.dropped],
         steering=sifted.steering,
-        tests=[printable(change.path) for change in tests.changes] if tests else None,
+        tests=[decode_name(change.path) for change in tests.changes] if tests else None,
         strategy=strategy,
         files=len(written),
         size_bytes=sum(len(change.data) for change in written),

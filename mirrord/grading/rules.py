@@ -14,6 +14,7 @@ from ..errors import SteeringRefusedError
 from ..model import Policy, SteeringKind
 from ..patches.fit import Change
 from ..protocol import Steering
+from ..quoting import decode_name, quote_name
 from ..trees.reader import parents
 from .conditions import CONDITIONS
 from .context import SYMLINK, Context
@@ -426,7 +427,7 @@ def iter_findings(book: RuleBook, change: Change, context: Context) -> Iterator[
         for rule, _ in _iter_direct(book, behind, context):
             if rule.name not in seen:
                 seen.add(rule.name)
-                yield rule, f"a link; shows {printable(behind.path)}"
+                yield rule, f"a link; shows {quote_name(behind.path)}"
 
 
 def _iter_direct(book: RuleBook, change: Change, context: Context) -> Iterator[tuple[Rule, str]]:
@@ -441,12 +442,8 @@ def _iter_direct(book: RuleBook, change: Change, context: Context) -> Iterator[t
 
 
 def finding(rule: Rule, path: bytes, action: Action, detail: str = "") -> Steering:
-    name = printable(path)
+    name = decode_name(path)
     return Steering(rule=rule.name, kind=rule.kind, path=name, action=action, detail=detail)
-
-
-def printable(path: bytes) -> str:
-    return path.decode(errors="backslashreplace")
 
 
 def cut(steering: Iterable[Steering], most: int) -> list[Steering]:

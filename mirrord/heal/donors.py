@@ -40,6 +40,7 @@ from ..mirrors.upstream import Upstream
 from ..model import CommitId, MirrorName
 from ..places import Layout
 from ..protocol import ProgressSink
+from ..quoting import quote_name
 from ..telemetry import log
 from ..workers.pool import Workers
 
@@ -198,7 +199,7 @@ class Donors:
         files = [(path, _LENT) for path in self.lent]
         for path in sorted(directory.iterdir()) if directory.is_dir() else []:
             if path.is_file() and not path.name.startswith("."):
-                name = path.name.encode("utf-8", "replace").decode()  # it need not be UTF-8
+                name = quote_name(path.name)
                 files.append((path, f"bundle {name}"))
         found = []
         for number, (path, name) in enumerate(files):

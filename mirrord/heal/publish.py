@@ -26,6 +26,7 @@ from ..mirrors.quarantine import DAMAGED
 from ..mirrors.refs import directories_of, packed_refs, write_durably
 from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..model import MirrorName, utc_now
+from ..quoting import encode_name
 
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 
@@ -267,7 +268,7 @@ def _write_refs(
     if "config" in paths:
         replace("config", CONFIGURATION.encode())
     if "HEAD" in paths:
-        replace("HEAD", f"ref: {plan.head or 'refs/heads/main'}\n".encode())
+        replace("HEAD", encode_name(f"ref: {plan.head or 'refs/heads/main'}\n"))
     if "packed-refs" in paths or plan.restore or plan.drop:
         lock = git_dir / "packed-refs.lock"  # git's own: it may be moving a ref
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import errors
 from ..model import shown
+from ..quoting import decode_name, quote_name
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -221,7 +222,7 @@ def mounted_on(path: bytes) -> errors.CheckoutBusyError:
     return errors.CheckoutBusyError(
         f"cannot change {shown_path(path)}: a file system is mounted on it",
         hint="unmount it, then try again",
-        path=path.decode(errors="backslashreplace"),
+        path=quote_name(path),
     )
 
 
@@ -333,5 +334,17 @@ def free_bytes(path: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
+_LEAST_BYTES = 64 * 1024  # what one lock file and one small object take
+
+
+def has_room(path: Path) -> bool:
+    """Return whether a small file could be written below `path`; True where that is unknown."""
+    try:
+        disk = os.statvfs(path)
+    except OSError:
+        return True
+    return disk.f_bavail * disk.f_frsize >= _LEAST_BYTES and (disk.f_favail > 0 or not disk.f_files)
+
+
 def shown_path(path: bytes) -> str:
-    return shown(path.decode(errors="backslashreplace"))
+    return shown(decode_name(path))

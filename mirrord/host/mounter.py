@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import errors
+from ..jsontext import loads
 from ..model import Target
 from . import mounts
 from .files import open_directory, open_regular, opened
@@ -167,7 +168,7 @@ class GuardedMounter:
         private = self._open(stack, f"leases/{checkout}")
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
-                lease = json.loads(os.read(file, 64 * 1024))
+                lease = loads(os.read(file, 64 * 1024))
                 if (lease["owner_uid"], lease["owner_gid"]) == owner:
                     return
         raise errors.AccessError(f"cannot mount checkout {checkout}: it is not leased to that user")
@@ -223,7 +224,7 @@ def _smallest(name: str) -> int:
 def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], list[int]]:
     """Perform a request; return the answer with its descriptors, or the problem."""
     try:
-        request = json.loads(message)
+        request = loads(message)
         if request["request"] == "visible":
             pid, pids = map(_number, (request["pid"], request["pids"]))
             return {"visible": mounter.visible_to(pid, pids)}, []

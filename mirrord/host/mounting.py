@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BackendUnavailableError, MirrordError, ResourceError, from_problem
+from ..jsontext import loads
 from ..model import new_checkout_id
 from . import mounts
 from .files import opened
@@ -173,7 +174,7 @@ class RemoteMounter:
                     raise BackendUnavailableError(fact, hint=hint) from error
                 hint = "try again; see the log of mirrord-mount.service"
                 raise ResourceError(fact, hint=hint) from error
-        facts: dict[str, Any] = json.loads(answer)
+        facts: dict[str, Any] = loads(answer)
         if (problem := facts.get("problem")) is None:
             return facts, descriptors
         if problem.get("code") == "gone":

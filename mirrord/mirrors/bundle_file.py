@@ -22,6 +22,7 @@ from ..git.configuration import STRICT
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, parse_dataset_name, shown
 from ..protocol import Dataset, ProgressSink, RowFault
+from ..quoting import decode_name, encode_name, quote_name
 from .quarantine import STREAM_BIG_FILES
 from .repository import Refs, Repository
 from .upstream import public_url
@@ -40,7 +41,7 @@ class BundleHeader(NamedTuple):
 def header_bytes(prerequisites: Iterable[str], refs: Refs) -> bytes:
     """Format the header of a bundle, which the pack follows."""
     builds_on = (f"-{oid} " for oid in sorted(prerequisites))
-    named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
+    named = (f"{refs[ref]} {ref}" for ref in sorted(refs, key=encode_name))
     return lines_of(["# v2 git bundle", *builds_on, *named, ""])
 
 
@@ -69,7 +70,7 @@ def read_header(path: Path) -> BundleHeader:
                 break
             if not raw.endswith(b"\n"):
                 raise refused("its header is cut short")
-            line = raw[:-1].decode("utf-8", "surrogateescape")
+            line = decode_name(raw[:-1])
             if b"v3" in signature and raw.startswith(b"@"):
                 if line != "@object-format=sha1":
                     raise refused(f"it needs {shown(line)}, which mirrors do not support")
@@ -179,7 +180,10 @@ class BundledDataset(_Stored):
 
 
 class BundleRecords(_Stored):
-    """The catalog's records of a mirror. `url` is None where it is unknown or has a secret."""
+    """The catalog's records of a mirror. `url` is None where it is unknown or has a secret.
+
+    `default_branch` is in its printable form.
+    """
 
     format: int = _FORMAT
     mirror: str
@@ -194,7 +198,7 @@ def records_of(row: MirrorRow, pins: list[PinRow], datasets: list[Dataset]) -> B
     return BundleRecords(
         mirror=str(row.name),
         url=public_url(row.url),
-        default_branch=row.default_branch,
+        default_branch=None if row.default_branch is None else quote_name(row.default_branch),
         pins=tuple(map(BundledPin.model_validate, ordered)),
         datasets=tuple(BundledDataset.model_validate(dataset.to_json()) for dataset in datasets),
     )

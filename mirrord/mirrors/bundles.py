@@ -26,6 +26,7 @@ from ..git.packs import PackIndex
 from ..host.files import sync_directory, sync_tree
 from ..model import CommitId, MirrorName, utc_now
 from ..protocol import BundleImported, ProgressSink, RefChange
+from ..quoting import unquote_name
 from . import bundle_file, history
 from .maintenance import remove_stale_files, size_bytes
 from .pins import pin_ref, read_pins
@@ -359,7 +360,7 @@ class Bundles:
         owners = [(pin.owner, pin.commit) for pin in pins]
         repository = self.mirrors.repository(scratch.name)
         if not repository.path.exists():
-            head = f"refs/heads/{branch}" if branch else bundle.head
+            head = f"refs/heads/{unquote_name(branch)}" if branch else bundle.head
             plan = await plan_merge(scratch, bundle, owners, head)
             await commit(scratch, plan.moves)
             if head in plan.target:

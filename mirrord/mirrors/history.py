@@ -21,6 +21,7 @@ from ..errors import CorruptObjectError, GitFailedError, InvalidRequestError, No
 from ..git.command import BatchObject, object_info
 from ..model import shown
 from ..protocol import RefChange, RefRecord
+from ..quoting import decode_name, encode_name
 from .refs import classify, compare, followed_refs, is_followed, summarise
 from .repository import HISTORY, KEPT, Refs, Repository
 
@@ -72,7 +73,7 @@ def parse_lines(
     """
     is_oid = re.compile(r"[0-9a-f]{40}").fullmatch
     listed, head = dict(base), None
-    for line in text.decode("utf-8", "surrogateescape").split("\n"):
+    for line in decode_name(text).split("\n"):
         oid, _, ref = line.partition(" ")
         if oid == "@":
             head = ref.removeprefix("HEAD ")
@@ -124,7 +125,7 @@ async def write_record(
     # k records, each with the changes of those before it, take as much as all n refs if k² = 2n
     if not base or len(moved) ** 2 > 2 * len(listed):
         base, moved = await repository.write_object("blob", _lines(listed)), {}
-    head_line = f"@ HEAD {head}\n".encode("utf-8", "surrogateescape") if head else b""
+    head_line = encode_name(f"@ HEAD {head}\n") if head else b""
     own = await repository.write_object("blob", _lines(moved) + head_line)
     entries = (("moved", own), ("refs", base))
     content = (f"100644 {name}\0".encode() + bytes.fromhex(oid) for name, oid in entries)
@@ -133,14 +134,14 @@ async def write_record(
     parent_options = [word for parent in parents for word in ("-p", parent)]
     doing = f"record the refs of mirror {repository.name}"
     made = await repository.run(
-        "commit-tree", *parent_options, tree, stdin=message.encode(), doing=doing
+        "commit-tree", *parent_options, tree, stdin=encode_name(message), doing=doing
     )
     return made.lines[0]
 
 
 def _lines(refs: Refs) -> bytes:
-    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
-    return "".join(lines).encode("utf-8", "surrogateescape")
+    lines = (f"{refs[ref]} {ref}\n" for ref in sorted(refs, key=encode_name))
+    return encode_name("".join(lines))
 
 
 async def list_records(
@@ -154,7 +155,7 @@ async def list_records(
         "--format=%H%x00%ct%x00%s%x00%(trailers:key=Refs,valueonly)", start, "--",
         doing=f"read the ref history of mirror {repository.name}",
     )  # fmt: skip
-    fields = iter(listing.stdout.decode("utf-8", "replace").split("\0"))
+    fields = iter(decode_name(listing.stdout).split("\0"))
     return [
         RefRecord(
             id=commit.strip(),

@@ -19,6 +19,7 @@ from anyio import to_thread
 from ..errors import full_disk_named
 from ..host.files import sync_directory
 from ..protocol import RefChange, RefFault
+from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from .maintenance import remove_stale_files
 from .repository import HISTORY, KEPT, OURS, PINS, Refs, Repository
@@ -64,7 +65,7 @@ def read_offer(lines: Iterable[str], patterns: Sequence[str]) -> Offer:
             refs[ref] = oid
         else:
             reason = "git does not allow the name of this ref"
-            faults.append(RefFault(ref=ascii(ref)[1:-1], commit=oid, reason=reason))
+            faults.append(RefFault(ref=ref, commit=oid, reason=reason))
     faults += drop_shadowed(refs)
     return Offer(refs, head if head in refs else None, faults)
 
@@ -74,16 +75,18 @@ def is_followed(ref: str) -> bool:
     return is_safe_ref(ref) and not ref.startswith(_NEVER_FOLLOWED)
 
 
+_PART_MAX_BYTES = 240  # of the 255 of a file name; git's lock adds `.lock`
 _BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.$|/$|\.\./")
 
 
 def is_safe_ref(ref: str) -> bool:
     """Check a name by git check-ref-format's rules, and for a length that every disk can hold."""
-    return (
-        ref.startswith("refs/")
-        and not _BAD_NAME.search(ref)
-        and (len(ref) <= 60 or all(len(part.encode()) <= 240 for part in ref.split("/")))
-    )
+    try:
+        parts = encode_name(ref).split(b"/")
+    except UnicodeEncodeError:  # a surrogate that is no byte: it is not from git
+        return False
+    is_short = all(len(part) <= _PART_MAX_BYTES for part in parts)
+    return ref.startswith("refs/") and is_short and not _BAD_NAME.search(ref)
 
 
 def directories_of(ref: str, shortest: int = 3) -> list[str]:
@@ -119,7 +122,7 @@ def lasting_refs(refs: Refs) -> Refs:
 def compare(old: Refs, new: Refs) -> list[RefChange]:
     """List the differences by name. A move counts as `forced` until `classify` compares commits."""
     changes = []
-    for ref in sorted({ref for ref, _ in old.items() ^ new.items()}):
+    for ref in sorted({ref for ref, _ in old.items() ^ new.items()}, key=encode_name):
         before, after = old.get(ref), new.get(ref)
         kind: Literal["created", "deleted", "forced"] = (
             "created" if before is None else "deleted" if after is None else "forced"
@@ -185,7 +188,7 @@ async def commit(repository: Repository, moves: Moves, head: str | None = None) 
     text = journal_text(moves, head)
     before = await repository.all_refs()
     try:
-        await to_thread.run_sync(write_durably, journal, text.encode())
+        await to_thread.run_sync(write_durably, journal, encode_name(text))
         if moves:
             await _apply(repository, moves)
         if head:
@@ -210,7 +213,7 @@ async def recover(repository: Repository) -> None:
         return
     targets: dict[str, str | None] = {}
     head = None
-    for line in (await to_thread.run_sync(journal.read_text, "utf-8")).splitlines():
+    for line in decode_name(await to_thread.run_sync(journal.read_bytes)).split("\n")[:-1]:
         verb, ref, *oids = line.split(" ")
         if verb == "head":
             head = ref
@@ -251,7 +254,7 @@ async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= 50  # then one flushed packed-refs is cheaper than a flush for each ref
     done = await repository.run(
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
-        stdin=f"start\n{journal_text(moves)}prepare\ncommit\n".encode(),
+        stdin=encode_name(f"start\n{journal_text(moves)}prepare\ncommit\n"),
         doing=f"move refs of mirror {repository.name}",
     )  # fmt: skip
     if done.stderr:  # git only warns of a lock that it cannot remove; it would stop the next git
@@ -261,9 +264,12 @@ async def _update(repository: Repository, moves: Moves) -> None:
 
 
 def packed_refs(refs: Mapping[str, str]) -> bytes:
-    """Format a packed-refs file without peeled tags, which git then peels when asked."""
-    lines = (f"{oid} {ref}\n" for ref, oid in sorted(refs.items()))
-    return "".join(["# pack-refs with: sorted \n", *lines]).encode("utf-8", "surrogateescape")
+    """Format a packed-refs file without peeled tags, which git then peels when asked.
+
+    git (2.39) looks a ref up by bisection, in the order of bytes, which is not that of text.
+    """
+    lines = (f"{refs[ref]} {ref}\n" for ref in sorted(refs, key=encode_name))
+    return encode_name("".join(["# pack-refs with: sorted \n", *lines]))
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -18,6 +18,7 @@ from ..errors import DamagedMirrorError
 from ..git.command import Git, GitResult, lines_of, object_info
 from ..host.files import opened, sync_file, sync_tree
 from ..model import MirrorName
+from ..quoting import decode_name, encode_name, legible
 
 OURS = "refs/mirrord/"
 HISTORY = "refs/mirrord/history"
@@ -189,7 +190,7 @@ def changed_settings(config: Path) -> str:
     Does not follow includes: an include is a difference.
     """
     try:
-        text = config.read_bytes().decode("utf-8", "surrogateescape")
+        text = decode_name(config.read_bytes())
     except FileNotFoundError:
         return "it is lost"
     except OSError as error:
@@ -198,7 +199,7 @@ def changed_settings(config: Path) -> str:
         return ""
     wanted, found = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
     changes = [f"it lacks {line}" for line in wanted - found]
-    changes += [f"{ascii(line[:100])[1:-1]} is not ours" for line in found - wanted]
+    changes += [f"{legible(line[:100])} is not ours" for line in found - wanted]
     more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more or "its lines are in another order"
 
@@ -244,7 +245,8 @@ def read_refs(git_dir: Path) -> dict[str, str] | None:
     is_plain = header and header.end() + matched == len(text)
     if not is_plain or any(each in names for each in _NEVER_IN_NAMES):
         return None
-    return dict(sorted((packed | loose).items()))
+    refs = packed | loose
+    return {ref: refs[ref] for ref in sorted(refs, key=encode_name)}
 
 
 def _loose_refs(directory: Path | str, above: str) -> Iterator[tuple[str, str]]:
@@ -272,4 +274,4 @@ def _read(path: Path | str) -> str:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError(path)
         content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
-    return content.decode("utf-8", "surrogateescape")
+    return decode_name(content)

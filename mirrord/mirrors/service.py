@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ class Mirrors(Inventory):
         except errors.ClaimLostError:
             raise  # the row has the result of the other node
         except errors.MirrordError as error:
-            problem = error.problem()
-            await self.catalog.update_mirror(name.key, attempted_at=started_at, error=problem)
-            self._unsynced[name.key] = error.code  # not its message, because health is public
-            fact = {"code": error.code, "detail": error.message}
-            self.events.publish("mirror.failed", mirror=str(name), **fact)
+            await self._record_failure(name, error, started_at)
+            raise
+        except Exception as error:
+            doing = f"sync mirror {name}"
+            await self._record_failure(name, errors.unexpected(error, doing), started_at)
             raise
         if to := result.redirected_to:
             url = masked(row.url)
@@ -114,9 +114,18 @@ class Mirrors(Inventory):
                 return await sync(
                     self._fetcher(repository, upstream, work.report),
                     self.settings().upstream.refs,
-                    known_faults={it["commit"]: it["reason"] for it in row.ref_faults},
+                    known_faults=_known_faults(row),
                     accept_loss=accept_loss and exists,
                 )
+
+    async def _record_failure(
+        self, name: MirrorName, error: errors.MirrordError, at: datetime
+    ) -> None:
+        """Record why a sync failed, so that the mirror is not shown as ready without a word."""
+        await self.catalog.update_mirror(name.key, attempted_at=at, error=error.problem())
+        self._unsynced[name.key] = error.code  # not its message, because health is public
+        fact = {"code": error.code, "detail": error.message}
+        self.events.publish("mirror.failed", mirror=str(name), **fact)
 
     async def _record(self, row: MirrorRow, result: protocol.Synced, turn: Turn) -> None:
         self._unsynced.pop(row.name.key, None)
@@ -162,6 +171,15 @@ class Mirrors(Inventory):
         name, count = next(iter(self._names)), len(self._names)
         failed = f"{name}: cannot sync it ({self._unsynced[name]})"
         return [f"no mirror can be synced ({count} of {count} fail); {failed}"]
+
+    def warnings(self) -> list[str]:
+        """Report mirrors whose last sync met an unexpected error, which no retry may mend."""
+        crashed = sorted(key for key, code in self._unsynced.items() if code == "internal")
+        if not crashed:
+            return []
+        others = f" and {len(crashed) - 1} more" if len(crashed) > 1 else ""
+        hint = "this is a bug; the daemon's log has the details"
+        return [f"cannot sync mirror {crashed[0]}{others}: an unexpected error; {hint}"]
 
     async def maintain(
         self, name: MirrorName, progress: protocol.ProgressSink | None = None
@@ -387,6 +405,13 @@ class Mirrors(Inventory):
         fact = {"at": record.id, "changes": len(changes)}
         self.events.publish("refs.restored", mirror=str(row.name), **fact)
         return protocol.RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
+
+
+def _known_faults(row: MirrorRow) -> dict[str, str]:
+    """Return the objects that upstream could not give, without those whose transfer broke."""
+    faults = map(protocol.RefFault.from_json, row.ref_faults)
+    broke = errors.TransferBrokenError.code
+    return {fault.commit: fault.reason for fault in faults if fault.code != broke}
 
 
 def _as_synced(row: MirrorRow) -> protocol.Synced:

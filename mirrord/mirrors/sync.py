@@ -320,7 +320,7 @@ async def sync(
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
     faults = [
-        RefFault(ref=ref, commit=oid, reason=failed[oid].message)
+        RefFault(ref=ref, commit=oid, reason=failed[oid].message, code=failed[oid].code)
         for ref, oid in offer.refs.items()
         if oid in failed
     ]

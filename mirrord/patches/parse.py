@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from ..git.patterns import unquoted
 from ..model import TREE_PATH_LIMIT_BYTES
+from ..quoting import unquoted
 
 CONTEXT, REMOVED, ADDED = b" -+"
 REGULAR, EXECUTABLE, SYMLINK, SUBMODULE = 0o100644, 0o100755, 0o120000, 0o160000
@@ -275,6 +275,19 @@ def _is_whole(patch: FilePatch) -> bool:
         raise NeedsGitError("a mode of something else than a file or a link")
     is_more = patch.is_new or patch.is_delete or patch.is_rename or patch.is_copy
     return bool(counts or is_more or len(modes) > 1)
+
+
+def has_nul_in_name(patch: bytes) -> bool:
+    """Return whether a header names a path with a NUL, behind which git (2.39) reads no further."""
+    lines = patch.split(b"\n")
+    for line, following in pairwise([*lines, b""]):
+        named = _EXTENDED.match(line)
+        is_header = line.startswith(_GIT) or (named and named[1].startswith((b"copy", b"rename")))
+        if line.startswith(b"--- ") and following.startswith(b"+++ "):
+            is_header, line = True, line + following
+        if is_header and (b"\0" in line or (b'"' in line and b"\\000" in line)):
+            return True
+    return False
 
 
 def named_paths(patch: bytes) -> set[bytes]:

@@ -42,7 +42,16 @@ from .fit import (
     splice,
     splice_fuzzily,
 )
-from .parse import LIMIT_BYTES, SUBMODULE, SYMLINK, Hunk, NeedsGitError, named_paths, parse
+from .parse import (
+    LIMIT_BYTES,
+    SUBMODULE,
+    SYMLINK,
+    Hunk,
+    NeedsGitError,
+    has_nul_in_name,
+    named_paths,
+    parse,
+)
 
 _TIMEOUT = timedelta(minutes=4)
 _LINK_LIMIT_BYTES = 4095  # PATH_MAX, with its NUL
@@ -174,6 +183,9 @@ class _Application:
 
     def _by_git(self, patch: bytes, *options: str) -> Results:
         """Run `git apply` on the paths that the patch names; raises its refusal."""
+        if has_nul_in_name(patch):
+            fact = "cannot read the patch: a path in it has a NUL"
+            raise InvalidPatchError(fact, hint="make it with `git diff --binary`")
         remove_tree(self.scratch)
         self.scratch.mkdir(mode=0o700)
         try:

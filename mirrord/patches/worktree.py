@@ -21,6 +21,7 @@ from ..git.objects.trees import BaseTree, TreeEntry
 from ..git.patterns import Attributes
 from ..host.files import mounted_on, open_directory, opened, shown_path
 from ..host.processes import ActingAs, Owner
+from ..quoting import quote_name
 from ..trees.reader import TreeReader
 from .parse import EXECUTABLE, REGULAR, SYMLINK
 
@@ -97,7 +98,7 @@ def denials_named(owner: Owner) -> Iterator[None]:
         raise errors.OwnerDeniedError(
             f"cannot use {path} in the checkout: its owner, uid {owner[0]}, may not",
             hint="make it accessible to the owner, remove it, or let a .gitignore name it",
-            path=error.filename.decode(errors="backslashreplace"),
+            path=quote_name(error.filename),
         ) from error
 
 

@@ -8,11 +8,14 @@ from .codec import (
     Answer,
     Bounds,
     EnvironmentName,
+    GitName,
+    GitPath,
     Label,
     LayerName,
     OwnerUid,
     Repo,
     Request,
+    Revision,
     SnapshotName,
     Ttl,
     Word,
@@ -30,9 +33,9 @@ class StartCheckout(Request):
     `environment`, if that was saved.
     """
 
-    instance: Word | None = None
+    instance: Revision | None = None
     mirror: Repo | None = None
-    commit: Word | None = None
+    commit: Revision | None = None
     dataset: Word | None = None
     history: model.History | None = None
     view: model.View = model.View.AGENT
@@ -52,8 +55,8 @@ class ResetCheckout(Request):
     The environment stays unless another is named; at the same commit the layer does, too.
     """
 
-    instance: Word | None = None
-    commit: Word | None = None
+    instance: Revision | None = None
+    commit: Revision | None = None
     dataset: Word | None = None
     to: Word | None = None
     layer: LayerName | None = None
@@ -93,7 +96,7 @@ class RenewCheckout(Request):
 class RestorePaths(Request):
     commit: str
     paths: Annotated[
-        list[Annotated[str, Bounds(min_length=1, max_length=4096)]],
+        list[GitPath],
         Bounds(min_length=1, max_length=10000),
     ]
 
@@ -230,7 +233,7 @@ class Steering(Answer):
 
     rule: str
     kind: model.SteeringKind
-    path: str
+    path: GitName
     action: Literal["applied", "dropped", "restored", "left", "refused"]
     detail: str = ""
 
@@ -245,10 +248,10 @@ class Grade(Checkout):
 
     strategy: model.FoundStrategy | None = None
     changed: int
-    dropped: list[str] = []
+    dropped: list[GitName] = []
     steering: list[Steering] = []
     judged_by: Literal["loading", "names"] = "names"
-    tests: list[str] | None = None
+    tests: list[GitName] | None = None
 
 
 class Proof(Answer):
@@ -266,7 +269,7 @@ class Proof(Answer):
     files_checked: int | None
     files_restored: int | None
     files_removed: int | None
-    refs: list[str] = []
+    refs: list[GitName] = []
     packs: list[str] = []
     snapshot: str | None = None
     method: str
@@ -283,7 +286,7 @@ class ApplyAnswer(Checkout):
 
 
 class RestoreAnswer(Answer):
-    paths: list[str]
+    paths: list[GitName]
 
 
 RECEIPT_FORMAT: Literal["mirrord-receipt/1"] = "mirrord-receipt/1"
@@ -322,7 +325,7 @@ class GradeFacts(Answer):
 
     policy: str
     strategy: str | None = None
-    dropped: list[str] = []
+    dropped: list[GitName] = []
     dropped_count: int
 
 
@@ -401,10 +404,10 @@ class SealReport(Answer):
     `sealed` is true if there are no leaks.
     """
 
-    path: str
+    path: GitName
     base: str
     sealed: bool
-    head: str | None = None
+    head: GitName | None = None
     objects_present: int = 0
     objects_in_closure: int = 0
     leaks: list[SealLeak] = []
@@ -419,9 +422,9 @@ class RootLeak(SealLeak):
     container does not show it.
     """
 
-    path: str
+    path: GitName
     commit: str | None = None
-    name: str | None = None
+    name: GitName | None = None
     hidden: bool = False
 
 
@@ -431,11 +434,11 @@ class RootReport(Answer):
     `notes` list what was not scanned, and repositories of other projects.
     """
 
-    root: str
+    root: GitName
     base: str
     sealed: bool
     file_count: int
     size_bytes: int
-    repositories: list[str]
+    repositories: list[GitName]
     leaks: list[RootLeak]
     notes: list[str]

@@ -15,6 +15,8 @@ from inspect import get_annotations
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
+from ..jsontext import dumps
+from ..quoting import as_utf8, quote_name, unquote_name
 from ..units import parse_duration
 
 API = "/v1"
@@ -31,6 +33,47 @@ class MalformedError(ValueError):
         return ": ".join(filter(None, [".".join(map(str, self.place)), self.args[0]]))
 
 
+class Bounds:
+    """Bounds of a value, as items of pydantic's core schemas, which are plain dicts."""
+
+    def __init__(self, *, description: str | None = None, **bounds: Any) -> None:
+        self._described = {} if description is None else {"description": description}
+        self._bounds = bounds
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {**handler(source), **self._bounds}
+
+    def __get_pydantic_json_schema__(
+        self, schema: Any, handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {**handler(schema), **self._described}
+
+
+class NameBounds(Bounds):
+    """Bounds of a name of git in its printable form (`quoting.py`), which a message has as text."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> dict[str, Any]:
+        text = super().__get_pydantic_core_schema__(source, handler)
+        read = {"type": "no-info", "function": unquote_name}
+        return {"type": "function-after", "function": read, "schema": text}
+
+
+def _is_name(kind: Any) -> bool:
+    """Return whether values of this type are names, or have names in them."""
+    bounds = getattr(kind, "__metadata__", ())
+    return any(isinstance(each, NameBounds) for each in bounds) or any(
+        map(_is_name, typing.get_args(kind))
+    )
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_quoted, value))
+    return quote_name(value) if isinstance(value, str) else value
+
+
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message:
     """A message. Subclasses are frozen dataclasses; lists and dicts as defaults are copied.
@@ -42,9 +85,13 @@ class Message:
     _defaults: ClassVar[dict[str, Any]] = {}
     _names: ClassVar[list[str]] = []
     _required: ClassVar[set[str]] = set()
+    _of_git: ClassVar[set[str]] = set()
 
     def __init_subclass__(cls) -> None:
         own = [name for name in get_annotations(cls) if not name.startswith("_")]
+        cls._of_git = cls._of_git | {
+            n for n, kind in get_annotations(cls).items() if _is_name(kind)
+        }
         defaults = {name: getattr(cls, name) for name in own if hasattr(cls, name)}
         for name, default in defaults.items():
             if isinstance(default, list | dict):
@@ -75,7 +122,14 @@ class Message:
         return f"{type(self).__name__}({members})"
 
     def to_json(self) -> dict[str, Any]:
-        return {name: to_json(self.__dict__[name]) for name in self._names}
+        values = {name: to_json(self.__dict__[name]) for name in self._names}
+        return values | {name: _quoted(values[name]) for name in self._of_git}
+
+    @classmethod
+    def of(cls, **members: Any) -> Self:
+        """Make a message of values, which are checked as those of JSON are."""
+        quoted = {name: _quoted(value) for name, value in members.items() if name in cls._of_git}
+        return cls.from_json(members | quoted)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
@@ -83,7 +137,7 @@ class Message:
         if not isinstance(value, dict):
             raise MalformedError("Input should be an object")
         if cls not in _readers:
-            hints = typing.get_type_hints(cls)
+            hints = typing.get_type_hints(cls, include_extras=True)
             _readers[cls] = {name: _reader(hints[name]) for name in cls._names}
         read = {
             name: _read_at(name, reader, value[name])
@@ -147,9 +201,8 @@ def to_json(value: Any) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """Encode as JSON in UTF-8. A lone surrogate, as in a name that is not UTF-8, is escaped."""
-    text = json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    """Encode as JSON in UTF-8."""
+    return dumps(to_json(value), separators=(",", ":")).encode()
 
 
 def canonical(value: Any) -> bytes:
@@ -158,7 +211,7 @@ def canonical(value: Any) -> bytes:
     Takes objects with ASCII names, arrays, strings, booleans and integers below 2**53, which Python
     writes as the RFC demands. A float is a TypeError.
     """
-    return _canonical(to_json(value)).encode("utf-8", "backslashreplace")
+    return _canonical(to_json(value)).encode()
 
 
 def _canonical(value: Any) -> str:
@@ -169,7 +222,7 @@ def _canonical(value: Any) -> str:
         return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, float):
         raise TypeError(f"{value} has no canonical form here")
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(as_utf8(value) if isinstance(value, str) else value, ensure_ascii=False)
 
 
 _Reader = Callable[[Any], Any]
@@ -190,6 +243,10 @@ def _reader(kind: Any) -> _Reader:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return lambda value: value
+    if origin is Annotated:
+        inner = _reader(arguments[0])
+        is_name = any(isinstance(each, NameBounds) for each in kind.__metadata__)
+        return _name_reader(inner) if is_name else inner
     if origin is list:
         item = _reader(arguments[0])
         return lambda value: [
@@ -213,6 +270,16 @@ def _reader(kind: Any) -> _Reader:
     if kind is datetime:
         return _read_time
     return lambda value: _checked(kind, value)
+
+
+def _name_reader(inner: _Reader) -> _Reader:
+    def read(value: Any) -> str:
+        try:
+            return unquote_name(inner(value))
+        except UnicodeEncodeError as error:
+            raise MalformedError("Input should be text in UTF-8") from error
+
+    return read
 
 
 def _checked(kind: type, value: Any) -> Any:
@@ -244,24 +311,6 @@ def _read_time(value: Any) -> datetime:
 # -- bounds of requests ---------------------------------------------------------------------------
 
 
-class Bounds:
-    """Bounds of a value, as items of pydantic's core schemas, which are plain dicts."""
-
-    def __init__(self, *, description: str | None = None, **bounds: Any) -> None:
-        self._described = {} if description is None else {"description": description}
-        self._bounds = bounds
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: Callable[[Any], dict[str, Any]]
-    ) -> dict[str, Any]:
-        return {**handler(source), **self._bounds}
-
-    def __get_pydantic_json_schema__(
-        self, schema: Any, handler: Callable[[Any], dict[str, Any]]
-    ) -> dict[str, Any]:
-        return {**handler(schema), **self._described}
-
-
 class SecondsBounds(Bounds):
     """Bounds of seconds, given as a number or as a duration in the configuration's form."""
 
@@ -282,6 +331,11 @@ class SecondsBounds(Bounds):
 Repo = Annotated[str, Bounds(min_length=1, max_length=400)]
 Text = Annotated[str, Bounds(max_length=2000)]
 Word = Annotated[str, Bounds(min_length=1, max_length=500)]
+_NAME = 'a name of git; bytes that are not UTF-8 in git\'s quotes, as "caf\\351"'
+GitName = Annotated[str, NameBounds(description=_NAME)]
+# a byte takes four characters in quotes; a path of git has up to 4,096
+GitPath = Annotated[str, NameBounds(min_length=1, max_length=4 * 4096 + 2, description=_NAME)]
+Revision = Annotated[str, NameBounds(min_length=1, max_length=4 * 500 + 2)]
 _SNAPSHOT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SnapshotName = Annotated[str, Bounds(pattern=_SNAPSHOT)]
 _LAYER = "letters, digits, '.', '_' and '-'"

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from .. import model
-from .codec import Answer, Bounds, Problem, Repo, Request, Text, Word
+from .codec import Answer, Bounds, GitName, Problem, Repo, Request, Text, Word
 
 
 class AddMirror(Request):
@@ -32,11 +32,12 @@ class AddPin(Request):
 
 
 class RefFault(Answer):
-    """A ref of upstream that the mirror could not fetch."""
+    """A ref of upstream that the mirror could not fetch. `code` is that of the error, if any."""
 
-    ref: str
+    ref: GitName
     commit: str
     reason: str
+    code: str = ""
 
 
 class Mirror(Answer):
@@ -46,7 +47,7 @@ class Mirror(Answer):
     repo: str
     url: str
     state: Literal["empty", "ready", "failed"]
-    default_branch: str | None = None
+    default_branch: GitName | None = None
     ref_count: int | None = None
     pin_count: int = 0
     kept_count: int | None = None
@@ -60,7 +61,7 @@ class Mirror(Answer):
 class RefChange(Answer):
     """A ref that upstream changed. `kept` is true if a kept ref has the old tip."""
 
-    ref: str
+    ref: GitName
     kind: Literal["created", "forwarded", "forced", "deleted"]
     old: str | None = None
     new: str | None = None
@@ -287,7 +288,7 @@ class Finding(Answer):
 
     mirror: str
     kind: model.FindingKind
-    subject: str = ""
+    subject: GitName = ""
     accepted: bool = False
     commit: str = ""
     roles: list[model.CommitRole] = []
@@ -309,9 +310,9 @@ class Repair(Answer):
 
     mirror: str
     objects: dict[str, int] = {}
-    files: list[str] = []
+    files: list[GitName] = []
     kept_in: str | None = None
-    refs: list[str] = []
+    refs: list[GitName] = []
     unhealed: list[str] = []
     unhealed_count: int = 0
     refusals: dict[str, str] = {}

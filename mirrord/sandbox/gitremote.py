@@ -123,7 +123,8 @@ def _served(git: Path) -> Iterator[str]:
         (Path(made) / "HEAD").write_text(f"ref: {_BRANCH}\n")
         tags = [line for line in packed if line[40:].startswith(" refs/tags/")]
         refs = [f"{_head(git, packed)} {_BRANCH}", *tags]
-        (Path(made) / "packed-refs").write_text("".join(f"{line}\n" for line in refs))
+        text = "".join(f"{line}\n" for line in refs)  # tags need not be UTF-8
+        (Path(made) / "packed-refs").write_text(text, "utf-8", "surrogateescape")
         yield made
 
 
@@ -142,9 +143,10 @@ def _head(git: Path, packed: list[str]) -> str:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return []
+    return text.removesuffix("\n").split("\n") if text else []  # U+2028 may be in a name
 
 
 if __name__ == "__main__":

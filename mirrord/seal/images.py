@@ -5,13 +5,13 @@ Reads the formats of `docker save` and `podman save` (manifest.json), the OCI im
 for everything below a directory.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..jsontext import loads
 from ..protocol import RootLeak
 from .contents import (
     BLOCK_BYTES,
@@ -140,7 +140,7 @@ def _laid_out(contents: Contents) -> list[list[str]]:
 
 
 def _document(contents: Contents, name: str) -> Any:
-    return json.loads(contents.documents[name])
+    return loads(contents.documents[name])
 
 
 def _blob(described: Mapping[str, Any]) -> str:

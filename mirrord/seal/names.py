@@ -17,13 +17,14 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
 from ..model import shown
 from ..protocol import SealLeak
+from ..quoting import decode_name
 from .repository import PACKS, ForeignFile, ForeignRepository, read_bytes, read_text, walk
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
-_SYMREF = re.compile(r"ref: refs/[^\s\x00-\x1f]+\n?")
+_SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
-_PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\s\x00-\x1f]+)|\^([0-9a-f]{40})")
+_PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
 _REFLOG = re.compile(
     r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}"
     r"(\t[^\n]{0,200})?"
@@ -83,12 +84,12 @@ def resolve_head(repository: ForeignRepository) -> str | None:
         if not text.startswith("ref:"):
             found = _OID.match(text.strip())
             return found[0] if found else None
-        ref = text.removeprefix("ref:").strip()
+        ref = text.removeprefix("ref:").strip(" \t\n")  # a name may end with a blank of Unicode
         if ".." in ref:
             return None
         values = (read_text(directory / ref) for directory in repository.directories)
         loose = next((value for value in values if value is not None), None)
-        packed = (read_text(repository.common_dir / "packed-refs") or "").splitlines()
+        packed = (read_text(repository.common_dir / "packed-refs") or "").split("\n")
         rows = (line.partition(" ") for line in packed)
         text = next((oid for oid, _, name in rows if name == ref), "") if loose is None else loose
     return None
@@ -144,13 +145,14 @@ def _starts_with(found: ForeignFile, *marks: bytes) -> bool:
 # -- forms -----------------------------------------------------------------------------------------
 
 
-def _text(content: bytes) -> str:
-    return content.decode("utf-8", "surrogateescape")
+def _lines(content: bytes) -> list[str]:
+    """Return the lines as git reads them: U+2028, say, may be in a name."""
+    return decode_name(content).removesuffix("\n").split("\n") if content else []
 
 
 def _ref(where: str, content: bytes, _: Path) -> Judgement:
     """HEAD, ORIG_HEAD or a loose ref: one id, or the name of another ref."""
-    text, kind = _text(content), _ref_kind(where)
+    text, kind = decode_name(content), _ref_kind(where)
     if _ONE_ID.fullmatch(text):
         if where != "HEAD":  # HEAD is judged by `resolve_head`
             yield Named(kind, where, text[:40])
@@ -167,7 +169,7 @@ def _ref_kind(where: str) -> str:
 
 def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
     ref = where
-    for number, line in enumerate(_text(content).splitlines()):
+    for number, line in enumerate(_lines(content)):
         found = _PACKED_REF.fullmatch(line)
         if found:
             ref = found[2] or ref
@@ -177,7 +179,7 @@ def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
 
 
 def _reflog(where: str, content: bytes, _: Path) -> Judgement:
-    for line in _text(content).splitlines():
+    for line in _lines(content):
         found = _REFLOG.fullmatch(line)
         oids = found.group(1, 2) if found else _OID.findall(line)
         yield from (Named("reflog", where, oid) for oid in oids if oid != _ZERO)
@@ -193,7 +195,7 @@ def _index(where: str, content: bytes, _: Path) -> Judgement:
         return
     yield from (Named("index", where, oid.hex()) for oid in sorted(index.objects))
     for path, oid in index.gitlinks.items():
-        yield Named("gitlink", _text(path), oid.hex())
+        yield Named("gitlink", decode_name(path), oid.hex())
 
 
 def _template(where: str, content: bytes, _: Path) -> Judgement:
@@ -210,7 +212,7 @@ def _config(where: str, content: bytes, private: Path) -> Judgement:
         yield leak("unreadable", error.message)
         return
     unknown = set[str]()
-    for row in filter(None, _text(listed.stdout).split("\0")):
+    for row in filter(None, decode_name(listed.stdout).split("\0")):
         key, _, value = row.partition("\n")
         if not _SETTING.fullmatch(f"{key}\n{value}"):
             unknown.add(key)

@@ -21,6 +21,7 @@ from ..git.configuration import UNTRUSTING
 from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole, reverse_index
 from ..model import shown
 from ..protocol import SealLeak
+from ..quoting import decode_name
 
 TIMEOUT = timedelta(hours=1)
 TRIVIAL_BYTES = 64
@@ -158,7 +159,7 @@ def read_bytes(path: Path, *, start: int = 0) -> bytes | None:
 
 def read_text(path: Path) -> str | None:
     content = read_bytes(path)
-    return None if content is None else content.decode("utf-8", "surrogateescape")
+    return None if content is None else decode_name(content)
 
 
 def walk(

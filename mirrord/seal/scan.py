@@ -5,7 +5,6 @@ the base commit. Repositories are judged by `verify.py`; files that lead elsewhe
 Content that differs by a byte is not found: compiled, minified, or with other line ends.
 """
 
-import json
 import os
 import re
 import tempfile
@@ -18,9 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 from ..errors import CommitNotFoundError, MirrordError
 from ..git.command import lines_of, run_git_sync
+from ..jsontext import loads
 from ..model import CommitId, parse_commit, shown
 from ..places import ENVIRONMENT, TESTBED
 from ..protocol import RootLeak, RootReport
+from ..quoting import decode_name
 from ..telemetry import masked
 from .contents import Contents, read_archive, read_directory
 from .images import RootFilesystem, take_out, views_of
@@ -114,7 +115,7 @@ class Future:
                 if line[40:] == b"\n":
                     commit = oid.decode()
                 elif oid in wanted:
-                    name = line[41:-1].decode("utf-8", "surrogateescape")
+                    name = decode_name(line[41:-1])
                     found.setdefault(bytes.fromhex(oid.decode()), Place(commit, name))
         return found
 
@@ -141,7 +142,7 @@ class Lead(NamedTuple):
 
 def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
     """Iterate where a file of a known name leads. `project` is the mirrored repository's name."""
-    name, content = path.rpartition("/")[2], text.decode("utf-8", "surrogateescape")
+    name, content = path.rpartition("/")[2], decode_name(text)
     if name == ".git":
         target = content.removeprefix("gitdir:").strip()
         yield Lead("repository", "its repository is at", target)
@@ -158,7 +159,7 @@ def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
 def _direct_url(content: str, project: str) -> Iterator[Lead]:
     """PEP 610: pip and uv record an installation that is not from an index."""
     try:
-        found = json.loads(content)
+        found = loads(content)
         url, facts = urlsplit(str(found["url"])), {**found.get("vcs_info", {})}
         is_editable = found.get("dir_info", {}).get("editable") is True
         is_archive = "archive_info" in found
@@ -421,5 +422,5 @@ def project_of(mirror: Path) -> str:
         return mirror.name.partition("__")[2]
     words = ("config", "--get", "remote.origin.url")
     found = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
-    url = found.decode("utf-8", "surrogateescape").strip() or mirror.name
+    url = decode_name(found).strip() or mirror.name
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")

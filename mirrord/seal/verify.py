@@ -17,6 +17,7 @@ from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import read_objects_sync, run_git_sync
 from ..model import CommitId, parse_commit
 from ..protocol import SealLeak, SealReport
+from ..quoting import decode_name, encode_name
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
 from .repository import (
     ForeignRepository,
@@ -207,7 +208,7 @@ def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) ->
     listed = run_git_sync(
         "ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}"
     )
-    rows = listed.stdout.decode("utf-8", "surrogateescape").split("\0")
+    rows = decode_name(listed.stdout).split("\0")
     facts = (row.partition("\t") for row in rows if row.startswith("160000 "))
     known = {(path, row.split()[2]) for row, _, path in facts}
     for path, oid in sorted(found - known):
@@ -229,5 +230,5 @@ def _control_digest(repository: ForeignRepository) -> str:
     for file in sorted(found, key=lambda file: file.where):
         if file.where != "index":
             line = f"{file.where}\0{_digest(file.path)}\n"
-            digest.update(line.encode("utf-8", "surrogateescape"))
+            digest.update(encode_name(line))
     return digest.hexdigest()

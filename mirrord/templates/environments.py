@@ -9,7 +9,6 @@ and mode are hard links of one in `.files`. The daemon's user owns all of it.
 
 import errno
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -36,6 +35,7 @@ from ..host.files import (
     write_all,
 )
 from ..host.trash import TRASH_PREFIX, Trash, new_trash, remove_tree
+from ..jsontext import loads
 from ..model import (
     ENVIRONMENT_KEY,
     TREE_DEPTH_LIMIT,
@@ -205,7 +205,7 @@ def not_found(name: str) -> EnvironmentNotFoundError:
 def _read(path: Path) -> EnvironmentRecord | None:
     """Return the record in a directory; None if it is incomplete. Raises OSError."""
     try:
-        facts = json.loads((path / RECORD).read_bytes())
+        facts = loads((path / RECORD).read_bytes())
         is_ready = facts["state"] == "ready"
         record = EnvironmentRecord(facts["key"], facts["digest"], is_ready, facts["at"], facts)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):

@@ -21,6 +21,7 @@ from ..git.objects.repository import CommitInfo, Objects, open_objects, read_com
 from ..git.objects.trees import TreeChange, changes
 from ..host.files import open_directory, opened, shown_path
 from ..host.processes import ActingAs, boot_id
+from ..quoting import decode_name, encode_name
 from ..trees.dotgit import index_bytes
 from ..trees.manifest import Entries, Manifest
 from ..trees.reader import TreeReader, parents
@@ -70,7 +71,7 @@ class Layer:
     @property
     def whiteouts(self) -> list[bytes]:
         """The paths that a delta hides; recorded as latin-1, which can hold any bytes."""
-        return [path.encode("latin-1") for path in self.removed]
+        return [encode_name(path) for path in self.removed]
 
 
 def chain_of(layer: Layer, layers: Mapping[str, Layer]) -> list[Layer]:
@@ -259,7 +260,7 @@ def build_layer(
             size_bytes=own_bytes + len(index),
             shared_bytes=shared_bytes if base else 0,
             whole_bytes=base.whole_bytes if base else own_bytes,
-            removed=tuple(path.decode("latin-1") for path in removed),
+            removed=tuple(decode_name(path) for path in removed),
         )
         write_record(temporary, layer)
         return layer

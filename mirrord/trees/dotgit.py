@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ..host.files import opened
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
+from ..quoting import decode_name
 from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, blob_id
 from .reader import file_id, open_top
 from .scan import ScanResult, is_control
@@ -50,8 +51,8 @@ class DotGit(NamedTuple):
 
 def refs_in(packed: bytes) -> list[str]:
     """Return the ref names in a packed-refs file; a sealed store has no other refs."""
-    lines = (line for line in packed.splitlines() if not line.startswith((b"#", b"^")))
-    return [line.partition(b" ")[2].decode(errors="surrogateescape") for line in lines]
+    lines = (line for line in packed.split(b"\n")[:-1] if not line.startswith((b"#", b"^")))
+    return [decode_name(line.partition(b" ")[2]) for line in lines]
 
 
 def read_store(source: Path) -> DotGit:
@@ -165,7 +166,7 @@ def link_worktree(
     (admin / "index").write_bytes(index)
     with _opened(directory / "tree", manifest, trash) as writer:
         writer.remove(_GIT)
-        name = f"gitdir: {admin}\n".encode()
+        name = os.fsencode(f"gitdir: {admin}\n")
         control = {_GIT: _record(blob_id(name), writer.write_file(_GIT, name))}
         stats = {b"": writer.get_stat(b"")}
     return replace(manifest, control=control, index=index[-20:].hex()).with_stats(stats)

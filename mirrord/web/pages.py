@@ -15,8 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .. import __version__
 from ..engine.engine import Engine
-from ..errors import DatasetNotFoundError, MirrorNotFoundError, NotFoundError
+from ..errors import NotFoundError, UsageError
 from ..model import utc_now
+from ..quoting import legible, quote_name
 from ..units import counted
 from . import figures, views
 from .figures import duration
@@ -81,6 +82,7 @@ class Pages:
             size=figures.size, duration=duration, seconds=figures.seconds, counted=counted,
             owner=figures.owner,
             path=lambda text: quote(text, safe=""), number=lambda value: f"{value:,}",
+            name=quote_name,
         )  # fmt: skip
         for name in self._environment.list_templates():
             self._environment.get_template(name)
@@ -94,7 +96,7 @@ class Pages:
             return 404, await self._render("problem.html", path, values, {"what": "page"})
         try:
             facts = await route.gather(self._engine, values, **found.groupdict())
-        except (MirrorNotFoundError, DatasetNotFoundError, NotFoundError):
+        except (NotFoundError, UsageError):  # nothing has a name that is not allowed
             kind = path.split("/")[1].removesuffix("s")
             return 404, await self._render("problem.html", path, values, {"what": kind})
         return 200, await self._render(route.template, path, values, facts)
@@ -127,6 +129,4 @@ class Pages:
 
 def _finalize(value: Any) -> Any:
     """Escape characters that hide or reorder text; templates escape HTML."""
-    if type(value) is str and not value.isprintable():
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
-    return value
+    return legible(value) if type(value) is str else value

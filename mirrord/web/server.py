@@ -27,6 +27,7 @@ from ..api.server import HttpConnection, Server
 from ..engine.engine import Engine
 from ..errors import TooManyConnectionsError
 from ..host.peers import Peer
+from ..quoting import as_utf8
 from ..telemetry import Seldom, log
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ class WebApplication:
         except ValueError:
             return _plain(400, "The query has too many parameters.")
         status, page = await self._pages.render(path, values)
-        return PageResponse(status, "text/html; charset=utf-8", page.encode("utf-8", "replace"))
+        return PageResponse(status, "text/html; charset=utf-8", as_utf8(page).encode())
 
 
 def _plain(status: int, text: str) -> PageResponse:

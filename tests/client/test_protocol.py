@@ -167,9 +167,10 @@ def test_a_message_is_frozen_checked_and_shares_nothing() -> None:
 
 
 def test_bytes_that_are_no_text_are_json_all_the_same() -> None:
-    """A name in git need not be UTF-8: the surrogate that stands for a byte is escaped."""
+    """A name in git need not be UTF-8: it is in quotes then, and read back."""
     fault = protocol.RefFault(ref="refs/heads/\udcff", commit="c", reason="ä")
-    assert to_bytes(fault) == '{"ref":"refs/heads/\\udcff","commit":"c","reason":"ä"}'.encode()
+    quoted = '"\\"refs/heads/\\\\377\\""'
+    assert to_bytes(fault) == f'{{"ref":{quoted},"commit":"c","reason":"ä","code":""}}'.encode()
     assert protocol.RefFault.from_json(json.loads(to_bytes(fault))) == fault
 
 
@@ -181,9 +182,8 @@ def test_requests_refuse_what_they_do_not_know_and_what_is_out_of_bounds() -> No
     assert adapter.validate_json('{"ttl": "5m"}') == protocol.StartCheckout(ttl=300.0)
     schema = adapter.json_schema()
     assert schema["additionalProperties"] is False
-    assert {"maxLength": 500, "minLength": 1, "type": "string"} in schema["properties"]["instance"][
-        "anyOf"
-    ]
+    bounds = {"maxLength": 500, "minLength": 1, "type": "string"}
+    assert bounds in schema["properties"]["dataset"]["anyOf"]
     assert "seconds, or a duration" in str(schema["properties"]["ttl"])
 
 

@@ -89,14 +89,15 @@ def test_a_state_version_emptied_by_a_power_cut_is_written_again(running: Daemon
     assert version.read_text() == "1\n"
 
 
-def test_a_later_state_version_is_refused(running: Daemon) -> None:
+@pytest.mark.parametrize(("content", "shown"), [(b"7\n", "'7'"), (b"\xff7", "'\\3777'")])
+def test_a_later_state_version_is_refused(running: Daemon, content: bytes, shown: str) -> None:
     running.stop()
     version = running.state_dir / "state_version"
-    version.write_text("7\n")
+    version.write_bytes(content)
     status, log = _ended(running)
     assert status == 5
-    assert "its version is '7', and this mirrord knows 1 and older" in log
-    assert version.read_text() == "7\n"
+    assert f"its version is {shown}, and this mirrord knows 1 and older" in log
+    assert version.read_bytes() == content
     version.write_text("1\n")
     running.start()
     assert len(running.json("GET", "/v1/checkouts")) == 2

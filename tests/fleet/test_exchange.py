@@ -14,7 +14,13 @@ from gitrepos import Upstream, git
 
 from mirrord.catalog import Generation
 from mirrord.errors import ClaimLostError, StoreDamagedError
-from mirrord.fleet.generations import list_published, manifest_key, read_generation, read_manifest
+from mirrord.fleet.generations import (
+    GenerationManifest,
+    list_published,
+    manifest_key,
+    read_generation,
+    read_manifest,
+)
 from mirrord.fleet.objects import ObjectStore
 from mirrord.mirrors.refs import followed_refs
 from mirrord.mirrors.repository import HISTORY
@@ -234,3 +240,36 @@ def test_a_mirror_with_a_past_of_its_own_keeps_it(
         b.must_be_sound()
 
     run(body)
+
+
+def manifest_of(**members: object) -> bytes:
+    value = {"format": 1, "mirror": "o__r", "url": "", "epoch": 1, "number": 1, "head": None}
+    return json.dumps({**value, "refs": {}, "packs": [], **members}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        manifest_of()[:-1] + b',"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        manifest_of()[:-1] + b',"more":' + b"[" * 200 + b"]" * 200 + b"}",
+        manifest_of(refs={"refs/heads/\ud800": "a" * 40}),
+        manifest_of(refs={"refs/heads/\udcff": "a" * 40, '"refs/heads/\\377"': "b" * 40}),
+        manifest_of(refs={"refs/heads/a": "a" * 40, '"refs/heads/\\141"': "b" * 40}),
+        manifest_of(refs={'"refs/heads/\\000"': "a" * 40}),
+        manifest_of(refs={'"refs/heads/a\\nb"': "a" * 40}),
+        manifest_of(refs={"refs/heads/a": "a" * 40}, head=["refs/heads/a"]),
+    ],
+    ids=["deep", "nested", "surrogate", "twice", "spelt twice", "NUL", "line feed", "head"],
+)
+def test_a_hostile_manifest_is_refused(content: bytes) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        GenerationManifest.decode(content)
+
+
+def test_a_manifest_has_names_of_any_bytes() -> None:
+    refs = {
+        f"refs/heads/{byte}": "a" * 40 for byte in ("\udcff", "\u2028", '"q"', "\udced\udca0\udc80")
+    }
+    made = GenerationManifest("o__r", "", 1, 1, "refs/heads/\udcff", refs, ())
+    assert GenerationManifest.decode(made.encode()) == made
+    made.encode().decode()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import http.server
 import os
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
 import pytest
-from gitrepos import Upstream
+from gitrepos import Upstream, git
 
 from mirrord.errors import (
     CorruptObjectError,
@@ -395,6 +397,56 @@ def test_a_url_in_the_process_list_has_no_secret(
 
     run_git(body)
     assert "s3cret" not in (tmp_path / "seen").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("stderr", "code"),
+    [
+        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: early EOF\n", "transfer-broken"),
+        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: protocol error: bad pack header\n", "transfer-broken"),
+        ("error: inflate: data stream error (incorrect data check)\nfatal: pack has bad object at offset 889: inflate returned -3\n", "transfer-broken"),
+        ("error: RPC failed; curl 18 transfer closed with outstanding read data remaining\n", "transfer-broken"),
+        ("fatal: pack is corrupted (SHA1 mismatch)\nfatal: fetch-pack: invalid index-pack output\n", "transfer-broken"),
+        ("remote: fatal: packed object is corrupt\nremote: aborting due to possible repository corruption on the remote side.\nfatal: early EOF\n", "upstream-failed"),
+        (f"remote: fatal: unable to read {'a' * 40}\nfatal: early EOF\n", "upstream-failed"),
+        (f"error: object {'a' * 40}: hasDotgit: contains '.git'\nfatal: fsck error in pack objects\n", "upstream-failed"),
+        ("fatal: the remote end hung up unexpectedly\nerror: write: No space left on device\n", "disk-full"),
+    ],
+)  # fmt: skip
+def test_a_transfer_that_broke_is_no_fault_of_upstream(stderr: str, code: str) -> None:
+    """What git (2.39) said when a pack was cut or changed on its way, and when upstream failed."""
+    assert failure("fetch", 128, stderr, upstream=True).code == code
+
+
+@pytest.mark.root
+def test_a_disk_without_room_is_told_where_git_does_not_say_so(
+    run_git: Any, tmp_path: Path, make_upstream: Callable[..., Upstream]
+) -> None:
+    """A ref that moves: git (2.39) says "couldn't write", without the reason."""
+    upstream = make_upstream()
+    tip = upstream.commit({"a": "1"})
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], check=True)
+    try:
+        git_dir = small / "m"
+        git(tmp_path, "clone", "--quiet", "--bare", str(upstream.path), str(git_dir))
+        with (small / "fill").open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        moves = f"create refs/heads/x {tip}\n".encode()
+
+        async def move(it: Git) -> None:
+            await it.run("update-ref", "--stdin", git_dir=git_dir, stdin=moves)
+
+        with pytest.raises(DiskFullError):
+            run_git(move)
+        with pytest.raises(DiskFullError):
+            run_git_sync("update-ref", "--stdin", git_dir=git_dir, stdin=moves)
+        (small / "fill").unlink()
+        run_git(move)
+    finally:
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mirrord.mirrors.refs import is_safe_ref, read_offer
+from mirrord.quoting import quote_name
 
 PATTERNS = ("refs/heads/*", "refs/tags/*")
 A, B = "a" * 40, "b" * 40
@@ -42,7 +43,7 @@ def test_a_hostile_name_is_a_fault(name: str) -> None:
     assert offer.refs == {"refs/heads/main": B}
     (fault,) = offer.faults
     assert fault.commit == A
-    assert fault.ref.isprintable()
+    assert quote_name(fault.ref).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,9 @@ def test_a_connection_that_breaks_once_is_no_fault_of_the_only_new_object(site: 
         assert site.refs()["refs/heads/main"] == new
         site.upstream.commit({"new": "2"})
         forge.packs_cut = 2
-        assert [fault.ref for fault in site.sync(url=url).faults] == ["refs/heads/main"]
+        (fault,) = site.sync(url=url).faults
+        assert (fault.ref, fault.code) == ("refs/heads/main", "transfer-broken")
+        assert "the transfer broke" in fault.reason
         assert site.refs()["refs/heads/main"] == new
 
 

@@ -16,6 +16,7 @@ from pygit2.enums import DescribeStrategy, ObjectType, RepositoryOpenFlag
 
 from ...errors import CommitNotFoundError, CorruptObjectError, DamagedMirrorError
 from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
+from ...quoting import encode_name, quote_name
 from ..packs import Packed, PackIndex, write_pack
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
@@ -107,7 +108,7 @@ def open_objects(git_dir: Path) -> Iterator[Objects]:
 # -- commits: resolving what a person typed --------------------------------------------------------
 
 _COMMITISH = re.compile(
-    r"([^~^:@{}\s\x00-\x1f\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\s\x00-\x1f\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
+    r"([^~^:@{}\x00-\x20\x7f?*\[\\]+(?:@(?!\{)[^~^:@{}\x00-\x20\x7f?*\[\\]*)*)((?:[~^]\d*)*)"
 )
 _HEX = re.compile(r"[0-9a-fA-F]{4,40}")
 
@@ -144,7 +145,7 @@ def describe(git_dir: Path) -> str | None:
     objects = Objects(git_dir)
     try:
         text: str = objects.repository.describe("HEAD", **options)
-    except (pygit2.GitError, KeyError):
+    except (pygit2.GitError, KeyError, UnicodeDecodeError):  # a tag that is not UTF-8 is no version
         return None
     finally:
         objects.close()
@@ -184,7 +185,9 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
 
 def _find(repository: pygit2.Repository, name: str) -> str | None:
     try:
-        return str(repository.revparse_single(name).peel(pygit2.Commit).id)
+        # pygit2 (1.21) takes bytes too, against its own types: a name need not be UTF-8
+        found = repository.revparse_single(encode_name(name))  # type: ignore[arg-type]
+        return str(found.peel(pygit2.Commit).id)
     except ValueError as error:
         if "ambiguous" in str(error):
             fact = "several objects begin with these digits"
@@ -213,7 +216,9 @@ def _not_found(
     commitish: str, fact: str, hint: str = "sync the mirror, or check the spelling"
 ) -> CommitNotFoundError:
     return CommitNotFoundError(
-        f"cannot resolve commit {shown(commitish)}: {fact}", hint=hint, commit=commitish[:200]
+        f"cannot resolve commit {shown(commitish)}: {fact}",
+        hint=hint,
+        commit=quote_name(commitish[:200]),
     )
 
 

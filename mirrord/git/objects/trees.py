@@ -20,6 +20,7 @@ from pygit2.enums import FileMode, ObjectType
 from ...errors import CommitUnservableError, TreeTooLargeError
 from ...host.files import free_bytes
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
+from ...quoting import decode_name
 from .repository import Objects, tree_entries
 
 ENTRIES_LIMIT = 1_000_000
@@ -258,7 +259,7 @@ def _too_large(tree: str, fact: str) -> TreeTooLargeError:
 
 
 def _shown(name: bytes) -> str:
-    return shown(name.decode(errors="backslashreplace"))
+    return shown(decode_name(name))
 
 
 def _unservable(tree: str, fact: str) -> CommitUnservableError:
