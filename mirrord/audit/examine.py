@@ -35,10 +35,19 @@ from ..model import (
     utc_now,
 )
 from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
+from ..quoting import encode_name, quote_name
 from . import connectivity
 from .connectivity import Damage, Fsck, Verdict
 from .object_files import BadFile, Defect, FileKind, find_bad_files, find_lying, find_strange
-from .refs import RefFiles, read_ref_files, recorded_tips, unkept, wrong_refs
+from .refs import (
+    RefFiles,
+    peeled_names,
+    read_ref_files,
+    recorded_tips,
+    unkept,
+    wrong_refs,
+    wrongly_peeled,
+)
 
 
 class Reached(NamedTuple):
@@ -108,6 +117,8 @@ def _examine(
         values = set(found.refs.values())
         trees = {f"{oid}^{{tree}}" for oid in commits}
         names = {*commits, *values, *trees, *(f"{oid}^{{commit}}" for oid in values)}
+        if level is not AuditLevel.QUICK:
+            names.update(peeled_names(found))
         objects = connectivity.look_up(repository, names, read=found.newest_record)
         refs = {
             ref: objects[peeled].oid
@@ -135,7 +146,8 @@ def _examine(
     unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
     for oid in commits:
         verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
-    bad = {one.name: one.defect for one in [*bad_files, *found.bad]}
+    judged = [*bad_files, *wrongly_peeled(found, objects), *found.bad]
+    bad = {one.name: one.defect for one in judged}
     packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
     # pins that only the catalog has; not those whose commit is a finding already
     bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
@@ -201,10 +213,10 @@ def _reach_of(
     While the refs and `commits` stay the same, so does the result, because commits never change;
     then `known` is returned and nothing is walked.
     """
-    named = (f"{oid} {ref}" for ref, oid in sorted(refs.items()))
+    named = (f"{refs[ref]} {ref}" for ref in sorted(refs))
     is_quick = level is AuditLevel.QUICK  # without lost refs
     lines = [str(is_quick), str(found.head), *sorted(commits), *named]
-    key = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    key = hashlib.sha256(encode_name("\n".join(lines))).hexdigest()
     if known and known.key == key:
         return known
     graph = connectivity.read_graph(repository, set(refs.values()))
@@ -311,7 +323,7 @@ def make_repository(path: Path, refs: Mapping[str, str] | None = None) -> None:
 
 
 def _write_refs(repository: Path, refs: Mapping[str, str], head: str | None) -> None:
-    (repository / "HEAD").write_text(f"ref: {head or 'refs/heads/main'}\n")
+    (repository / "HEAD").write_bytes(encode_name(f"ref: {head or 'refs/heads/main'}\n"))
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "packed-refs").write_bytes(packed_refs(refs))
 
@@ -434,7 +446,9 @@ def findings_of(judged: Judged) -> Iterator[Finding]:
             objects=list(verdict.objects), detail=verdict.detail,
         )  # fmt: skip
     for subject, defect in sorted(judged.examined.defects.items()):
-        yield _finding(judged, defect.kind, subject, detail=f"{subject}: {defect.reason}")
+        yield _finding(
+            judged, defect.kind, subject, detail=f"{quote_name(subject)}: {defect.reason}"
+        )
 
 
 def _finding(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
@@ -442,7 +456,7 @@ def _finding(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) 
     for line in judged.accept:  # `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, with `*`
         accepted, mirror, pattern = (*line.split(), "", "")[:3]
         is_of_mirror = not mirror or MirrorName.parse(mirror).key == judged.name.key
-        is_of_subject = not pattern or fnmatchcase(subject, pattern)
+        is_of_subject = not pattern or fnmatchcase(quote_name(subject), pattern)
         is_accepted |= accepted == kind and is_of_mirror and is_of_subject
     more.setdefault("state", CommitState.CORRUPT)
     return Finding(

@@ -20,11 +20,16 @@ from ..mirrors.refs import JOURNAL, followed_refs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.sync import INCOMING
 from ..model import FindingKind
+from ..quoting import decode_name, encode_name, quote_name
 from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph, read_objects, run_git
 from .object_files import BadFile, Defect, FileKind, no_directory, no_file, sorted_entries
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
-_SYMBOLIC = re.compile(r"ref: (refs/\S+)\n?")
+# \S would refuse blanks of Unicode, which git allows in names
+_NAME = r"(refs/[^\x00-\x20\x7f]+)"
+_SYMBOLIC = re.compile(rf"ref: {_NAME}\n?")
+_PACKED = re.compile(rf"([0-9a-f]{{40}}) {_NAME}")
+_PEELED = re.compile(r"\^([0-9a-f]{40})")
 _REPLACE = "refs/replace/"
 
 
@@ -33,11 +38,13 @@ class RefFiles:
     """HEAD and refs as read. `head` is the ref that HEAD names, `refs` are those that look right.
 
     `astray` are the values of wrong refs, so that nothing is lost when those are corrected.
+    `peeled` are objects with what packed-refs says their tag leads to, None where it says no tag.
     """
 
     head: str | None = None
     refs: dict[str, str] = field(default_factory=dict)
     astray: dict[str, str] = field(default_factory=dict)
+    peeled: list[tuple[str, str | None]] = field(default_factory=list)
     bad: list[BadFile] = field(default_factory=list)
 
     @property
@@ -102,7 +109,7 @@ def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | No
     wrong = no_file(git_dir / name)
     try:
         if wrong is None:
-            return (git_dir / name).read_bytes().decode("utf-8", "surrogateescape")
+            return decode_name((git_dir / name).read_bytes())
         kind = FileKind.LAYOUT if kind is not FileKind.REF else kind
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -144,19 +151,27 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
         return
     lines = text.split("\n")
     wrong = ["its end is missing"] if lines.pop() else []
-    before = ""
+    before, last = b"", ""
+    header = lines[0].split() if lines else []
     for number, line in enumerate(lines, 1):
-        packed = re.fullmatch(r"([0-9a-f]{40}) (refs/\S+)", line)
+        packed = _PACKED.fullmatch(line)
         if packed and packed[2].startswith(_REPLACE):
             reason = f"line {number} gives an object another's content"
             found.report("packed-refs", FileKind.PACKED_REFS, reason)
         elif packed:
-            if packed[2] <= before:
+            if (name := encode_name(packed[2])) <= before:
                 wrong.append(f"line {number} is out of order")
-            before = packed[2]
+            before, last = name, packed[1]
+            is_peeled = "fully-peeled" in header or (
+                "peeled" in header and packed[2].startswith("refs/tags/")
+            )
+            if is_peeled:  # git (2.39) then takes it for no tag, unless a peeled line follows
+                found.peeled.append((last, None))
             yield packed[2], packed[1]
-        elif re.fullmatch(r"\^[0-9a-f]{40}", line):
-            continue  # the target of the tag above
+        elif peeled := _PEELED.fullmatch(line):
+            if found.peeled and found.peeled[-1] == (last, None):
+                found.peeled.pop()
+            found.peeled.append((last, peeled[1]))
         elif number > 1 or not line.startswith("# pack-refs"):
             wrong.append(f"line {number} is not a ref")
     if wrong:
@@ -175,6 +190,24 @@ def _judge_private(found: RefFiles) -> None:
             found.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
         else:
             found.report(ref, FileKind.REF, f"it names {oid}, not the object in its name")
+
+
+def wrongly_peeled(found: RefFiles, objects: Mapping[str, BatchObject]) -> list[BadFile]:
+    """Compare what packed-refs says about tags with `objects`, those that `peeled_names` names.
+
+    git (2.39) believes it: an upstream's tag would be served as another commit's.
+    """
+    for oid, peeled in found.peeled:
+        target = objects.get(f"{oid}^{{}}")
+        if target and peeled != (target.oid if target.oid != oid else None):
+            fact = f"it says that {oid} leads to {peeled or 'nothing'}, and not to {target.oid}"
+            return [BadFile("packed-refs", FileKind.PACKED_REFS, fact)]
+    return []
+
+
+def peeled_names(found: RefFiles) -> Iterator[str]:
+    """Name the objects that `wrongly_peeled` compares."""
+    return (f"{oid}^{{}}" for oid, _ in found.peeled)
 
 
 # -- refs compared with the history ----------------------------------------------------------------
@@ -207,7 +240,7 @@ def wrong_refs(
         refs = sorted(ref for ref, defect in defects.items() if defect.kind is kind)
         reported |= {ref: defects[ref] for ref in refs[:10]}
         if more := refs[10:]:
-            reported[f"{more[0]} and {len(more) - 1} more refs"] = defects[more[0]]
+            reported[f"{quote_name(more[0])} and {len(more) - 1} more refs"] = defects[more[0]]
     return reported
 
 

@@ -133,12 +133,21 @@ class MirrorRepair:
                 kept_in = await anyio.to_thread.run_sync(
                     publish, self.name, self.git_dir, root, final, replaced, plan
                 )
+        await self._store_empty_tree()
         return Repair(
             mirror=str(self.name), objects=counts, files=[bad.path for bad in replaced],
             kept_in=str(kept_in) if kept_in else None, refs=sorted(plan.restore),
             unhealed=sorted(missing.all)[:100], unhealed_count=len(missing.all),
             history=self.history, refusals=self.donors.refusals,
         )  # fmt: skip
+
+    async def _store_empty_tree(self) -> None:
+        """Write the empty tree, which git (2.39) knows without having it, but misses in fsck.
+
+        So no walk finds it missing, and no donor is asked for it.
+        """
+        repository = Repository(self.donors.mirrors.git, self.name, self.git_dir)
+        await repository.write_object("tree", b"")
 
     def _report(self, note: str) -> None:
         if self.donors.progress:
@@ -287,8 +296,10 @@ class MirrorRepair:
         loose = [ref for ref in changed if (self.git_dir / ref).is_file() and ref not in listed]
         bad = [BadFile(ref, FileKind.REF, f"it named {found.refs[ref]}") for ref in loose]
         is_packed = "packed-refs" not in listed and (self.git_dir / "packed-refs").exists()
-        if is_packed and (plan.restore or plan.drop):
-            bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, "refs are lost from it"))
+        suspect = self.suspects.get("packed-refs")
+        if is_packed and (plan.restore or plan.drop or suspect):
+            reason = suspect.reason if suspect else "refs are lost from it"
+            bad.append(BadFile("packed-refs", FileKind.PACKED_REFS, reason))
         return bad
 
     def _outdated(self, replaced: Collection[BadFile], missing: Missing) -> Iterator[BadFile]:
