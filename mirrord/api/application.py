@@ -185,6 +185,8 @@ class Application:
                 arguments["body"] = _BODIES[endpoint.json_body].validate_json(content)
             except ValidationError as error:
                 raise invalid_request("body", error) from error
+        if endpoint.status == 202 and not call.is_admin:  # it starts an operation
+            self._engine.operations.admit_member(call.peer.uid)
         with connection.ending_with_client() if endpoint.ends_with_client else nullcontext():
             answer = await endpoint.handler(call, **arguments)
         if isinstance(answer, Response):

@@ -20,7 +20,7 @@ import anyio
 import structlog
 
 from .. import errors
-from ..errors import MirrordError, host_error
+from ..errors import MirrordError
 from ..git.command import low_priority
 from ..model import shown, utc_now
 from ..protocol import QUEUED, Operation, Problem, Progress, ProgressSink, to_json
@@ -30,6 +30,8 @@ from .events import Events
 
 _KEPT = 1000
 _KEPT_UNSEEN = 20_000  # a client may start thousands and then ask for one after the other
+RUNNING_OF_MEMBER = 16
+KEPT_OF_MEMBER = 100
 _PROGRESS_INTERVAL_S = 0.25
 _CANCEL_TIMEOUT_S = 5.0
 
@@ -99,6 +101,22 @@ class Operations:
         self._tasks[operation.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(operation.id, None))
         return record.current()
+
+    def admit_member(self, uid: int) -> None:
+        """Raise TooManyRequestsError where a user who is no administrator has too many running.
+
+        Forgets this user's oldest ended operations, seen or not, over a hundred.
+        """
+        own = {name: each for name, each in self._records.items() if each.owner_uid == uid}
+        ended = [identity for identity, each in own.items() if not each.is_running]
+        if len(own) - len(ended) >= RUNNING_OF_MEMBER:
+            raise errors.TooManyRequestsError(
+                f"cannot start another operation: {RUNNING_OF_MEMBER} of this user are running",
+                hint="wait for one to end, or cancel one; GET /v1/operations lists them",
+                retry_after=5,
+            )
+        for identity in ended[: max(len(ended) - KEPT_OF_MEMBER + 1, 0)]:
+            del self._records[identity]
 
     def get(self, identity: str, *, owner_uid: int | None = None) -> Operation:
         """Return an operation, of this user if given. Raises OperationNotFoundError."""
@@ -182,10 +200,7 @@ class Operations:
             problem = error
         except Exception as error:
             log.exception("operation.crashed", kind=kind, subject=subject)
-            problem = host_error(error, f"finish {work}") or errors.InternalError(
-                f"cannot finish {work}: an unexpected error",
-                hint="this is a bug; the daemon's log has the details",
-            )
+            problem = errors.unexpected(error, f"finish {work}")
         failure = Problem.from_json(problem.problem()) if problem else None
         record.operation = replace(
             record.operation, state=state, result=result, error=failure, finished_at=utc_now()

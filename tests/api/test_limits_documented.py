@@ -12,7 +12,7 @@ from mirrord.checkouts import backend
 from mirrord.datasets import fields, readers
 from mirrord.git.objects import trees as bounds
 from mirrord.host.peers import Role
-from mirrord.jobs import events
+from mirrord.jobs import events, operations
 from mirrord.model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from mirrord.patches import diff, worktree
 from mirrord.workers import gate
@@ -34,6 +34,10 @@ BOUNDS = [
     ("connections of checkout owners", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
     ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
     ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
+    (
+        "operations that members start",
+        [f"{operations.RUNNING_OF_MEMBER} running", f"last {operations.KEPT_OF_MEMBER} are"],
+    ),
     ("event followers", [f"| {events.FOLLOWERS_OF_USER} | {events.FOLLOWERS} |"]),
     (
         "bytes of bodies",

@@ -16,6 +16,7 @@ from mirrord.errors import (
     OperationFinishedError,
     OperationNotFoundError,
     StoppingError,
+    TooManyRequestsError,
 )
 from mirrord.jobs.events import Events
 from mirrord.jobs.operations import Operations
@@ -154,6 +155,28 @@ async def test_what_nobody_has_seen_the_end_of_is_not_forgotten() -> None:
     assert [(await operations.wait(identity)).state for identity in started] == ["done"] * 2500
     operations.start("sync", "the last", succeed)
     assert len(operations.list()) <= 1001
+    await operations.close()
+
+
+async def test_a_member_has_few_operations_at_a_time_and_a_hundred_in_memory() -> None:
+    """Those of others are not touched; an end makes room."""
+    operations = Operations(Events())
+    other = operations.start("audit", "all", succeed, owner_uid=8)
+    await operations.wait(other.id)
+    for _ in range(120):
+        operations.admit_member(7)
+        await operations.wait(operations.start("prepare", "d", succeed, owner_uid=7).id)
+    assert len(operations.list(owner_uid=7)) == 100
+    assert len(operations.list(owner_uid=8)) == 1
+    running = []
+    with pytest.raises(TooManyRequestsError):
+        for _ in range(100):
+            operations.admit_member(7)
+            running.append(operations.start("prepare", "d", hang, owner_uid=7))
+    assert len(running) == 16
+    operations.admit_member(8)
+    await operations.cancel(running[0].id)
+    operations.admit_member(7)
     await operations.close()
 
 
