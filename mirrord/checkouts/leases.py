@@ -498,6 +498,19 @@ def _replace(path: str) -> None:
         raise
 
 
+def find_unreadable(state_dir: Path) -> dict[str, str]:
+    """Return the checkouts that a start would set aside because of their lease, with reasons."""
+    public, private = state_dir / "checkouts", state_dir / "leases"
+    reasons = {}
+    for name in sorted(os.listdir(private)) if private.is_dir() else ():
+        try:
+            if not name.startswith("."):
+                _read(Directories(public / name, private / name))
+        except _UnreadableError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
 class _UnreadableError(Exception):
     """There is a lease that cannot be read."""
 

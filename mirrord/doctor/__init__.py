@@ -73,6 +73,7 @@ _CHECKS: dict[str, _Check] = {
     "store": state.store,
     "unfinished": state.unfinished,
     "leftovers": repairs.remaining,
+    "leases": state.leases,
     "systemd": units.units,
     "drop-ins": units.drop_ins,
     "socket": state.socket_path,

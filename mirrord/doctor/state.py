@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 
+from ..checkouts.leases import find_unreadable
 from ..config import Settings
 from ..errors import BackendUnavailableError, MirrordError
 from ..git.command import run_git_sync
@@ -263,6 +264,15 @@ def group(settings: Settings) -> Result:
     except KeyError:
         fact = f"group {name} does not exist: only root and the daemon's user may use mirrord"
         return "warn", fact, f"create it with `groupadd --system {name}`"
+
+
+def leases(settings: Settings) -> Result:
+    """Find the checkouts whose lease cannot be read: a start sets them aside."""
+    reasons = find_unreadable(settings.state_dir)
+    listed = "; ".join(f"checkout {name}: {why}" for name, why in [*reasons.items()][:5])
+    fact = f"{len(reasons)} unreadable: {listed}" if reasons else "every lease can be read"
+    remedy = "repair the lease and restart, or `mirrord release ID` as an administrator"
+    return judge(not reasons, fact, remedy, otherwise="warn")
 
 
 def binds(settings: Settings) -> Result:

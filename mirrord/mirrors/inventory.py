@@ -228,7 +228,8 @@ class Inventory:
         return list(found.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
-        damage = (DamagedMirrorError, errors.GitFailedError, NotADirectoryError, IsADirectoryError)
+        of_files = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+        damage = (DamagedMirrorError, errors.GitFailedError, *of_files)
         try:
             async with limiter:
                 await self._reconcile(self.repository(name))

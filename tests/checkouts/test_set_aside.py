@@ -100,14 +100,13 @@ def test_a_tree_that_cannot_be_shown_is_kept_until_it_can(service: Service) -> N
     packs = service.mirror / "objects/pack"
     for path in (hidden, packs):
         path.rename(path.with_name(f"{path.name}-hidden"))
-        path.mkdir()
     service.call(service.open)
     assert [made.id in problem for problem in service.checkouts.leases.problems()] == [True]
     with pytest.raises(DiskFailedError):
         service.call(service.checkouts.diff, made.id, USER_PEER)
     service.call(service.close)
     for path in (hidden, packs):
-        subprocess.run(["rm", "-rf", path], check=True)
+        subprocess.run(["rm", "-rf", path], check=True)  # what the start made
         path.with_name(f"{path.name}-hidden").rename(path)
     service.call(service.open)
     assert (Path(made.path) / "mine").read_text() == "mine\n"

@@ -34,7 +34,7 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 45
+    assert len(checks) == 46
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {
@@ -93,6 +93,17 @@ def test_a_state_directory_that_others_may_write_to_fails(tmp_path: Path) -> Non
     assert "chmod 0711" in checks["state directory"].remedy
     (tmp_path / "inner").mkdir(mode=0o711)
     assert _checks(tmp_path / "inner")["its parents"].verdict == "fail"
+
+
+def test_a_lease_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """Half-made and released ones are not."""
+    for name, content in (("a", '{"id": '), ("b", None), (".trash-c", "{")):
+        (tmp_path / "leases" / name).mkdir(parents=True)
+        if content is not None:
+            (tmp_path / "leases" / name / "lease.json").write_text(content)
+    check = _checks(tmp_path)["leases"]
+    assert check.verdict == "warn"
+    assert check.fact == "1 unreadable: checkout a: cannot read its lease.json: it is damaged"
 
 
 def test_a_socket_path_that_is_too_long_fails(tmp_path: Path) -> None:
