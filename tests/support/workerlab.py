@@ -13,9 +13,10 @@ from pathlib import Path
 import anyio
 import structlog
 
-from mirrord.errors import (
-    CommitNotFoundError,
-)
+from pygit2.enums import ObjectType
+
+from mirrord.errors import CommitNotFoundError, CorruptObjectError
+from mirrord.git.objects.repository import open_objects
 
 LONG = timedelta(seconds=30)
 
@@ -70,3 +71,15 @@ def is_gone(pid: int) -> bool:
         )
     except FileNotFoundError:
         return True
+
+
+def unreadable(git_dir: Path, oids: dict[str, str]) -> set[str]:
+    """Read objects, each of a kind, as checkouts do: through the repositories that a worker keeps open."""
+    bad = set()
+    for oid, kind in oids.items():
+        with open_objects(git_dir) as objects:
+            try:
+                objects.read(oid, ObjectType[kind.upper()])
+            except CorruptObjectError:
+                bad.add(oid)
+    return bad

@@ -5,7 +5,7 @@ import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -82,27 +82,68 @@ def _damaged(git_dir: Path, fact: str) -> DamagedMirrorError:
     )
 
 
-_cached: OrderedDict[tuple[Path, int, int], Objects] = OrderedDict()
+Stamp = dict[str, tuple[int, ...]]
+"""Device and inode of a repository, and size, inode and time of each file beside its packs."""
+
+_cached: OrderedDict[Path, tuple[Stamp, Objects]] = OrderedDict()
 """Open repositories that no thread uses: libgit2 allows one thread at a time."""
 
 
 @contextmanager
 def open_objects(git_dir: Path) -> Iterator[Objects]:
-    """Borrow the repository at `git_dir` from a cache. A replaced one has another inode."""
+    """Borrow the repository at `git_dir` from a cache, as it is on disk now."""
+    forget_replaced()
+    stamp = _stamp(git_dir)
+    _, objects = _cached.pop(git_dir, None) or (stamp, Objects(git_dir))
     try:
-        found = os.stat(git_dir)
+        yield objects
+    finally:
+        _cached[git_dir] = stamp, objects
+        while len(_cached) > _OPEN_MAX:
+            _cached.popitem(last=False)[1][1].close()
+
+
+def forget_replaced() -> None:
+    """Close the cached repositories that lost a file since, or have another in its place.
+
+    A heal, a repack, a restoration and a mirror that was added again do that. libgit2 (1.9) keeps
+    indexes mapped and never looks again at a pack that it has; all repositories of a process that
+    read a pack, also as an alternate, share what is mapped of it. It does find packs that were
+    added.
+    """
+    for git_dir, (before, objects) in list(_cached.items()):
+        try:
+            is_same = before.items() <= _stamp(git_dir).items()
+        except DamagedMirrorError:
+            is_same = False
+        if not is_same:
+            del _cached[git_dir]
+            objects.close()
+
+
+def _stamp(git_dir: Path) -> Stamp:
+    try:
+        place = os.stat(git_dir)
+        stamp: Stamp = {"": (place.st_dev, place.st_ino)}
+        for objects in (git_dir / "objects", *_lenders(git_dir / "objects")):
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(objects / "pack") as it:
+                for file in it:
+                    found = file.stat(follow_symlinks=False)
+                    stamp[file.path] = found.st_size, found.st_ino, found.st_mtime_ns
     except FileNotFoundError as error:
         raise _damaged(git_dir, "it does not exist") from error
     except OSError as error:
         raise _damaged(git_dir, str(error.strerror)) from error
-    key = (git_dir, found.st_dev, found.st_ino)
-    objects = _cached.pop(key, None) or Objects(git_dir)
+    return stamp
+
+
+def _lenders(objects: Path) -> list[Path]:
+    """Return the object directories that a repository borrows from, which borrow from no other."""
     try:
-        yield objects
-    finally:
-        _cached[key] = objects
-        while len(_cached) > _OPEN_MAX:
-            _cached.popitem(last=False)[1].close()
+        lines = (objects / "info/alternates").read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [objects / os.fsdecode(line) for line in lines if line]
 
 
 # -- commits: resolving what a person typed --------------------------------------------------------
@@ -142,6 +183,7 @@ def describe(git_dir: Path) -> str | None:
         "describe_strategy": DescribeStrategy.TAGS,
         "always_use_long_format": True,
     }
+    forget_replaced()
     objects = Objects(git_dir)
     try:
         text: str = objects.repository.describe("HEAD", **options)
@@ -240,7 +282,7 @@ def pack_increment(git_dir: Path, tip: str, below: Sequence[Path], into: Path) -
     """
     found: dict[bytes, tuple[int, bytes]] = {}
     visited: set[bytes] = set()  # found, or in a pack below
-    indexes = [_open_index(path) for path in below]
+    indexes = [_open_index(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in below]
     size_bytes = 0
 
     def is_new(oid: bytes) -> bool:
@@ -298,8 +340,8 @@ def check_packs(directory: Path, oids: Iterable[bytes]) -> None:
 
 
 @lru_cache(maxsize=128)
-def _open_index(path: Path) -> PackIndex:
-    """Map an index once. A closure pack is named by its checksum, so its index never changes."""
+def _open_index(path: Path, inode: int, mtime_ns: int) -> PackIndex:
+    """Map an index once. One that was damaged and built again has the same name."""
     return PackIndex(path, mapped=True)
 
 
