@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import BatchObject, GitResult, lines_of, read_objects_sync, run_git_sync
 from ..git.configuration import UNTRUSTING
+from ..git.packs import packs_in
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
 from .object_files import TIMEOUT, BadFile, Defect, FileKind
@@ -136,13 +137,13 @@ def run_fsck(git_dir: Path) -> Fsck:
     packs = git_dir / "objects/pack"
     command = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
     for _ in range(2):
-        before = set(packs.glob("pack-*.pack"))
+        before = set(packs_in(packs, ".pack"))
         done = run_git(git_dir, "fsck", *command, ok=range(256))
         output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
         complaints = [line for line in output if line and not _HARMLESS.match(line)]
         # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
         is_sound = not done.status & ~(1 | 4) and not complaints
-        if is_sound or before <= set(packs.glob("pack-*.pack")):
+        if is_sound or before <= set(packs_in(packs, ".pack")):
             break
     return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
 
@@ -153,7 +154,7 @@ def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection
     Verifies each pack, and reads each suspected object again: git may have a good copy of it.
     """
     packs: dict[str, str] = {}
-    for index in sorted((git_dir / "objects/pack").glob("pack-*.idx")):
+    for index in packs_in(git_dir / "objects/pack", ".idx"):
         pack = index.with_suffix(".pack")
         try:  # not by `git verify-pack`, which when killed leaves this command running
             run_git_sync(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ..catalog import MirrorRow, RecordedRow
 from ..git.command import BatchObject
+from ..git.packs import packs_in
 from ..host.processes import lower_priority
 from ..mirrors.pins import is_pin
 from ..mirrors.refs import packed_refs
@@ -297,7 +298,7 @@ def make_stand_in(
     make_repository(into, refs)
     if "objects" in bad:
         return
-    for index in () if "objects/pack" in bad else (git_dir / "objects/pack").glob("pack-*.idx"):
+    for index in () if "objects/pack" in bad else packs_in(git_dir / "objects/pack", ".idx"):
         pack = index.with_suffix(".pack")
         if bad.isdisjoint({f"objects/pack/{index.name}", f"objects/pack/{pack.name}"}):
             link(pack, into / "objects/pack" / pack.name)

@@ -167,7 +167,7 @@ def _kind_of(directory: str, name: str) -> FileKind | None:
         return FileKind.LOOSE if _LOOSE_NAME.fullmatch(name) else None
     if directory == "info":
         return FileKind.DERIVED if name == "commit-graph" else None
-    of_packs = r"pack-.+\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*"
+    of_packs = r"[^.].*\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*"
     if not re.fullmatch(of_packs, name):
         return None
     return {".pack": FileKind.PACK, ".idx": FileKind.INDEX}.get(Path(name).suffix, FileKind.DERIVED)
@@ -209,9 +209,8 @@ def _type_of(path: Path) -> str | None:
 
 
 def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
-    files = [*directory.glob("pack-*.pack"), *directory.glob("pack-*.idx")]
-    for stem in sorted({file.with_suffix("") for file in files}):
-        pack, index = stem.with_suffix(".pack"), stem.with_suffix(".idx")
+    for stem in sorted({file.with_suffix("") for file in packs.packs_in(directory)}):
+        pack, index = Path(f"{stem}.pack"), Path(f"{stem}.idx")
         if pack in unopened or index in unopened:
             continue
         try:
@@ -263,7 +262,7 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
 
 def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
     pack, info = objects / "pack", objects / "info"
-    of_packs = [file for end in ("rev", "mtimes", "bitmap") for file in pack.glob(f"pack-*.{end}")]
+    of_packs = packs.packs_in(pack, ".rev", ".mtimes", ".bitmap")
     chain = info / "commit-graphs/commit-graph-chain"
     files: dict[Path, Callable[[Path], bool]] = {
         **dict.fromkeys(of_packs, _belongs_to_its_pack),
@@ -331,7 +330,7 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
             found = (git_dir / path).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        names = sorted(file.name for file in (git_dir / "objects/pack").glob("pack-*.pack"))
+        names = [file.name for file in packs.packs_in(git_dir / "objects/pack", ".pack")]
         return found.st_ino, found.st_mtime_ns, found.st_size, *names
 
     lying = {}

@@ -106,6 +106,20 @@ def reverse_index(index: PackIndex) -> bytes:
     return made + hashlib.sha1(made, usedforsecurity=False).digest()
 
 
+def packs_in(directory: Path, *suffixes: str) -> list[Path]:
+    """List the packs and indexes in a directory, or files with other `suffixes` beside them.
+
+    git (2.39) reads every `*.idx`, whatever its name. Names with a dot at the start are of a repack
+    that has not ended.
+    """
+    wanted = suffixes or (".pack", ".idx")
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(directory / it for it in names if it.endswith(wanted) and not it.startswith("."))
+
+
 # -- checksums -------------------------------------------------------------------------------------
 
 

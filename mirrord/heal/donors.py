@@ -245,7 +245,7 @@ class Donors:
         They may hold a missing object as a delta on one that a donor has now.
         """
         directory = self.mirrors.quarantine.root / DAMAGED / str(self.row.name)
-        packs = sorted(directory.glob("*/objects/pack/pack-*.pack"), reverse=True)
+        packs = sorted(directory.glob("*/objects/pack/*.pack"), reverse=True)
         return [
             Donor(f"{SALVAGED}{pack.name} in quarantine", partial(self._salvaged, pack, number))
             for number, pack in enumerate(packs)

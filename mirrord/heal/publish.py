@@ -28,6 +28,7 @@ from ..mirrors.repository import CONFIGURATION, HISTORY, KEPT, OURS
 from ..model import MirrorName, utc_now
 from ..quoting import encode_name
 
+_OF_PACK = (".idx", ".pack", ".rev", ".bitmap", ".mtimes")
 _OUR_COMMITTER = re.compile(rb"committer mirrord <mirrord@localhost> (\d+) ")
 
 
@@ -229,7 +230,7 @@ def publish(
         for bad in sorted(bad_files, key=lambda bad: bad.kind is not FileKind.DERIVED):
             if bad.kind in {FileKind.PACK, FileKind.INDEX}:  # with all other files of the pack
                 stem = bad.path.rpartition(".")[0]  # git finds a pack by its index
-                going |= dict.fromkeys(stem + end for end in (".idx", ".pack", ".rev", ".bitmap"))
+                going |= dict.fromkeys(stem + end for end in _OF_PACK)
             elif bad.kind is not FileKind.LAYOUT and bad.path.startswith("objects/"):
                 going[bad.path] = None
         packs = list((work / "objects/pack").glob("pack-*"))

@@ -317,6 +317,7 @@ class Inventory:
         journal or a ref without a row may be left. An UpstreamError leaves nothing.
         """
         async with self._locks.setdefault(name.key, anyio.Lock()):
+            await maintenance.remove_stale_locks(self.path(name))
             try:
                 yield
             except errors.UpstreamError:

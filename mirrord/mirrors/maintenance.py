@@ -19,7 +19,7 @@ from anyio import to_thread
 
 from ..errors import MirrordError
 from ..git.command import low_priority
-from ..git.packs import PackIndex
+from ..git.packs import PackIndex, packs_in
 from ..protocol import ProgressSink
 from ..telemetry import log
 from .quarantine import held_files
@@ -35,7 +35,7 @@ async def maintain(repository: Repository, progress: ProgressSink | None = None)
     stamp, deadline = repository.path / "mirrord-repacked", timedelta(hours=6)
 
     def needs_full() -> bool:
-        packs = sum(1 for _ in (repository.objects / "pack").glob("*.pack"))
+        packs = len(packs_in(repository.objects / "pack", ".pack"))
         age = time.time() - stamp.stat().st_mtime if stamp.exists() else math.inf
         return packs > 1 and (packs > 20 or age > timedelta(days=30).total_seconds())
 
@@ -74,7 +74,7 @@ async def repair_incomplete_packs(repository: Repository) -> None:
     mirror, directory = str(repository.name), repository.objects / "pack"
     packs, indexes = await to_thread.run_sync(packs_and_indexes, directory)
     for stem in sorted(packs - indexes):
-        pack = stem.with_suffix(".pack")
+        pack = Path(f"{stem}.pack")
         try:
             await repository.run("index-pack", str(pack), doing=f"index {pack.name}")
             log.info("pack.indexed", mirror=mirror, pack=pack.name)
@@ -97,9 +97,8 @@ async def repair_incomplete_packs(repository: Repository) -> None:
 
 def packs_and_indexes(directory: Path) -> tuple[set[Path], set[Path]]:
     """Return the packs and the indexes in a directory, without their suffixes."""
-    names = [path for path in directory.iterdir() if path.name.startswith("pack-")]
     packs, indexes = (
-        {it.with_suffix("") for it in names if it.suffix == end} for end in (".pack", ".idx")
+        {it.with_suffix("") for it in packs_in(directory, end)} for end in (".pack", ".idx")
     )
     return packs, indexes
 
@@ -116,12 +115,28 @@ _OF_PROCESS = re.compile(r"\.tmp-(\d+)-pack-.*")
 _REUSED_S = 3600.0  # by then the number may be another process's
 
 
-def remove_stale_files(path: Path, age: timedelta) -> None:
-    """Remove locks and temporary files that are at least `age` old and that no process holds.
+# of the whole mirror; those of single refs are cleared where a transaction fails
+_LOCKS = (
+    "packed-refs.lock", "packed-refs.new", "HEAD.lock", "config.lock",
+    "objects/pack/multi-pack-index.lock", "objects/info/commit-graphs/commit-graph-chain.lock",
+)  # fmt: skip
 
-    `age` may be zero where no git of this daemon can be running: at a start, or under the mirror's
-    lock after its git died. A file whose name has the number of its git is kept while that runs.
-    Locks of linked worktrees belong to their owners and stay.
+
+async def remove_stale_locks(path: Path) -> None:
+    """Remove what would stop each git that changes the mirror; the caller has just locked it.
+
+    Only a few names are looked up, so that a look costs little where nothing is in the way.
+    """
+    if any(os.path.lexists(path / name) for name in _LOCKS):
+        await to_thread.run_sync(remove_stale_files, path, timedelta())
+
+
+def remove_stale_files(path: Path, age: timedelta) -> int:
+    """Remove locks and temporary files that are at least `age` old; return their count.
+
+    Those that a process holds stay. `age` may be zero where no git of this daemon can be running:
+    at a start, or under the mirror's lock. A file whose name has the number of its git is kept
+    while that runs. Locks of linked worktrees belong to their owners and stay.
     """
     now, found = time.time(), list[Path]()
     for file, git_pid in iter_temporary_files(path):
@@ -133,10 +148,11 @@ def remove_stale_files(path: Path, age: timedelta) -> None:
             if file.lstat().st_mtime <= oldest:
                 found.append(file)
     held = held_files(path) if found else set()
-    for file in found:
-        if file not in held:
-            file.unlink(missing_ok=True)
-            log.info("stale_file.removed", path=str(file.relative_to(path.parent)))
+    stale = [file for file in found if file not in held]
+    for file in stale:
+        file.unlink(missing_ok=True)
+        log.info("stale_file.removed", path=str(file.relative_to(path.parent)))
+    return len(stale)
 
 
 def iter_temporary_files(path: Path) -> Iterator[tuple[Path, str]]:

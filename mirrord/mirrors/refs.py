@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import anyio
 from anyio import to_thread
 
-from ..errors import full_disk_named
+from ..errors import GitFailedError, full_disk_named
 from ..host.files import sync_directory
 from ..protocol import RefChange, RefFault
 from ..quoting import decode_name, encode_name
@@ -252,11 +253,20 @@ async def _apply(repository: Repository, moves: Moves) -> None:
 
 async def _update(repository: Repository, moves: Moves) -> None:
     many = len(moves) >= 50  # then one flushed packed-refs is cheaper than a flush for each ref
-    done = await repository.run(
+    update = partial(
+        repository.run,
         *(("-c", "core.fsync=none") if many else ()), "update-ref", "--stdin",
         stdin=encode_name(f"start\n{journal_text(moves)}prepare\ncommit\n"),
         doing=f"move refs of mirror {repository.name}",
     )  # fmt: skip
+    try:
+        done = await update()
+    except GitFailedError as error:  # prepare met the lock of a ref, so nothing has moved
+        if "File exists" not in error.message:
+            raise
+        if not await to_thread.run_sync(remove_stale_files, repository.path, timedelta()):
+            raise
+        done = await update()
     if done.stderr:  # git only warns of a lock that it cannot remove; it would stop the next git
         await to_thread.run_sync(remove_stale_files, repository.path, timedelta())
     if many:

@@ -30,6 +30,7 @@ Refs = dict[str, str]
 
 _CONTENT = (
     "HEAD", "packed-refs", "refs/*/**/*", "worktrees/*", "*/[0-9a-f][0-9a-f]/*", "**/pack-*",
+    "objects/pack/*.pack", "objects/pack/*.idx",
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from cachetools import LRUCache
 from ..errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ..git.command import Git, lines_of
 from ..git.configuration import UNTRUSTING
-from ..git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer
+from ..git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer, packs_in
 from ..host.files import write_all
 from ..host.trash import Trash
 from ..model import CommitId
@@ -305,8 +305,7 @@ def _check_loose(store: Path, packed: PackIndex) -> None:
 
 def _packs_in(stores: Iterable[Path]) -> Iterator[Path]:
     for store in stores:
-        for kind in ("pack", "idx"):
-            yield from (store / "pack").glob(f"pack-*.{kind}")
+        yield from packs_in(store / "pack")
 
 
 def _stamp(file: Path) -> tuple[object, ...]:

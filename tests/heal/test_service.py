@@ -33,6 +33,16 @@ def derived(it: Furnished, pattern: str) -> Path:
     return next((it.mirror / "objects").glob(pattern))
 
 
+def rename_pack(it: Furnished, name: str) -> Path:
+    """git reads each `*.idx`; the multi-pack index would name the old one."""
+    pack = it.pack()
+    for file in list(pack.parent.glob("multi-pack-index*")):
+        file.unlink()
+    for file in list(pack.parent.glob(f"{pack.stem}.*")):
+        file.rename(file.with_name(name + file.suffix))
+    return pack.with_name(f"{name}.pack")
+
+
 def loose_blob(it: Furnished) -> Path:
     it.explode()
     return it.loose(it.object("main:docs/page2.txt"))
@@ -94,6 +104,12 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "missing pack and index": lambda it: [
         file.unlink() for file in it.pack().parent.glob(f"{it.pack().stem}.*")
     ],
+    "sound pack of another name": lambda it: rename_pack(it, "old.backup"),
+    "altered pack of another name": lambda it: flip(rename_pack(it, "backup")),
+    "empty pack of another name": lambda it: write(rename_pack(it, "backup"), b""),
+    "altered index of another name": lambda it: flip(
+        rename_pack(it, "backup").with_suffix(".idx"), 0.9
+    ),
     "altered index": lambda it: flip(it.pack().with_suffix(".idx"), 0.9),
     "truncated index": lambda it: truncate(it.pack().with_suffix(".idx")),
     "missing index": lambda it: it.pack().with_suffix(".idx").unlink(),
@@ -126,6 +142,10 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
     "unfinished packed-refs": lambda it: truncate(it.mirror / "packed-refs", 0.8),
     "lost packed-refs": lambda it: (it.mirror / "packed-refs").unlink(),
     "deleted branch": lambda it: delete_ref(it, "refs/heads/main"),
+    "deleted branch, and a lock in the way": lambda it: (
+        delete_ref(it, "refs/heads/main"),
+        write(it.mirror / "packed-refs.lock", b""),
+    ),
     "deleted pin of a dataset": lambda it: delete_ref(it, pin_of(it, "dataset")),
     "deleted ref history": lambda it: delete_ref(it, "refs/mirrord/history"),
     "planted replace ref": lambda it: git(
@@ -140,6 +160,8 @@ FAULTS: dict[str, Callable[[Furnished], object]] = {
 
 LOSES_HISTORY = {
     "altered pack",
+    "altered pack of another name",
+    "empty pack of another name",
     "truncated pack",
     "pack of a few bytes",
     "empty pack",

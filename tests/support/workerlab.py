@@ -12,7 +12,6 @@ from pathlib import Path
 
 import anyio
 import structlog
-
 from pygit2.enums import ObjectType
 
 from mirrord.errors import CommitNotFoundError, CorruptObjectError

@@ -126,7 +126,10 @@ def _stamp(git_dir: Path) -> Stamp:
         place = os.stat(git_dir)
         stamp: Stamp = {"": (place.st_dev, place.st_ino)}
         for objects in (git_dir / "objects", *_lenders(git_dir / "objects")):
-            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(objects / "pack") as it:
+            with (
+                suppress(FileNotFoundError, NotADirectoryError),
+                os.scandir(objects / "pack") as it,
+            ):
                 for file in it:
                     found = file.stat(follow_symlinks=False)
                     stamp[file.path] = found.st_size, found.st_ino, found.st_mtime_ns
