@@ -43,7 +43,6 @@ from .donors import (
     Donors,
     Transfer,
     lend,
-    may_hold,
     open_store,
     salvage,
 )
@@ -279,15 +278,16 @@ class MirrorRepair:
         await self.transfer.take_all(_NEW_HISTORY, scratch.path, ())
 
     def _is_replaceable(self, bad: BadFile, unhealed: Collection[str]) -> bool:
-        """True if a file has no object that is still missing, or its objects were salvaged."""
-        if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED}:
+        """True if a file has no object that is still missing, or nothing more can be had from it.
+
+        A damaged pack goes in any case: what could be read of it was salvaged, no git reads the
+        rest, and in quarantine it is a donor of later heals. In place it would hide good copies.
+        """
+        if not unhealed or bad.kind in {FileKind.DERIVED, FileKind.PLANTED, *_PACK_KINDS}:
             return True
         if bad.kind is FileKind.LAYOUT:
             return not is_readable_link(self.git_dir / bad.path)
-        if bad.kind is FileKind.LOOSE:
-            return bad.object_id not in unhealed
-        file = self.git_dir / bad.path
-        return file.stem in self.salvaged or not may_hold(file, unhealed)
+        return bad.kind is not FileKind.LOOSE or bad.object_id not in unhealed
 
     def _replaced_refs(self, found: RefFiles, plan: RefPlan) -> list[BadFile]:
         """List the files that restoring refs overwrites, so that they are kept too."""

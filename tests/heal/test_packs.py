@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from gitrepos import git
 from heallab import Furnished, House, snapshot, write
+from workerlab import LONG
 
-from mirrord.model import AuditLevel, CommitState, MirrorName
+from mirrord.checkouts.files.tree import materialise
+from mirrord.checkouts.stores.packer import Packer
+from mirrord.errors import MirrordError
+from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName
 from mirrord.protocol import Audit, StartAudit
 
 pytestmark = pytest.mark.slow
@@ -253,3 +257,81 @@ def test_a_donor_with_a_damaged_copy_and_a_good_one_gives_the_good_one(
 def loose_bytes(repository: Path, oid: str) -> bytes:
     content = f"{git(repository, 'cat-file', 'blob', oid)}\n".encode()
     return b"blob %d\0%s" % (len(content), content)
+
+
+# -- what is found is what is refused --------------------------------------------------------------
+
+
+async def refused(house: House, scratch: Path) -> set[str]:
+    """The instances whose commit can be neither packed nor written as a tree."""
+    packer, bad = Packer(house.mirrors.git, house.workers), set()
+    for n in range(3):
+        commit = CommitId(house.upstream.git("rev-parse", f"HEAD~{n}"))
+        into = scratch / f"{len(list(scratch.iterdir()))}"
+        into.mkdir()
+        try:
+            await packer.pack_range(house.mirror, commit, None, into)
+            files = into / "files"
+            await house.workers.run(materialise, house.mirror, commit, files, timeout=LONG)
+        except MirrordError:
+            bad.add(f"owner__name-{n}")
+    return bad
+
+
+def copy_pack(it: Furnished) -> None:
+    """The same objects in two packs: the damaged copy hides the good one."""
+    pack = pack_everything(it)
+    (pack.parent / "multi-pack-index").unlink()
+    for file in pack.parent.glob(f"{pack.stem}.*"):
+        shutil.copy(file, file.with_name(f"a-copy{file.suffix}"))
+
+
+DAMAGES: dict[str, Callable[[Furnished], object]] = {
+    "emptied pack": lambda it: write(pack_everything(it), b""),
+    "emptied copy": lambda it: (copy_pack(it), write(it.mirror / "objects/pack/a-copy.pack", b"")),
+    "spoiled copy": lambda it: (
+        copy_pack(it),
+        spoil(it.mirror / "objects/pack/a-copy.pack", it.object(HAD)),
+    ),
+    "spoiled pack beside a copy": lambda it: (copy_pack(it), spoil(it.pack(), it.object(HAD))),
+    "spoiled commit in a copy": lambda it: (
+        copy_pack(it),
+        spoil(it.mirror / "objects/pack/a-copy.pack", it.object("main~1")),
+    ),
+    "spoiled blob": lambda it: spoil(pack_everything(it), it.object(LACKED)),
+    "disguised blob": lambda it: disguise(pack_everything(it), it.object(LACKED)),
+    "lost pack": lambda it: pack_everything(it).unlink(),
+    "lost index": lambda it: pack_everything(it).with_suffix(".idx").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_audit_and_checkouts_agree_and_a_heal_is_complete(
+    furnished: Furnished, tmp_path: Path, damage: str
+) -> None:
+    """Before, after a heal that lacks a commit which only the mirror had, and after another one,
+    which changes nothing.
+    """
+    kept = next(ref for ref in furnished.refs if ref.startswith("refs/mirrord/kept/"))
+    lost = furnished.upstream.path / ".git/objects" / kept[-40:-38] / kept[-38:]
+    lost.rename(tmp_path / "lost")
+
+    async def body(house: House) -> None:
+        DAMAGES[damage](furnished)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        found = await house.audits.run(StartAudit(heal=False, level=AuditLevel.CONTENT))
+        assert set(found.affected) == await refused(house, scratch), found.findings
+        healed = await house.heal()
+        if damage == "emptied pack":
+            assert healed.repairs[0].unhealed_count, "upstream has all, so this proves nothing"
+        assert set(healed.affected) == await refused(house, scratch), healed.findings
+        after = snapshot(house.mirror)
+        again = await house.heal()
+        assert (again.affected, again.findings) == (healed.affected, healed.findings)
+        assert snapshot(house.mirror) == after
+
+    try:
+        furnished.live(body)
+    finally:
+        (tmp_path / "lost").rename(lost)
