@@ -286,8 +286,14 @@ def copy_pack(it: Furnished) -> None:
         shutil.copy(file, file.with_name(f"a-copy{file.suffix}"))
 
 
+def fill(it: Furnished, count: int) -> None:
+    """More objects than a message of git names."""
+    blobs = "".join(f"blob\ndata {len(str(n))}\n{n}\n" for n in range(count))
+    git(it.mirror, "fast-import", "--quiet", stdin=blobs.encode())
+
+
 DAMAGES: dict[str, Callable[[Furnished], object]] = {
-    "emptied pack": lambda it: write(pack_everything(it), b""),
+    "emptied pack": lambda it: (fill(it, 500), write(pack_everything(it), b"")),
     "emptied copy": lambda it: (copy_pack(it), write(it.mirror / "objects/pack/a-copy.pack", b"")),
     "spoiled copy": lambda it: (
         copy_pack(it),
