@@ -39,7 +39,7 @@ from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAud
 from ..quoting import encode_name, quote_name
 from . import connectivity
 from .connectivity import Damage, Fsck, Verdict
-from .object_files import BadFile, Defect, FileKind, find_bad_files, find_lying, find_strange
+from .object_files import BadFile, Defect, find_bad_files, find_lying, find_strange
 from .refs import (
     RefFiles,
     peeled_names,
@@ -257,8 +257,6 @@ def _reach_by(ref: str, head: str | None) -> Reach:
 # mirror stays as it was until everything is proven. It has no configuration, commit-graph, bitmap
 # or multi-pack index, so every object that git finds in it is good.
 
-_IN_THE_WAY = {FileKind.PACK, FileKind.INDEX, FileKind.LOOSE, FileKind.LAYOUT, FileKind.PLANTED}
-
 
 @contextmanager
 def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> Iterator[Path]:
@@ -268,7 +266,7 @@ def readable(git_dir: Path, found: RefFiles, strange: Collection[BadFile]) -> It
         return
     with tempfile.TemporaryDirectory(prefix="mirrord-stand-in-") as directory:
         stand_in = Path(directory)
-        if any(bad.kind in _IN_THE_WAY for bad in strange):
+        if strange:
             # git follows symbolic links, so their findings affect no commit
             unread = [bad for bad in strange if not is_readable_link(git_dir / bad.path)]
             make_stand_in(git_dir, unread, found.refs, stand_in, link=os.symlink)

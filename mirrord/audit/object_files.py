@@ -21,6 +21,8 @@ from typing import NamedTuple
 from ..errors import CorruptObjectError, GitFailedError
 from ..git import packs
 from ..git.command import run_git_sync
+from ..git.special import iter_special
+from ..host.files import NOT_PLAIN, open_plain, read_plain
 from ..model import AuditLevel, FindingKind
 
 TIMEOUT = timedelta(hours=1)
@@ -99,7 +101,7 @@ def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
 
 def _unreadable(error: OSError) -> str:
     """Explain why a file cannot be read; raise an error that is not the file's."""
-    if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM}:
+    if error.errno not in {errno.EIO, errno.EACCES, errno.EPERM, NOT_PLAIN}:
         raise error
     return f"it cannot be read: {error.strerror}"
 
@@ -117,6 +119,8 @@ def _failing(is_sound: Callable[..., bool], *args: object, reason: str) -> str |
 def _ends_with_checksum(file: Path) -> bool:
     return file.stat().st_size > packs.ID_BYTES and packs.pack_is_whole(file)
 
+
+_JUDGED_AS_REFS = ("refs/", "HEAD", "packed-refs", "config")  # by `refs.py`
 
 # -- layout, and planted files ---------------------------------------------------------------------
 
@@ -136,6 +140,9 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
     for name, reason in _PLANTED.items():
         if os.path.lexists(git_dir / name):
             yield BadFile(name, FileKind.PLANTED, f"{reason}, and mirrord makes none")
+    for name in iter_special(git_dir):
+        if not name.startswith(_JUDGED_AS_REFS) and not _kind_at(name):
+            yield BadFile(name, FileKind.LAYOUT, "it is a special file, not a file")
     for entry in sorted_entries(git_dir / "hooks"):
         if not entry.name.endswith(".sample"):
             reason = "git runs it, and mirrord makes none"
@@ -160,6 +167,12 @@ def find_strange(git_dir: Path) -> Iterator[BadFile]:
                 yield BadFile(path, FileKind.DERIVED, wrong)
             elif kind and not is_file and (wrong := no_file(Path(entry))):
                 yield BadFile(path, kind, wrong)
+
+
+def _kind_at(path: str) -> FileKind | None:
+    """Return the kind of a file below `objects`, which is judged with its directory."""
+    top, directory, *names = [*path.split("/"), "", ""]
+    return _kind_of(directory, names[0]) if top == "objects" else None
 
 
 def _kind_of(directory: str, name: str) -> FileKind | None:
@@ -244,7 +257,7 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
             yield BadFile(pack_path, FileKind.PACK, CHECKSUM_MISMATCH)
         return
     # both ends: git does not open a pack whose trailer differs from that in its index
-    with pack.open("rb") as file:
+    with open_plain(pack) as file:
         fits = file.read(12) == struct.pack(">4sII", b"PACK", 2, known.count)
     fits = fits and packs.pack_trailer(pack) == known.pack_checksum
     reason = CHECKSUM_MISMATCH if fits else "its checksum differs from that in its index"
@@ -287,7 +300,7 @@ def _belongs_to_its_pack(file: Path) -> bool:
         index = packs.PackIndex(file.with_suffix(".idx"))
     except (CorruptObjectError, FileNotFoundError):  # the index has a finding of its own
         return True
-    data = file.read_bytes()
+    data = read_plain(file)
     if file.suffix == ".bitmap":  # after signature, version, flags and count
         return data[12 : 12 + packs.ID_BYTES] == index.pack_checksum
     if file.suffix == ".rev":
@@ -299,7 +312,7 @@ def _names_its_packs(file: Path) -> bool:
     """True for a multi-pack index whose packs, in its chunk PNAM, all exist."""
     if not _ends_with_checksum(file):
         return False
-    data = file.read_bytes()
+    data = read_plain(file)
     try:  # the count is at 6; from 12 on, a row for each chunk, and one for the end
         rows = [struct.unpack_from(">4sQ", data, 12 + 12 * n) for n in range(data[6] + 1)]
     except (struct.error, IndexError):
@@ -314,7 +327,7 @@ def _names_its_packs(file: Path) -> bool:
 
 
 def _names_its_graphs(chain: Path) -> bool:
-    text = chain.read_text("ascii", "replace")
+    text = read_plain(chain).decode("ascii", "replace")
     if not re.fullmatch(r"([0-9a-f]{40}\n)+", text):
         return False
     graphs = [chain.parent / f"graph-{name}.graph" for name in text.split()]
@@ -364,7 +377,7 @@ def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iter
     def is_sound(file: Path, oid: str) -> bool:
         if level is AuditLevel.CONTENT:
             return packs.loose_digest(file) == oid
-        with file.open("rb") as stream:  # does a zlib stream begin there?
+        with open_plain(file) as stream:  # does a zlib stream begin there?
             head = stream.read(2)
         return len(head) == 2 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import BatchObject
+from ..host.files import read_plain
 from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_lines, parse_record
 from ..mirrors.pins import is_pin
 from ..mirrors.refs import JOURNAL, followed_refs
@@ -109,7 +110,7 @@ def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | No
     wrong = no_file(git_dir / name)
     try:
         if wrong is None:
-            return decode_name((git_dir / name).read_bytes())
+            return decode_name(read_plain(git_dir / name))
         kind = FileKind.LAYOUT if kind is not FileKind.REF else kind
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -27,7 +27,7 @@ from ..errors import (
     MirrordError,
     full_disk_named,
 )
-from ..host.files import grant_search, opened, write_all
+from ..host.files import grant_search, opened, read_plain, write_all
 from ..host.peers import Process
 from ..host.processes import boot_id
 from ..host.trash import TRASH_PREFIX
@@ -519,7 +519,7 @@ def _read(directories: Directories) -> Lease | None:
     """Return the lease of a checkout, None if it has none; raises _UnreadableError."""
     for state in LeaseState:
         try:
-            content = (directories.private / state).read_bytes()
+            content = read_plain(directories.private / state)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:  # EIO, EMFILE, EACCES

@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from .. import errors
 from ..errors import full_disk_named
-from ..host.files import opened, sync_directory, sync_tree, write_all
+from ..host.files import opened, read_plain, sync_directory, sync_tree, write_all
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
 from ..patches.diff import write_repository
 from ..patches.worktree import PatchJob
@@ -357,7 +357,7 @@ def _read(path: Path) -> LayerRecord:
 
     A record is removed before its layers are, so one whose layers are gone is damaged, too.
     """
-    content = path.read_bytes()
+    content = read_plain(path)
     try:
         record = LayerRecord(**from_json(LayerRecord, json.loads(content)))
     except (ValueError, KeyError, TypeError, AttributeError, errors.UsageError) as error:

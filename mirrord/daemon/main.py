@@ -15,6 +15,8 @@ import signal
 import socket
 import stat
 import sys
+import threading
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -39,6 +41,7 @@ from ..web.server import WebServer
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
 ENGINE_CLOSE_TIMEOUT = timedelta(seconds=20)
+THREADS_DRAIN = timedelta(seconds=5)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -320,6 +323,7 @@ class Daemon:
         """Stop accepting, end operations and requests, close the engine, each with a timeout."""
         self._notifier.stopping("stopping")
         log.info("daemon.stopping")
+        self._end_within(OPERATIONS_DRAIN + REQUESTS_DRAIN + ENGINE_CLOSE_TIMEOUT + THREADS_DRAIN)
         for server in servers:
             server.stop_accepting()
         for task in self._tasks:
@@ -333,6 +337,22 @@ class Daemon:
         except TimeoutError:
             log.exception("daemon.stop_timed_out", bound_s=ENGINE_CLOSE_TIMEOUT.total_seconds())
         log.info("daemon.stopped")
+        self._end_within(THREADS_DRAIN)
+
+    def _end_within(self, bound: timedelta) -> None:
+        """End the process after `bound` even if a thread is stuck in a system call.
+
+        Python waits for each thread at its end, and a file system that hangs may never answer. The
+        end is as safe as a power cut.
+        """
+
+        def end() -> None:
+            time.sleep(bound.total_seconds())
+            log.warning("daemon.threads_left", bound_s=bound.total_seconds())
+            self._listeners.remove()
+            os._exit(0)
+
+        threading.Thread(target=end, name="end", daemon=True).start()
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         """Stop the daemon; a second signal exits immediately, which is as safe as a power cut."""

@@ -14,7 +14,7 @@ import anyio
 
 from ..catalog import ALL_COMMITS, PinRow, roles_of
 from ..errors import MirrordError, StoppingError
-from ..host.files import sync_directory
+from ..host.files import read_plain, sync_directory
 from ..jobs.operations import together
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.refs import write_durably
@@ -174,7 +174,7 @@ def read_journals(quarantine: Path) -> dict[str, PinKeys]:
     found: dict[str, PinKeys] = {}
     for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
         try:
-            facts = json.loads(path.read_bytes())
+            facts = json.loads(read_plain(path))
             owner, pins = facts["owner"], frozenset((key, commit) for key, commit in facts["pins"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("journal.unreadable", path=str(path), error=str(error))  # its pins stay

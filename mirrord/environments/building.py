@@ -30,6 +30,7 @@ from ..errors import (
     LimitReachedError,
     full_disk_named,
 )
+from ..host.files import read_plain
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
@@ -352,7 +353,7 @@ class Builds:
 
     def _read_preparations(self, digest: str) -> dict[str, dict[str, Any]]:
         with suppress(FileNotFoundError, ValueError):
-            text = (self.store.root / digest / _PREPARATIONS).read_bytes()
+            text = read_plain(self.store.root / digest / _PREPARATIONS)
             return dict(json.loads(text))
         return {}
 

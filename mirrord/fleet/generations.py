@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ..catalog import Generation
 from ..errors import MirrordError, StoreDamagedError, StoreUnavailableError
+from ..host.files import read_plain
 from ..jsontext import dumps, loads
 from ..mirrors.refs import directories_of, is_safe_ref, write_durably
 from ..mirrors.repository import Refs, Repository
@@ -205,7 +206,7 @@ _FILE = "mirrord-generation"
 def read_generation(git_dir: Path) -> Generation | None:
     """Read the generation of a mirror on disk; None for one that never followed the store."""
     try:
-        epoch, number, digest = (git_dir / _FILE).read_text("ascii").split()
+        epoch, number, digest = read_plain(git_dir / _FILE).decode("ascii").split()
         return Generation(int(epoch), int(number), digest)
     except (FileNotFoundError, ValueError):  # a power cut may have emptied it
         return None

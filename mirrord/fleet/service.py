@@ -17,6 +17,7 @@ from anyio import to_thread
 
 from .. import errors, protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
+from ..host.files import read_plain
 from ..mirrors.bundles import Bundles
 from ..mirrors.inventory import Sharing, Turn
 from ..mirrors.refs import lasting_refs, write_durably
@@ -35,7 +36,7 @@ def read_node(state_dir: Path) -> str:
     """Return the id of this state directory's node, made at its first start."""
     path = state_dir / "node"
     with suppress(FileNotFoundError):
-        if known := path.read_text(encoding="ascii").strip():
+        if known := read_plain(path).decode("ascii").strip():
             return known
     made = secrets.token_hex(8)
     write_durably(path, f"{made}\n".encode())

@@ -31,7 +31,7 @@ import anyio
 from .. import errors
 from ..errors import CorruptObjectError, GitFailedError
 from ..host.children import NOTHING, PIPE, Child, Popen, Stream, in_memory, run_to_end, start
-from ..host.files import has_room
+from ..host.files import has_room, open_plain
 from ..model import shown
 from ..protocol import Progress
 from ..quoting import decode_name, encode_name
@@ -39,6 +39,7 @@ from ..telemetry import log
 from ..workers.turns import Askers
 from .configuration import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
+from .special import must_be_plain
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LIMIT_BYTES = 256 * 1024**2
@@ -275,6 +276,8 @@ def _started(
     memory_bytes: int | None = None,
     cwd: Path | None = None,
 ) -> Iterator[Popen]:
+    if git_dir:
+        must_be_plain(git_dir)
     argv = [*priority_prefix(), *_DIE_WITH_PARENT, "git"]
     if memory_bytes is not None:
         # RLIMIT_DATA counts private writable mappings since Linux 4.7, not the packs that git maps
@@ -292,7 +295,7 @@ def _started(
         if isinstance(stdin, bytes):
             source = stack.enter_context(in_memory(stdin))
         elif isinstance(stdin, Path):
-            source = stack.enter_context(stdin.open("rb"))
+            source = stack.enter_context(open_plain(stdin))
         elif stdin is not None:
             source = stdin.fileno()
         sink = stack.enter_context(stdout_path.open("wb")) if stdout_path else PIPE

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError
+from ..host.files import NOT_PLAIN, open_plain, read_plain
 
 ID_BYTES = 20
 _BLOCK_BYTES = 1 << 20
@@ -44,7 +45,7 @@ class PackIndex:
     def __init__(self, path: Path, *, mapped: bool = False) -> None:
         self.path = path
         if mapped:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 try:
                     self._data: bytes | mmap.mmap = mmap.mmap(
                         file.fileno(), 0, access=mmap.ACCESS_READ
@@ -52,7 +53,7 @@ class PackIndex:
                 except ValueError as error:
                     raise _corrupt("pack index", path, "it is empty") from error
         else:
-            self._data = path.read_bytes()
+            self._data = read_plain(path)
         # git writes version 2 since 1.6; version 1 had no magic number
         if self._data[:8] != _MAGIC or len(self._data) < _IDS_AT:
             raise _corrupt("pack index", path, "it is truncated or of an unknown version")
@@ -142,7 +143,7 @@ def has_both_ends(pack: Path, size_bytes: int) -> bool:
 
 
 def _tail(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read(size)
 
@@ -152,13 +153,13 @@ def pack_is_whole(path: Path) -> bool:
     digest = hashlib.sha1(usedforsecurity=False)
     try:
         remaining = path.stat().st_size - ID_BYTES
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             while remaining > 0 and (block := file.read(min(remaining, _BLOCK_BYTES))):
                 digest.update(block)
                 remaining -= len(block)
             return remaining == 0 and digest.digest() == file.read(ID_BYTES)
     except OSError as error:
-        if error.errno == errno.EIO:
+        if error.errno in {errno.EIO, NOT_PLAIN}:
             return False
         raise
 
@@ -167,7 +168,7 @@ def loose_digest(file: Path) -> str | None:
     """Hash a loose object in bounded memory; None if it does not inflate or has trailing bytes."""
     digest, inflate = hashlib.sha1(usedforsecurity=False), zlib.decompressobj()
     try:
-        with file.open("rb") as stream:
+        with open_plain(file) as stream:
             while block := inflate.unconsumed_tail or stream.read(_BLOCK_BYTES):
                 if inflate.eof:
                     return None
@@ -182,7 +183,7 @@ def loose_digest(file: Path) -> str | None:
 
 def graph_commits(path: Path) -> list[bytes]:
     """Return every commit of the graph. Refuses bytes outside of the chunks that git verifies."""
-    data = path.read_bytes()
+    data = read_plain(path)
     chunks = _chunks(path, data[:_GRAPH_HEAD_BYTES], len(data))
     begin = _GRAPH_HEADER_BYTES + (data[6] + 1) * _CHUNK_BYTES
     first = min((start for start, _ in chunks.values()), default=0)
@@ -195,7 +196,7 @@ def graph_commits(path: Path) -> list[bytes]:
 def graph_is_whole(path: Path) -> bool:
     """Return whether the file is as long as its table says: finds truncation by a power cut."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             _chunks(path, file.read(_GRAPH_HEAD_BYTES), path.stat().st_size)
     except (OSError, CorruptObjectError):
         return False

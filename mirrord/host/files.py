@@ -12,6 +12,7 @@ import stat
 import struct
 from contextlib import suppress
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 
 from .. import errors
@@ -22,6 +23,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FOR_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+NOT_PLAIN = errno.EINVAL
+"""The errno of `open_plain` for a pipe or a device."""
 
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
 _FS_IOC_SETFLAGS = 0x40086602
@@ -91,6 +95,29 @@ def open_beneath(
 def _how_to_open(flags: int, into_mounts: bool) -> object:
     resolve = _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS | (0 if into_mounts else _NO_XDEV)
     return ctypes.byref(_OpenHow(flags | os.O_CLOEXEC, 0, resolve))
+
+
+def open_plain(path: str | Path) -> BufferedReader:
+    """Open a regular file, or what a symbolic link leads to, for reading; OSError for other kinds.
+
+    A pipe or a terminal would make its reader wait for ever, and the thread could never end.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if stat.S_ISDIR(mode := os.fstat(fd).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(NOT_PLAIN, "not a regular file", str(path))
+        return open(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_plain(path: str | Path) -> bytes:
+    """Read a regular file, as `open_plain`."""
+    with open_plain(path) as file:
+        return file.read()
 
 
 def open_child(directory: int, name: bytes) -> int:

@@ -19,6 +19,7 @@ from ..catalog import DatasetHead, MirrorRow, PinRow, decode_row, encode_row
 from ..errors import full_disk_named
 from ..git.command import lines_of
 from ..git.configuration import STRICT
+from ..host.files import open_plain
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, parse_dataset_name, shown
 from ..protocol import Dataset, ProgressSink, RowFault
@@ -60,7 +61,7 @@ def read_header(path: Path) -> BundleHeader:
 
     prerequisites: list[str] = []
     refs: Refs = {}
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         signature = file.readline(8192)
         if signature not in {b"# v2 git bundle\n", b"# v3 git bundle\n"}:
             raise refused("it has no signature of a git bundle")
@@ -122,7 +123,7 @@ async def index_bundle(
 
     Raises GitFailedError, CorruptObjectError.
     """
-    with path.open("rb", buffering=0) as pack:
+    with open_plain(path).detach() as pack:
         pack.seek(header.pack_at)
         await repository.run(
             *STREAM_BIG_FILES, "index-pack", "--stdin", "--fix-thin", *options, "-v",

@@ -18,7 +18,7 @@ import anyio
 from anyio import to_thread
 
 from ..errors import GitFailedError, full_disk_named
-from ..host.files import sync_directory
+from ..host.files import read_plain, sync_directory
 from ..protocol import RefChange, RefFault
 from ..quoting import decode_name, encode_name
 from ..telemetry import log
@@ -214,7 +214,7 @@ async def recover(repository: Repository) -> None:
         return
     targets: dict[str, str | None] = {}
     head = None
-    for line in decode_name(await to_thread.run_sync(journal.read_bytes)).split("\n")[:-1]:
+    for line in decode_name(await to_thread.run_sync(read_plain, journal)).split("\n")[:-1]:
         verb, ref, *oids = line.split(" ")
         if verb == "head":
             head = ref

@@ -16,7 +16,7 @@ from anyio import to_thread
 
 from ..errors import DamagedMirrorError
 from ..git.command import Git, GitResult, lines_of, object_info
-from ..host.files import opened, sync_file, sync_tree
+from ..host.files import opened, read_plain, sync_file, sync_tree
 from ..model import MirrorName
 from ..quoting import decode_name, encode_name, legible
 
@@ -191,7 +191,7 @@ def changed_settings(config: Path) -> str:
     Does not follow includes: an include is a difference.
     """
     try:
-        text = decode_name(config.read_bytes())
+        text = decode_name(read_plain(config))
     except FileNotFoundError:
         return "it is lost"
     except OSError as error:

@@ -22,6 +22,7 @@ from .. import errors
 from ..git.command import Git, lines_of, object_info
 from ..git.objects.repository import pack_increment, resolve
 from ..git.packs import has_both_ends
+from ..host.files import read_plain
 from ..host.trash import Trash
 from ..jobs.operations import Deferred
 from ..model import FIRST_PARENTS_LIMIT, CommitId, MirrorName, Resolved
@@ -157,7 +158,7 @@ class Closures:
             layers = self._layers[name.key] = {}
             for file in self.directory(name).glob("*/layer.json"):
                 try:
-                    layer = PackLayer.of(json.loads(file.read_text()))
+                    layer = PackLayer.of(json.loads(read_plain(file)))
                 except (OSError, ValueError, TypeError):
                     log.warning("closure.dropped", file=str(file))
                     continue

@@ -30,8 +30,10 @@ from ..host.files import (
     entries_in,
     open_child,
     open_directory,
+    open_plain,
     open_regular,
     opened,
+    read_plain,
     write_all,
 )
 from ..host.trash import TRASH_PREFIX, Trash, new_trash, remove_tree
@@ -205,7 +207,7 @@ def not_found(name: str) -> EnvironmentNotFoundError:
 def _read(path: Path) -> EnvironmentRecord | None:
     """Return the record in a directory; None if it is incomplete. Raises OSError."""
     try:
-        facts = loads((path / RECORD).read_bytes())
+        facts = loads(read_plain(path / RECORD))
         is_ready = facts["state"] == "ready"
         record = EnvironmentRecord(facts["key"], facts["digest"], is_ready, facts["at"], facts)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -357,7 +359,7 @@ def _hash(source: int) -> str:
 def _link_shared(known: Path, target: Path, digest: str) -> bool:
     """Link a shared file after checking its content. Return False if there is none to link."""
     try:
-        with open(known, "rb") as file:
+        with open_plain(known) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 known.unlink()
                 return False

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import ProofFailedError, full_disk_named
 from ..git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ..git.objects.trees import TreeChange, changes
-from ..host.files import open_directory, opened, shown_path
+from ..host.files import open_directory, opened, read_plain, shown_path
 from ..host.processes import ActingAs, boot_id
 from ..quoting import decode_name, encode_name
 from ..trees.dotgit import index_bytes
@@ -103,7 +103,7 @@ def read_record(directory: Path) -> tuple[Layer, bool] | None:
     Raises OSError where it cannot be read.
     """
     try:
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        record = json.loads(read_plain(directory / RECORD))
         proven = record.pop("boot") == boot_id()
         layer = Layer(**{**record, "removed": tuple(record["removed"])})
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
@@ -167,7 +167,7 @@ def verify_layer(trees: Path, chain: Sequence[Layer]) -> None:
         above = directory / "index"
         index = above / ".git" / "index"
         is_alone = set(above.rglob("*")) == {index.parent, index}
-        if not is_alone or index.read_bytes() != index_bytes(whole):
+        if not is_alone or read_plain(index) != index_bytes(whole):
             raise _unproven("the index", "its bytes changed")
     except OSError as error:
         raise _unproven(f"template layer {layer.name}", f"{error}") from error

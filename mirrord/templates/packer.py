@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..errors import CommitUnservableError, CorruptObjectError, GitFailedError
 from ..git.command import Git, lines_of
 from ..git.configuration import UNTRUSTING
 from ..git.packs import PackIndex, loose_digest, pack_is_whole, pack_trailer, packs_in
+from ..git.special import must_be_plain
 from ..host.files import write_all
 from ..host.trash import Trash
 from ..model import CommitId
@@ -87,6 +89,7 @@ class Packer:
         extra = objects if (objects := into / "objects").exists() else None
         stores = [mirror / "objects", *([extra] if extra else [])]
         sources = stores if base is None else []
+        await anyio.to_thread.run_sync(partial(must_be_plain, mirror, loose=True))
         try:
             (pack, listed, is_doubtful), _ = await together(
                 self._list_and_write(mirror, tip, base, into, extra),

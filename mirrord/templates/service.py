@@ -19,6 +19,7 @@ import anyio.to_thread
 from ..config import Settings
 from ..errors import CheckoutBusyError, IntegrityError, MirrordError
 from ..git.packs import pack_is_whole
+from ..host.files import read_plain
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
@@ -73,12 +74,12 @@ def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
     files = {
         path.relative_to(git) for git in (store, index) for path in git.rglob("*") if path.is_file()
     }
-    checksum = (index / "index").read_bytes()[-20:].hex()
+    checksum = read_plain(index / "index")[-20:].hex()
     return TemplateFacts(
         index=checksum,
         control_files=len(files),
         packs=sorted(path.name for path in files if path.suffix == ".pack"),
-        refs=sorted(refs_in((store / "packed-refs").read_bytes())),
+        refs=sorted(refs_in(read_plain(store / "packed-refs"))),
     )
 
 

@@ -24,6 +24,7 @@ import anyio.to_thread
 from ..errors import full_disk_named
 from ..git.command import Git, object_info
 from ..git.packs import PackIndex, graph_is_whole, has_both_ends
+from ..host.files import read_plain
 from ..host.trash import Trash, find_trash
 from ..model import CommitId, History, MirrorName
 from ..protocol import SealLeak
@@ -112,7 +113,7 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
 def read_record(path: Path, name: MirrorName) -> SealedStore | None:
     """Return the record of the store at `path`; the store itself may be torn or gone."""
     try:
-        facts = json.loads(path.with_suffix(".json").read_text())
+        facts = json.loads(read_plain(path.with_suffix(".json")))
         facts |= {"path": path, "mirror": name, "history": History(facts["history"])}
         facts["packs"] = tuple(map(sys.intern, facts["packs"]))  # neighbours name the same ones
         facts["pack_sizes"] = tuple(facts["pack_sizes"])
@@ -140,7 +141,7 @@ def note_uses(used: Mapping[SealedStore, float]) -> None:
 def is_as_built(store: SealedStore) -> bool:
     """Return whether the control files are unchanged and every pack exists; reads no pack."""
     try:
-        found = control_sum((store.git / name).read_bytes() for name in CONTROL_FILES)
+        found = control_sum(read_plain(store.git / name) for name in CONTROL_FILES)
     except OSError:
         return False
     packs = [store.git / "objects/pack" / name for name in store.packs]

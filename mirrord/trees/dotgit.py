@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..host.files import opened
+from ..host.files import open_plain, opened, read_plain
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
 from ..quoting import decode_name
@@ -66,7 +66,7 @@ def read_store(source: Path) -> DotGit:
             if path.startswith(b".git/objects/pack/"):
                 store.packs[path] = file
             elif path != _INDEX:
-                store.contents[path] = file.read_bytes()
+                store.contents[path] = read_plain(file)
     return store
 
 
@@ -118,7 +118,7 @@ def write_store(
             entry = control.get(path)
             # a recorded pack of the same name has the same bytes: stores never reuse a name
             if not (entry and stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size):
-                with pack.open("rb") as source:
+                with open_plain(pack) as source:
                     copied = writer.copy_file(path, source.fileno(), permissions=0o444)
                     control[path] = _record(file_id(source.fileno()), copied)
         with writer.owner:

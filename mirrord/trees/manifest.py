@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from ..errors import ProofFailedError
-from ..host.files import exchange
+from ..host.files import exchange, open_plain, read_plain
 from ..host.processes import Owner, boot_id
 
 DIRECTORY = 0o040000
@@ -325,13 +325,13 @@ class Manifest:
     @classmethod
     def load(cls, path: Path) -> Manifest:
         """Read a manifest; raises ProofFailedError where torn, FileNotFoundError where absent."""
-        return cls.from_bytes(path.read_bytes(), path.name)
+        return cls.from_bytes(read_plain(path), path.name)
 
     @staticmethod
     def is_current(path: Path) -> bool:
         """Return whether there is a manifest of this version; does not read its content."""
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 return file.read(len(_MAGIC)) == _MAGIC
         except FileNotFoundError:
             return False

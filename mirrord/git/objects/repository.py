@@ -21,11 +21,13 @@ from ...errors import (
     DamagedMirrorError,
     GitFailedError,
 )
+from ...host.files import read_plain
 from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ...quoting import encode_name, quote_name
 from ..command import run_git_sync
+from ..configuration import UNTRUSTING
 from ..packs import Packed, PackIndex, write_pack
-from ..process import UNTRUSTING
+from ..special import must_be_plain
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
 _OPEN_MAX = 2
@@ -117,6 +119,7 @@ _cached: OrderedDict[Path, tuple[Stamp, Objects]] = OrderedDict()
 @contextmanager
 def open_objects(git_dir: Path) -> Iterator[Objects]:
     """Borrow the repository at `git_dir` from a cache, as it is on disk now."""
+    must_be_plain(git_dir)
     forget_replaced()
     stamp = _stamp(git_dir)
     known = _cached.pop(git_dir) if git_dir in _cached else None
@@ -169,7 +172,7 @@ def _stamp(git_dir: Path) -> Stamp:
 def _lenders(objects: Path) -> list[Path]:
     """Return the object directories that a repository borrows from, which borrow from no other."""
     try:
-        lines = (objects / "info/alternates").read_bytes().splitlines()
+        lines = read_plain(objects / "info/alternates").splitlines()
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [objects / os.fsdecode(line) for line in lines if line]
