@@ -129,7 +129,8 @@ class HealthReport(NamedTuple):
 class HealthMonitor:
     """Collects warnings, and reasons why the daemon is degraded.
 
-    A good report is cached for 1 s: warnings look up users, which can take long with LDAP.
+    Warnings are cached for 1 s: they look up users, which can take long with LDAP. What degrades
+    the daemon is asked for each report: a client that was just refused sees the reason at once.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class HealthMonitor:
         self._warn: list[Callable[[], Sequence[str]]] = [lambda: access.warnings]
         self._degrade: list[Callable[[], Sequence[str]]] = []
         self._report: HealthReport | None = None
-        self._reported_at = 0.0
+        self._warnings: list[str] | None = None
+        self._warned_at = 0.0
 
     def note(self, key: str, reason: str) -> None:
         """Degrade the daemon until its next start. A later reason replaces one of the same key."""
@@ -150,8 +152,8 @@ class HealthMonitor:
         self.refresh()
 
     def refresh(self) -> None:
-        """Drop the cached report."""
-        self._report = None
+        """Drop the cached warnings."""
+        self._warnings = None
 
     def warn_by(self, source: Callable[[], Sequence[str]]) -> None:
         """Add the warnings of `source` to each report."""
@@ -162,18 +164,23 @@ class HealthMonitor:
         self._degrade.append(source)
 
     def report(self) -> HealthReport:
-        now = time.monotonic()
-        if self._report and not self._report.is_degraded and now - self._reported_at < 1:
-            return self._report
         reasons = [] if self._is_open() else ["the daemon is still opening its state directory"]
         reasons += [*self._disk_reasons(), *self._notes.values()]
         reasons += [text for source in self._degrade for text in source()]
-        warnings = [f"warning: {text}" for source in self._warn for text in source()]
+        lines = reasons + self._cached_warnings()
+        if self._report and self._report.health.reasons == lines:
+            return self._report
         status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
-        health = protocol.Health(status=status, reasons=reasons + warnings, version=__version__)
+        health = protocol.Health(status=status, reasons=lines, version=__version__)
         self._report = HealthReport(health, protocol.to_bytes(health), bool(reasons))
-        self._reported_at = now
         return self._report
+
+    def _cached_warnings(self) -> list[str]:
+        now = time.monotonic()
+        if self._warnings is None or now - self._warned_at >= 1:
+            self._warnings = [f"warning: {text}" for source in self._warn for text in source()]
+            self._warned_at = now
+        return self._warnings
 
     def _disk_reasons(self) -> list[str]:
         try:

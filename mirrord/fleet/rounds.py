@@ -111,7 +111,7 @@ class Rounds:
             self._begin("adopt", self._adopt)
         self._begin("follow", self._catch_up)
         if self.fleet.fault:
-            self._begin("store", self._probe_store)
+            self._begin("store", self._mend_store)
         else:
             self._begin("records", self._publish_records)
             self._begin("unfinished", self._sync_unfinished)
@@ -124,10 +124,15 @@ class Rounds:
         paths = await to_thread.run_sync(os.listdir, self.mirrors.root)
         return {known[path] for path in paths if path in known}
 
-    async def _probe_store(self) -> None:
+    async def _mend_store(self) -> None:
+        """Clear the fault of the store once it takes what it refused, which may be large."""
+        refusals = self.fleet.refusals
         with suppress(errors.StoreUnavailableError), self.fleet.noting():
             await to_thread.run_sync(self.fleet.store.probe_write)
-            self.fleet.fault = None
+            await self._publish_records()
+            await self._sync_unfinished()
+            if refusals == self.fleet.refusals:
+                self.fleet.fault = None
 
     async def _read_changes(self) -> None:
         version, topics = await self.catalog.list_changes(self.fleet.version)

@@ -82,6 +82,7 @@ class Fleet(Sharing):
         self.unfinished: set[str] = set()  # whose turn an outage ended
         self.lost: dict[str, Generation] = {}  # generations that the catalog no longer knows
         self.fault: str | None = None  # of the store
+        self.refusals = 0  # of the store since the start
         self.closures = SharedClosures(
             self.catalog, self.store, self.noting, lambda: self.fault is not None
         )
@@ -285,11 +286,12 @@ class Fleet(Sharing):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Report an outage of the store to health, until a write succeeds."""
+        """Report an outage of the store to health, until it takes what it refused."""
         try:
             yield
         except errors.StoreUnavailableError as error:
             is_full = isinstance(error, errors.StoreFullError)
             fact = "has no room" if is_full else "cannot be reached"
             self.fault = f"the store {fact}; what is on this machine is served"
+            self.refusals += 1
             raise

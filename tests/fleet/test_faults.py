@@ -103,7 +103,7 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             failed = ended(a, "POST", "/v1/mirrors/owner__name/sync", bound_s=120)
             assert failed["error"]["code"] == "store-unavailable"
             assert checkout(a, mirror="owner/name", commit=commit)
-            eventually(lambda: b"the store cannot be reached" in a.get("/v1/health")[2])
+            assert b"the store cannot be reached" in a.get("/v1/health")[2]
             wire.mend()
             eventually(lambda: newest(fleet) > at)
             eventually(lambda: a.get("/v1/health")[0] == 200)
@@ -111,6 +111,30 @@ def test_without_the_store_a_daemon_serves_and_says_so(
             b = fleet.make(environment=environment)
             assert checkout(b, mirror="owner/name", commit=commit)
             assert a.get("/v1/health")[0] == 200
+
+
+def test_a_store_that_has_room_for_little_stays_a_fault(
+    server: postgresql.Server, upstream: Upstream
+) -> None:
+    """Small objects are written all the while; health changes once, when what was refused is there."""
+    with s3.running() as bucket, link.to(bucket.port) as wire:
+        environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
+        with fleetlab.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+            a = fleet.make(_OWN, interval="0s", environment=environment)
+            done(a, "POST", "/v1/mirrors/owner__name/sync")
+            at, probes = newest(fleet), []
+            wire.on_data = lambda _, to_server, data: (
+                probes.append(data) if to_server and b"/checks/" in data[:200] else None
+            )
+            wire.full_from, wire.is_full = 100_000, True
+            upstream.commit({"large": random.Random(1).randbytes(300_000).hex()})
+            failed = ended(a, "POST", "/v1/mirrors/owner__name/sync", bound_s=120)
+            assert failed["error"]["code"] == "store-full"
+            while len(probes) < 5:  # each is written and deleted
+                assert b"has no room" in a.get("/v1/health")[2]
+            wire.is_full = False
+            eventually(lambda: a.get("/v1/health")[0] == 200)
+            assert newest(fleet) > at
 
 
 def test_bytes_that_the_store_has_not_kept_move_no_ref(

@@ -104,7 +104,7 @@ def test_a_full_store_delays_news_and_nothing_else(
         assert (status, b"store-full" in body) == (507, True), body
         # said by the daemons that met it, and on the others of them
         assert _NO_ROOM in _health(b)
-        eventually(lambda: _NO_ROOM in _health(c))
+        assert _NO_ROOM in _health(c)
         eventually(lambda: _command(a, "fleet").count(_NO_ROOM) == 2)
         # all is served that was, here what upstream has too
         assert checkout(b, mirror="owner/name", commit=commit)

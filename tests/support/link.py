@@ -18,8 +18,8 @@ _FULL = b"<Error><Code>XMinioStorageFull</Code><Message>It has no room.</Message
 class Link:
     """Listens at `port` and passes bytes on. Set `delay_s` at any time; `cut` closes everything.
 
-    While `is_full`, requests that write get 507 in the place of the server's answer. `on_data` sees
-    data before it is passed on: the connection, whether it goes to the server, the bytes.
+    While `is_full`, requests that write at least `full_from` bytes get 507 in the place of the
+    server's answer. `on_data` sees data before it is passed on: the connection, whether it goes to the server, the bytes.
     """
 
     on_data: Callable[[int, bool, bytes], None]
@@ -28,18 +28,21 @@ class Link:
         self.target = target
         self.delay_s = 0.0
         self.is_full = False
+        self.full_from = 0
         self.on_data = lambda *_: None
         self._is_cut = False
+        self._changing = threading.Lock()  # a connection is cut, or refused, or known
         self._pairs: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        self._is_cut = True
-        for one in list(self._pairs):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+        with self._changing:
+            self._is_cut = True
+            for one in list(self._pairs):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
     def mend(self) -> None:
         self._is_cut = False
@@ -54,33 +57,42 @@ class Link:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            if self._is_cut:
-                near.close()
-                continue
-            try:
-                far = socket.create_connection(("127.0.0.1", self.target))
-            except OSError:
-                near.close()
-                continue
+            with self._changing:
+                try:
+                    if self._is_cut:
+                        raise ConnectionRefusedError
+                    far = socket.create_connection(("127.0.0.1", self.target))
+                except OSError:
+                    near.close()
+                    continue
+                self._pairs |= {near, far}
             for pair in ((near, far, near), (far, near, near)):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, client: socket.socket) -> None:
-        self._pairs.add(source)
         with suppress(OSError):
             while data := source.recv(65536):
                 time.sleep(self.delay_s)
                 self.on_data(id(client), source is client, data)
-                if self.is_full and data.startswith((b"PUT ", b"POST ")):
+                if self.is_full and _written(data) >= self.full_from:
                     _refuse(source, data)
                 else:
                     sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
-        self._pairs.discard(source)
-        if sink not in self._pairs:
-            source.close()
-            sink.close()
+        with self._changing:
+            self._pairs.discard(source)
+            if sink not in self._pairs:
+                source.close()
+                sink.close()
+
+
+def _written(data: bytes) -> int:
+    """The bytes that the head of a request announces; -1 where it is none that writes."""
+    if not data.startswith((b"PUT ", b"POST ")):
+        return -1
+    found = re.search(rb"(?i)\ncontent-length: (\d+)", data)
+    return int(found[1]) if found else 1 << 62
 
 
 def _refuse(client: socket.socket, data: bytes) -> None:
