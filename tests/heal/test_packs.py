@@ -15,11 +15,11 @@ from gitrepos import git
 from heallab import Furnished, House, snapshot, write
 from workerlab import LONG
 
-from mirrord.checkouts.files.tree import materialise
-from mirrord.checkouts.stores.packer import Packer
 from mirrord.errors import MirrordError
 from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName
 from mirrord.protocol import Audit, StartAudit
+from mirrord.templates.packer import Packer
+from mirrord.trees.tree import materialise
 
 pytestmark = pytest.mark.slow
 
