@@ -30,7 +30,7 @@ from . import refs
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
 from .repository import HISTORY, KEPT, Refs, Repository
-from .upstream import Upstream, blames_objects, find_bad
+from .upstream import Upstream, blames_objects, find_bad, is_cut
 
 INCOMING = "refs/mirrord/incoming/"
 _MAX_OFFER_BYTES = 64 * 1024**2  # about a million refs
@@ -363,9 +363,12 @@ async def _fetch_missing(
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
-    if failed and len(fresh) == 1:
-        # it was tried only once: perhaps the connection broke
-        failed = await fetcher.fetch(fresh)
+    while cut := [oid for oid in fresh if oid in failed and is_cut(failed[oid])]:
+        # a line that breaks now and then blames whatever was asked for alone at that moment
+        rest = {oid: error for oid, error in failed.items() if oid not in cut}
+        failed = rest | await fetcher.fetch(cut)
+        if all(oid in failed for oid in cut):
+            break
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
 

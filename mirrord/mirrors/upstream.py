@@ -255,6 +255,19 @@ _CONNECTION = re.compile(
 )
 
 
+_CUT = re.compile(
+    r"early EOF|unexpected disconnect|hung up|RPC failed|bytes of body|transfer closed"
+    r"|invalid index-pack output|premature end|protocol error|bad pack header|bad line length"
+    r"|expected flush|inflate returned|serious inflate",
+    re.IGNORECASE,
+)
+
+
+def is_cut(error: MirrordError) -> bool:
+    """True if the transfer ended early and names no object: the connection may be the cause."""
+    return not error.facts.get("objects") and bool(_CUT.search(error.message))
+
+
 def blames_objects(error: MirrordError) -> bool:
     """True if some of the wanted objects may be the cause, so that others could be fetched."""
     return not isinstance(error, _WHOLE_UPSTREAM) and not _CONNECTION.search(error.message)

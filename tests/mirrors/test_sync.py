@@ -284,6 +284,20 @@ def test_a_connection_that_breaks_once_is_no_fault_of_the_only_new_object(site: 
         assert site.refs()["refs/heads/main"] == new
 
 
+@pytest.mark.parametrize("cuts", [1, 2, 3, 6])
+def test_a_line_that_breaks_now_and_then_makes_no_ref_a_fault(site: Site, cuts: int) -> None:
+    """Whatever was asked for alone when it broke is asked for again."""
+    for n in range(20):
+        site.upstream.git("checkout", "--quiet", "--orphan", f"b{n}")
+        site.upstream.commit({"a": f"{n}\n" * 50})
+    site.upstream.git("checkout", "--quiet", "main")
+    with serving(site.upstream.path.parent) as forge:
+        forge.packs_cut = cuts
+        result = site.sync(url=f"{forge.url}/{site.upstream.path.name}/.git")
+        assert (forge.packs_cut, result.faults) == (0, [])
+    assert "refs/heads/main" in site.refs()
+
+
 def test_a_ref_that_breaks_later_stays_where_it_was(site: Site) -> None:
     """What we have of it is served on; what upstream cannot give is reported."""
     site.upstream.git("checkout", "--quiet", "-b", "broken")
