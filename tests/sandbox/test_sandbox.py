@@ -299,6 +299,33 @@ def test_each_limit_is_told_when_it_strikes(overlay: mirrord.Checkout) -> None:
     assert not list(Path("/sys/fs/cgroup").rglob(f"mirrord-sandbox-{os.getpid()}-*"))
 
 
+STOPPED = "for p in /proc/[0-9]*; do kill -STOP ${p#/proc/}; done"
+TRACED = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    libc.ptrace(16, int(pid), 0, 0)
+time.sleep(1000)
+"""
+STUBBORN = {
+    "stops all": STOPPED,
+    "stops its shell, then works": "trap '' TERM; kill -STOP $(pgrep -o bash); while :; do :; done",
+    "traces all": ["python3", "-c", TRACED],
+    "leaves its group": "setsid bash -c 'while :; do sleep 1; done' & while :; do wait; done",
+}
+
+
+def test_no_command_escapes_its_time(overlay: mirrord.Checkout) -> None:
+    """And the next one runs, if need be in a new sandbox."""
+    with Sandbox(overlay) as sandbox:
+        for name, command in STUBBORN.items():
+            late = sandbox.exec(command, timeout=1)
+            assert (late.exit_code, late.struck) == (137, "time"), name
+            assert sandbox.exec("echo next").stdout == b"next\n", name
+        sandbox.close()
+        assert not _runs("sleep")
+
+
 AS_MEMBER = """
 import sys, mirrord
 with mirrord.Client(sys.argv[1]) as client:
