@@ -37,6 +37,7 @@ TREE = (
     " rm empty; mkdir empty; echo 1 >empty/inside; rm -r src/deep; echo 2 >src/deep; printf 'a\\r\\nq\\r\\n' >win.txt;"
     " sed -i 1s/.*/changed/ README; echo 3 >auto.txt"
 )
+_STRIDE = {"apply": 1, "restore": 2, "tolerant": 9}
 _RAISED: dict[object, type[MirrordError]] = {
     errno.ENOSPC: DiskFullError,
     errno.EACCES: OwnerDeniedError,
@@ -143,7 +144,7 @@ def test_a_call_that_is_struck_leaves_the_old_tree_or_the_new_one(
     assert case.steps > 40
     outcomes = set[tuple[object, str]]()
     for fault in ("kill", errno.ENOSPC, errno.EACCES):
-        for at in range(0, case.steps, {"apply": 1, "restore": 2, "tolerant": 9}[what]):
+        for at in range(0, case.steps, _STRIDE[what] if fault == "kill" else 2 * _STRIDE[what]):
             error: BaseException | None = None
             try:
                 case.kill(at) if fault == "kill" else case.strike(fault, at)
@@ -205,7 +206,7 @@ def test_what_the_owner_writes_meanwhile_is_kept(
     case = Struck(service, made, CASES["apply"], patch, rich.git("rev-parse", "v3"))
     script, path = RACES[race]
     failed = 0
-    for at in range(1, case.steps, 4):
+    for at in range(1, case.steps, 5):
         case.renew()
         try:
             case.strike(f"{script} || true", at)
