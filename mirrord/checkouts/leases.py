@@ -80,7 +80,8 @@ class SavedLayer(NamedTuple):
     """A prepared layer as a checkout has it: `id` is that of its record (`prepared.py`).
 
     `saved_by` is the uid that saved it, `tree` git's tree of the commit with the layer's changes.
-    `layers` are over the commit, `environment_layers` over the environment, top first.
+    `layers` are over the commit, `environment_layers` over the environment, top first. It was saved
+    from a checkout of the uid `written_by`, which had the prepared layer `below`.
     """
 
     id: LayerId
@@ -88,7 +89,9 @@ class SavedLayer(NamedTuple):
     saved_by: int
     tree: str
     layers: tuple[LayerId, ...]
-    environment_layers: tuple[LayerId, ...] = ()
+    environment_layers: tuple[LayerId, ...]
+    written_by: int
+    below: "SavedLayer | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -539,6 +542,15 @@ def _read(directories: Directories) -> Lease | None:
 
 # -- leases and prepared layers as JSON ------------------------------------------------------------
 
+
+def _saved_layer(value: Any) -> SavedLayer:
+    identity, name, saved_by, tree, layers, of_environment, written_by, below = value
+    return SavedLayer(
+        identity, name, saved_by, tree, tuple(layers), tuple(of_environment), written_by,
+        None if below is None else _saved_layer(below),
+    )  # fmt: skip
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "mirror": MirrorName.parse,
     "history": History,
@@ -548,7 +560,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "terms": lambda value: Terms(**from_json(Terms, value)),
     "bound_to": lambda value: Process(*value),
     "environment": lambda value: EnvironmentName(*value),
-    "saved": lambda value: SavedLayer(*value[:4], *map(tuple, value[4:])),
+    "saved": _saved_layer,
     "graded": lambda value: Graded(**from_json(Graded, value)),
     "snapshots": lambda value: tuple(SavedState(**from_json(SavedState, each)) for each in value),
     "volumes": lambda value: tuple(Volume(**from_json(Volume, each)) for each in value),

@@ -129,6 +129,7 @@ class PreparedLayers:
             history=record.history,
             instance=record.instance,
             saved_by=record.saved.saved_by,
+            written_by=record.saved.written_by,
             shared=self.is_shared(record),
             copied=copied(**record.copied),
             environment=str(record.environment) if record.environment else None,
@@ -207,7 +208,16 @@ class PreparedLayers:
                 if beside.files:
                     environment_layers = (LayerId(extra.name), *environment_layers)
             record = LayerRecord(
-                saved=SavedLayer(identity, name, uid, tree, layers, environment_layers),
+                saved=SavedLayer(
+                    identity,
+                    name,
+                    uid,
+                    tree,
+                    layers,
+                    environment_layers,
+                    lease.terms.owner_uid,
+                    before,
+                ),
                 mirror=lease.mirror,
                 commit=lease.base.commit,
                 history=lease.history,

@@ -24,6 +24,7 @@ from ..errors import ResourceError
 from ..host.peers import own_process
 from ..model import LayerId, Policy, View
 from ..protocol import Recipe, Steering
+from ..quoting import decode_name, encode_name
 from ..workers.pool import Workers
 from .loading import Loaded, compare
 from .prepare import AgentTree, GradeJob, ModelPatch, Prepared, book_of, prepare
@@ -130,7 +131,7 @@ class Judge:
             self._bases.move_to_end(key)
             return answer
         with ExitStack() as stack:
-            plain = replace(job, drops=())
+            plain = replace(job, drops=(), layered=None, left=())
             layer, _ = await self._prepare(stack, plain, ModelPatch(b""))
             answer = await self._ask(place, layer, tests, stack)
         self._bases[key] = answer
@@ -141,7 +142,7 @@ class Judge:
     async def _ask(
         self, place: _Place, layer: LayerId, tests: Sequence[bytes], stack: ExitStack
     ) -> Answer:
-        question = Question(tuple(map(os.fsdecode, tests)), place.recipe)
+        question = Question(tuple(map(decode_name, tests)), place.recipe)
         async with self._checkout(place, layer, stack) as directory:
             return await self.probes.ask(directory, question)
 
@@ -174,7 +175,7 @@ def _weighed(job: GradeJob, loaded: Sequence[Loaded]) -> tuple[list[Steering], d
             continue
         # what no path explains cannot be dropped
         action = "refused" if policy is Policy.DROP else ACTIONS[policy]
-        for path in each.paths or (os.fsencode(each.name),):
+        for path in each.paths or (encode_name(each.name),):
             steering.setdefault((each.rule, path), finding(rule, path, action, each.detail))
     return list(steering.values()), drops
 

@@ -4,12 +4,12 @@ A prober answers for both, and imports nothing of either. What is loaded from an
 the base, because of a path of the change, and is not code under test, steers the tests. No I/O.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ..environments.probing import Answer, Place
+from ..quoting import encode_name, quote_name
 from ..trees.reader import parents
 from .context import is_test
 
@@ -51,7 +51,7 @@ class _Comparison(NamedTuple):
         before, after = self.base.config, self.graded.config
         if before == after:
             return
-        named = {os.fsencode(file) for each in (before, after) if (file := each["file"])}
+        named = {encode_name(file) for each in (before, after) if (file := each["file"])}
         paths = named & self.changed
         paths = paths or {path for path in self.changed if path.split(b"/")[-1] in _CONFIGURATION}
         keys = before["values"].keys() | after["values"].keys()
@@ -60,13 +60,18 @@ class _Comparison(NamedTuple):
         ]
         parts += [part for part in ("file", "root", "error") if before[part] != after[part]]
         name = str(after["file"] or before["file"] or "")
-        yield Loaded("loaded-config", name, tuple(sorted(paths)), f"differs in {', '.join(parts)}")
+        yield Loaded(
+            "loaded-config",
+            name,
+            tuple(sorted(paths)),
+            f"differs in {', '.join(map(quote_name, parts))}",
+        )
 
     def _distributions(self) -> Iterator[Loaded]:
         before, after = self.base.distributions, self.graded.distributions
         for path in sorted(before.keys() | after.keys()):
             if before.get(path) != after.get(path):
-                paths = (*self._above([path, path]), *self._below(os.fsencode(path)))
+                paths = (*self._above([path, path]), *self._below(encode_name(path)))
                 yield Loaded("loaded-plugin", path, paths, "entry points")
 
     def _files(self, rule: str, before: list[Place], after: list[Place]) -> Iterator[Loaded]:
@@ -81,32 +86,38 @@ class _Comparison(NamedTuple):
             for place in [*files, *files_before]:
                 if not (place in files and place in files_before):
                     paths = self._made_by(place) or self._markers(test)
-                    yield Loaded("loaded-test", test, paths, f"{module} is {place[0]}")
+                    yield Loaded("loaded-test", test, paths, f"{module} is {quote_name(place[0])}")
             if module != before and files == files_before:
                 yield Loaded("loaded-test", test, self._markers(test), f"loaded as {module}")
             for place in files[:-1]:
-                if is_test(os.fsencode(place[0])) and (paths := self._above(place)):
-                    yield Loaded("loaded-test", test, paths, f"in the package {place[0]}")
+                if is_test(encode_name(place[0])) and (paths := self._above(place)):
+                    yield Loaded(
+                        "loaded-test", test, paths, f"in the package {quote_name(place[0])}"
+                    )
 
     def _modules(self) -> Iterator[Loaded]:
         of_tests = {"conftest", *(Path(test).stem for test in self.graded.tests)}
         for key, place in self.graded.modules.items():
             before = self.base.modules.get(key)
             # what the base has itself is code under test, wherever it is now
-            is_code = before and not is_test(os.fsencode(before[0]))
+            is_code = before and not is_test(encode_name(before[0]))
             if place != before and not (is_code and Path(key).name not in of_tests):
-                yield Loaded("loaded-module", key, self._made_by(place), f"is {place[0]}")
+                yield Loaded(
+                    "loaded-module", key, self._made_by(place), f"is {quote_name(place[0])}"
+                )
         for key, before in self.base.helpers.items():
             now = self.graded.helpers.get(key)
-            if now != before and is_test(os.fsencode(before[0])):
+            if now != before and is_test(encode_name(before[0])):
                 paths = self._made_by(now) if now else self._above(before)
-                yield Loaded("loaded-module", key, paths, f"is {now[0] if now else 'removed'}")
+                yield Loaded(
+                    "loaded-module", key, paths, f"is {quote_name(now[0]) if now else 'removed'}"
+                )
 
     # -- the paths of the change -------------------------------------------------------------------
 
     def _above(self, place: Place) -> tuple[bytes, ...]:
         """Return the path of the change that makes a file what it is: it, or a link above it."""
-        for path in map(os.fsencode, place):
+        for path in map(encode_name, place):
             for each in (*parents(path), path):
                 if each in self.changed:
                     return (each,)
@@ -114,7 +125,7 @@ class _Comparison(NamedTuple):
 
     def _made_by(self, place: Place) -> tuple[bytes, ...]:
         """Return the paths of the change that make a module: of a package, all that it has."""
-        path = os.fsencode(place[0])
+        path = encode_name(place[0])
         above, _, name = path.rpartition(b"/")
         package = above if above and name.startswith(b"__init__.") else path
         return tuple(dict.fromkeys([*self._above(place), *self._below(package)]))
@@ -124,7 +135,7 @@ class _Comparison(NamedTuple):
 
     def _markers(self, test: str) -> tuple[bytes, ...]:
         """Return the paths of the change that are `__init__` of a directory above a test."""
-        above = {b"", *parents(os.fsencode(test))}
+        above = {b"", *parents(encode_name(test))}
         return tuple(
             path
             for path in sorted(self.changed)

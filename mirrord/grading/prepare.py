@@ -24,7 +24,8 @@ from ..checkouts.backend import ChangedPaths
 from ..checkouts.layers import LayerFile, write_layer
 from ..git.objects.repository import Objects, open_objects
 from ..git.objects.text import Conversions
-from ..git.objects.trees import BaseTree
+from ..git.objects.trees import BaseTree, TreeEntry
+from ..git.objects.trees import changes as tree_changes
 from ..host.files import entries_in, open_beneath, open_directory, opened
 from ..host.processes import ActingAs
 from ..model import ApplyStrategy, FoundStrategy
@@ -49,7 +50,8 @@ class GradeJob:
     """A grade to prepare: the tree of a mirror, the new `layer`, the tests and the rules.
 
     `below` are prepared layers, which have files of that tree and others. `rules` are those besides
-    the built-in ones.
+    the built-in ones. A change is relative to the tree `layered`, if given: that of prepared layers
+    which are judged as part of the change, because somebody else wrote them; `left` says so.
     """
 
     mirror: Path
@@ -61,6 +63,8 @@ class GradeJob:
     policies: Policies
     file_bytes: int
     drops: tuple[Drop, ...] = ()
+    layered: str | None = None
+    left: tuple[Steering, ...] = ()
 
     @property
     def scratch(self) -> Path:
@@ -104,21 +108,23 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
     Raises SteeringRefusedError, and what a diff of the tree or the patch raises.
     """
     with ExitStack() as stack:
+        objects = stack.enter_context(open_objects(job.mirror))
+        base = BaseTree(objects, job.tree)
         tree, changed, strategy = None, list[bytes](), None
         if isinstance(source, AgentTree):
             tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
-            objects, changes = tree.objects, collect(tree, changed)
+            changes = collect(tree, changed)
         else:
-            objects = stack.enter_context(open_objects(job.mirror))
             changes, strategy = _applied(job, objects, source)
+        if job.layered:
+            changes = list(_with_layers(objects, base, job.layered, changes))
         tests = _tests_of(job, objects)
-        base = tree.base if tree else BaseTree(objects, job.tree)
         by_path = {change.path: change for change in changes}
         context = Context(
             base, objects.read_blob, by_path, tests or InstanceTests(), job.file_bytes
         )
         book = book_of(job.rules)
-        left = find_leftovers(tree, changed, context, book) if tree else []
+        left = [*job.left, *(find_leftovers(tree, changed, context, book) if tree else ())]
         sifted = sift(context, book, job.policies, left, job.drops)
         written = [*sifted.changes, *context.tests.changes]
         files = _files(written, _conversions(objects, base, written))
@@ -159,9 +165,35 @@ def _applied(
     patch = source.patch.read_bytes() if isinstance(source.patch, Path) else source.patch
     if not patch.strip():
         return [], None
-    base = BaseFiles(objects, job.tree)
+    base = BaseFiles(objects, job.layered or job.tree)
     applied = apply_patch(base, patch, scratch=job.scratch, strategy=source.strategy)
     return applied.changes, applied.strategy
+
+
+def _with_layers(
+    objects: Objects, base: BaseTree, layered: str, changes: Iterable[Change]
+) -> Iterator[Change]:
+    """Iterate over what layers and changes on top of them do to the base."""
+    made: dict[bytes, tuple[int | None, bytes]] = {}
+    over = BaseTree(objects, layered)
+    for differing in tree_changes(objects, base.oid, layered):
+        entry = over.find(differing.path)
+        if entry is None:
+            made[differing.path] = None, b""
+        elif not entry.is_tree:
+            made[differing.path] = entry.mode, _content(objects, entry)
+    made |= {change.path: (change.mode, change.data) for change in changes}
+    for path, (mode, data) in sorted(made.items()):
+        old = base.find(path)
+        if old is not None and old.is_tree:
+            old = None
+        before = (old.mode, _content(objects, old)) if old else (None, b"")
+        if (mode, data) != before:
+            yield Change(path, mode, data, old)
+
+
+def _content(objects: Objects, entry: TreeEntry) -> bytes:
+    return b"" if entry.is_submodule else objects.read_blob(entry.oid)
 
 
 _tests_cache: OrderedDict[tuple[Path, str, bytes], InstanceTests] = OrderedDict()

@@ -173,6 +173,7 @@ large-file (tree): nothing by itself; over `grading.file_bytes`
   **
   if large
 special-file (tree): nothing: a pipe, socket, device or set-id bit is not content
+prepared-layer (tree): nothing: a layer that somebody else wrote is part of the change
 displaced (tree): nothing: it replaced a path that was reset to the base
 test-patch-path (tests): the tests themselves: the instance's test patch writes there
 test-removed (tests): a runner, which then has fewer tests

@@ -15,7 +15,7 @@ from .. import protocol
 from ..catalog import InstanceRow
 from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
 from ..checkouts.layers import Layers, objects_path
-from ..checkouts.leases import Graded, SavedState
+from ..checkouts.leases import Base, Graded, SavedLayer, SavedState
 from ..checkouts.patching import Patches
 from ..checkouts.resolve import ResolvedRequest, Resolver
 from ..config import Settings
@@ -32,6 +32,7 @@ from .judging import Judge, Judged
 from .prepare import AgentTree, GradeJob, ModelPatch
 from .rules import Policies, own_rule, runner_rule
 from .runners import files_of
+from .trust import split
 
 C = TypeVar("C", Policy, SteeringKind)
 
@@ -85,7 +86,7 @@ class Grading:
                 source = AgentTree(self.patches.job(parent), changed)
                 if parent.base.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
-                judged = await self._prepare(stack, admitted, found, source, policies)
+                judged, found = await self._prepare(stack, admitted, found, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
                 return await self._hand_out(began, admitted, found, judged, policies, parent.id)
 
@@ -104,7 +105,7 @@ class Grading:
         found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
         with ExitStack() as stack:
             async with self.resolver.completed(request, found, admitted.history, peer) as found:
-                judged = await self._prepare(stack, admitted, found, source, policies)
+                judged, found = await self._prepare(stack, admitted, found, source, policies)
                 return await self._hand_out(began, admitted, found, judged, policies)
 
     async def _prepare(
@@ -114,15 +115,20 @@ class Grading:
         found: ResolvedRequest,
         source: AgentTree | ModelPatch,
         policies: Policies,
-    ) -> Judged:
-        """Write the layer of a grade: of an instance, or of a bare commit without tests."""
-        settings, base, saved = self.settings().grading, found.base, found.base.saved
-        mirror, row = self.mirrors.path(found.mirror), await self._row(found)
+    ) -> tuple[Judged, ResolvedRequest]:
+        """Write the layer of a grade: of an instance, or of a bare commit without tests.
+
+        Also return what it is made from: prepared layers that others wrote are part of the change.
+        """
+        settings, row = self.settings().grading, await self._row(found)
+        layered = split(found.base, self.leasing.access.is_admin, self.probes.owner[0])
+        before, found = found.base, found._replace(base=layered.base)
+        base, saved = layered.base, layered.base.saved
         recipe = await self._recipe(found, row)
         own = [own_rule(own.name, own.paths, own.policy) for own in settings.rule]
         layers = self.layers.directory
         job = GradeJob(
-            mirror=objects_path(self.state_dir, mirror, base.tree, saved),
+            mirror=self._objects(found, before),
             tree=base.clean_tree,
             below=tuple(layers / each for each in saved.layers) if saved else (),
             layer=layers,
@@ -130,8 +136,19 @@ class Grading:
             rules=(*own, *([runner_rule(files_of(recipe))] if recipe else [])),
             policies=policies,
             file_bytes=settings.file_bytes,
+            layered=before.clean_tree if layered.judged else None,
+            left=tuple(map(_left_of, layered.judged)),
         )
-        return await self._judge.prepare(stack, job, source, admitted, found, recipe)
+        return await self._judge.prepare(stack, job, source, admitted, found, recipe), found
+
+    def _objects(self, found: ResolvedRequest, before: Base) -> Path:
+        """Return the repository with the trees of all layers: that of the top one that has a tree
+        of its own, which borrows from those below.
+        """
+        mirror, layer = self.mirrors.path(found.mirror), before.saved
+        while layer is not None and layer.tree == before.tree:
+            layer = layer.below
+        return objects_path(self.state_dir, mirror, before.tree, layer)
 
     async def _recipe(
         self, found: ResolvedRequest, row: InstanceRow | None
@@ -197,6 +214,14 @@ class Grading:
                 hint="import its dataset again",
             )
         return row
+
+
+def _left_of(layer: SavedLayer) -> protocol.Steering:
+    """Say that a layer is part of the change, and so without what git ignores."""
+    detail = f"uid {layer.written_by} wrote it: as part of the change, without ignored files"
+    return protocol.Steering(
+        rule="prepared-layer", kind=SteeringKind.TREE, path=layer.name, action="left", detail=detail
+    )
 
 
 def _test_patch_of(row: InstanceRow | None) -> bytes | None:

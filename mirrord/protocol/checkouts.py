@@ -206,7 +206,8 @@ class PreparedLayer(Answer):
     """Saved changes of a checkout, for checkouts of the same commit and history.
 
     `saved_by` is the uid that asked; a layer saved by an administrator is `shared` with all users.
-    `environment_copied` are its changes of `environment`. `checkouts` counts the ones that use it.
+    `written_by` is the uid that the checkout belonged to. `environment_copied` are its changes of
+    `environment`. `checkouts` counts the ones that use it.
     """
 
     id: str
@@ -216,6 +217,7 @@ class PreparedLayer(Answer):
     history: model.History
     instance: str | None = None
     saved_by: int
+    written_by: int
     shared: bool
     copied: Copied
     environment: str | None = None

@@ -15,12 +15,15 @@ from gitrepos import ENV, Upstream
 from waiting import until
 
 from mirrord import errors
+from mirrord.checkouts.leases import Lease, from_json, to_json
+from mirrord.grading.prepare import ModelPatch
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View
 from mirrord.protocol import (
     Checkout,
     Fork,
     ForkCheckout,
+    Grade,
     MakeSnapshot,
     PreparedLayer,
     ResetAnswer,
@@ -77,9 +80,9 @@ class Held:
         self.id = checkout.id
         self.tree = Path(checkout.path)
 
-    def shell(self, script: str) -> str:
+    def shell(self, script: str, user: int = USER) -> str:
         done = subprocess.run(
-            ["sh", "-ec", script], cwd=self.tree, env=ENV, user=USER, group=USER, extra_groups=[],
+            ["sh", "-ec", script], cwd=self.tree, env=ENV, user=user, group=user, extra_groups=[],
             capture_output=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr.decode()
@@ -369,30 +372,88 @@ def test_layers_survive_a_restart_and_half_made_ones_do_not(
 
 def test_a_grade_has_the_layer_and_the_change_alone(service: Service, backend: Backend) -> None:
     """The agent's changes of the layer's ignored files are not part of its change."""
-    wanted = prepared(service, backend)
+    script = "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
+    prepared(service, backend)
     held = start(service, backend, layer="tools")
-    held.shell(
-        "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
-    )
     with pytest.raises(errors.AccessError, match="saved its layer"):
         service.call(service.grading.grade, held.id, StartGrade(owner=GRADER), ROOT_PEER)
-    held.reset()
-    held.save("shared", ROOT_PEER)
+    ours = start(service, backend, peer=ROOT_PEER)
+    ours.shell(PREPARE, user=0)
+    ours.save("shared")
+    wanted = content(ours.tree)
     agent = start(service, backend, layer="shared")
-    agent.shell(
-        "echo cheat > build/ext.o; rm src/main.o; echo mine >> README; rm -r docs; echo x > generated.txt"
-    )
-    grade = service.call(
-        service.grading.grade,
-        agent.id,
-        StartGrade(owner=GRADER, backend=backend),
-        ROOT_PEER,
-    )
+    agent.shell(script)
+    grade = graded(service, backend, agent)
     assert grade.layer == "shared"
     shown = {path: found[2] for path, found in content(Path(grade.path)).items()}
     expected = {path: found[2] for path, found in wanted.items() if not path.startswith("docs")}
+    expected = {path: data for path, data in expected.items() if "build/nested/.git" not in path}
     expected |= {"README": expected["README"] + b"mine\n", "generated.txt": b"x\n"}
     assert shown == expected
+
+
+def graded(service: Service, backend: Backend, held: Held, policy: str | None = None) -> Grade:
+    request = StartGrade(owner=GRADER, backend=backend, policy=policy)
+    return service.call(service.grading.grade, held.id, request, ROOT_PEER)
+
+
+PLANT = "mkdir build; echo evil > build/ext.o; echo evil > conftest.py; echo theirs >> README"
+
+
+def test_a_layer_that_somebody_else_wrote_is_judged_as_a_change(
+    service: Service, backend: Backend
+) -> None:
+    """An administrator's save does not wash what an agent wrote, on whatever way it comes."""
+    planted = start(service, backend)
+    planted.shell(PLANT)
+    saved = planted.save("washed", ROOT_PEER)
+    assert (saved.saved_by, saved.written_by) == (0, USER)
+    again = start(service, backend, layer="washed", peer=ROOT_PEER)
+    again.shell("echo ours > more.txt", user=0)
+    again.save("twice")
+    for held in (
+        start(service, backend, layer="washed"),
+        start(service, backend, layer="twice"),
+        start(service, backend, layer="twice").fork(),
+    ):
+        with pytest.raises(errors.SteeringRefusedError, match="conftest"):
+            graded(service, backend, held, "runner=refuse")
+        grade = graded(service, backend, held, "runner=drop")
+        assert (grade.layer, "conftest.py" in grade.dropped) == (None, True)
+        tree = Path(grade.path)
+        assert not (tree / "conftest.py").exists()
+        assert not (tree / "build").exists()
+        assert "theirs" in (tree / "README").read_text()
+        left = [each.path for each in grade.steering if each.rule == "prepared-layer"]
+        assert left[-1:] == ["washed"]
+        service.call(service.checkouts.reset, grade.id, ResetCheckout(), ROOT_PEER)
+        assert "theirs" not in (tree / "README").read_text()
+    start_grade = StartCheckout(
+        instance="psf__requests@v2", backend=backend, layer="washed", view=View.GRADER
+    )
+    patched = service.call(
+        service.grading.grade_patch, start_grade, ModelPatch(b""), "runner=drop", ROOT_PEER
+    )
+    assert (patched.layer, patched.dropped) == (None, ["conftest.py"])
+
+
+def test_what_is_below_a_layer_of_somebody_else_stays(service: Service, backend: Backend) -> None:
+    """The administrator's own layer is in the grade; a restart remembers who wrote which."""
+    ours = start(service, backend, peer=ROOT_PEER)
+    ours.shell("mkdir build; echo ours > build/ext.o; echo ours > made.txt", user=0)
+    ours.save("ours")
+    over = start(service, backend, layer="ours")
+    over.shell("echo evil > build/ext.o; echo evil > conftest.py; rm made.txt")
+    over.save("over", ROOT_PEER)
+    held = start(service, backend, layer="over")
+    lease = service.checkouts.leases.get(held.id)
+    read = from_json(Lease, json.loads(to_json(lease, "directories", "state")))
+    assert read["base"].saved == lease.base.saved
+    grade = graded(service, backend, held, "drop")
+    tree = Path(grade.path)
+    assert (grade.layer, grade.dropped) == ("ours", ["conftest.py"])
+    assert (tree / "build/ext.o").read_text() == "ours\n"
+    assert not (tree / "made.txt").exists()
 
 
 # -- environments -------------------------------------------------------------------------------------

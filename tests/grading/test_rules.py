@@ -248,7 +248,7 @@ CASES: dict[str, tuple[list[tuple[str, str | None]], list[tuple[str, str | None]
 ELSEWHERE = {  # judged by mode or place, in tests of their own
     "submodule", "symlink-outside", "git-directory", "special-file", "displaced", "test-patch-path",
     "name-of-tests", "runner-file",
-    "loaded-config", "loaded-conftest", "loaded-plugin", "loaded-test", "loaded-module", "not-judged",
+    "loaded-config", "loaded-conftest", "loaded-plugin", "loaded-test", "loaded-module", "not-judged", "prepared-layer",
 }  # fmt: skip
 
 
@@ -542,7 +542,7 @@ def test_what_obstructs_a_restored_path_is_dropped_too(lab: Lab) -> None:
 
 def test_names_that_are_not_text_are_reported(lab: Lab) -> None:
     change = Change(b"caf\xe9/conftest.py", 0o100644, b"", None)
-    assert [found.path for found in lab.judge(change).steering] == ["caf\\xe9/conftest.py"]
+    assert [found.path for found in lab.judge(change).steering] == ["caf\udce9/conftest.py"]
 
 
 def test_the_documented_rules_are_the_table() -> None:
