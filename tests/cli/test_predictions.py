@@ -30,6 +30,7 @@ from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind
 from mirrord.protocol import Grade, Steering
+from mirrord.quoting import quote_name
 
 ROWS = [
     {"instance_id": f"psf__requests-{n}", "model_patch": f"diff {n}\n", "model_name_or_path": "m"}
@@ -383,7 +384,7 @@ def test_the_lines_have_a_row_for_each_prediction_and_totals(files: list[Path]) 
     report = write(files, OUTCOMES)
     *rows, last = map(json.loads, files[0].read_text().splitlines())
     assert [row["line"] for row in rows] == [2, 1, 3, 4, 5]
-    assert rows[1]["touched_tests"] == [f"tests/{HOSTILE}", "tests/test_x.py"]
+    assert rows[1]["touched_tests"] == [quote_name(f"tests/{HOSTILE}"), "tests/test_x.py"]
     assert (rows[1]["strategy"], rows[1]["dropped"]) == ("fuzz", ["conftest.py"])
     assert rows[1]["seconds"] == 0.012346
     assert rows[1]["checkout"] is None

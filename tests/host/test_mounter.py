@@ -762,7 +762,9 @@ def test_the_service_imports_little() -> None:
     rooms = ("files", "mounter", "mounts", "overlays", "processes", "systemd")
     assert ours == {
         "mirrord.errors",
+        "mirrord.jsontext",
         "mirrord.model",
+        "mirrord.quoting",
         "mirrord.host",
         *(f"mirrord.host.{room}" for room in rooms),
     }
