@@ -168,8 +168,8 @@ class GuardedMounter:
         private = self._open(stack, f"leases/{checkout}")
         for name in (b"lease.json.new", b"resetting.json", b"lease.json"):
             with suppress(FileNotFoundError), opened(open_regular(private, name)) as file:
-                lease = loads(os.read(file, 64 * 1024))
-                if (lease["owner_uid"], lease["owner_gid"]) == owner:
+                terms = loads(os.read(file, 64 * 1024))["terms"]
+                if (terms["owner_uid"], terms["owner_gid"]) == owner:
                     return
         raise errors.AccessError(f"cannot mount checkout {checkout}: it is not leased to that user")
 

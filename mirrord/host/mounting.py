@@ -275,7 +275,8 @@ def _probe_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
     tree = public / "tree"
     for path in (tree, private / "layer" / "upper", private / "layer" / "work"):
         path.mkdir(mode=0o700, parents=True)
-    (private / "lease.json").write_text(json.dumps({"owner_uid": owner[0], "owner_gid": owner[1]}))
+    terms = {"owner_uid": owner[0], "owner_gid": owner[1]}
+    (private / "lease.json").write_text(json.dumps({"terms": terms}))
     try:
         with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), mapped))) as mount:
             mounter.attach(name, mount)

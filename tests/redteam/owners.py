@@ -310,6 +310,10 @@ probe("key", lambda: call(249, b"user", b"redteam", None, 0) )
 probe("userfaultfd", lambda: call(323, 0))
 probe("bpf", lambda: call(321, 0, 0, 0))
 probe("kernel module", lambda: call(175, 0, 0, b""))
+probe("io_uring", lambda: call(425, 1, 0))
+probe("environment of who started it", lambda: open("/proc/1/environ", "rb").read())
+probe("memory of pid 1", lambda: open("/proc/1/mem", "rb"))
+probe("trace of pid 1", lambda: call(101, 16, 1, 0, 0))
 probe("disk", lambda: os.open("/dev/sda", os.O_RDONLY))
 if os.fork() == 0:
     os.setsid()
@@ -320,7 +324,7 @@ print(json.dumps(out))
 
 @attack(OWNER)
 def a_sandbox_is_left(at: Scene) -> str:
-    """By files, sockets, the network, signals, namespaces, keys; and a process stays behind."""
+    """By files, sockets, the network, signals, namespaces, keys, pid 1; and a process stays behind."""
     _libc.syscall(248, b"user", b"redteam", b"secret", 6, -4)  # add_key in the user's keyring
     abstract = socket.socket(socket.AF_UNIX)
     abstract.bind("\0redteam")

@@ -60,7 +60,7 @@ class Lab:
         seen = owner or (self.uid, self.uid)
         os.chown(private / "layer/upper", *seen)
         (private / "lease.json").write_text(
-            json.dumps({"owner_uid": seen[0], "owner_gid": seen[1]})
+            json.dumps({"terms": {"owner_uid": seen[0], "owner_gid": seen[1]}})
         )
         return OverlayOrder(name, "layer", layers, owner)
 
