@@ -7,12 +7,14 @@ line for each phase of a test: what the call raised, beside what hooks made of i
 process can still forge that; docs/grading.md says what is seen of it.
 """
 
+import builtins
 import json
 import os
 import sys
+import time
 import unittest
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -22,12 +24,29 @@ _WATCHED = (
     *("decimal", "difflib", "fractions", "math", "numbers", "operator", "re", "statistics"),
 )  # the runner, and what assertions are made of
 _NOTES_MAX = 20
-_TRACERS = sys.gettrace(), sys.getprofile()
+_SET_FROM_OUTSIDE = (
+    *("__getattr__", "pytest_generate_tests", "pytestmark"),
+    *("setUpModule", "setup_module", "setup_function", "load_tests"),
+)
+_BEGAN_NS = time.time_ns()
 _ran: Any = {}
 _functions: Any = {}
 _notes: Any = set()
 _configs: Any = []
 _files: Any = {}
+_codes: Any = {}
+_modules: Any = []
+_TREE = os.getcwd() + os.sep
+
+
+def _tracers() -> Any:
+    """Return what may run between the lines of a test."""
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    tools = [monitoring.get_tool(number) for number in range(6)] if monitoring else []
+    return sys.gettrace(), sys.getprofile(), tools
+
+
+_TRACERS = _tracers()
 
 
 def _connect() -> Any:
@@ -68,13 +87,26 @@ def pytest_load_initial_conftests() -> None:
     _functions.update(_iter_functions())
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: Any) -> None:
+    """Remember its function, before the module of the next test is imported."""
+    _codes[item] = _code_of(getattr(item, "obj", None))
+    module, path = getattr(item, "module", None), _path_of(item)
+    if module is None or module in _modules:
+        return
+    _modules.append(module)
+    origin = getattr(getattr(module, "__spec__", None), "origin", None)
+    if origin and os.path.realpath(origin) != os.path.realpath(path):
+        _note(f"{_short(path)} is loaded from {_short(origin)}")
+    for name in _SET_FROM_OUTSIDE:
+        if name in vars(module) and name.encode() not in _text_of(path):
+            _note(f"{_short(path)}: its {name} was set from outside")
+    if vars(module).get("__builtins__") not in (builtins, vars(builtins)):
+        _note(f"{_short(path)}: its builtins were replaced")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: Any) -> None:
-    for item in session.items:
-        origin = getattr(getattr(item, "module", None), "__spec__", None)
-        origin, path = getattr(origin, "origin", None), _path_of(item)
-        if origin and os.path.realpath(origin) != os.path.realpath(path):
-            _note(f"{_short(path)} is loaded from {_short(origin)}")
+def pytest_collection_finish() -> None:
     _compare()
 
 
@@ -95,24 +127,42 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     if outcome == "xfailed" and not _mentions_failure(_path_of(item)):
         by = by or "a marker that its file does not have"
     _ran[item.nodeid, call.when] = outcome, by
-    if call.when == "call" and (sys.gettrace(), sys.getprofile()) != _TRACERS:
+    if call.when == "call":
+        _look_at(item)
+
+
+def _look_at(item: Any) -> None:
+    """Name what replaced a test, or runs beside it."""
+    if _tracers() != _TRACERS:
         _note("tests run under a trace or profile function")
+    code, known = _code_of(getattr(item, "obj", None)), _codes.get(item)
+    if "runtest" in vars(item) or (code is not known and code and _is_of_tree(code.co_filename)):
+        _note(f"{item.nodeid}: its function was replaced")
 
 
 def _caller(item: Any, raised: Any) -> str:
     """Return the file that skipped a test, if it is another than the test's, below the root."""
     frames = [str(frame.path) for frame in raised.traceback]
-    frames = [each for each in frames if each.startswith(os.getcwd() + os.sep)]
+    frames = [each for each in frames if _is_of_tree(each)]
     return _short(frames[-1]) if frames and frames[-1] != _path_of(item) else ""
 
 
 def _mentions_failure(path: str) -> bool:
+    return b"xfail" in _text_of(path) or b"expectedFailure" in _text_of(path)
+
+
+def _text_of(path: str) -> Any:
     if path not in _files:
-        text = b""
+        _files[path] = b""
         with suppress(OSError), open(path, "rb") as file:
-            text = file.read()
-        _files[path] = b"xfail" in text or b"expectedFailure" in text
-    return bool(_files[path])
+            _files[path] = file.read()
+    return _files[path]
+
+
+def _is_of_tree(path: Any) -> bool:
+    if not isinstance(path, str) or path.startswith("<"):  # frozen or generated
+        return False
+    return os.path.abspath(path).startswith(_TREE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -141,6 +191,12 @@ def _is_elsewhere(option: Any) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(exitstatus: Any) -> None:
     _compare()
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and (_is_of_tree(path) or path.startswith(sys.prefix + os.sep)):
+            with suppress(OSError):
+                if os.stat(path).st_ctime_ns > _BEGAN_NS:
+                    _note(f"{name} was written while the tests ran")
     _send("end", int(exitstatus))
 
 
@@ -166,6 +222,7 @@ def _iter_members(name: str, owner: Any) -> Any:
 
 
 def _code_of(value: Any) -> Any:
+    value = getattr(value, "__func__", value)
     code = getattr(value, "__code__", None)
     return code if isinstance(code, CodeType) and isinstance(value, FunctionType) else None
 
@@ -179,6 +236,28 @@ def _compare() -> None:
         current, its_code = now.get(place, (None, None))
         if current is not value or its_code is not code:
             _note(f"{place} was replaced")
+    for place, (_, code) in now.items():
+        is_new = place not in _functions and place.rpartition(".")[0] in _functions
+        if is_new and code and _is_of_tree(code.co_filename):
+            _note(f"{place} was added")
+    for module in _modules:
+        _compare_imports(module)
+
+
+def _compare_imports(module: Any) -> None:
+    """Name functions that a test's module imports from elsewhere and that are the tree's."""
+    for value in list(vars(module).values()):
+        if not isinstance(value, (ModuleType, type)) or _is_of_tree(_file_of(value)):
+            continue
+        for place, member in _iter_members(value.__name__, value):
+            code = _code_of(member)
+            if code and _is_of_tree(code.co_filename) and place not in _functions:
+                _note(f"{place} was replaced")
+
+
+def _file_of(value: Any) -> Any:
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    return getattr(module, "__file__", None)
 
 
 def _note(text: str) -> None:
