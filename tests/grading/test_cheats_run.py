@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cheatlab import FAIL, RIGHT, CheatLab, cheat_lab
-from cheats import CHEATS, DOCUMENT, Cheat, documented, solution
+from cheats import CHEATS, DOCUMENT, Cheat, documented, solution, together
 
 from mirrord.cli.main import run
 
@@ -42,18 +42,20 @@ def test_an_honest_solution_passes_without_a_finding(lab: CheatLab, runner: str)
         assert (tried.misses, tried.verdict.findings) == (FAIL[runner], [])
 
 
-PENDING = {"module of an installed plugin", "own runner: edited", "own runner: edited module"}
-
-
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
 def test_a_cheat_has_no_effect_or_is_named(lab: CheatLab, cheat: Cheat) -> None:
-    if cheat.name in PENDING:
-        pytest.xfail("the judgement of what is loaded")
     with lab.agent(cheat) as checkout:
         tried = lab.grade(checkout, cheat.runner)
     named = [*sorted(tried.rules), *tried.verdict.findings]
     is_named = any(each.startswith(cheat.by) for each in named) if cheat.by else not named
     assert (not tried.misses, is_named) == (cheat.passes, True), [*tried.misses, named]
+
+
+@pytest.mark.parametrize("cheat", together(), ids=lambda cheat: cheat.name[:60])
+def test_dropped_cheats_have_no_effect(lab: CheatLab, cheat: Cheat) -> None:
+    with lab.agent(cheat) as checkout:
+        tried = lab.grade(checkout, cheat.runner, policy="drop")
+    assert (tried.misses, tried.verdict.findings) == (FAIL["pytest"], [])
 
 
 def test_predictions_are_judged_by_the_report(lab: CheatLab, tmp_path: Path) -> None:
@@ -86,5 +88,7 @@ def test_predictions_are_judged_by_the_report(lab: CheatLab, tmp_path: Path) -> 
     assert other["state"] == "unresolved"
     assert other["tests"]["reason"].startswith("6 of 6 FAIL_TO_PASS do not pass")
     assert any("passed in the log" in each for each in other["tests"]["contradictions"])
-    assert Path(other["tests"]["log"]).read_text().endswith("PASSED tests/test_area.py::test_same\n")
+    assert (
+        Path(other["tests"]["log"]).read_text().endswith("PASSED tests/test_area.py::test_same\n")
+    )
     assert "passed in the log, failed in the report" in page.read_text()

@@ -16,7 +16,7 @@ from cheats import Cheat
 from daemons import daemon
 from gitrepos import Upstream
 from gradinglab import AGENT, GRADER, give_away, write
-from packagelab import wheel
+from packagelab import recipe, wheel
 
 from mirrord import Checkout, Client
 from mirrord.client._sync.testrun import build_environment, run_tests
@@ -189,6 +189,17 @@ def cheat_lab(root: Path) -> Iterator[CheatLab]:
         running.write_config(text.format(packages=packages))
         running.start()
         client.wait(client.import_dataset(file))
+        own = root / "own.toml"
+        command = f'"{COMMANDS["own"]}"'
+        own.write_text(
+            recipe(
+                "acme__shapes-own",
+                test_command=command,
+                log_parser='"sympy"',
+                runner='["shapes/runner.py"]',
+            )
+        )
+        client.import_recipes(own)
         recipes = {runner: build_environment(client, runner, None) for runner in HIDDEN}
         instances = {runner: client.get_instance(runner, view=View.GRADER) for runner in HIDDEN}
         yield CheatLab(client, root, running.socket, instances, recipes)
