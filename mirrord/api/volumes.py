@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..checkouts.leases import Lease, Volume
+from ..checkouts.lease import Lease, Volume
 from ..checkouts.volumes import Existing, ForkOf, Source, path_of
 from ..engine.engine import Engine
 from ..errors import AccessError, InvalidRequestError, NotFoundError

@@ -21,13 +21,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..errors import ProofFailedError
 from ..model import Backend, Target
 from ..protocol import Proof
 
 if TYPE_CHECKING:  # workers load this module, and need neither leases nor settings
     from ..host.mounts import Visible
-    from .leases import Directories, Lease, Leases
+    from .lease import Directories, Lease
+    from .leases import Leases
 
 DIFF_TIMEOUT = timedelta(seconds=60)
 """For work on one checkout, in whose tree git could run for ever."""
@@ -157,16 +157,3 @@ class CheckoutBackend(Protocol):
         the tree, without its own `.git`. Unchanged paths may be among them.
         """
         ...
-
-
-def must_prove(proof: Proof, *, head: str, tree: str) -> Proof:
-    """Return the proof; raise ProofFailedError with both hashes unless it is for `head`, `tree`."""
-    for name, wanted, seen in (("HEAD", head, proof.head), ("tree", tree, proof.tree)):
-        if wanted != seen:
-            raise ProofFailedError(
-                f"cannot prove the checkout clean: {name} is {seen}, not {wanted}",
-                hint="the checkout was removed; ask for another",
-                wanted=wanted,
-                seen=seen,
-            )
-    return proof

@@ -20,12 +20,13 @@ from ..git.objects.trees import BaseTree
 from ..host.files import find_stat, names_in, open_beneath, open_directory, opened
 from ..host.processes import ActingAs, Owner
 from ..patches.worktree import denials_named
+from ..trees.layer import is_whiteout, iter_below
 from ..trees.manifest import Manifest
+from ..trees.pooled import has_top
 from ..trees.reader import TreeReader, open_top, parents
 from ..trees.scan import is_control, scan
 from .backend import CopyRule, Taken
 from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
-from .layers import is_whiteout, iter_below
 
 # -- overlays --------------------------------------------------------------------------------------
 #
@@ -329,18 +330,6 @@ class PoolTree(NamedTuple):
     manifest: Path
     owner: Owner
     is_linked: bool
-
-
-def has_top(tree: Path, owner: Owner) -> bool:
-    """Return whether the tree's top is a real directory of its owner."""
-    try:
-        with opened(open_top(tree)) as top:
-            found = os.fstat(top)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # unreadable is not replaced
-        return False
-    return (found.st_uid, found.st_gid) == owner
 
 
 def pool_changes(source: PoolTree) -> list[bytes]:

@@ -29,11 +29,11 @@ from ..host.trash import remove_tree
 from ..model import utc_now
 from ..patches.worktree import denials_named
 from ..quoting import decode_name, encode_name
+from ..trees.layer import is_whiteout, read_attributes
 from ..trees.manifest import clock_ns
 from ..trees.reader import TreeReader, parents
 from ..trees.scan import is_control
 from .backend import CopyRule, Taken
-from .layers import is_whiteout, read_attributes
 
 _ROUNDS = 5
 _BATCH = 64
@@ -389,9 +389,6 @@ class _Copy:
                 raise
             with opened(os.open(source, FOR_READING)) as file:
                 self._write(path, piece, _Read(file=file, attributes=read_attributes(file)))
-
-
-# -- selection -------------------------------------------------------------------------------------
 
 
 def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:

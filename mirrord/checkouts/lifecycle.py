@@ -22,7 +22,8 @@ from ..protocol import Proof
 from ..telemetry import log
 from .backend import CheckoutBackend
 from .layers import Layers
-from .leases import Directories, Lease, Leases, LeaseState, resetting
+from .lease import Directories, Lease, LeaseState, resetting
+from .leases import Leases
 
 
 @dataclass(eq=False, repr=False)

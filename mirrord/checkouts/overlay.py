@@ -34,11 +34,13 @@ from ..protocol import Proof
 from ..telemetry import elapsed_s, log
 from ..templates.environments import EnvironmentStore
 from ..templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
+from ..trees.proof import must_prove
 from ..workers.pool import Workers
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken, must_prove
+from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
 from .changes import OverlayPaths, copy_overlay, overlay_changes
 from .layers import layer_path, objects_path
-from .leases import Directories, Lease, Leases, LeaseState, resetting
+from .lease import Directories, Lease, LeaseState, resetting
+from .leases import Leases
 
 
 class _Overlay(NamedTuple):

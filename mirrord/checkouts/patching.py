@@ -34,7 +34,7 @@ from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from ..workers.pool import Workers
 from .backend import DIFF_TIMEOUT, ChangedPaths
-from .leases import Lease
+from .lease import Lease
 
 
 class DiffAnswer(NamedTuple):

@@ -30,7 +30,8 @@ from ..templates.environments import EnvironmentStore
 from ..workers.pool import Workers
 from .backend import ChangedPaths, CopyRule, Taken
 from .layers import Layers
-from .leases import Lease, Leases, SavedLayer, from_json, to_json
+from .lease import Lease, SavedLayer, from_json, to_json
+from .leases import Leases
 from .lifecycle import Lifecycle
 
 LAYERS_LIMIT = 128

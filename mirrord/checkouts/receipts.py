@@ -28,7 +28,7 @@ from ..templates.packer import WALK, listed_ids
 from ..templates.store import SealedStore
 from ..workers.pool import Workers
 from ..workers.turns import Turns
-from .leases import Lease
+from .lease import Lease
 from .resolve import ResolvedRequest
 
 _TIMEOUT = timedelta(minutes=10)

@@ -22,7 +22,7 @@ from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, Vi
 from ..protocol import ResetCheckout, StartCheckout
 from ..quoting import unquote_name
 from ..templates.environments import EnvironmentStore
-from .leases import Base, Lease
+from .lease import Base, Lease
 from .prepared import PreparedLayers
 
 _CACHED = 100_000

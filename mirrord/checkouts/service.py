@@ -33,22 +33,17 @@ from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
 from ..templates.store import StoreKey, find_leaks
 from ..workers.pool import Workers
-from .admission import (
-    Leasing,
-    Quotas,
-    checkout_fields,
-    copied_of,
-    must_be_live,
-    must_mount,
-    snapshot_of,
-)
+from .admission import Leasing, checkout_fields, copied_of, must_be_live, must_mount, snapshot_of
 from .backend import CheckoutBackend
-from .layers import Forks, Layers, objects_path
-from .leases import Base, Lease, Leases, LeaseState, Volume
+from .forks import Forks
+from .layers import Layers, objects_path
+from .lease import Base, Lease, LeaseState, Volume
+from .leases import Leases
 from .lifecycle import Lifecycle
 from .patching import DiffAnswer, Patches
 from .pool import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
+from .quotas import Quotas
 from .receipts import Receipts, report
 from .resolve import Resolver
 from .sync_errors import SyncErrors

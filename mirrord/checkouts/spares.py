@@ -22,7 +22,7 @@ from ..host.trash import Trash
 from ..model import new_checkout_id
 from ..telemetry import log
 from ..workers.turns import Askers
-from .leases import Directories, Lease
+from .lease import Directories, Lease
 
 _EACH_MAX, _MAX = 2, 32  # of one owner and mirror; in all
 # A tree of 5,000 files is written in half a second. A spare that takes longer waits for its turn,

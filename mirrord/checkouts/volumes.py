@@ -17,7 +17,7 @@ from ..host.peers import Peer
 from ..host.processes import boot_id
 from ..model import shown
 from .admission import Leasing
-from .leases import Lease, Volume
+from .lease import Lease, Volume
 
 
 class Existing(NamedTuple):

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from ..checkouts.layers import layer_path
-from ..checkouts.leases import Lease
+from ..checkouts.lease import Lease
 from ..checkouts.service import Checkouts
 from ..environments.service import Environments
 from ..host.peers import Peer

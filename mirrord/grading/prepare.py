@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from .. import errors
 from ..checkouts.backend import ChangedPaths
-from ..checkouts.layers import LayerFile, write_layer
 from ..git.objects.repository import Objects, open_objects
 from ..git.objects.text import Conversions
 from ..git.objects.trees import BaseTree, TreeEntry
@@ -36,6 +35,7 @@ from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..protocol import Steering
 from ..quoting import decode_name
 from ..templates.store import CONFIG
+from ..trees.layer import LayerFile, write_layer
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
 from ..trees.tree import conversions_for

@@ -15,7 +15,7 @@ from .. import protocol
 from ..catalog import InstanceRow
 from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
 from ..checkouts.layers import Layers, objects_path
-from ..checkouts.leases import Base, Graded, SavedLayer, SavedState
+from ..checkouts.lease import Base, Graded, SavedLayer, SavedState
 from ..checkouts.patching import Patches
 from ..checkouts.resolve import ResolvedRequest, Resolver
 from ..config import Settings

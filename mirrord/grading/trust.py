@@ -7,7 +7,7 @@ that is graded, with all layers that are over it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ..checkouts.leases import Base, SavedLayer
+from ..checkouts.lease import Base, SavedLayer
 
 
 @dataclass(frozen=True, slots=True)

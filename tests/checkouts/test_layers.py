@@ -14,13 +14,13 @@ from checkoutlab import NAME, USER, USER_PEER, Service, as_user, run_as, running
 from gitrepos import Upstream, git
 from waiting import until
 
-from mirrord.checkouts.layers import LayerFile, is_whiteout, write_layer
-from mirrord.checkouts.leases import Base, Lease
+from mirrord.checkouts.lease import Base, Lease
 from mirrord.errors import ProofFailedError
 from mirrord.git.objects.repository import open_objects
 from mirrord.git.objects.trees import BaseTree
 from mirrord.model import Backend, CommitId, History, LayerId, new_checkout_id
 from mirrord.protocol import ResetCheckout
+from mirrord.trees.layer import LayerFile, is_whiteout, write_layer
 
 pytestmark = pytest.mark.root
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from checkoutlab import passable_directory, terms_of
 
-from mirrord.checkouts.leases import Base, Directories, Graded, Lease, Leases, LeaseState
+from mirrord.checkouts.lease import Base, Directories, Graded, Lease, LeaseState
+from mirrord.checkouts.leases import Leases
 from mirrord.errors import CheckoutNotFoundError, DiskFullError
 from mirrord.host.trash import TRASH_PREFIX
 from mirrord.model import (

@@ -31,7 +31,8 @@ from checkoutlab import (
 from gitrepos import ENV, Upstream, git
 from mountlab import KERNELS, mounted_below
 
-from mirrord.checkouts.leases import Base, Lease, Leases
+from mirrord.checkouts.lease import Base, Lease
+from mirrord.checkouts.leases import Leases
 from mirrord.checkouts.overlay import OverlayBackend
 from mirrord.errors import BackendUnavailableError, DiskFullError
 from mirrord.host import mounts

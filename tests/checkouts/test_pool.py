@@ -19,12 +19,12 @@ import pytest
 from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import pool as pooled
-from mirrord.checkouts.leases import Lease
-from mirrord.checkouts.pool import PoolPaths
+from mirrord.checkouts.lease import Lease
 from mirrord.model import History
+from mirrord.trees import pooled
 from mirrord.trees import scan as scanning
 from mirrord.trees.manifest import Entries, Manifest, clock_ns
+from mirrord.trees.pooled import PoolPaths
 from mirrord.trees.scan import ScanResult, examine, scan
 
 pytestmark = pytest.mark.root

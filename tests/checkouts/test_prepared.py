@@ -15,7 +15,7 @@ from gitrepos import ENV, Upstream
 from waiting import until
 
 from mirrord import errors
-from mirrord.checkouts.leases import Lease, from_json, to_json
+from mirrord.checkouts.lease import Lease, from_json, to_json
 from mirrord.grading.prepare import ModelPatch
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, History, View

@@ -14,7 +14,7 @@ import pytest
 from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 
-from mirrord.checkouts.leases import resetting
+from mirrord.checkouts.lease import resetting
 from mirrord.errors import (
     AccessError,
     CheckoutBusyError,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mirrord.checkouts.changes import has_top
 from mirrord.host.files import opened, read_flags
+from mirrord.trees.pooled import has_top
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from mountlab import unmount_below
 
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend
-from mirrord.checkouts.leases import Base, Directories, Lease, Leases, Terms
+from mirrord.checkouts.lease import Base, Directories, Lease, Terms
+from mirrord.checkouts.leases import Leases
 from mirrord.checkouts.overlay import find_overlay
-from mirrord.checkouts.pool import PoolBackend, PoolPaths
+from mirrord.checkouts.pool import PoolBackend
 from mirrord.checkouts.service import Checkouts
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
@@ -41,6 +42,7 @@ from mirrord.protocol import Proof
 from mirrord.templates.builder import StoreBuilder
 from mirrord.templates.environments import EnvironmentStore
 from mirrord.templates.service import Templates
+from mirrord.trees.pooled import PoolPaths
 from mirrord.workers.pool import Workers
 
 NAME = MirrorName("psf", "requests")

@@ -1,0 +1,117 @@
+"""How much disk each user has, and the bound on it."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from .. import errors
+from ..config import Settings
+from ..host.peers import Access
+from ..jobs.events import Events
+from ..trees.reader import weigh
+from ..workers.pool import Workers
+from .layers import Layers
+from .leases import Leases
+from .prepared import PreparedLayers
+
+_WEIGHING_TIME = timedelta(seconds=20)  # of a walk; what is not reached weighs what it did
+
+_WEIGHING_TIMEOUT = timedelta(seconds=40)
+
+_WEIGHING_PAUSE_S = 5.0  # between two weighings for users over the bound
+
+
+@dataclass(eq=False, repr=False)
+class Quotas:
+    """The bytes that each user has on disk (`used`), and the bound on them.
+
+    A user is charged for what was written in the checkouts of its uids, for their snapshots, and
+    for the prepared layers that it saved. Clients write without the daemon's knowledge, so a worker
+    weighs all of it once a minute. A user over `access.bytes_per_user` gets nothing new.
+    """
+
+    settings: Callable[[], Settings]
+    access: Access
+    leases: Leases
+    layers: Layers
+    prepared: PreparedLayers
+    workers: Workers
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._over: set[int] = set()
+        self._weighed_at = -_WEIGHING_PAUSE_S
+        self._weighing = anyio.Lock()
+        self.used: dict[int, int] = {}
+
+    async def ensure(self, doing: str, asker: int, owner: int) -> None:
+        """Raise QuotaExceededError if the user of either uid is still over the bound when weighed
+        again. Administrators are never refused.
+        """
+        users = {self.access.user_of(uid) for uid in (asker, owner)}
+        if self.access.is_admin(asker) or not any(map(self._is_over, users)):
+            return
+        async with self._weighing:
+            if time.monotonic() - self._weighed_at > _WEIGHING_PAUSE_S:
+                await self.weigh()
+        limit = self.settings().access.bytes_per_user
+        for user in filter(self._is_over, users):
+            used = self.used[user]
+            raise errors.QuotaExceededError(
+                f"cannot {doing}: uid {user} has {used >> 20} MiB in checkouts, snapshots and"
+                f" layers; the limit is {limit >> 20} MiB",
+                hint="reset or release checkouts, remove snapshots and layers (see `mirrord du"
+                " --verbose`), or raise access.bytes_per_user",
+                uid=user,
+                used_bytes=used,
+                limit_bytes=limit,
+            )
+
+    def add(self, uid: int, size_bytes: int) -> None:
+        """Charge a user for what was just written, until the next weighing."""
+        user = self.access.user_of(uid)
+        self.used[user] = self.used.get(user, 0) + size_bytes
+
+    async def weigh(self) -> None:
+        """Weigh what all users have; publish `quota.exceeded` and `quota.recovered`."""
+        self._weighed_at = time.monotonic()
+        paths = self._paths_by_user()
+        if not paths and not self.used:
+            return
+        found = await self.workers.run(
+            weigh, {str(user): each for user, each in paths.items()},
+            _WEIGHING_TIME.total_seconds(), timeout=_WEIGHING_TIMEOUT,
+        )  # fmt: skip
+        before, self.used = self.used, {}
+        for user in paths:
+            weights = found[str(user)]
+            is_whole = all(each.is_whole for each in weights.each)
+            earlier = 0 if is_whole else before.get(user, 0)
+            self.used[user] = max(weights.total_bytes, earlier)
+        over = {user for user in self.used if self._is_over(user)}
+        limit = self.settings().access.bytes_per_user
+        for name, users in ("exceeded", over - self._over), ("recovered", self._over - over):
+            for user in sorted(users):
+                facts = {"owner_uid": user, "used_bytes": self.used.get(user, 0)}
+                self.events.publish(f"quota.{name}", **facts, limit_bytes=limit)
+        self._over = over
+
+    def _is_over(self, user: int) -> bool:
+        limit = self.settings().access.bytes_per_user
+        return 0 < limit <= self.used.get(user, 0) and not self.access.is_admin(user)
+
+    def _paths_by_user(self) -> dict[int, list[tuple[Path, ...]]]:
+        found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
+        for lease in self.leases:
+            layers = map(self.layers.path, sorted(lease.own_layers))
+            found[self.access.user_of(lease.terms.owner_uid)].append((*lease.own_paths, *layers))
+        for record in self.prepared.all():
+            user = self.access.user_of(record.saved.saved_by)
+            found[user].append(self.prepared.paths_of(record))
+        return found
