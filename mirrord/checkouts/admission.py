@@ -116,8 +116,8 @@ class Leasing:
             raise errors.AccessError(
                 f"cannot grade checkout {graded.id}: its owner, uid {agent}, saved its layer"
                 f" {saved.name}",
-                hint="let an administrator save it, or the one who takes the checkouts; or grade"
-                " the patch of `mirrord diff` without it",
+                hint="have an administrator save the layer, or grade the patch of `mirrord diff`"
+                " without it",
             )
 
     def naming(self, peer: Peer) -> Naming:
@@ -206,8 +206,8 @@ class Leasing:
             raise errors.BackendUnavailableError(
                 f"cannot make a checkout: the mount namespace of the asking process {fact}"
                 f" {where}{self._directory}",
-                hint=f"ask with attach and attach it there, mount {self._directory} there with"
-                " propagation rslave, or ask for the backend pool",
+                hint=f"use --attach, mount {self._directory} there with propagation rslave, or"
+                " ask for the backend pool",
             )
         if wanted is Backend.POOL or visible < Visible.MOUNTS:
             return [Backend.POOL]

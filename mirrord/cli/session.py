@@ -73,7 +73,7 @@ class Session:
         try:
             self.client.add_report(report)
         except MirrordError as error:
-            self.note(f"this run is not on the page: {error.message}")
+            self.note(f"cannot show this run on the web page: {error.message}")
 
     def fail(self, error: MirrordError) -> None:
         if self.json:

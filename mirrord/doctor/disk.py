@@ -68,10 +68,10 @@ def options(settings: Settings) -> Result:
     if "ro" in mount.options:
         remedy = "check dmesg: ext4 becomes read-only when a disk fails; then remount it"
         return "fail", f"{mount.at} is read-only", remedy
-    found = sorted(mount.options & _SLOW_OPTIONS.keys())
-    fact = f"{mount.at} is mounted with {', '.join(found)}" if found else f"{mount.at}: none slow"
-    remedy = "; ".join(f"{name}: {_SLOW_OPTIONS[name]}" for name in found)
-    return judge(not found, fact, remedy, otherwise="warn")
+    slow = sorted(mount.options & _SLOW_OPTIONS.keys())
+    fact = f"mounted with {', '.join(slow)}" if slow else "no slow mount options"
+    remedy = "; ".join(f"{name}: {_SLOW_OPTIONS[name]}" for name in slow)
+    return judge(not slow, f"{mount.at}: {fact}", remedy, otherwise="warn")
 
 
 def journal(settings: Settings) -> Result:
@@ -96,7 +96,7 @@ def quotas(settings: Settings) -> Result:
     if "usrquota" in find_mount(settings.state_dir).options:  # on ext4 and xfs
         return "ok", "the kernel enforces user quotas", ""
     if settings.access.bytes_per_user:
-        fact = "none of the kernel; mirrord checks usage every minute ([access] bytes_per_user)"
+        fact = "no kernel quota; mirrord checks usage every minute ([access] bytes_per_user)"
         return "ok", fact, ""
     remedy = "set [access] bytes_per_user, or mount it with usrquota (ext4) or uquota (xfs)"
     return "warn", "no limit on what a user writes", remedy

@@ -163,7 +163,7 @@ def overlay(settings: Settings) -> Result:
     except MirrordError as error:
         remedy = f"{error.hint or 'check dmesg'}; without overlays the pool backend serves"
         return verdict, error.message, remedy
-    fact = f"mounted one: {unmapped}" if unmapped else "mounted one"
+    fact = f"overlay mount works: {unmapped}" if unmapped else "overlay mount works"
     remedy = "only the daemon's user gets overlay checkouts; the pool backend serves others"
     return judge(not unmapped, fact, remedy, otherwise="warn")
 

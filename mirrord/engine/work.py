@@ -118,7 +118,9 @@ class BackgroundWork:
         url = self.mirrors.settings().store.url
         if not url:
             hint = "set [store] url in the configuration and restart the daemon"
-            raise InvalidRequestError("cannot restore from the store: there is none", hint=hint)
+            raise InvalidRequestError(
+                "cannot restore from the store: no store is configured", hint=hint
+            )
         store = await anyio.to_thread.run_sync(_open_restoration, url, self.bundles)
 
         async def run(progress: ProgressSink) -> Message:
@@ -210,7 +212,8 @@ class BackgroundWork:
             row = await self.datasets.find_instance(identity, name)
             if row is None:
                 raise InstanceNotFoundError(
-                    f"cannot prepare instance {shown(identity)}: dataset {name} has none of this id"
+                    f"cannot prepare instance {shown(identity)}: dataset {name} has no such"
+                    " instance"
                 )
             if row.base_commit is not None:
                 bases.append((row.mirror, row.base_commit))

@@ -220,7 +220,7 @@ _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, 
 
 def _translate(error: Exception, failure: str) -> errors.StoreUnavailableError:
     if _FULL.search(str(error)):
-        hint = "make room in the store; what it refused is published then"
+        hint = "free space in the store; refused publications are retried"
         return errors.StoreFullError(f"{failure}: it has no room", hint=hint)
     if isinstance(error, _REFUSALS):
         hint = "check the store's credentials: docs/fleet.md names where they are looked for"

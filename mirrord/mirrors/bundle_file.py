@@ -100,7 +100,7 @@ async def unbundle(
         raise errors.InvalidBundleError(
             f"cannot import the bundle: it builds on {len(absent)} commits that are not here,"
             f" such as {absent[0]}",
-            hint="first import the bundle of the record since which this one was made",
+            hint="import the earlier bundle first; this one is incremental",
             absent=absent[:100],
         )
     doing = "import the bundle"

@@ -340,15 +340,15 @@ _SNAPSHOT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SnapshotName = Annotated[str, Bounds(pattern=_SNAPSHOT)]
 _LAYER = "letters, digits, '.', '_' and '-'"
 LayerName = Annotated[str, Bounds(pattern=_SNAPSHOT, description=_LAYER)]
-_LABEL = "a word of one's own, by which checkouts are listed and released; forks and grades have it"
+_LABEL = (
+    "label chosen by the caller, to list and release checkouts by; inherited by forks and grades"
+)
 Label = Annotated[
     str, Bounds(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=@-]{0,199}$", description=_LABEL)
 ]
-_ENVIRONMENT = "KEY, KEY@DIGEST, of which the beginning will do, or auto: the instance's"
+_ENVIRONMENT = "KEY, KEY@DIGEST (a prefix is enough), or auto: the instance's"
 EnvironmentName = Annotated[str, Bounds(min_length=1, max_length=300, description=_ENVIRONMENT)]
 _TTL = "how long the lease lives unless renewed: seconds, or a duration such as 90s, 30m or 2h"
 Ttl = Annotated[float, SecondsBounds(strict=True, gt=0, le=366 * 86400, description=_TTL)]
-_OWNER = (
-    "the uid whose checkout it is, where the asker may ask for that one; default: the asker's own"
-)
+_OWNER = "the uid whose checkout it is, if the caller may name it; default: the caller's own"
 OwnerUid = Annotated[int, Bounds(strict=True, ge=0, lt=2**32 - 1, description=_OWNER)]

@@ -127,7 +127,7 @@ class TreeReader:
                 f"cannot read {files.shown_path(path[-200:])}: it is more than"
                 f" {TREE_DEPTH_LIMIT} directories deep, or its path has more than"
                 f" {TREE_PATH_LIMIT_BYTES} bytes",
-                hint="remove it, or let a .gitignore name it",
+                hint="remove it, or add it to .gitignore",
             )
         try:
             self._go(path)

@@ -216,7 +216,7 @@ def test_what_the_store_does_not_have_is_told(lost: Lost) -> None:
     with daemon() as none:
         ended = run(none, "restore", "--from-store")
         assert ended.returncode == 2
-        assert "there is none" in ended.stderr
+        assert "no store is configured" in ended.stderr
         assert "[store] url" in ended.stderr
 
 
