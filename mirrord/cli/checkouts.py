@@ -319,10 +319,12 @@ def is_id(text: str) -> bool:
 def find_id(session: Session, text: str) -> str:
     """Return the id of a checkout, given by its id, its path, or a path inside it.
 
-    Raises CheckoutNotFoundError if no held checkout has the path.
+    Raises CheckoutNotFoundError if no held checkout has the path, UsageError for an empty text.
     """
     if _CHECKOUT_ID.fullmatch(text):
         return text
+    if not text:  # an unset variable of a script; as a path it would be the current directory
+        raise UsageError("cannot find a checkout: its name is empty", hint="give an id or a path")
     path = Path(os.path.realpath(text))  # Path.resolve raises for a loop of links
     for part in filter(_CHECKOUT_ID.fullmatch, path.parts):
         try:

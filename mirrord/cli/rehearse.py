@@ -22,7 +22,15 @@ from ..model import Readiness, ReportKind
 from ..quoting import legible
 from . import reports
 from .output import cell, count, listing, table
-from .session import Argument, Option, Session, read_duration, read_jobs
+from .session import (
+    Argument,
+    Option,
+    OwnerOption,
+    Session,
+    read_duration,
+    read_jobs,
+    read_owner,
+)
 
 _REPORT_HELP = "Write the results as a page (.html); repeatable."
 _RUN_HELP = "Run the tests in the environment, before and after the gold patch."
@@ -42,6 +50,7 @@ def rehearse(
     run: Annotated[bool, Option(_RUN_HELP)] = False,
     logs: Annotated[Path | None, Option(_LOGS_HELP, "DIR")] = None,
     timeout: Annotated[str, Option("Limit of a run of the tests.", "DURATION")] = "30m",
+    owner: OwnerOption = None,
 ) -> None:
     """Each instance is checked out and compared with its base commit, its seal is verified, its
     test patch and gold patch are applied and reversed, and it is reset. Recorded commits are
@@ -52,6 +61,7 @@ def rehearse(
     """
     parallel = read_jobs(jobs, "--jobs")
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
+    tests["owner"] = read_owner(owner)
     tests["logs"] = _log_directory(logs, [*(report or ()), *([resume] if resume else [])])
     results = Results(report or (), resume)
 

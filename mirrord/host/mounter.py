@@ -180,7 +180,8 @@ class GuardedMounter:
             raise errors.BackendUnavailableError(
                 f"cannot give checkouts to uid {uid}, gid {gid}: only to ordinary users, with a"
                 " group of their own",
-                hint="use the pool backend for other users",
+                hint="name an ordinary user with --owner; without an environment or --attach the"
+                " pool backend serves other users too",
             )
 
     def _check_templates(self, templates: int) -> None:

@@ -296,6 +296,12 @@ def test_a_ttl_that_is_no_duration_is_wrong_usage(
     assert "--ttl 2h" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", ["release", "reset", "diff", "renew", "grade", "receipt"])
+def test_an_empty_name_of_a_checkout_is_wrong_usage(verb: str) -> None:
+    """An unset variable of a script is not the checkout around the current directory."""
+    assert run([verb, ""]) == 2
+
+
 def test_an_error_as_json_is_a_problem_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     """stdout holds answers only."""
     assert run(["status", "--json"]) == 9

@@ -624,13 +624,15 @@ class AsyncClient:
         run: bool = False,
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
+        owner: int | None = None,
     ) -> AsyncRehearsal:
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
-        `test_timeout`; logs go to the directory `logs`.
+        `test_timeout`; logs go to the directory `logs`. The checkouts are those of `owner`, as whom
+        the tests run.
         """
-        rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
+        rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout, owner=owner)
         await rehearsal.prepare(instances, dataset)
         return rehearsal
 

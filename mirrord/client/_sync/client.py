@@ -621,13 +621,15 @@ class Client:
         run: bool = False,
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
+        owner: int | None = None,
     ) -> Rehearsal:
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
-        `test_timeout`; logs go to the directory `logs`.
+        `test_timeout`; logs go to the directory `logs`. The checkouts are those of `owner`, as whom
+        the tests run.
         """
-        rehearsal = Rehearsal(self, run=run, logs=logs, test_timeout=test_timeout)
+        rehearsal = Rehearsal(self, run=run, logs=logs, test_timeout=test_timeout, owner=owner)
         rehearsal.prepare(instances, dataset)
         return rehearsal
 

@@ -37,9 +37,15 @@ class Rehearsal:
     """
 
     def __init__(
-        self, client: Client, *, run: bool, logs: Path | None, test_timeout: timedelta
+        self,
+        client: Client,
+        *,
+        run: bool,
+        logs: Path | None,
+        test_timeout: timedelta,
+        owner: int | None,
     ) -> None:
-        self._client = client
+        self._client, self._owner = client, owner
         self._run, self._logs, self._test_timeout = run, logs, test_timeout
         self._bind = Bind.PROCESS
         self._mirrors: dict[str, protocol.Mirror] = {}
@@ -171,7 +177,7 @@ class Rehearsal:
 
     def _check_out(self, candidate: rehearsing.Candidate, **options: Any) -> Checkout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
-        choices |= options
+        choices |= options | {"owner": self._owner}
         choices |= {"auto_renew": False, "history": candidate.history}  # agents have this history
         try:
             return self._client.checkout(candidate.instance, bind=self._bind, **choices)
