@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from sessions import PROJECT, Shell, blocks, localized, session
 
 import mirrord
-
-PROJECT = Path(__file__).parents[2]
-BASES = ("6366d3dd190a9e58ca582955cddf7e2ac5f32dcc", "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4")
-"""Commits in the documents; the tests replace them by those of their upstream."""
 
 NOT_RUN = {
     "make setup": "the tests run in the environment that it makes",
@@ -30,7 +27,6 @@ NOT_RUN = {
     "python3 -m venv harness": "tests/client/test_packaging.py installs the client",
     "harness/bin/python": "it needs that environment",
 }
-_END = "-- end of command --"
 
 
 class World:
@@ -49,9 +45,10 @@ class World:
 
     def localized(self, text: str) -> str:
         """A document's text with the commits of our upstream."""
-        for theirs, ours in zip(BASES, self.bases, strict=True):
-            text = text.replace(theirs, ours).replace(theirs[:7], ours[:7])
-        return text
+        return localized(text, self.bases)
+
+    def shell(self) -> Shell:
+        return Shell(env=self.environment, cwd=self.directory)
 
 
 @pytest.fixture(scope="module")
@@ -70,53 +67,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory.mkdir()
     with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
         yield World(running, bases, directory)
-
-
-def blocks(document: str, language: str) -> list[str]:
-    text = (PROJECT / document).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-class Shell:
-    """One bash that keeps its directory and variables between commands."""
-
-    def __init__(self, world: World) -> None:
-        self._bash = subprocess.Popen(
-            ["bash"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=world.environment,
-            cwd=world.directory,
-            text=True,
-        )
-
-    def run(self, command: str) -> str:
-        """What a command printed; its status must be 0."""
-        assert self._bash.stdin is not None
-        assert self._bash.stdout is not None
-        self._bash.stdin.write(f"{command}\necho; echo '{_END}' $?\n")
-        self._bash.stdin.flush()
-        printed: list[str] = []
-        while not (line := self._bash.stdout.readline()).startswith(_END):
-            assert line, f"the shell ended in {command!r}: {printed}"
-            printed.append(line)
-        text = "".join(printed).removesuffix("\n")
-        assert line.split()[-1] == "0", f"{command!r} failed: {text}"
-        return text
-
-    def close(self) -> None:
-        self._bash.communicate(timeout=30)
-
-
-def session(block: str) -> Iterator[tuple[str, str]]:
-    """Yield the commands of a `console` block and their output; a here-document is part of its command."""
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        first, _, rest = part.partition("\n")
-        if here := re.search(r"<<'(\w+)'$", first):
-            body, _, rest = rest.partition(f"{here[1]}\n")
-            first = f"{first}\n{body}{here[1]}"
-        yield first, rest
 
 
 def stable(text: str) -> str:
@@ -139,7 +89,7 @@ def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
         subprocess.run(
             ["mirrord", "mirror", "add", "psf/requests"], env=world.environment, check=True
         )
-    shell = Shell(world)
+    shell = world.shell()
     shown_tree, tree = "", ""
     try:
         for block in blocks(document, "console"):
@@ -162,7 +112,7 @@ def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
     "document", ["CONTRIBUTING.md", "docs/installation.md", "docs/observability/README.md"]
 )
 def test_commands_run(world: World, document: str) -> None:
-    shell = Shell(world)
+    shell = world.shell()
     try:
         for block in blocks(document, "sh"):
             for command in filter(is_run, block.splitlines()):
