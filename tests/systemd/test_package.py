@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import firstsession
 import installed
 import nspawn
 import pytest
-from gitrepos import Upstream
+from sessions import Shell
 
 import mirrord
 
@@ -44,7 +45,12 @@ BLOCKS = re.findall(
 )
 STATE = "/var/lib/mirrord"
 OLD = "0.0.9"
-USERS = 'u alice 12345 "to be a member" /tmp\n'
+USERS = """\
+u alice 12345 "to be a member" /tmp
+u bob 12347 "another member" /tmp
+u mallory 12346 "a stranger" /tmp
+u agent 3000 "the owner of a checkout" /tmp
+"""
 ENV = {
     "HOME": "/tmp",
     "LC_ALL": "C.UTF-8",
@@ -58,11 +64,14 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/srv/wheels", "PIP_NO_CACHE_D
 class Host:
     """The booted machine, and the packages that it sees in /srv/packages."""
 
-    def __init__(self, machine: nspawn.Machine, old: str, new: str, url: str) -> None:
+    def __init__(
+        self, machine: nspawn.Machine, old: str, new: str, url: str, bases: list[str]
+    ) -> None:
         self.machine = machine
         self.old = old
         self.new = new
         self.url = url
+        self.bases = bases
 
     def shell(self, script: str, user: str | None = None, *, check: bool = True) -> str:
         env = {**ENV, **OFFLINE}
@@ -73,6 +82,13 @@ class Host:
         return self.shell(
             f"cd /srv/packages && apt-get install --yes --allow-downgrades ./{package}"
         )
+
+    def bash(self, user: str | None = None, *, isolated: bool = False) -> Shell:
+        """A shell in an empty directory; no login session, and so no runtime directory."""
+        start = ["unshare", "--mount", "bash"] if isolated else ["bash"]
+        shell = Shell(self.machine.command(*start, user=user, env=ENV))
+        shell.run('cd "$(mktemp -d)"; export HOME=$PWD GIT_PAGER=cat')
+        return shell
 
     def json(self, *args: str, user: str | None = None) -> Any:
         done = self.machine.run("mirrord", *args, "--json", user=user, env=ENV)
@@ -131,12 +147,10 @@ def _packages(scratch: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def host(scratch: Path) -> Iterator[Host]:
-    upstream = Upstream(scratch / "upstreams" / "psf__requests")
-    base = upstream.commit({"README": "first\n"})
-    row = {"instance_id": "psf__requests-1", "repo": "psf/requests", "base_commit": base}
+    _, bases = firstsession.upstream(scratch / "upstreams" / "psf__requests")
+    row = {"instance_id": "psf__requests-9", "repo": "psf/requests", "base_commit": bases[0]}
     (scratch / "upstreams/rows.jsonl").write_text(json.dumps(row))
-    upstream.git("tag", "v2.3.0")
-    upstream.commit({"README": "second\n"})
+    firstsession.write_datasets(scratch / "upstreams", bases)
     old, new = _packages(scratch)
     installed.wheels(scratch / "ours")
     (scratch / "sysusers").mkdir()
@@ -149,6 +163,8 @@ def host(scratch: Path) -> Iterator[Host]:
         "/srv/upstreams": scratch / "upstreams",
         "/srv/packages": scratch / "packages",
         "/srv/wheels": WHEELS,
+        "/srv/libraries": installed.LIBRARIES,
+        "/srv/source": PROJECT,
         "/srv/ours": scratch / "ours",
         "/run/sysusers.d": scratch / "sysusers",
     }
@@ -158,7 +174,8 @@ def host(scratch: Path) -> Iterator[Host]:
         "/var/lib/dpkg": scratch / "dpkg",
     }
     with nspawn.booted(scratch, binds=binds, writable=writable, usr=scratch / "usr") as machine:
-        host = Host(machine, old.name, new.name, "file:///srv/upstreams/psf__requests")
+        url = "file:///srv/upstreams/psf__requests"
+        host = Host(machine, old.name, new.name, url, bases)
         host.shell("rm -f /usr/sbin/policy-rc.d")  # of this machine, which is a container
         host.shell(
             "mkdir -p /etc/dpkg/dpkg.cfg.d; echo force-unsafe-io >/etc/dpkg/dpkg.cfg.d/quick"
@@ -182,7 +199,7 @@ def test_from_nothing_to_a_checkout_takes_four_commands(host: Host) -> None:
 def test_a_member_gets_overlays_pages_and_completion(host: Host) -> None:
     """By the units of the package, which start its own environment."""
     host.shell("usermod -aG mirrord alice; mirrord dataset import /srv/upstreams/rows.jsonl")
-    made = host.json("checkout", "psf__requests-1", user="alice")
+    made = host.json("checkout", "psf__requests-9", user="alice")
     assert (made["backend"], made["owner_uid"]) == ("overlay", 12345)
     host.shell(f"echo mine >>{made['path']}/README", "alice")
     assert "+mine" in host.shell(f"mirrord diff {made['id']}", "alice")
@@ -216,6 +233,45 @@ def test_an_upgrade_restarts_the_daemon_and_keeps_what_is_held(host: Host) -> No
     assert host.shell("cat /etc/mirrord/config.toml").endswith('"7h"')
     assert host.shell("systemctl is-enabled mirrord-build.socket || true") == "disabled"
     assert host.shell("systemctl is-active mirrord.socket mirrord-mount.socket") == "active\nactive"
+
+
+def test_every_documented_command_runs_on_the_package(host: Host) -> None:
+    """As root; a member does what needs no administrator, and a stranger nothing: they are refused."""
+    before = host.shell("cat /etc/mirrord/config.toml; usermod -aG mirrord bob")
+    host.shell("systemctl start mirrord-build.socket")
+    offline = '[environments]\nindex = "/srv/wheels"\nnetwork = false'
+    host.shell(f"echo '{offline}' >>/etc/mirrord/config.toml; mirrord reload")
+    root = host.bash()
+    firstsession.prepare(root, "/srv/upstreams")
+    for ran in firstsession.type_session(root, host.bases, owner="agent"):
+        assert ran.status == 0, ran
+    verbs: dict[str, set[int]] = {}
+    for user in ("bob", "mallory"):
+        shell = host.bash(user)
+        for ran in firstsession.type_session(shell, host.bases):
+            for verb in firstsession.verbs_of(ran):
+                verbs.setdefault(f"{user} {verb}", set()).add(ran.status)
+        shell.close()
+    assert verbs == {
+        f"{user} {verb}": statuses
+        for user, of_user in firstsession.STATUSES.items()
+        for verb, statuses in of_user.items()
+    }
+    owned = root.run("mirrord checkout psf__requests-v2.3.0 --owner agent").strip()
+    owner = host.bash("agent")
+    for command in ("cd {}", "git log -1", "echo x >x", "mirrord diff .", "mirrord receipt . >/dev/null",
+                    "mirrord reset .", "cd .", "mirrord exec {} -- cat setup.py", "mirrord release {}"):  # fmt: skip
+        owner.run(command.format(owned))
+    assert owner.try_run("mirrord checkout psf__requests-v2.3.0").status == 3
+    owner.close()
+    root.run(
+        "mirrord release $(mirrord checkouts --json | jq -r '.[] | select(.owner_uid != 12345) | .id')"
+    )
+    root.run(
+        f"printf '%s\\n' '{before}' >/etc/mirrord/config.toml; mirrord reload; kill $(cat /tmp/container)"
+    )
+    root.close()
+    assert "Traceback" not in host.machine.journal("mirrord.service")
 
 
 def test_a_removal_stops_everything_and_a_purge_keeps_the_state(host: Host) -> None:
@@ -258,7 +314,7 @@ def test_a_wheel_sets_up_the_service_from_its_environment(host: Host) -> None:
     """By the documented commands; done again it is an upgrade; nothing of it stays but configuration and state."""
     for command in host.documented(BLOCKS[1]):
         host.shell(f"cd /srv/ours && {command}")
-    made = host.json("checkout", "psf__requests-1", user="alice")
+    made = host.json("checkout", "psf__requests-9", user="alice")
     assert made["backend"] == "overlay"
     started = host.shell("tr '\\0' ' ' </proc/$(systemctl show --value -p MainPID mirrord)/cmdline")
     assert started.startswith("/opt/mirrord/bin/python ")
@@ -273,3 +329,35 @@ def test_a_wheel_sets_up_the_service_from_its_environment(host: Host) -> None:
     )
     assert host.shell(f"{left} /etc/*.d/mirrord.conf 2>/dev/null || true") == ""
     assert os.listdir(Path(f"/proc/{host.machine.leader}/root{STATE}/mirrors")) == ["psf__requests"]
+
+
+OWN_DAEMON = """[upstream]
+url = "file:///srv/upstreams/{owner}__{name}"
+"""
+PROGRAMS = {
+    "wheel": "/opt/mirrord/bin/mirrord",
+    "source": "env PYTHONPATH=/srv/source:/srv/libraries python3.11 -P -m mirrord",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("user", [None, "bob"])
+def test_a_daemon_of_ones_own_does_the_same(host: Host, user: str | None, program: str) -> None:
+    """Of root and of an ordinary user, with no login session, from wheels and from source."""
+    shell = host.bash(user, isolated=user is None)
+    if user is None:
+        shell.run(f"mount -t tmpfs none /run && mount -t tmpfs none {STATE}")
+    shell.run(f"cat >config.toml <<'END'\n{OWN_DAEMON}END")
+    shell.run(
+        f"mkdir bin; printf '#!/bin/sh\\nexec {PROGRAMS[program]} \"$@\"\\n' >bin/mirrord; chmod +x bin/mirrord"
+    )
+    shell.run("export PATH=$PWD/bin:$PATH MIRRORD_CONFIG=$PWD/config.toml")
+    shell.run("mirrord serve >/dev/null 2>log &")
+    shell.run("mirrord status --wait 30s >status || { cat log; false; }")
+    for ran in firstsession.type_session(shell, host.bases, is_short=True):
+        assert ran.status == 0, ran
+    shell.run("cd")
+    assert shell.run("mirrord status --problems") == ""
+    assert shell.run("mirrord exec psf__requests-v2.3.0 -- cat README 2>/dev/null") == "first\n"
+    shell.run("kill %1; wait %1")
+    shell.close()
