@@ -882,3 +882,21 @@ def test_a_directory_that_is_not_there_is_a_missing_resource(tmp_path: Path) -> 
 
     with pytest.raises(ResourceError, match="No such file"):
         anyio.run(work)
+
+
+def test_bytes_that_are_no_text_are_kept_or_escaped(using: Callable[..., Any]) -> None:
+    """A name comes back byte by byte; in other text a byte is an escape, on both databases."""
+    every = bytes(range(1, 256)).decode("utf-8", "surrogateescape")
+
+    async def work(catalog: Catalog) -> None:
+        await catalog.put_mirror(mirror())
+        key = mirror().name.key
+        problem = {"code": "internal", "detail": "caf\udce9"}
+        await catalog.update_mirror(key, default_branch=every, error=problem)
+        row = await catalog.find_mirror(key)
+        assert row is not None
+        assert row.default_branch == every
+        assert row.error == {"code": "internal", "detail": "caf\\351"}
+        assert await catalog.find_instance("o/r@caf\udce9\0") is None
+
+    using(work)
