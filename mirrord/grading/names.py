@@ -93,8 +93,11 @@ def _in_package(above: bytes, context: Context) -> bool:
 
 
 def new_modules(change: Change, context: Context) -> list[str]:
-    is_new = change.old is None and change.mode is not None
-    return list(iter_modules(change.path, context)) if is_new else []
+    if change.old is not None or change.mode is None:
+        return []
+    if (names := context.modules.get(change.path)) is None:
+        names = context.modules[change.path] = list(iter_modules(change.path, context))
+    return names
 
 
 def new_module(change: Change, context: Context) -> str | None:

@@ -97,7 +97,7 @@ shadowing-dependency (shadow): Python, in place of an installed package that the
   *.py *.so *.pyd *.pyc
   if new-dependency
 name-of-tests (shadow): Python, in place of a test, a conftest, or a package or helper of tests
-  **
+  *.py *.so *.pyd *.pyc *.pyo
   if takes-name
 node-modules (shadow): node, in place of an installed package
   **/node_modules/**
