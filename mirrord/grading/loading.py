@@ -83,17 +83,16 @@ class _Comparison(NamedTuple):
     def _tests(self) -> Iterator[Loaded]:
         for test, (module, files) in self.graded.tests.items():
             before, files_before = self.base.tests.get(test, ("", []))
-            for place in [*files, *files_before]:
-                if not (place in files and place in files_before):
-                    paths = self._made_by(place) or self._markers(test)
-                    yield Loaded("loaded-test", test, paths, f"{module} is {quote_name(place[0])}")
-            if module != before and files == files_before:
-                yield Loaded("loaded-test", test, self._markers(test), f"loaded as {module}")
+            if (module, files) != (before, files_before):
+                places = [place for place in files if place not in files_before]
+                places += [place for place in files_before if place not in files]
+                paths = _unique_paths(map(self._made_by, places)) or self._markers(test)
+                shown = ", ".join(quote_name(place[0]) for place in files) or "nothing"
+                yield Loaded("loaded-test", test, paths, f"{quote_name(module)} is {shown}")
             for place in files[:-1]:
                 if is_test(encode_name(place[0])) and (paths := self._above(place)):
-                    yield Loaded(
-                        "loaded-test", test, paths, f"in the package {quote_name(place[0])}"
-                    )
+                    detail = f"in the package {quote_name(place[0])}"
+                    yield Loaded("loaded-test", test, paths, detail)
 
     def _modules(self) -> Iterator[Loaded]:
         of_tests = {"conftest", *(Path(test).stem for test in self.graded.tests)}
@@ -141,6 +140,10 @@ class _Comparison(NamedTuple):
             for path in sorted(self.changed)
             if path.rpartition(b"/")[0] in above and path.endswith(b"__init__.py")
         )
+
+
+def _unique_paths(groups: Iterable[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    return tuple(dict.fromkeys(path for group in groups for path in group))
 
 
 def _unique(places: list[Place]) -> list[Place]:
