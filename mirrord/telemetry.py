@@ -28,7 +28,9 @@ Format = Literal["auto", "json", "console"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 # Upstreams choose some of this text, and it is masked on the event loop: all take linear time.
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,20})://([^/\s'\"]*)@")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,20}://[^\s\"]+")
+# a host that no user name looks like: an @ further on is part of the path
+_PLAIN_HOST = re.compile(r"(?:(?:[A-Za-z0-9-]+\.)+[A-Za-z0-9-]+|localhost|\[[0-9A-Fa-f:.]+\])?/")
 _QUERY = re.compile(
     r"([?&;](?=[^=\s?&;'\"]*(?:token|key|secret|passw|pwd|sig|auth|credential))[^=\s?&;'\"]*=)"
     r"[^&;#\s'\"]+",
@@ -58,7 +60,7 @@ def bind_request(identity: str) -> None:
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
     """Hide `secrets`, credentials in URLs, and the values of words such as `token=`."""
     if "@" in text:
-        text = _USERINFO.sub(_masked_userinfo, text)
+        text = _URL.sub(lambda found: without_userinfo(found[0]), text)
     if "=" in text:
         text = _QUERY.sub(r"\1***", text)
     if "=" in text or ":" in text:
@@ -69,12 +71,24 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
     return text
 
 
-def _masked_userinfo(found: re.Match[str]) -> str:
-    scheme, userinfo = found.groups()
+def mask_url(url: str) -> str:
+    """Hide the secrets of a text that is one URL, valid or not."""
+    return masked(without_userinfo(url))
+
+
+def without_userinfo(url: str) -> str:
+    """Hide user and password of a URL. A password may have a `/`, `@` or `:` that is not encoded.
+
+    git and curl take such a URL for another one; people write it all the same.
+    """
+    scheme, _, rest = url.partition("://")
+    userinfo, at, address = rest.rpartition("@")
+    if not at or _PLAIN_HOST.match(rest):
+        return url
     if scheme.lower() in {"ssh", "git+ssh", "ssh+git"}:  # the user is part of the address
         user, colon, _ = userinfo.partition(":")
-        return f"{scheme}://{user}{':***' if colon else ''}@"
-    return f"{scheme}://***@"
+        return f"{scheme}://{user}{':***' if colon else ''}@{address}"
+    return f"{scheme}://***@{address}"
 
 
 def _masked_value(value: Any) -> Any:

@@ -22,7 +22,7 @@ from ..mirrors.refs import directories_of, is_safe_ref, write_durably
 from ..mirrors.repository import Refs, Repository
 from ..model import MirrorName, shown
 from ..quoting import quote_name, unquote_name
-from ..telemetry import masked
+from ..telemetry import mask_url
 from .objects import Blob, ObjectStore
 
 _FORMAT = 1
@@ -60,7 +60,7 @@ class GenerationManifest:
         value = {
             "format": _FORMAT,
             "mirror": self.mirror,
-            "url": masked(self.url),
+            "url": mask_url(self.url),
             "epoch": self.epoch,
             "number": self.number,
             "head": None if self.head is None else quote_name(self.head),

@@ -26,7 +26,7 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..model import CommitId, MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, ProgressSink, RefFault
-from ..telemetry import log, masked
+from ..telemetry import log, mask_url
 from ..workers.pool import Workers
 from . import maintenance
 from .history import columns_of
@@ -445,7 +445,7 @@ def _shown(row: MirrorRow, pin_count: int) -> Mirror:
     return Mirror(
         name=str(row.name),
         repo=row.name.repo,
-        url=masked(row.url),
+        url=mask_url(row.url),
         state="failed" if row.error else "ready" if row.synced_at else "empty",
         default_branch=row.default_branch,
         ref_count=row.ref_count,

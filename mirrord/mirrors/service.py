@@ -19,7 +19,7 @@ from ..catalog import MirrorRow
 from ..git.command import object_info
 from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
-from ..telemetry import masked
+from ..telemetry import mask_url
 from ..workers.coalesce import Coalescer, SharedWork
 from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory, Turn
@@ -89,7 +89,7 @@ class Mirrors(Inventory):
             await self._record_failure(name, errors.unexpected(error, doing), started_at)
             raise
         if to := result.redirected_to:
-            url = masked(row.url)
+            url = mask_url(row.url)
             self.events.publish("mirror.redirected", mirror=str(row.name), url=url, to=to)
         took = round((utc_now() - started_at).total_seconds(), 3)
         facts = {"summary": result.summary, "faults": len(result.faults), "duration_s": took}

@@ -22,7 +22,7 @@ from ..config import Settings
 from ..errors import InvalidUrlError, MirrordError, UpstreamThrottledError
 from ..git.configuration import Remote
 from ..model import MirrorName, shown
-from ..telemetry import masked
+from ..telemetry import mask_url, without_userinfo
 from ..units import Backoff
 
 _LOCAL = "local"
@@ -43,7 +43,7 @@ class Upstream:
     @property
     def shown(self) -> str:
         """The URL without secrets."""
-        return masked(self.url)
+        return mask_url(self.url)
 
 
 def upstream_url(template: str, name: MirrorName) -> str:
@@ -62,9 +62,13 @@ def public_url(text: str) -> str | None:
         bare = parse_upstream(text).remote.url
     except InvalidUrlError:
         return None
-    return bare if masked(bare) == bare else None
+    return bare if mask_url(bare) == bare else None
 
 
+_NOT_SPLIT = (
+    "its host and port cannot be told from its password; write / as %2F, @ as %40, : as %3A"
+    " and % as %25 in a password, or keep it out of the URL with a [[credential]]"
+)
 _SCHEMES = {"https", "http", "ssh", "git", "file"}
 _SCP = re.compile(r"(?:[A-Za-z0-9._-]+@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!/?/)([^\s].*)")
 _HELPER = re.compile(r"[A-Za-z0-9+.-]*::")
@@ -88,7 +92,7 @@ def parse_upstream(text: str) -> Upstream:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise _refused(text, str(error)) from error
+        raise _refused(text, _NOT_SPLIT) from error  # which quotes what may be a password
     scheme = parts.scheme.lower()
     if scheme not in _SCHEMES:
         known = ", ".join(sorted(_SCHEMES))
@@ -110,12 +114,14 @@ def parse_upstream(text: str) -> Upstream:
     username = unquote(user) if user is not None else None
     password = unquote(parts.password) if parts.password is not None else None
     bare = urlunsplit(parts._replace(netloc=server))
+    if without_userinfo(bare) != bare:  # it would be an argument of git
+        raise _refused(text, _NOT_SPLIT)
     return Upstream(text, Remote(bare, username, password), host)
 
 
 def _refused(text: str, why: str) -> InvalidUrlError:
     return InvalidUrlError(
-        f"cannot use upstream {shown(masked(text), 200)}: {why}",
+        f"cannot use upstream {shown(mask_url(text), 200)}: {why}",
         hint="give https://host/owner/name.git, ssh://, git://, file:///path, /path or"
         " user@host:path",
     )

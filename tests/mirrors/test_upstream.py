@@ -55,6 +55,14 @@ def test_what_is_no_upstream_is_refused(text: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("password", ["ab/cds3cret", "12/abs3cret", "a:b/s3cret", "p@/s3cret"])
+def test_a_password_that_is_not_encoded_is_refused_and_not_shown(password: str) -> None:
+    """git takes what follows its `/` for a path; it would be in the catalog and on command lines."""
+    with pytest.raises(InvalidUrlError) as caught:
+        parse_upstream(f"https://user:{password}@host/x.git")
+    assert "s3cret" not in str(caught.value.problem())
+
+
 def test_a_template_is_filled_in() -> None:
     assert (
         upstream_url("file:///some/{owner}+{name}", MirrorName("psf", "requests"))
