@@ -46,6 +46,8 @@ _CONDA_ONLY = {
 }
 """Programs and libraries that conda has and PyPI does not."""
 _CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
+_RUNNERS = {"sympy/sympy": ["sympy/testing/runtests.py", "sympy/utilities/runtests.py"]}
+"""What the projects' own runners are made of, besides the program in the test command."""
 _RENAMED = {"types-pkg_resources": "types-setuptools", "types-pkg-resources": "types-setuptools"}
 """Withdrawn from PyPI; SWE-bench's scripts replace them too."""
 
@@ -280,7 +282,8 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
         )
     spec.setdefault("log_parser", own.get("log_parser") or parser_of_repo(row.repo))
     date = row.created_at.isoformat() if frozen and row.created_at else None
-    return replace(recipe_of_spec(key_of(row), spec), index_date=date)
+    runner = _RUNNERS.get(row.repo.lower(), [])
+    return replace(recipe_of_spec(key_of(row), spec), index_date=date, runner=runner)
 
 
 def recipe_of_spec(key: str, spec: Mapping[str, Any]) -> Recipe:

@@ -23,6 +23,7 @@ from mirrord.environments.recipes import (
     recipes_of_toml,
 )
 from mirrord.errors import InvalidRecipeError, RecipeNotFoundError
+from mirrord.grading.runners import files_of
 from mirrord.protocol import Recipe
 
 PROJECT = Path(__file__).parents[2]
@@ -62,6 +63,23 @@ def swebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     recipes.swebench_specs.cache_clear()
     yield
     recipes.swebench_specs.cache_clear()
+
+
+def test_the_files_of_a_runner_are_in_its_command_and_in_its_recipe() -> None:
+    """Options, variables and programs of the environment are no files of the tree."""
+    config = {"python": "3.9", "test_cmd": "PYTHONWARNINGS=x bin/test -C --verbose"}
+    sympy = recipe_of(instance(repo="sympy/sympy", version="1.0", install_config=config))
+    assert files_of(sympy) == (
+        "/sympy/testing/runtests.py", "/sympy/utilities/runtests.py", "/bin/test",
+    )  # fmt: skip
+    for command, files in {
+        "./tests/runtests.py --verbosity 2": ("/tests/runtests.py",),
+        "pytest -rA -p no:cacheprovider --rootdir=a/b": (),
+        "cd x && python run.py; tox -e py39 -- ": ("/run.py",),
+        "/usr/bin/env sh 'unfinished": (),
+        "": (),
+    }.items():
+        assert files_of(Recipe(key="a", python="3.11", test_command=command)) == files
 
 
 def test_a_row_of_swe_rebench_has_its_recipe() -> None:
