@@ -342,7 +342,7 @@ _TARGET_HELP = "Id or path of a checkout; with --patch an instance, or NAME@COMM
 _POLICY_HELP = (
     "report, drop or refuse what could steer the tests, or KIND=… for a kind of rule; repeatable."
 )
-_PREDICTIONS_HELP = "Grade each prediction of a file in SWE-bench's format."
+_PREDICTIONS_HELP = "Grade each prediction of a file, or of a directory of ID.patch."
 _RUN_HELP = "Run the tests of each prediction in its instance's environment."
 _REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
 
@@ -353,7 +353,7 @@ def grade(
     patch: Annotated[
         str | None, Option("The agent's change, for an instance; - is standard input.", "FILE")
     ] = None,
-    predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "FILE")] = None,
+    predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "PATH")] = None,
     strategy: Annotated[
         ApplyStrategy,
         Option("How the patch may apply: as git does, or as SWE-bench's grader does."),

@@ -1,22 +1,32 @@
 """Files of predictions, read row by row.
 
-Predictions are SWE-bench's rows (`instance_id`, `model_patch`, `model_name_or_path`) as JSON lines,
-a JSON array, or an object by instance id.
+Predictions are rows of SWE-bench, SWE-bench Pro, Multi-SWE-bench or OpenHands as JSON lines, a JSON
+array, or an object by instance id; or a directory of patches named after their instances.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import errors
+from ..datasets.fields import find_value
 from ..datasets.readers import Element, iter_elements
 from ..jsontext import loads
+from ..quoting import quote_name
 
 _BOM = b"\xef\xbb\xbf"
 _HEAD_BYTES = 1024**2
-_NAMES = {"instance_id", "model_patch"}
+_PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_patch")
+"""SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives."""
+_MODELS = ("model_name_or_path", "prefix", "metadata.llm_config.model", "model")
+_NAMES = {"instance_id", "test_result", *_PATCHES}
+_ROW_BYTES = 64 * 1024**2
+_SUFFIXES = {".patch", ".diff"}
+_UNNAMED = {"patch", "model", "model_patch", "fix"}
+"""Names of patches that stand in a directory named after the instance."""
 _OBJECT_BY_ID = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\{')
 
 
@@ -42,7 +52,10 @@ class Fault(NamedTuple):
 
 
 def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
-    """Yield the rows of a file; raises UsageError if it has none."""
+    """Yield the rows of a file or a directory of patches; raises UsageError if it has none."""
+    if path.is_dir():
+        yield from _read_directory(path)
+        return
     if path.exists() and not path.is_file():
         raise _unusable(path, "it is not a regular file")
     try:
@@ -60,6 +73,24 @@ def read_predictions(path: Path) -> Iterator[Prediction | Fault]:
         raise _unusable(path, "it has no predictions")
 
 
+def _read_directory(directory: Path) -> Iterator[Prediction | Fault]:
+    """Yield `ID.patch` and `ID/patch.diff`, in the order of their paths."""
+    paths = sorted(path for path in directory.rglob("*") if path.suffix in _SUFFIXES)
+    if not paths:
+        raise _unusable(directory, "it is a directory without files ID.patch or ID.diff")
+    for line, path in enumerate(paths, 1):
+        instance = path.parent.name if path.stem in _UNNAMED else path.stem
+        try:
+            yield Prediction(line, instance, "", _content(path.read_bytes()))
+        except OSError as error:
+            yield Fault(line, f"cannot read {quote_name(path.name)}: {error.strerror}")
+
+
+def _content(patch: bytes) -> bytes:
+    """Return the patch; empty if it is only spaces, which git refuses as no patch."""
+    return patch if patch.strip() else b""
+
+
 def _iter_rows(file: BufferedReader) -> Iterator[Element]:
     """Yield lines, or the elements of one JSON document, which may be a single line."""
     start = file.tell()
@@ -71,6 +102,11 @@ def _iter_rows(file: BufferedReader) -> Iterator[Element]:
     value = _decoded(first)
     if value is None:
         is_document = _OBJECT_BY_ID.match(head) is not None
+        if not is_document and first.strip() == b"{":  # one row, over several lines
+            text = file.read(_ROW_BYTES)
+            file.seek(start)
+            if _decoded(text) is not None:
+                return iter([Element(text)])
     else:
         is_document = value.keys().isdisjoint(_NAMES) and not rest.strip()
     return iter_elements(file) if is_document else map(Element, file)
@@ -84,17 +120,35 @@ def _read_row(line: int, element: Element) -> Prediction | Fault:
         return Fault(line, "it is not a JSON object")
     if element.key is not None:
         value.setdefault("instance_id", loads(element.key))
-    instance, patch = value.get("instance_id"), value.get("model_patch")
-    model = value.get("model_name_or_path")
+    instance = value.get("instance_id") or _multi_id(value)
     if not isinstance(instance, str) or not instance:
         return Fault(line, "it has no instance_id")
-    if "model_patch" not in value or not isinstance(patch, str | None):
+    patch = _first(value, _PATCHES)
+    is_empty = patch is None or (isinstance(patch, float) and math.isnan(patch))
+    if value.keys().isdisjoint(_NAMES - {"instance_id"}) or not (
+        is_empty or isinstance(patch, str)
+    ):
         return Fault(line, "it has no model_patch")
+    model = _first(value, _MODELS)
     try:
-        content = (patch or "").encode("utf-8", "surrogateescape")
+        content = b"" if is_empty else _content(patch.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
         return Fault(line, "its model_patch is not valid Unicode")
     return Prediction(line, instance, model if isinstance(model, str) else "", content)
+
+
+def _first(row: dict[str, Any], paths: Iterable[str]) -> Any:
+    """Return the value of the first path whose column the row has, None if it has none."""
+    path = next((each for each in paths if each.partition(".")[0] in row), "")
+    return find_value(row, path)
+
+
+def _multi_id(row: dict[str, Any]) -> str | None:
+    """Return the id that Multi-SWE-bench makes of organisation, repository and number."""
+    names = [row.get(name) for name in ("org", "repo", "number")]
+    if any(isinstance(name, bool) or not isinstance(name, str | int) for name in names):
+        return None
+    return "{}__{}-{}".format(*names)
 
 
 def _decoded(text: bytes) -> dict[str, Any] | None:
@@ -106,5 +160,6 @@ def _decoded(text: bytes) -> dict[str, Any] | None:
 
 
 def _unusable(path: Path, fact: str) -> errors.UsageError:
-    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as SWE-bench does"
+    hint = "give JSON lines with instance_id, model_patch and model_name_or_path, as SWE-bench"
+    hint += " does, or a directory of ID.patch"
     return errors.UsageError(f"cannot read the predictions in {path}: {fact}", hint=hint)

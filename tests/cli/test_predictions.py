@@ -62,6 +62,65 @@ def test_every_layout_of_the_field_is_read(tmp_path: Path, layout: str) -> None:
     assert read(tmp_path, LAYOUTS[layout]) == READ
 
 
+PATCH = "diff 0\n"
+ROW = Prediction(1, "psf__requests-0", "m", PATCH.encode())
+SHAPES: dict[str, Any] = {
+    "SWE-bench Pro": {"instance_id": ROW.instance, "patch": PATCH, "prefix": "m"},
+    "Multi-SWE-bench": {"org": "psf", "repo": "requests", "number": 0, "fix_patch": PATCH},
+    "Multi-SWE-bench, text": {"org": "psf", "repo": "requests", "number": "0", "fix_patch": PATCH},
+    "OpenHands": {
+        "instance_id": ROW.instance,
+        "instance": {"patch": "gold", "instance_id": "x"},
+        "test_result": {"git_patch": PATCH},
+        "metadata": {"llm_config": {"model": "m"}},
+    },
+    "beside the gold patch": {**ROWS[0], "patch": "gold"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_of_other_harnesses_are_read(tmp_path: Path, shape: str, indent: int | None) -> None:
+    """On a line, in an array, and one row over several lines."""
+    row = SHAPES[shape]
+    expected = [ROW._replace(model="") if "org" in row else ROW]
+    assert read(tmp_path, json.dumps(row, indent=indent)) == expected
+    assert read(tmp_path, json.dumps([row], indent=indent)) == expected
+
+
+@pytest.mark.parametrize("patch", ["NaN", "null", '""', '" \\n"'])
+def test_what_is_no_patch_is_an_empty_one(tmp_path: Path, patch: str) -> None:
+    rows = (
+        '"instance_id": "i", "model_patch": %s',
+        '"instance_id": "i", "patch": %s, "prefix": ""',
+        '"instance_id": "i", "test_result": {"git_patch": %s}',
+    )
+    for row in rows:
+        assert read(tmp_path, "{" + row % patch + "}\n") == [Prediction(1, "i", "", b"")]
+    assert read(tmp_path, '{"instance_id": "i", "test_result": {}}') == [
+        Prediction(1, "i", "", b"")
+    ]
+
+
+def test_a_directory_of_patches_is_read_by_their_names(tmp_path: Path) -> None:
+    """Also as SWE-agent lays them out, a directory for each instance."""
+    for name in ("a.patch", "b/b.patch", "c/patch.diff", "c/run.log", "empty.diff"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"" if "empty" in name else b"diff\xff\r\n")
+    found = list(read_predictions(tmp_path))
+    assert found == [
+        Prediction(1, "a", "", b"diff\xff\r\n"),
+        Prediction(2, "b", "", b"diff\xff\r\n"),
+        Prediction(3, "c", "", b"diff\xff\r\n"),
+        Prediction(4, "empty", "", b""),
+    ]
+    with pytest.raises(UsageError, match=r"without files ID\.patch"):
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        list(read_predictions(bare))
+
+
 def test_one_prediction_is_a_line_and_no_document(tmp_path: Path) -> None:
     assert read(tmp_path, json.dumps(ROWS[0])) == READ[:1]
 
