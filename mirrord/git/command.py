@@ -104,6 +104,8 @@ class Git:
         quarantine_objects: Path | None = None,
         remote: Remote | None = None,
         memory_bytes: int | None = None,
+        packets: Callable[[str], None] | None = None,
+        ends_with: str | None = None,
         doing: str | None = None,
     ) -> GitResult:
         """Run one git command to its end.
@@ -111,11 +113,12 @@ class Git:
         `stdin` is bytes, a path, or an open file at its present offset. `quiet_timeout` bounds the
         time without output. `quarantine_objects` receives new objects instead of the repository.
         `remote` is the upstream that the command talks to, with its credentials. `memory_bytes`
-        limits each of its processes. `doing` completes "cannot …" in an error. A status outside of
-        `ok` raises the error that fits stderr.
+        limits each of its processes. `packets` receives what GIT_TRACE_PACKET prints. `doing`
+        completes "cannot …" in an error. A status outside of `ok` raises the error that fits
+        stderr, unless the last message is `ends_with`.
         """
         doing = doing or f"run git {args[0]}"
-        stdout, stderr = bytearray(), StderrReader(progress)
+        stdout, stderr = bytearray(), StderrReader(progress, packets)
         environment = child_environment(home=self._home, remote=remote, extra=env)
         with _started(
             args, environment, git_dir, stdin, stdout_path, quarantine_objects,
@@ -151,6 +154,8 @@ class Git:
             error = errors.UpstreamError if remote else errors.GitFailedError
             raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
+        if ends_with is not None and result.stderr.endswith(ends_with):
+            ok = (result.status,)
         with _full_disk_told(git_dir, doing):
             _check_result(result, ok, stderr, remote, doing)
         return result

@@ -126,10 +126,18 @@ class HttpAnswer(NamedTuple):
 
 
 class StderrReader:
-    """Collects the messages in git's stderr, of many the first and last; reports its progress."""
+    """Collects the messages in git's stderr, of many the first and last; reports its progress.
 
-    def __init__(self, progress: Callable[[Progress], None] | None = None) -> None:
+    `packets` receives each line of GIT_TRACE_PACKET.
+    """
+
+    def __init__(
+        self,
+        progress: Callable[[Progress], None] | None = None,
+        packets: Callable[[str], None] | None = None,
+    ) -> None:
         self._progress = progress
+        self._packets = packets
         self._tail = b""
         self._first: list[str] = []
         self._last: deque[str] = deque(maxlen=_LINES_MAX)
@@ -151,7 +159,10 @@ class StderrReader:
         if not line:
             return
         if trace := _TRACE.fullmatch(line):
-            if header := _HEADER.match(trace[1]):
+            if trace[1].startswith("packet: "):
+                if self._packets is not None:
+                    self._packets(trace[1].removeprefix("packet: ").lstrip())
+            elif header := _HEADER.match(trace[1]):
                 self._take_header(header[1])
         elif found := _PROGRESS.fullmatch(line):
             if self._progress is not None:

@@ -22,6 +22,7 @@ from anyio import to_thread
 from .. import errors
 from ..errors import MirrordError, UpstreamLossError, full_disk_named
 from ..git.command import GitResult, lines_of, object_info
+from ..git.listing import list_refs
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
@@ -33,7 +34,6 @@ from .repository import HISTORY, KEPT, Refs, Repository
 from .upstream import Upstream, blames_objects, find_bad, is_cut
 
 INCOMING = "refs/mirrord/incoming/"
-_MAX_OFFER_BYTES = 64 * 1024**2  # about a million refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,19 @@ class Fetcher:
     progress: ProgressSink | None = None
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
-        """Ask upstream for its refs; raises UpstreamEmptyError where it has none."""
-        answer = await self.repository.git.run(
-            "ls-remote", "--symref", "--", self.upstream.remote.url,
-            remote=self.upstream.remote,
+        """Ask upstream for HEAD and the refs of `patterns`; raises UpstreamEmptyError for none."""
+        answer = await list_refs(
+            self.repository.git,
+            self.repository.path,
+            self.upstream.remote,
+            patterns,
             timeout=self.quiet,
-            memory_bytes=4 * _MAX_OFFER_BYTES,
-            stdout_limit_bytes=_MAX_OFFER_BYTES,
             doing=f"ask upstream {self.upstream.shown} for its refs",
-        )  # fmt: skip
+        )
         if not answer.lines and not may_be_empty:
+            wanted = ", ".join(patterns)
             raise errors.UpstreamEmptyError(
-                f"cannot mirror {self.upstream.shown}: it has no refs",
+                f"cannot mirror {self.upstream.shown}: it has no refs that match {wanted}",
                 hint="nothing was changed, and the mirror still serves what it has; push to"
                 " upstream, check the URL, or follow it all the same with"
                 " `mirrord mirror sync NAME --accept-loss`",

@@ -194,6 +194,27 @@ def test_pull_request_heads_come_when_configured(site: Site) -> None:
 # -- ref history -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("speaks_v2", [True, False])
+def test_refs_that_nobody_follows_do_not_cross_the_wire(site: Site, speaks_v2: bool) -> None:
+    """HEAD and the configured refs are asked for by prefix; an old upstream sends all it has."""
+    site.upstream.git("update-ref", "refs/heads/café", "HEAD")
+    tip = site.upstream.git("rev-parse", "HEAD").strip()
+    lines = "".join(f"create refs/pull/{number}/head {tip}\n" for number in range(2000))
+    site.upstream.git("update-ref", "--stdin", stdin=lines.encode())
+    with serving(site.upstream.path.parent) as forge:
+        forge.speaks_v2 = speaks_v2
+        url = f"{forge.url}/{site.upstream.path.name}/.git"
+        first = site.sync(url=url)
+        assert {"refs/heads/main", "refs/heads/café", "refs/tags/v1"} <= site.refs().keys()
+        assert (first.ref_count, first.default_branch) == (3, "main")
+        forge.sent_bytes, before = 0, len(forge.requests)
+        assert not site.sync(url=url).changed
+        assert (forge.sent_bytes < 5000) == speaks_v2
+        assert len(forge.requests) - before == 2
+        site.sync("refs/heads/*", "refs/pull/7*", url=url)
+        assert "refs/pull/777/head" in site.refs() and "refs/pull/1/head" not in site.refs()
+
+
 def test_a_record_costs_what_moved(site: Site) -> None:
     """Records of many refs share one list; each still tells all refs of its time, in any order."""
     head = site.upstream.git("rev-parse", "HEAD")

@@ -27,6 +27,8 @@ class Forge:
         self.renamed: dict[str, str] = {}
         self.delay_s = 0.0
         self.packs_cut = 0  # so many answers with a pack lose their second half
+        self.speaks_v2 = True
+        self.sent_bytes = 0
         self.requests: list[str] = []
         self.active = 0
         self.most_active = 0
@@ -43,6 +45,7 @@ class Forge:
         finally:
             with self.lock:
                 self.active -= 1
+        self.sent_bytes += len(answer[2])
         _send(request, *answer)
 
     def _answer(self, request: BaseHTTPRequestHandler) -> Answer:
@@ -74,7 +77,7 @@ class Forge:
             "CONTENT_TYPE": request.headers.get("Content-Type", ""),
             "CONTENT_LENGTH": str(len(body)),
             "HTTP_CONTENT_ENCODING": request.headers.get("Content-Encoding", ""),
-            "GIT_PROTOCOL": request.headers.get("Git-Protocol", ""),
+            "GIT_PROTOCOL": request.headers.get("Git-Protocol", "") if self.speaks_v2 else "",
             "REMOTE_ADDR": "127.0.0.1",
         }
         done = subprocess.run(
