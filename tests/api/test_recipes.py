@@ -1,4 +1,4 @@
-"""The recipes of docs/security.md, run unchanged, with an agent that asks the daemon for the answer."""
+"""The recipes of docs/recipes.md, run unchanged, with an agent that asks the daemon for the answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class World(NamedTuple):
 
 
 def recipes() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/recipes.md").read_text()
     section = re.search(r"## Three safe recipes\n(.*?)\n## ", text, re.DOTALL)
     assert section is not None
     return re.findall(r"```sh\n(.*?)```", section[1], re.DOTALL)

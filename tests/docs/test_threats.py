@@ -14,7 +14,7 @@ PROJECT = Path(__file__).parents[2]
 
 def proofs() -> dict[str, list[str]]:
     """Return the tests of each attack."""
-    text = (PROJECT / "docs/security.md").read_text().partition("\n## Threat model\n")[2]
+    text = (PROJECT / "docs/threat-model.md").read_text()
     text = text.partition("\n## ")[0]
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {
