@@ -6,7 +6,7 @@ bytes.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
@@ -28,6 +28,10 @@ _EXTENDED = re.compile(
     rb"|rename (?:old|new|from|to) |(?:dis)?similarity index |index )(.*)",
     re.DOTALL,
 )
+_NAME = re.compile(  # a line that names a path, and maybe one of a hunk
+    rb"(?m)^(diff --git |--- |\+\+\+ |copy (?:from|to) |rename (?:old|new|from|to) )(.*)$"
+)
+_FILE = re.compile(rb"(?m)^(?=diff --git )")
 _MODE = re.compile(rb"([0-7]{1,7})(?:[ \t\r]|$)")
 _INDEX = re.compile(rb"[^. ]{1,40}\.\.[^ ]{1,40}(?: (.*))?$", re.DOTALL)
 _NO_NEWLINE = b"\\ "
@@ -279,34 +283,45 @@ def _is_whole(patch: FilePatch) -> bool:
 
 def has_nul_in_name(patch: bytes) -> bool:
     """Return whether a header names a path with a NUL, behind which git (2.39) reads no further."""
+    if b"\0" not in patch and b"\\000" not in patch:
+        return False
     lines = patch.split(b"\n")
     for line, following in pairwise([*lines, b""]):
-        named = _EXTENDED.match(line)
-        is_header = line.startswith(_GIT) or (named and named[1].startswith((b"copy", b"rename")))
-        if line.startswith(b"--- ") and following.startswith(b"+++ "):
-            is_header, line = True, line + following
-        if is_header and (b"\0" in line or (b'"' in line and b"\\000" in line)):
+        named = bool(_NAME.match(line))
+        if line.startswith((b"--- ", b"+++ ")):  # or lines of a hunk
+            named, line = line.startswith(b"-") and following.startswith(b"+++ "), line + following
+        if named and (b"\0" in line or (b'"' in line and b"\\000" in line)):
             return True
     return False
 
 
 def named_paths(patch: bytes) -> set[bytes]:
     """Return every path whose content git may read, and their parents."""
-    found: set[bytes | None] = set()
-    for line in patch.split(b"\n"):
-        rest = line[len(_GIT) :] if line.startswith(_GIT) else None
-        named = _EXTENDED.match(line)
-        for strip in (0, 1):
-            with suppress(NeedsGitError):
-                if rest is not None:
-                    found.add(header_name(rest, strip))
-                elif named and named[1].startswith((b"---", b"+++")):
-                    found |= {name_of(named[2], strip), traditional_name(named[2], strip)}
-                elif named and named[1].startswith((b"copy", b"rename")):
-                    found.add(name_of(named[2], strip, has_tabs=True))
-    paths = {path.strip(b"/") for path in found if path}
+    lines = (found.groups() for found in _NAME.finditer(patch))
+    paths = {path.strip(b"/") for key, rest in lines for path in _names_in(key, rest)}
     above = {path[:at] for path in paths for at, byte in enumerate(path) if byte == _SLASH}
     return {path for path in paths | above if path}
+
+
+def _names_in(key: bytes, rest: bytes) -> Iterator[bytes]:
+    """Yield the paths that a line of a header may name, with any number of its directories."""
+    for strip in (0, 1):
+        with suppress(NeedsGitError):
+            if key == _GIT:
+                yield header_name(rest, strip) or b""
+            elif key in (b"--- ", b"+++ "):
+                yield name_of(rest, strip) or b""
+                yield traditional_name(rest, strip) or b""
+            else:
+                yield name_of(rest, strip, has_tabs=True) or b""
+
+
+def split_binary(patch: bytes) -> tuple[bytes, bytes]:
+    """Split a patch into its files of text and its binary ones, by their git headers."""
+    mark = b"\n" + _BINARY
+    parts = _FILE.split(patch) if mark in patch else [patch]
+    text, binary = ([part for part in parts if (mark in part) == which] for which in (False, True))
+    return b"".join(text), b"".join(binary)
 
 
 # -- the lines of a git header ---------------------------------------------------------------------

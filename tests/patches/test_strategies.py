@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -200,3 +201,36 @@ def test_a_patch_that_swe_bench_takes_gives_its_tree(tmp_path: Path) -> None:
             assert ids(tree.after(done.changes)) == wanted, (case, names, done.strategy, patch)
             taken += done.strategy is not FoundStrategy.EXACT
     assert taken
+
+
+HOSTILE: dict[str, bytes] = {
+    "outside": b"--- a/../f\n+++ b/../f\n@@ -1,3 +1,3 @@\n-a\n+x\n b\n c\n",
+    "absolute": b"diff --git a/f b/f\nsimilarity index 100%\nrename from f\nrename to /etc/mirrord-f\n",
+    "of git": b"--- /dev/null\n+++ b/.git/hooks/post-checkout\n@@ -0,0 +1,2 @@\n+b\n",
+    "a new link": b"diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc\n"
+    b"--- /dev/null\n+++ b/l/mirrord-f\n@@ -0,0 +1 @@\n+b\n",
+    "below a link": b"--- /dev/null\n+++ b/link/f\n@@ -0,0 +1,9 @@\n+b\n",
+    "an ed script": b"Index: a/f\n1c\nb\n.\n!touch /tmp/mirrord-ed\n",
+    "a fuzzy hunk, then an ed script": b"--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n x\n-b\n+B\n c\n"
+    b"Index: a/g\n1c\nb\n.\n",
+    "a NUL": b"--- /dev/null\n+++ b/f\0g\n@@ -0,0 +1 @@\n+b\n",
+    "hunks of other lines": b"--- a/f\n+++ b/f\n@@ -0,0 +1,9 @@\n" + b"+b\n" * 9 + b"@@ -900000000,1 +900000000 @@\n-b\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_patch_reaches_no_other_file(tmp_path: Path, what: str) -> None:
+    """It is refused, or only its good hunk is taken. Nothing is made outside of the scratch tree, which is gone."""
+    tree = MemoryTree({
+        b"f": File(REGULAR, b"a\nb\nc\n"), b"g": File(REGULAR, b"a\n"), b"link": File(SYMLINK, b"/tmp")
+    })  # fmt: skip
+    scratch = tmp_path / "above/scratch"
+    scratch.parent.mkdir()
+    taken: list[bytes] = []
+    with suppress(MirrordError):
+        done = apply_patch(tree, HOSTILE[what], scratch=scratch, strategy=ApplyStrategy.TOLERANT)
+        taken = [change.path for change in done.changes]
+    assert taken == ([b"f"] if "hunk" in what else [])
+    assert list(tmp_path.rglob("*")) == [scratch.parent]
+    made = ("/etc/mirrord-f", "/tmp/f", "/tmp/mirrord-ed")
+    assert not any(map(os.path.lexists, made))
