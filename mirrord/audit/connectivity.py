@@ -1,187 +1,24 @@
-"""Find missing and damaged objects of a repository, and the commits and refs that reach them.
+"""Find missing objects of a repository, and the commits and refs that reach them.
 
 git reads without commit-graph and multi-pack index, which can hide missing objects. One walk proves
 all commits. Where it fails, the oldest failing commit is bisected, so the number of git processes
 grows with the damage, not with the commits. Reads only, in a worker.
 """
 
-import hashlib
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from graphlib import TopologicalSorter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import BatchObject, GitResult, lines_of, read_objects_sync, run_git_sync
-from ..git.configuration import UNTRUSTING
-from ..git.packs import packs_in
+from ..git.command import lines_of
 from ..mirrors.repository import HISTORY, PINS
 from ..model import AuditLevel, CommitId, CommitState, FindingKind
-from .object_files import TIMEOUT, BadFile, Defect, FileKind
-
-OBJECT_ID = re.compile(r"\b[0-9a-f]{40}\b")
-_PARENT = re.compile(rb"^parent ([0-9a-f]{40})$", re.MULTILINE)
-
-Graph = dict[str, tuple[str, ...]]
-"""Commit to parents, for every commit that can be read."""
-
-read_objects = partial(read_objects_sync, options=UNTRUSTING, timeout=TIMEOUT, bisect=True)
-
-
-def run_git(git_dir: Path, doing: str, *args: str, **more: Any) -> GitResult:
-    """Call `run_git_sync` without the files that can hide missing objects."""
-    return run_git_sync(*UNTRUSTING, *args, git_dir=git_dir, timeout=TIMEOUT, doing=doing, **more)
-
-
-def look_up(
-    git_dir: Path, names: Iterable[str], read: Collection[str] = ()
-) -> dict[str, BatchObject]:
-    """Look up the objects of `names`, and of `read` with their bytes; leave out missing ones."""
-    found = read_objects(git_dir, read, info=sorted(set(names)), doing="look up objects")
-    return {one.name: one for one in found if one.exists}
-
-
-def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
-    """Return the type of each object; empty where it is missing or unreadable."""
-    found = look_up(git_dir, asked := set(oids))
-    return {oid: found[oid].kind if oid in found else "" for oid in asked}
-
-
-# -- the commit graph ------------------------------------------------------------------------------
-
-
-def read_graph(git_dir: Path, tips: Collection[str]) -> Graph:
-    """Read the commits that `tips` reach; where git cannot walk, all commits of the repository."""
-    command = ("rev-list", "--parents", "--stdin")
-    try:
-        walked = run_git(git_dir, "walk commits", *command, stdin=lines_of(sorted(tips)))
-    except (CorruptObjectError, GitFailedError):
-        return {commit.oid: parents_in(commit.data) for commit in iter_commits(git_dir)}
-    return {oid: tuple(parents) for oid, *parents in map(str.split, walked.lines)}
-
-
-def iter_commits(git_dir: Path) -> Iterator[BatchObject]:
-    """Read every readable commit, reachable or not."""
-    doing = "read all commits"
-    # ids alone: git (2.39) dies of a pack that is too short when it lists types too
-    command = ("cat-file", "--batch-all-objects", "--unordered", "--buffer")
-    oids = run_git(git_dir, doing, *command, "--batch-check=%(objectname)").lines
-    known = read_objects(git_dir, (), info=oids, bisect=False, doing=doing)
-    commits = [one.oid for one in known if one.kind == "commit"]
-    return (one for one in read_objects(git_dir, commits, doing=doing) if one.exists)
-
-
-def parents_in(commit: bytes) -> tuple[str, ...]:
-    return tuple(oid.decode() for oid in _PARENT.findall(commit.partition(b"\n\n")[0]))
-
-
-def oldest_first(graph: Graph, commits: Collection[str]) -> list[str]:
-    """Sort `commits` so that each comes after its ancestors."""
-    position = {oid: n for n, oid in enumerate(TopologicalSorter(graph).static_order())}
-    return sorted(commits, key=lambda oid: (position.get(oid, -1), oid))
-
-
-def ancestors(graph: Graph, tips: Iterable[str], seen: set[str] | None = None) -> set[str]:
-    """Return `tips` and all their ancestors; adds to `seen`, and stops at commits in it."""
-    seen = set() if seen is None else seen
-    pending = [tip for tip in tips if tip not in seen]
-    while pending:
-        oid = pending.pop()
-        if oid not in seen:
-            seen.add(oid)
-            pending.extend(graph.get(oid, ()))
-    return seen
-
-
-def first_absent_ancestor(graph: Graph, commits: Collection[str]) -> dict[str, str]:
-    """Map those of `commits` that have an ancestor missing from the graph to that ancestor."""
-    absent = {oid: oid for parents in graph.values() for oid in parents if oid not in graph}
-    for oid in oldest_first(graph, graph.keys()) if absent else ():
-        blamed = next((absent[parent] for parent in graph[oid] if parent in absent), None)
-        if blamed:
-            absent[oid] = blamed
-    return {oid: absent[oid] for oid in commits if oid in absent and oid in graph}
-
-
-# -- damaged objects -------------------------------------------------------------------------------
-
-# Wrong authors, dates and modes, which real histories have. Broken links have no such message id.
-_HARMLESS = re.compile(
-    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
-)
-
-
-class Fsck(NamedTuple):
-    """The result of an fsck; `named` are the objects in its complaints."""
-
-    is_sound: bool
-    named: set[str]
-
-
-class Damage(NamedTuple):
-    """Objects whose content does not match their ids, and damaged packs with the reason."""
-
-    objects: set[str]
-    packs: dict[str, str]
-
-
-def run_fsck(git_dir: Path) -> Fsck:
-    """Hash every object and walk from every ref; again if packs were removed during the first.
-
-    `rev-list --verify-objects` does not do: git 2.39 hashes neither trees nor most commits in it,
-    and ends with status 0 after a mismatch.
-    """
-    packs = git_dir / "objects/pack"
-    command = ("fsck", "--full", "--no-dangling", "--no-progress", "--no-reflogs")
-    for _ in range(2):
-        before = set(packs_in(packs, ".pack"))
-        done = run_git(git_dir, "fsck", *command, ok=range(256))
-        output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
-        complaints = [line for line in output if line and not _HARMLESS.match(line)]
-        # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
-        is_sound = not done.status & ~(1 | 4) and not complaints
-        if is_sound or before <= set(packs_in(packs, ".pack")):
-            break
-    return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
-
-
-def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection[str]) -> Damage:
-    """Find the damage behind the objects that an fsck named, and behind bad checksums of files.
-
-    Verifies each pack, and reads each suspected object again: git may have a good copy of it.
-    """
-    packs: dict[str, str] = {}
-    for index in packs_in(git_dir / "objects/pack", ".idx"):
-        pack = index.with_suffix(".pack")
-        try:  # not by `git verify-pack`, which when killed leaves this command running
-            run_git_sync(
-                "index-pack", "--verify", str(pack),
-                git_dir=git_dir, timeout=TIMEOUT, doing=f"verify {index.name}",
-            )  # fmt: skip
-        except (CorruptObjectError, GitFailedError) as error:
-            if index.exists():
-                packs[pack.name] = error.message
-    loose = {bad.object_id for bad in bad_files if bad.kind is FileKind.LOOSE}
-    return Damage(unreadable(git_dir, sorted(loose | set(named))), packs)
-
-
-def unreadable(git_dir: Path, oids: Collection[str]) -> set[str]:
-    """Return those of `oids` that are missing, or whose content does not match."""
-    listed = list(oids)
-    bad: set[str] = set()
-    for at in range(0, len(listed), 1000):  # their bytes are in memory together
-        for found in read_objects(git_dir, listed[at : at + 1000], doing="read objects"):
-            header = f"{found.kind} {len(found.data)}\0".encode()
-            digest = hashlib.sha1(header + found.data, usedforsecurity=False)
-            if not found.exists or digest.hexdigest() != found.name:
-                bad.add(found.name)
-    return bad
-
-
-# -- commits with an incomplete closure ------------------------------------------------------------
+from .damage import Damage
+from .defects import Defect
+from .graph import ancestors, first_absent_ancestor, oldest_first, read_graph
+from .reading import OBJECT_ID, look_up, object_kinds, read_objects, run_git
 
 
 class Verdict(NamedTuple):
@@ -286,9 +123,6 @@ def incomplete_refs(
             reason = f"it reaches a missing object: {reason}"
             found[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)
     return found
-
-
-# -- the objects that are missing ------------------------------------------------------------------
 
 
 class Missing(NamedTuple):

@@ -38,8 +38,13 @@ from ..model import (
 from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
 from ..quoting import encode_name, quote_name
 from . import connectivity
-from .connectivity import Damage, Fsck, Verdict
-from .object_files import BadFile, Defect, find_bad_files, find_lying, find_strange
+from .connectivity import Verdict
+from .damage import Damage, Fsck, find_damage, run_fsck, unreadable
+from .defects import BadFile, Defect
+from .graph import ancestors, read_graph
+from .layout import find_strange
+from .object_files import find_bad_files, find_lying
+from .reading import look_up
 from .refs import (
     RefFiles,
     peeled_names,
@@ -120,7 +125,7 @@ def _examine(
         names = {*commits, *values, *trees, *(f"{oid}^{{commit}}" for oid in values)}
         if level is not AuditLevel.QUICK:
             names.update(peeled_names(found))
-        objects = connectivity.look_up(repository, names, read=found.newest_record)
+        objects = look_up(repository, names, read=found.newest_record)
         refs = {
             ref: objects[peeled].oid
             for ref, oid in found.refs.items()
@@ -131,7 +136,7 @@ def _examine(
         is_whole, fsck = proving.result()
         if fsck and (bad_files or not fsck.is_sound):
             bad_files = find_bad_files(git_dir, level)
-            damage = connectivity.find_damage(repository, bad_files, fsck.named)
+            damage = find_damage(repository, bad_files, fsck.named)
         verdicts = _absent(repository, commits, objects)
         doubtful = [oid for oid in commits if oid not in verdicts]
         if is_whole and fsck and not damage.objects:  # fsck proved what refs reach
@@ -179,7 +184,7 @@ def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple
         case AuditLevel.CLOSURE:
             return connectivity.find_hole(repository, commits) is None, None
         case AuditLevel.CONTENT:
-            fsck = connectivity.run_fsck(repository)
+            fsck = run_fsck(repository)
             return fsck.is_sound, fsck
 
 
@@ -196,7 +201,7 @@ def _absent(
             without_tree.append(oid)
     incomplete = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
     verdicts |= dict.fromkeys(without_tree, incomplete)
-    for oid in map(CommitId, connectivity.unreadable(repository, without_tree)):
+    for oid in map(CommitId, unreadable(repository, without_tree)):
         verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
     return verdicts
 
@@ -220,7 +225,7 @@ def _reach_of(
     key = hashlib.sha256(encode_name("\n".join(lines))).hexdigest()
     if known and known.key == key:
         return known
-    graph = connectivity.read_graph(repository, set(refs.values()))
+    graph = read_graph(repository, set(refs.values()))
     groups: dict[Reach, list[str]] = {reach: [] for reach in Reach}  # best first
     for ref, oid in refs.items():
         groups[_reach_by(ref, found.head)].append(oid)
@@ -228,7 +233,7 @@ def _reach_of(
     by_commit: dict[CommitId, Reach] = {}
     seen: set[str] = set()
     for reach, tips in groups.items():
-        connectivity.ancestors(graph, tips, seen)
+        ancestors(graph, tips, seen)
         by_commit |= {oid: reach for oid in commits if oid in seen and oid not in by_commit}
     by_commit |= {oid: Reach.NOTHING for oid in commits if oid not in by_commit}
     lost: dict[str, Defect] = {}

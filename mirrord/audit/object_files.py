@@ -8,74 +8,19 @@ commit-graphs end with the checksum of the bytes before it. Reads only, in a wor
 import errno
 import os
 import re
-import stat
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git import packs
 from ..git.command import run_git_sync
-from ..git.special import iter_special
 from ..host.files import NOT_PLAIN, open_plain, read_plain
 from ..model import AuditLevel, FindingKind
-
-TIMEOUT = timedelta(hours=1)
-"""Of one git of an audit or a heal; the largest repositories take minutes."""
-CHECKSUM_MISMATCH = "checksum mismatch"
-
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")  # a directory of loose objects
-_LOOSE_NAME = re.compile(r"[0-9a-f]{38}")
-
-
-class FileKind(StrEnum):
-    """The kind of a bad file, which decides how it is healed."""
-
-    PACK = "pack"
-    INDEX = "idx"
-    LOOSE = "loose object"
-    DERIVED = "derived"  # git can make it again
-    REF = "ref"
-    PACKED_REFS = "packed-refs"
-    HEAD = "HEAD"
-    CONFIG = "config"
-    PLANTED = "planted"
-    LAYOUT = "layout"  # something other than a plain file or directory in its place
-
-
-class Defect(NamedTuple):
-    """A defect of a mirror; `reason` follows "<subject>: "."""
-
-    kind: FindingKind
-    reason: str
-
-
-class BadFile(NamedTuple):
-    """A file to heal, by its `path` below the mirror; `reason` follows "<path>: "."""
-
-    path: str
-    kind: FileKind
-    reason: str
-
-    @property
-    def name(self) -> str:
-        """The subject of its finding: the path, for packs the file name."""
-        return self.path.removeprefix("objects/pack/")
-
-    @property
-    def object_id(self) -> str:
-        """Of a loose object."""
-        return self.path.removeprefix("objects/").replace("/", "")
-
-    @property
-    def defect(self) -> Defect:
-        names = {"INDEX": "PACK", "LOOSE": "OBJECT", "PACKED_REFS": "REF"}
-        return Defect(FindingKind[names.get(self.kind.name, self.kind.name)], self.reason)
+from .defects import CHECKSUM_MISMATCH, TIMEOUT, BadFile, Defect, FileKind
+from .layout import LOOSE_NAME, find_strange, no_file, sorted_entries
 
 
 def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
@@ -118,107 +63,6 @@ def _failing(is_sound: Callable[..., bool], *args: object, reason: str) -> str |
 
 def _ends_with_checksum(file: Path) -> bool:
     return file.stat().st_size > packs.ID_BYTES and packs.pack_is_whole(file)
-
-
-_JUDGED_AS_REFS = ("refs/", "HEAD", "packed-refs", "config")  # by `refs.py`
-
-# -- layout, and planted files ---------------------------------------------------------------------
-
-_PLANTED = {
-    "objects/info/alternates": "it lends objects from elsewhere",
-    "objects/info/http-alternates": "it lends objects from elsewhere",
-    "info/grafts": "it gives commits other parents",
-    "info/attributes": "it changes how git reads files",
-    "shallow": "it takes the parents of commits away",
-    "commondir": "it takes refs and objects from elsewhere",
-    "config.worktree": "git reads it as configuration",
-}
-
-
-def find_strange(git_dir: Path) -> Iterator[BadFile]:
-    """Find objects that are no files, missing directories, and files that mislead git."""
-    for name, reason in _PLANTED.items():
-        if os.path.lexists(git_dir / name):
-            yield BadFile(name, FileKind.PLANTED, f"{reason}, and mirrord makes none")
-    for name in iter_special(git_dir):
-        if not name.startswith(_JUDGED_AS_REFS) and not _kind_at(name):
-            yield BadFile(name, FileKind.LAYOUT, "it is a special file, not a file")
-    for entry in sorted_entries(git_dir / "hooks"):
-        if not entry.name.endswith(".sample"):
-            reason = "git runs it, and mirrord makes none"
-            yield BadFile(f"hooks/{entry.name}", FileKind.PLANTED, reason)
-    if wrong := no_directory(git_dir / "objects"):
-        yield BadFile("objects", FileKind.LAYOUT, wrong)
-        return
-    for directory in sorted_entries(git_dir / "objects"):
-        if directory.name not in {"pack", "info"} and not _FAN_OUT.fullmatch(directory.name):
-            continue
-        if wrong := no_directory(Path(directory)):
-            yield BadFile(f"objects/{directory.name}", FileKind.LAYOUT, wrong)
-            continue
-        for entry in sorted_entries(Path(directory)):
-            path = f"objects/{directory.name}/{entry.name}"
-            kind = _kind_of(directory.name, entry.name)
-            is_file = entry.is_file(follow_symlinks=False)
-            if entry.name.endswith(".promisor"):
-                reason = "it excuses missing objects, and mirrord makes none"
-                yield BadFile(path, FileKind.PLANTED, reason)
-            elif entry.name == "commit-graphs" and (wrong := no_directory(Path(entry))):
-                yield BadFile(path, FileKind.DERIVED, wrong)
-            elif kind and not is_file and (wrong := no_file(Path(entry))):
-                yield BadFile(path, kind, wrong)
-
-
-def _kind_at(path: str) -> FileKind | None:
-    """Return the kind of a file below `objects`, which is judged with its directory."""
-    top, directory, *names = [*path.split("/"), "", ""]
-    return _kind_of(directory, names[0]) if top == "objects" else None
-
-
-def _kind_of(directory: str, name: str) -> FileKind | None:
-    if _FAN_OUT.fullmatch(directory):
-        return FileKind.LOOSE if _LOOSE_NAME.fullmatch(name) else None
-    if directory == "info":
-        return FileKind.DERIVED if name == "commit-graph" else None
-    of_packs = r"[^.].*\.(pack|idx|rev|mtimes|bitmap|promisor)|multi-pack-index.*"
-    if not re.fullmatch(of_packs, name):
-        return None
-    return {".pack": FileKind.PACK, ".idx": FileKind.INDEX}.get(Path(name).suffix, FileKind.DERIVED)
-
-
-def sorted_entries(directory: Path) -> list[os.DirEntry[str]]:
-    """List a directory by name; empty for one that is gone, because git removes empty ones."""
-    try:
-        with os.scandir(directory) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def no_directory(path: Path) -> str | None:
-    """Explain why a path is not a directory; None where it is, or is fan-out that git removed."""
-    file_type = _type_of(path)
-    if file_type is None:
-        return None if _FAN_OUT.fullmatch(path.name) else "the directory is lost"
-    return None if file_type == "a directory" else f"it is {file_type}, not a directory"
-
-
-def no_file(path: Path) -> str | None:
-    """Explain why a path is not a file; None where it is, or nothing exists."""
-    file_type = _type_of(path)
-    return None if file_type in {None, "a file"} else f"it is {file_type}, not a file"
-
-
-def _type_of(path: Path) -> str | None:
-    try:
-        mode = path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    table = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
-    return table.get(stat.S_IFMT(mode), "a special file")
-
-
-# -- packs and their indexes -----------------------------------------------------------------------
 
 
 def _packs(directory: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
@@ -268,9 +112,6 @@ def _pair(pack: Path, index: Path, level: AuditLevel) -> Iterator[BadFile]:
     elif pack.stem != f"pack-{known.pack_checksum.hex()}":
         # git names a pack after its checksum, and a multi-pack index refers to that name
         yield BadFile(pack_path, FileKind.PACK, "its checksum differs from that in its name")
-
-
-# -- files that git derives from packs and commits -------------------------------------------------
 
 
 def _derived(objects: Path, unopened: Collection[Path]) -> Iterator[BadFile]:
@@ -370,9 +211,6 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
     return lying
 
 
-# -- loose objects ---------------------------------------------------------------------------------
-
-
 def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iterator[BadFile]:
     def is_sound(file: Path, oid: str) -> bool:
         if level is AuditLevel.CONTENT:
@@ -383,7 +221,7 @@ def _loose(objects: Path, level: AuditLevel, unopened: Collection[Path]) -> Iter
 
     for directory in sorted(objects.glob("[0-9a-f][0-9a-f]")):
         for file in map(Path, sorted_entries(directory)):
-            if not _LOOSE_NAME.fullmatch(file.name) or file in unopened:
+            if not LOOSE_NAME.fullmatch(file.name) or file in unopened:
                 continue
             oid = directory.name + file.name
             if reason := _failing(is_sound, file, oid, reason="its bytes do not hash to its name"):

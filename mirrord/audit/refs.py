@@ -22,8 +22,10 @@ from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
 from ..mirrors.sync import INCOMING
 from ..model import FindingKind
 from ..quoting import decode_name, encode_name, quote_name
-from .connectivity import Graph, ancestors, look_up, object_kinds, read_graph, read_objects, run_git
-from .object_files import BadFile, Defect, FileKind, no_directory, no_file, sorted_entries
+from .defects import BadFile, Defect, FileKind
+from .graph import Graph, ancestors, read_graph
+from .layout import no_directory, no_file, sorted_entries
+from .reading import look_up, object_kinds, read_objects, run_git
 
 _VALUE = re.compile(r"([0-9a-f]{40})\n?")
 # \S would refuse blanks of Unicode, which git allows in names

@@ -25,8 +25,9 @@ from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
 from ..telemetry import log
 from .connectivity import Verdict
+from .defects import Defect
 from .examine import AuditRun, Examined, Judged, Reached, examine, is_sound, part_of, unjudged
-from .object_files import Defect, no_directory
+from .layout import no_directory
 
 Repairer = Callable[[Judged, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]

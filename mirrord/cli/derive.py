@@ -15,7 +15,9 @@ from ..git.objects.repository import describe
 from ..host.files import FOR_READING, open_beneath, open_directory, opened
 from ..model import MirrorName
 from ..protocol import Progress
-from ..sources.derive import Column, Derived, Deriver, Row, SplitRule, Version, find_version
+from ..sources.derive import Column, Derived, Deriver, Row
+from ..sources.pullrequests import SplitRule
+from ..sources.versions import Version, find_version
 from .datasets import open_sources
 from .operations import watching
 from .output import cell, count, table

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import errors
+from ..datasets.elements import Element, iter_elements
 from ..datasets.fields import find_value
-from ..datasets.readers import Element, iter_elements
 from ..jsontext import loads
 from ..quoting import quote_name
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
-import re
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import date, time
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
-from ..errors import InvalidDatasetError
-from ..jsontext import DEPTH_MAX, loads
-from ..model import shown
+from ..jsontext import loads
+from .elements import ELEMENT_LIMIT_BYTES, Element, iter_elements
+from .parquet import iter_parquet
+from .rows import FAULT, ORIGIN, Origin, RawRow, refused
 
 UNPACKED_FREE_BYTES = 256 * 1024**2
 UNPACKED_RATIO = 64
@@ -30,54 +28,21 @@ UNPACKED_RATIO = 64
 UNPACKED_LIMIT_BYTES = 64 * 1024**3
 
 _HEAD_BYTES = 64 * 1024
-_BUFFER_BYTES = 1024**2
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
-_ORIGIN, _FAULT = "mirrord:origin", "mirrord:fault"
-_HINT = "give a file of JSON lines, a JSON array of rows, or Parquet"
-
-
-class Origin(NamedTuple):
-    """The file or folder of a row, and the line in it."""
-
-    file: str
-    line: int
-
-
-class RawRow(NamedTuple):
-    """One row of a file. `line` counts lines of JSON lines, else rows, from 1."""
-
-    line: int
-    value: dict[str, Any] | None = None
-    fault: str | None = None
-    origin: Origin | None = None
-
-
-def row_line(row: RawRow, file: str) -> bytes:
-    """Encode a row or its fault, with its origin, as a line of JSON for `iter_rows`."""
-    origin = {_ORIGIN: row.origin or Origin(file, row.line)}
-    value = {**(row.value or {}), **origin} if row.fault is None else {_FAULT: row.fault, **origin}
-    return json.dumps(value, default=_plain).encode() + b"\n"
-
-
-def _plain(value: object) -> str:
-    """Convert types of Parquet and Arrow that JSON lacks to text: bytes, dates, decimals."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "surrogateescape")
-    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -> Iterator[RawRow]:
     """Read the rows of a file, named `source` in messages; of Parquet only `columns`, or all."""
     facts = os.stat(path)
     if not stat.S_ISREG(facts.st_mode):
-        raise _refused(source, "it is not a regular file")
+        raise refused(source, "it is not a regular file")
     count = _unpacked_counter(source, facts.st_size)
     with path.open("rb") as file:
         head = file.read(8)
     if head.startswith(b"PAR1"):
-        yield from _iter_parquet(path, source, count, columns)
+        yield from iter_parquet(path, source, count, columns)
         return
     line = 0
     raw = open_unpacked(path, head)
@@ -113,7 +78,7 @@ def _unpacked_counter(source: str, size: int) -> Callable[[int], None]:
         left -= unpacked_bytes
         if left < 0:
             fact = f"its {size} bytes unpack to more than {limit >> 20} MiB"
-            raise _refused(source, fact, "unpack it, or split it into several files")
+            raise refused(source, fact, "unpack it, or split it into several files")
 
     return count
 
@@ -138,26 +103,19 @@ class _Counted(io.RawIOBase):
         super().close()
 
 
-def _refused(source: str, fact: str, hint: str = _HINT) -> InvalidDatasetError:
-    return InvalidDatasetError(f"cannot import dataset {shown(source)}: {fact}", hint=hint)
-
-
-# -- JSON -----------------------------------------------------------------------------------------
-
-
 def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
     head = stream.peek(_HEAD_BYTES)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _refused(source, "it is UTF-16", "write it as UTF-8")
+        raise refused(source, "it is UTF-16", "write it as UTF-8")
     if head.startswith(_BOM):
         stream.read(len(_BOM))
         head = head.removeprefix(_BOM)
     if not head:
-        raise _refused(source, "it is empty")
+        raise refused(source, "it is empty")
     start = head.lstrip(_SPACE)
     if start.startswith(b"PAR1"):
         hint = "decompress it; Parquet compresses by itself"
-        raise _refused(source, "it is compressed Parquet", hint)
+        raise refused(source, "it is compressed Parquet", hint)
     if start.startswith(b"[") and not _is_array_line(start):
         yield from _iter_document(iter_elements(stream))
     elif start.startswith(b"{") and not _is_lines(start):
@@ -172,9 +130,9 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
     elif start.startswith((b"{", b"[")) or b"\n{" in start:
         yield from _iter_lines(stream)
     elif start:
-        raise _refused(source, "it is neither JSON lines, nor JSON, nor Parquet")
+        raise refused(source, "it is neither JSON lines, nor JSON, nor Parquet")
     else:
-        raise _refused(source, "it has no rows")
+        raise refused(source, "it has no rows")
 
 
 def _is_array_line(start: bytes) -> bool:
@@ -218,9 +176,9 @@ def _iter_lines(stream: io.BufferedReader[Any]) -> Iterator[RawRow]:
 
 def _with_origin(row: RawRow) -> RawRow:
     """Decode the members that `row_line` added."""
-    match row.value and row.value.pop(_ORIGIN, None):
+    match row.value and row.value.pop(ORIGIN, None):
         case [str(file), int(line)] if row.value is not None:
-            fault = row.value.pop(_FAULT, None)
+            fault = row.value.pop(FAULT, None)
             row = row._replace(origin=Origin(file[:255], line))
             return row if fault is None else row._replace(value=None, fault=str(fault)[:1000])
     return row
@@ -244,7 +202,7 @@ def _iter_document(elements: Iterable[Element]) -> Iterator[RawRow]:
 def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
     """Read a document that is one row, or the first array of rows in it."""
     if len(text) > ELEMENT_LIMIT_BYTES:
-        raise _refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
+        raise refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
     value, fault = _decoded(text)
     arrays = [v for v in (value or {}).values() if isinstance(v, list)]
     rows = next((array for array in arrays if array and isinstance(array[0], dict)), None)
@@ -264,142 +222,3 @@ def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:
     except ValueError as error:
         return None, f"it is not JSON: {error}"
     return (value, None) if isinstance(value, dict) else (None, "it is not an object")
-
-
-# -- Parquet --------------------------------------------------------------------------------------
-
-
-def _iter_parquet(
-    path: Path, source: str, count: Callable[[int], None], columns: Collection[str] | None
-) -> Iterator[RawRow]:
-    """Read rows in which all but `columns` are None.
-
-    Batches of one row, 14 µs each: with dictionary encoding any number of rows can share a value of
-    40 MiB. Arrow's dictionary batches grow over a row group: 50,000 rows of one took 15 s.
-    """
-    arrow = import_module("pyarrow")  # imported late: it needs more memory than the whole daemon
-    parquet = import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES)
-    except (arrow.ArrowException, OSError) as error:
-        fact = f"it is not a whole Parquet file: {_first_line(error)}"
-        hint = "it was truncated or damaged on the way here; fetch it again"
-        raise _refused(source, fact, hint) from error
-    names = file.schema_arrow.names
-    wanted = [name for name in names if columns is None or name in columns]
-    unread, line = dict.fromkeys(names), 0
-    try:
-        for batch in file.iter_batches(batch_size=1, columns=wanted, use_threads=False):
-            line += 1
-            size = sum(map(_size_of, batch.columns))
-            count(size)
-            if size > ELEMENT_LIMIT_BYTES:
-                yield RawRow(line, fault=f"it is longer than {ELEMENT_LIMIT_BYTES >> 20} MiB")
-                continue
-            try:
-                row = unread | batch.to_pylist()[0]
-            except UnicodeDecodeError as error:  # Arrow validates text only when converting to str
-                yield RawRow(line, fault=f"it is not UTF-8: {error.reason}")
-            else:
-                yield RawRow(line, row)
-    except MemoryError:  # pyarrow's is an ArrowException too
-        raise
-    except (arrow.ArrowException, OSError) as error:
-        yield RawRow(line + 1, fault=f"the file is damaged from here on: {_first_line(error)}")
-
-
-def _size_of(column: Any) -> int:
-    """Return the bytes of a column, dictionary-encoded values counted in full."""
-    is_coded = hasattr(column, "dictionary_decode")
-    return int((column.dictionary_decode() if is_coded else column).nbytes)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
-
-
-# -- the elements of a JSON array, or the members of an object, one at a time ----------------------
-#
-# The document may be larger than memory. Only strings and brackets are recognised, so an invalid
-# element does not affect its neighbours. Works on bytes: in UTF-8 no other character contains the
-# byte of a bracket or quote.
-
-ELEMENT_LIMIT_BYTES = 256 * 1024**2
-"""Longer than any published row (168 MB)."""
-DEPTH_LIMIT = DEPTH_MAX
-"""A row may be nested as deep as other JSON that mirrord reads."""
-_CHUNK_BYTES = 256 * 1024
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)
-
-
-class ByteSource(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
-class Element(NamedTuple):
-    """The bytes of one element in brackets, with its key in an object; or its fault."""
-
-    text: bytes = b""
-    key: bytes | None = None
-    fault: str | None = None
-
-
-def iter_elements(source: ByteSource, *, depth: int = 1) -> Iterator[Element]:
-    """Iterate over the document's array or object; with depth 2, over the first array in it."""
-    buffer, at, level = b"", 0, 0  # `at`: offset of the next token
-    start: int | None = None  # offset of the open element
-    after = 0  # end of the last element or of the opening bracket
-    key: bytes | None = None
-    in_array = False  # in an array a string is an invalid element, in an object it is a key
-
-    def strays(end: int) -> list[Element]:
-        """Return a fault for each scalar between two elements."""
-        between = b"" if key is not None else _TOKEN.sub(b"0", buffer[after:end])
-        return [
-            Element(fault="it is not an object") for part in between.split(b",") if part.strip()
-        ]
-
-    # doubling the buffer scans a long element at most twice, not once per chunk
-    while chunk := source.read(max(_CHUNK_BYTES, len(buffer))):
-        buffer += chunk
-        for token in _TOKEN.finditer(buffer, at):
-            text = token.group()
-            if text == b'"':  # the end of the string is in the next chunk
-                at = token.start()
-                break
-            at = token.end()
-            if text in b"{[":
-                if level == depth:
-                    yield from strays(token.start())
-                    start = token.start()
-                level += 1
-                if level > DEPTH_LIMIT:
-                    yield Element(fault="it is nested too deeply; the rest is not read")
-                    return
-                if level == depth:
-                    after, key, in_array = at, None, text == b"["
-            elif text in b"}]":
-                level -= 1
-                if level == depth and start is not None:
-                    yield Element(buffer[start:at], key)
-                    start, after, key = None, at, None
-                elif level < depth:
-                    yield from strays(token.start())
-                    if depth == 1 and (buffer[at:] + source.read(_CHUNK_BYTES)).strip():
-                        fault = "the file continues after its closing bracket; the rest is not read"
-                        yield Element(fault=fault)
-                    return
-            elif level == depth and not in_array:
-                key = text
-        else:
-            at = len(buffer)
-        keep = min(at, after if start is None else start)
-        buffer, at, after = buffer[keep:], at - keep, max(0, after - keep)
-        if start is not None:
-            start -= keep
-        if len(buffer) > ELEMENT_LIMIT_BYTES:
-            limit = f"{ELEMENT_LIMIT_BYTES >> 20} MiB"
-            yield Element(fault=f"it is longer than {limit}; the rest is not read")
-            return
-    where = "before its closing bracket" if start is None else "in the middle of a row"
-    yield Element(fault=f"the file ends {where}: it is truncated")

@@ -20,7 +20,8 @@ from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
 from .fields import Columns, RowError
 from .formats import COLUMNS, DatasetFormat, choose_format
-from .readers import Origin, RawRow, iter_rows
+from .readers import iter_rows
+from .rows import Origin, RawRow
 
 FAULTS_KEPT = 1000
 """Faults that are listed; all are counted."""

@@ -7,15 +7,12 @@ up to which it and the packs before it are complete, so that a follower takes on
 
 import hashlib
 import re
-import secrets
-from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..catalog import Generation
-from ..errors import MirrordError, StoreDamagedError, StoreUnavailableError
+from ..errors import MirrordError, StoreDamagedError
 from ..host.files import read_plain
 from ..jsontext import dumps, loads
 from ..mirrors.refs import directories_of, is_safe_ref, write_durably
@@ -133,9 +130,6 @@ def _count(value: Any) -> int:
     return value
 
 
-# -- names in the store ----------------------------------------------------------------------------
-
-
 def prefix_of(name: MirrorName) -> str:
     return f"mirrors/{name.key}/"
 
@@ -159,9 +153,6 @@ def list_published(store: ObjectStore, name: MirrorName) -> list[Generation]:
     keys = (each.key.removeprefix(prefix) for each in store.iterate(f"{prefix}generations/"))
     matches = filter(None, map(_KEY.fullmatch, keys))
     return sorted(Generation(int(it[1]), int(it[2]), it[3]) for it in matches)
-
-
-# -- manifests -------------------------------------------------------------------------------------
 
 
 def put_manifest(store: ObjectStore, name: MirrorName, manifest: GenerationManifest) -> Generation:
@@ -198,8 +189,6 @@ def read_manifest(
     raise StoreDamagedError(f"cannot use {key} of the store: {fact}")
 
 
-# -- the generation of a mirror on disk ------------------------------------------------------------
-
 _FILE = "mirrord-generation"
 
 
@@ -219,67 +208,3 @@ def write_generation(repository: Repository, generation: Generation) -> None:
 
 def is_before(one: Generation | None, other: Generation) -> bool:
     return one is None or one[:2] < other[:2]
-
-
-# -- garbage collection in the store, by one daemon at a time --------------------------------------
-#
-# The caller holds the mirror's claim, so that no publication runs meanwhile. The store's clock
-# tells ages. The newest manifest of a mirror stays with its packs whatever the catalog says: a lost
-# catalog, or another one, drops no backup.
-
-_GRACE = timedelta(days=1)
-"""Followers, and a catalog restored from a backup, may need an older generation for a while."""
-
-
-class Collected(NamedTuple):
-    """The objects dropped. `lost` are those of the newest generation that are gone or cut short."""
-
-    objects: int
-    size_bytes: int
-    lost: list[str]
-
-
-def clock_of(store: ObjectStore) -> datetime:
-    """Return the store's time."""
-    key = f"checks/{secrets.token_hex(16)}"
-    store.put(key, b"")
-    written = [each.written_at for each in store.iterate("checks/") if each.key == key]
-    store.delete([key])
-    if not written:
-        raise StoreUnavailableError(f"cannot tell the time of store {store.shown}")
-    return written[0]
-
-
-def collect(
-    store: ObjectStore,
-    name: MirrorName,
-    newest: Generation | None,
-    now: datetime,
-    kept: Collection[str] = (),
-) -> Collected:
-    """Drop manifests that are neither the newest nor young, and packs that no other one names.
-
-    `newest` is the catalog's newest generation, `kept` are keys of closure packs. Raises
-    StoreDamagedError where a manifest that stays cannot be read, and drops nothing then.
-    """
-    found = {each.key: each for each in store.iterate(prefix_of(name))}
-    old = {key for key, each in found.items() if now - each.written_at > _GRACE}
-    published = list_published(store, name)
-    stays = [it for it in published if manifest_key(name, it) not in old]
-    stays += {*published[-1:], *([newest] if newest else [])} - {*stays}
-    needed, lost = {*kept, *(manifest_key(name, it) for it in stays)}, list[str]()
-    for generation in stays:
-        for pack in read_manifest(store, name, generation).packs:
-            sizes = {pack_key(name, pack): pack.pack.size_bytes,
-                     index_key(name, pack): pack.index.size_bytes}  # fmt: skip
-            needed |= sizes.keys()
-            if generation == newest:
-                stored = {key: found[key].size_bytes for key in sizes.keys() & found.keys()}
-                lost += [key for key, size in sizes.items() if stored.get(key) != size]
-    dropped = old - needed
-    packs = {key for key in dropped if "/packs/" in key}
-    # One after the other, because a store deletes what one call names in any order: a manifest that
-    # outlived its packs would look like a generation that can be restored.
-    store.delete(dropped - packs)
-    store.delete(packs)
-    return Collected(len(dropped), sum(found[key].size_bytes for key in dropped), lost)

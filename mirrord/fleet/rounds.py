@@ -27,8 +27,9 @@ from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
 from .claims import Hold
+from .collection import clock_of, collect
 from .exchange import list_needed
-from .generations import clock_of, collect, is_before
+from .generations import is_before
 from .restore import Restoration
 from .service import Fleet
 

@@ -19,9 +19,9 @@ from .. import errors, protocol
 from ..catalog import MIRROR, REPAIR, Generation, HeldClaim, MirrorRow
 from ..host.files import read_plain
 from ..mirrors.bundles import Bundles
-from ..mirrors.inventory import Sharing, Turn
 from ..mirrors.refs import lasting_refs, write_durably
 from ..mirrors.repository import Repository
+from ..mirrors.sharing import Sharing, Turn
 from ..mirrors.upstream import parse_upstream
 from ..model import MirrorName
 from ..protocol import Progress, ProgressSink

@@ -1,7 +1,7 @@
-"""git's binary files: reads pack indexes, loose objects and commit-graphs; writes small packs.
+"""git's binary files: packs, their indexes, and loose objects.
 
 Starts no process, so it is safe on a repository of unknown origin. An incomplete or inconsistent
-index or graph raises CorruptObjectError. Ids are raw: 20 bytes each (SHA-1).
+index raises CorruptObjectError. Ids are raw: 20 bytes each (SHA-1).
 """
 
 import bisect
@@ -11,26 +11,19 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import CorruptObjectError
 from ..host.files import NOT_PLAIN, open_plain, read_plain
 
 ID_BYTES = 20
 _BLOCK_BYTES = 1 << 20
-_MAGIC = b"\377tOc\0\0\0\2"  # of a pack index, version 2
-_FANOUT = struct.Struct(">256I")
-_IDS_AT = 8 + _FANOUT.size
+INDEX_MAGIC = b"\377tOc\0\0\0\2"  # of a pack index, version 2
+FANOUT = struct.Struct(">256I")
+_IDS_AT = 8 + FANOUT.size
 _LARGE = 1 << 31  # a set high bit: an index into the table of 8-byte offsets
-_GRAPH_START = b"CGPH\1\1"  # version 1, SHA-1
-_GRAPH_HEADER_BYTES = 8
-_CHUNK_BYTES = 12
-_GRAPH_HEAD_BYTES = _GRAPH_HEADER_BYTES + 256 * _CHUNK_BYTES
-# no Bloom filters: they cannot be verified
-_KNOWN_CHUNKS = {b"OIDF", b"OIDL", b"CDAT", b"GDA2", b"GDO2", b"EDGE", b"BASE"}
 
 
 class PackIndex:
@@ -51,19 +44,19 @@ class PackIndex:
                         file.fileno(), 0, access=mmap.ACCESS_READ
                     )
                 except ValueError as error:
-                    raise _corrupt("pack index", path, "it is empty") from error
+                    raise corrupt("pack index", path, "it is empty") from error
         else:
             self._data = read_plain(path)
         # git writes version 2 since 1.6; version 1 had no magic number
-        if self._data[:8] != _MAGIC or len(self._data) < _IDS_AT:
-            raise _corrupt("pack index", path, "it is truncated or of an unknown version")
-        self._fanout = _FANOUT.unpack(self._data[8:_IDS_AT])
+        if self._data[:8] != INDEX_MAGIC or len(self._data) < _IDS_AT:
+            raise corrupt("pack index", path, "it is truncated or of an unknown version")
+        self._fanout = FANOUT.unpack(self._data[8:_IDS_AT])
         if any(left > right for left, right in pairwise(self._fanout)):
-            raise _corrupt("pack index", path, "its fan-out table is not sorted")
+            raise corrupt("pack index", path, "its fan-out table is not sorted")
         self.count = self._fanout[-1]
         least = _IDS_AT + self.count * (ID_BYTES + 8) + 2 * ID_BYTES
         if not least <= len(self._data) <= least + 8 * self.count:
-            raise _corrupt("pack index", path, "it is truncated")
+            raise corrupt("pack index", path, "it is truncated")
 
     @property
     def ids(self) -> bytes:
@@ -121,9 +114,6 @@ def packs_in(directory: Path, *suffixes: str) -> list[Path]:
     return sorted(directory / it for it in names if it.endswith(wanted) and not it.startswith("."))
 
 
-# -- checksums -------------------------------------------------------------------------------------
-
-
 def pack_trailer(path: Path) -> bytes:
     """Return the checksum at the end of a pack, unverified."""
     return _tail(path, ID_BYTES)
@@ -178,99 +168,6 @@ def loose_digest(file: Path) -> str | None:
     return digest.hexdigest() if inflate.eof and not inflate.unused_data else None
 
 
-# -- commit-graphs (version 1; gitformat-commit-graph) ---------------------------------------------
-
-
-def graph_commits(path: Path) -> list[bytes]:
-    """Return every commit of the graph. Refuses bytes outside of the chunks that git verifies."""
-    data = read_plain(path)
-    chunks = _chunks(path, data[:_GRAPH_HEAD_BYTES], len(data))
-    begin = _GRAPH_HEADER_BYTES + (data[6] + 1) * _CHUNK_BYTES
-    first = min((start for start, _ in chunks.values()), default=0)
-    if not chunks.keys() <= _KNOWN_CHUNKS or first != begin:
-        raise _corrupt("commit-graph", path, "it has bytes that git does not verify")
-    start, end = chunks.get(b"OIDL", (0, 0))
-    return [data[at : at + ID_BYTES] for at in range(start, end, ID_BYTES)]
-
-
-def graph_is_whole(path: Path) -> bool:
-    """Return whether the file is as long as its table says: finds truncation by a power cut."""
-    try:
-        with open_plain(path) as file:
-            _chunks(path, file.read(_GRAPH_HEAD_BYTES), path.stat().st_size)
-    except (OSError, CorruptObjectError):
-        return False
-    return True
-
-
-def _chunks(path: Path, head: bytes, size: int) -> dict[bytes, tuple[int, int]]:
-    """Return start and end of each chunk. The table's last row has no name; it ends the last."""
-    size_of_table = (int.from_bytes(head[6:7], "big") + 1) * _CHUNK_BYTES
-    table = head[_GRAPH_HEADER_BYTES : _GRAPH_HEADER_BYTES + size_of_table]
-    if not head.startswith(_GRAPH_START) or len(table) < size_of_table:
-        raise _corrupt("commit-graph", path, "it is truncated or of an unknown version")
-    rows = list(struct.iter_unpack(">4sQ", table))
-    found = {name: (start, end) for (name, start), (_, end) in pairwise(rows)}
-    start, end = found.get(b"OIDL", (0, 0))
-    is_ordered = all(start <= end for start, end in found.values())
-    if rows[-1][1] + ID_BYTES != size or not is_ordered or (end - start) % ID_BYTES:
-        raise _corrupt("commit-graph", path, "its table of contents does not fit its size")
-    return found
-
-
-def _corrupt(kind: str, path: Path, fact: str) -> CorruptObjectError:
+def corrupt(kind: str, path: Path, fact: str) -> CorruptObjectError:
     hint = "git writes it again" if kind == "commit-graph" else "rebuild it with git index-pack"
     return CorruptObjectError(f"cannot read {kind} {path.name}: {fact}", hint=hint, file=path.name)
-
-
-# -- small packs, written without git --------------------------------------------------------------
-#
-# git takes longer to start than this takes to write a few hundred objects. There are no deltas:
-# they would save 8 % of an increment of 10 commits, and no time. libgit2 1.9 (PackBuilder) takes
-# six times as long, to search for deltas. The caller reads every object back (`check_packs`).
-
-_COMPRESSION = 1
-
-
-class Packed(NamedTuple):
-    """A pack that was written, with its index beside it."""
-
-    name: str
-    object_count: int
-    size_bytes: int
-
-
-def write_pack(objects: Mapping[bytes, tuple[int, bytes]], into: Path) -> Packed:
-    """Write a pack of `objects`, a kind as packs number it and bytes by id, and its index (v2)."""
-    pack = bytearray(struct.pack(">4sII", b"PACK", 2, len(objects)))
-    written: list[tuple[bytes, int, int]] = []  # id, offset, CRC
-    for oid, (kind, data) in objects.items():
-        offset = len(pack)
-        pack += _object_header(kind, len(data)) + zlib.compress(data, _COMPRESSION)
-        written.append((oid, offset, zlib.crc32(memoryview(pack)[offset:])))
-    pack += hashlib.sha1(pack, usedforsecurity=False).digest()
-    ids, offsets, checksums = zip(*sorted(written), strict=True) if written else ((), (), ())
-    counts = [0] * 256
-    for oid in ids:
-        counts[oid[0]] += 1
-    pieces = [_MAGIC, _FANOUT.pack(*accumulate(counts)), *ids]
-    pieces += (struct.pack(f">{len(ids)}I", *numbers) for numbers in (checksums, offsets))
-    index = b"".join([*pieces, pack[-ID_BYTES:]])
-    index += hashlib.sha1(index, usedforsecurity=False).digest()
-    name = f"pack-{pack[-ID_BYTES:].hex()}"
-    for suffix, content in ((".pack", pack), (".idx", index)):
-        read_only = os.open(into / f"{name}{suffix}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
-        with open(read_only, "wb") as file:
-            file.write(content)
-    return Packed(f"{name}.pack", len(written), len(pack) + len(index))
-
-
-def _object_header(kind: int, size: int) -> bytes:
-    """The kind and four bits of the size, then seven bits a byte; the high bit says more follow."""
-    header = bytearray([kind << 4 | size & 0xF])
-    size >>= 4
-    while size:
-        header[-1] |= 0x80
-        header.append(size & 0x7F)
-        size >>= 7
-    return bytes(header)

@@ -35,10 +35,10 @@ from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..protocol import Steering
 from ..quoting import decode_name
 from ..templates.store import CONFIG
+from ..trees.conversions import conversions_for
 from ..trees.layer import LayerFile, write_layer
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader, parents
-from ..trees.tree import conversions_for
 from .context import Context, InstanceTests, imports_of
 from .rules import Drop, Policies, Rule, RuleBook, cut, finding, iter_findings, sift
 

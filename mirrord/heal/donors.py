@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
-from ..audit.connectivity import OBJECT_ID, Missing, object_kinds, unreadable
+from ..audit.connectivity import Missing
+from ..audit.damage import unreadable
+from ..audit.defects import TIMEOUT
 from ..audit.examine import borrow_from, make_repository
-from ..audit.object_files import TIMEOUT
+from ..audit.reading import OBJECT_ID, object_kinds
 from ..catalog import MirrorRow
 from ..errors import (
     CorruptObjectError,

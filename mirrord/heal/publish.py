@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..audit import refs as audited
-from ..audit.connectivity import iter_commits, look_up, object_kinds, parents_in, read_graph
-from ..audit.object_files import BadFile, FileKind
+from ..audit.defects import BadFile, FileKind
+from ..audit.graph import iter_commits, parents_in, read_graph
+from ..audit.reading import look_up, object_kinds
 from ..audit.refs import RefFiles
 from ..errors import ConflictError, full_disk_named
 from ..host.files import sync_directory

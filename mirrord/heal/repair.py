@@ -22,8 +22,9 @@ from anyio import to_thread
 
 from .. import errors
 from ..audit.connectivity import Missing, find_missing
+from ..audit.defects import TIMEOUT, BadFile, Defect, FileKind
 from ..audit.examine import Judged, borrow_from, is_readable_link, make_repository, make_stand_in
-from ..audit.object_files import TIMEOUT, BadFile, Defect, FileKind, find_bad_files
+from ..audit.object_files import find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
 from ..catalog import MirrorRow
 from ..mirrors.bundles import must_be_history

@@ -16,7 +16,7 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..catalog import Catalog, Generation, MirrorRow
+from ..catalog import Catalog, MirrorRow
 from ..config import Settings
 from ..errors import DamagedMirrorError, InvalidNameError, MirrordError, host_error
 from ..git.command import Git
@@ -24,110 +24,20 @@ from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events
-from ..model import CommitId, MirrorName, shown, utc_now
-from ..protocol import Mirror, Problem, ProgressSink, RefFault
+from ..model import MirrorName, shown, utc_now
+from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log, mask_url
 from ..workers.pool import Workers
 from . import maintenance
 from .history import columns_of
-from .pins import Pins, adopt_pins, is_sole_record, read_pins
+from .pins import Pins, adopt_pins, is_sole_record
 from .quarantine import Quarantine
-from .refs import JOURNAL, recover
-from .repository import Repository, read_refs_of
-from .sync import INCOMING, unmark
+from .refs import recover
+from .repository import Repository
+from .sharing import Sharing
+from .survey import SURVEY_BATCH, OwnedCommits, survey
+from .sync import unmark
 from .upstream import default_url, parse_upstream
-
-# -- how the daemons of a fleet share mirrors ------------------------------------------------------
-#
-# These classes are the implementation for a daemon alone, which has every turn at once and
-# publishes nothing. That of a fleet is `mirrord.fleet.service`.
-
-
-class Turn:
-    """The right of one daemon to change a mirror. `row` is its row, if the turn read it.
-
-    `is_fresh`: another daemon has synced the mirror since this turn was requested. A sync that
-    succeeds sets `is_synced`, which makes the next one due an interval later.
-    """
-
-    row: MirrorRow | None = None
-    is_fresh = False
-    is_synced = False
-
-    async def publish(self, repository: Repository) -> None:
-        """Publish the mirror for other daemons. Raises ClaimLostError, StoreUnavailableError."""
-
-    def defers_recording(self, row: MirrorRow) -> bool:
-        """True if the turn will record a sync that changed nothing but its time."""
-        return False
-
-
-class Sharing:
-    """Sharing of mirrors with other daemons, for a daemon alone."""
-
-    is_fleet = False
-
-    @asynccontextmanager
-    async def turn(
-        self, name: MirrorName, progress: ProgressSink | None = None
-    ) -> AsyncIterator[Turn]:
-        """Wait for the turn at a mirror, and hold it; taken before the mirror's lock."""
-        yield Turn()
-
-    @asynccontextmanager
-    async def exclusive(self, work: str) -> AsyncIterator[None]:
-        """Exclude other daemons from a piece of work, by its name."""
-        yield
-
-    async def is_behind(self, repository: Repository, *, ask: bool = False) -> bool:
-        """True if a generation is published that a mirror lacks; with `ask`, query the catalog."""
-        return False
-
-    async def is_known(self, repository: Repository) -> bool:
-        """True if a mirror on this disk has a generation."""
-        return False
-
-    async def follow(self, repository: Repository) -> None:
-        """Bring a mirror, which may be empty, to the newest generation; under its lock."""
-
-    async def enrol(self, rows: Collection[MirrorRow]) -> None:
-        """Schedule the syncs of mirrors."""
-
-    async def find_published(self, name: MirrorName) -> Generation | None:
-        """Find the newest generation in the store, which the catalog need not know."""
-        return None
-
-    def is_kept_elsewhere(self, key: str) -> bool:
-        """True if the store has a mirror that is not on this disk."""
-        return False
-
-    def records_changed(self, keys: Collection[str]) -> None:
-        """Publish what the catalog has of these mirrors, soon."""
-
-
-# -- the check of every mirror at a start ----------------------------------------------------------
-
-_SURVEY_BATCH = 100  # mirrors in one call of a worker
-OwnedCommits = set[tuple[str, CommitId]]
-"""Owner and commit of each pin of a mirror."""
-
-
-def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
-    """Read the pins of mirrors; None for one that a crash interrupted, or that git has to judge."""
-    found: list[OwnedCommits | None] = [None] * len(git_dirs)
-    for number, git_dir in enumerate(git_dirs):
-        with suppress(OSError):
-            packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
-            is_interrupted = packs != indexes or (git_dir / JOURNAL).exists()
-            if is_interrupted or next(maintenance.iter_temporary_files(git_dir), None):
-                continue
-            refs = read_refs_of(git_dir)
-            if refs is not None and not any(ref.startswith(INCOMING) for ref in refs):
-                found[number] = set(read_pins(refs))
-    return found
-
-
-# -- the inventory ---------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -223,8 +133,8 @@ class Inventory:
                 found.update(zip(batch, pins, strict=True))
 
         async with anyio.create_task_group() as tasks:
-            for first in range(0, len(paths), _SURVEY_BATCH):
-                tasks.start_soon(survey_batch, paths[first : first + _SURVEY_BATCH])
+            for first in range(0, len(paths), SURVEY_BATCH):
+                tasks.start_soon(survey_batch, paths[first : first + SURVEY_BATCH])
         return list(found.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:

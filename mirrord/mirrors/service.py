@@ -22,11 +22,12 @@ from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import mask_url
 from ..workers.coalesce import Coalescer, SharedWork
 from .history import columns_of, diff_records, get_record, list_records, read_record
-from .inventory import Inventory, Turn
+from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
 from .refs import is_followed
 from .repository import HISTORY, Repository
+from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
 from .upstream import Hosts, Upstream, parse_upstream, upstream_url
 

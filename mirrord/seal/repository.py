@@ -18,7 +18,8 @@ from typing import NamedTuple
 from ..errors import CorruptObjectError, GitFailedError, PathNotFoundError
 from ..git.command import run_git_sync
 from ..git.configuration import UNTRUSTING
-from ..git.packs import PackIndex, graph_commits, loose_digest, pack_is_whole, reverse_index
+from ..git.graphs import graph_commits
+from ..git.packs import PackIndex, loose_digest, pack_is_whole, reverse_index
 from ..model import shown
 from ..protocol import SealLeak
 from ..quoting import decode_name

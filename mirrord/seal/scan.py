@@ -5,229 +5,26 @@ the base commit. Repositories are judged by `verify.py`; files that lead elsewhe
 Content that differs by a byte is not found: compiled, minified, or with other line ends.
 """
 
-import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
 
-from ..errors import CommitNotFoundError, MirrordError
-from ..git.command import lines_of, run_git_sync
-from ..jsontext import loads
-from ..model import CommitId, parse_commit, shown
+from ..errors import MirrordError
+from ..git.command import run_git_sync
+from ..model import parse_commit
 from ..places import ENVIRONMENT, TESTBED
 from ..protocol import RootLeak, RootReport
 from ..quoting import decode_name
-from ..telemetry import masked
 from .contents import Contents, read_archive, read_directory
+from .foreign import is_foreign, own_names
+from .future import Future, Place
 from .images import RootFilesystem, take_out, views_of
-from .repository import TIMEOUT, TRIVIAL_BYTES, borrow, locate, read_closure, repository_at
+from .leads import Lead, find_leads, resolve
+from .repository import repository_at
 from .verify import judge
-
-# -- what a mirror has outside of a base commit's closure ------------------------------------------
-#
-# Kept refs and unreachable objects count. The mirror is trusted; git reads its store through a
-# directory of ours, so that a partial clone fetches nothing.
-
-_WALK = ("rev-list", "--objects", "--missing=allow-any")
-
-
-class Place(NamedTuple):
-    """The first commit with an object, and its path there; None if no ref leads to it."""
-
-    commit: str | None = None
-    name: str | None = None
-
-
-class Future:
-    """The objects of the bare repository `mirror` outside the closure of `base`.
-
-    `scratch` is an empty directory. Raises CommitNotFoundError if the mirror lacks the base.
-    """
-
-    def __init__(self, mirror: Path, base: CommitId, scratch: Path) -> None:
-        self.mirror, self.base = mirror, base
-        self._scratch = borrow(scratch, locate(mirror))
-        kind, _ = self._look_up([base]).get(bytes.fromhex(base), ("missing", 0))
-        if kind != "commit":
-            raise CommitNotFoundError(
-                f"cannot compare with {base}: {mirror} has no such commit",
-                hint="sync that mirror, or name another one",
-            )
-
-    @cached_property
-    def closure(self) -> set[bytes]:
-        """The raw ids of the base commit's closure."""
-        return read_closure(self.mirror, self.base, self._scratch)[0]
-
-    @cached_property
-    def past(self) -> set[bytes]:
-        """The commits of the closure."""
-        listed = run_git_sync("rev-list", self.base, git_dir=self.mirror, doing="list the past")
-        return {bytes.fromhex(line) for line in listed.lines}
-
-    @cached_property
-    def names(self) -> set[str]:
-        """The paths of the base commit and of the mirror's HEAD."""
-        listings = (
-            run_git_sync(
-                "ls-tree", "-r", "-z", "--name-only", tip, git_dir=self.mirror, ok=(0, 128)
-            )
-            for tip in (self.base, "HEAD")
-        )
-        return {path for each in listings for path in os.fsdecode(each.stdout).split("\0")}
-
-    def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
-        """Return the type of each of `ids` that is outside the closure. Ignores trivial blobs."""
-        found = {
-            oid: kind
-            for oid, (kind, size) in self._look_up(oid.hex() for oid in ids).items()
-            if kind != "blob" or size >= TRIVIAL_BYTES
-        }
-        return {oid: kind for oid, kind in found.items() if oid not in self.closure}
-
-    def _look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
-        listed = run_git_sync(
-            "cat-file", "--buffer", "--batch-check=%(objectname) %(objecttype) %(objectsize)",
-            git_dir=self._scratch, stdin=lines_of(names), timeout=TIMEOUT, doing="look up objects",
-        )  # fmt: skip
-        rows = (line.split() for line in listed.lines)
-        return {bytes.fromhex(row[0]): (row[1], int(row[2])) for row in rows if len(row) == 3}
-
-    def places(self, ids: Collection[bytes]) -> dict[bytes, Place]:
-        """Find where each of `ids` appears first, from the oldest commit on."""
-        wanted, commit = {oid.hex().encode() for oid in ids}, None
-        found = dict[bytes, Place]()
-        listing = self._scratch / "listing"
-        # --in-commit-order lists an object after the first commit that has it; commits have no name
-        order = ("--in-commit-order", "--reverse", "--all", "--not", self.base)
-        run_git_sync(
-            *_WALK, *order,
-            git_dir=self.mirror, stdout_path=listing, timeout=TIMEOUT, doing="walk the mirror",
-        )  # fmt: skip
-        with listing.open("rb") as lines:
-            for line in lines:
-                oid = line[:40]
-                if line[40:] == b"\n":
-                    commit = oid.decode()
-                elif oid in wanted:
-                    name = decode_name(line[41:-1])
-                    found.setdefault(bytes.fromhex(oid.decode()), Place(commit, name))
-        return found
-
-
-# -- files of installers that lead elsewhere -------------------------------------------------------
-#
-# They are read as text, and never executed.
-
-_LITERAL = re.compile(r"""["'](/[^"'\n]+)["']""")
-_PATH_LINE = re.compile(r"(?!import[ \t]|#)\s*\S.*")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_EDITABLE = "packages are imported from"
-
-
-class Lead(NamedTuple):
-    """A path that a file leads to, or the commit that was installed; `is_own`: of this project."""
-
-    kind: str
-    fact: str
-    target: str | None = None
-    commit: str | None = None
-    is_own: bool = False
-
-
-def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
-    """Iterate where a file of a known name leads. `project` is the mirrored repository's name."""
-    name, content = path.rpartition("/")[2], decode_name(text)
-    if name == ".git":
-        target = content.removeprefix("gitdir:").strip()
-        yield Lead("repository", "its repository is at", target)
-    elif name == "direct_url.json":
-        yield from _direct_url(content, project)
-    elif name.endswith(".py"):
-        yield from (Lead("editable", _EDITABLE, target) for target in _LITERAL.findall(content))
-    else:  # .pth, or .egg-link, whose second line is the path from the first to setup.py
-        lines = content.splitlines()[: 1 if name.endswith(".egg-link") else None]
-        paths = (line.strip() for line in lines if _PATH_LINE.match(line))
-        yield from (Lead("editable", _EDITABLE, target) for target in paths)
-
-
-def _direct_url(content: str, project: str) -> Iterator[Lead]:
-    """PEP 610: pip and uv record an installation that is not from an index."""
-    try:
-        found = loads(content)
-        url, facts = urlsplit(str(found["url"])), {**found.get("vcs_info", {})}
-        is_editable = found.get("dir_info", {}).get("editable") is True
-        is_archive = "archive_info" in found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        yield Lead("direct-url", "it cannot be read", is_own=True)
-        return
-    if is_editable:
-        yield Lead("editable", _EDITABLE, unquote(url.path))
-    elif facts or (is_archive and url.scheme != "file"):
-        names = {part.removesuffix(".git").lower() for part in url.path.split("/")}
-        commit = str(facts.get("commit_id", ""))
-        fact = f"installed from {shown(masked(found['url']), 200)}"
-        fact += f" at {commit}" if (known := _COMMIT.fullmatch(commit)) else ""
-        yield Lead("direct-url", fact, None, commit if known else None, project.lower() in names)
-
-
-def resolve(path: str, target: str, seen_at: str) -> str | None:
-    """Resolve a target in the file at `path`, relative to the root; None if it is outside.
-
-    `seen_at` is the path of the root itself.
-    """
-    if target.startswith("/"):
-        inside = f"{target}/".startswith(f"{seen_at.rstrip('/')}/")
-        found = os.path.relpath(target, seen_at) if inside else os.path.normpath(target)
-        return found.lstrip("/").removeprefix(".")
-    found = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    return None if found.startswith("..") else found.removeprefix(".")
-
-
-# -- files of other projects -----------------------------------------------------------------------
-#
-# Branches contain copies of other projects: vendored packages, built documentation, committed
-# environments. 467 of the 10,400 files of a plain environment are in pull requests of psf/requests.
-
-_INSTALLED = re.compile(r"(?:^|.*/)(?:site-packages|dist-packages|node_modules)/")
-_COPIED = re.compile(rf"{_INSTALLED.pattern}|(?:^|.*/)(?:bin|Scripts)/[Aa]ctivate")
-_SHARED = {"test", "tests", "testing", "doc", "docs", "example", "examples", "setup", "conftest"}
-_MODULE = re.compile(r"(?:(?:src|lib|python)/)?([^/]+)\.py")
-
-
-def own_names(project: str, paths: Collection[str]) -> set[str]:
-    """Return the names by which a project is imported or its directories are called.
-
-    They are the project's name, its top-level packages and modules.
-    """
-    packages = {
-        path.removesuffix("/__init__.py") for path in paths if path.endswith("/__init__.py")
-    }
-    outer = {path for path in packages if path.rpartition("/")[0] not in packages}
-    names = {path.rpartition("/")[2] for path in outer if not _SHARED & {*path.split("/")}}
-    names |= {found[1] for path in paths if (found := _MODULE.fullmatch(path))}
-    return {project.lower(), project.lower().replace("-", "_"), *names} - _SHARED
-
-
-def is_foreign(path: str, place: str, own: Collection[str]) -> bool:
-    """Return whether a file is another project's, of which the mirror has a copy at `place`.
-
-    No component of its path may be a name of the project. The mirror's copy must be in an
-    environment too, or have the same file name while this file is installed or in an archive.
-    """
-    *_, installed = _INSTALLED.split(path.rpartition("!")[2])
-    if any(part.removesuffix(".py") in own for part in installed.split("/")):
-        return False
-    is_alike = installed.rpartition("/")[2] == place.rpartition("/")[2]
-    return bool(_COPIED.match(place)) or (installed != path and is_alike)
-
-
-# -- the scan --------------------------------------------------------------------------------------
 
 _LICENCE = re.compile(r"(?:.*/)?(?:(?:un)?licen[cs]e|copying|notice|authors)[^/]*", re.IGNORECASE)
 _DAMAGE = {"damaged", "unreadable"}

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import yaml
 
-from ..datasets.readers import Origin, RawRow
+from ..datasets.rows import Origin, RawRow
 from ..errors import InvalidDatasetError, UsageError
 from ..model import shown
 

@@ -17,14 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..datasets.readers import (
-    ELEMENT_LIMIT_BYTES,
-    Origin,
-    RawRow,
-    iter_rows,
-    open_unpacked,
-    row_line,
-)
+from ..datasets.elements import ELEMENT_LIMIT_BYTES
+from ..datasets.readers import iter_rows, open_unpacked
+from ..datasets.rows import Origin, RawRow, row_line
 from ..errors import InvalidDatasetError, ResourceError, UsageError
 from ..model import shown
 

@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from ..errors import InvalidRequestError
 from ..git.command import Git
-from ..git.packs import graph_is_whole
+from ..git.graphs import graph_is_whole
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
@@ -33,7 +33,8 @@ from ..workers.pool import Workers
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
 from .packer import PackFile, together, write_graph
-from .store import SealedStore, StoreKey, Tag
+from .store import SealedStore, StoreKey
+from .tags import Tag, Tags, packed_refs
 
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
     from ..fleet.exchange import SharedClosures
@@ -77,7 +78,7 @@ class StoreBuilder:
 
     def __post_init__(self) -> None:
         self._root = self.state_dir / "templates"
-        self._tags = disk.Tags(self.git)
+        self._tags = Tags(self.git)
         self._deferred = Deferred()
         self._closures = Closures(
             root=self._root, git=self.git, workers=self.workers, trash=self.trash,
@@ -318,7 +319,7 @@ def _write(git: Path, contents: _StoreFiles) -> str:
     if contents.graph:
         (git / disk.GRAPH).parent.mkdir(mode=0o755)
         disk.link_or_copy(contents.graph, git / disk.GRAPH)
-    control = [f"{contents.head}\n".encode(), disk.CONFIG, disk.packed_refs(contents.tags)]
+    control = [f"{contents.head}\n".encode(), disk.CONFIG, packed_refs(contents.tags)]
     for name, content in zip(disk.CONTROL_FILES, control, strict=True):
         (git / name).write_bytes(content)
     return disk.control_sum(control)

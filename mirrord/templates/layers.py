@@ -22,22 +22,13 @@ from ..git.objects.trees import TreeChange, changes
 from ..host.files import open_directory, opened, read_plain, shown_path
 from ..host.processes import ActingAs, boot_id
 from ..quoting import decode_name, encode_name
+from ..trees.conversions import conversions_for, is_attributes, reconverted
 from ..trees.dotgit import index_bytes
 from ..trees.manifest import Entries, Manifest
 from ..trees.reader import TreeReader, parents
 from ..trees.scan import hash_tree, prove_files, tree_id
-from ..trees.tree import (
-    SharedFiles,
-    conversions_for,
-    is_attributes,
-    materialise,
-    mtime_for,
-    reconverted,
-    recorded,
-    root_entry,
-    share_entries,
-    unrecorded,
-)
+from ..trees.sharing import SharedFiles
+from ..trees.tree import materialise, mtime_for, recorded, root_entry, share_entries, unrecorded
 from ..trees.writer import TreeWriter
 
 DEPTH_MAX = 16

@@ -20,7 +20,7 @@ from ..host.trash import TRASH_PREFIX, Trash, new_trash
 from ..model import MirrorName
 from ..telemetry import log
 from ..trees.manifest import Manifest
-from ..trees.tree import SharedFiles
+from ..trees.sharing import SharedFiles
 from ..workers.pool import Workers
 from ..workers.turns import Turns
 from .layers import Layer, blobs_path, chain_of, read_record, verify_layer

@@ -10,7 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +20,16 @@ from ..git.objects.text import Conversions
 from ..git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
 from ..host.files import opened
 from ..host.processes import ActingAs, Owner
-from ..host.trash import TrashDirectory, try_to_remove
+from ..host.trash import TrashDirectory
+from .conversions import conversions_for, is_attributes, reconverted, tree_entries
 from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns
-from .reader import content_id, open_top
+from .reader import open_top
 from .scan import ScanResult, is_control
+from .sharing import SharedFiles
 from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
 _SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
-_ATTRIBUTES = b".gitattributes"
 _BATCH = 64
 _BATCH_BYTES = 4 * 1024**2
 
@@ -115,7 +116,7 @@ def repair(
                 if not is_control(path):
                     writer.remove(path)
             damaged = sorted(filter(None, (*found.modified, *found.missing)))
-            entries = _tree_entries(manifest.files, [at for at in damaged if at in manifest.files])
+            entries = tree_entries(manifest.files, [at for at in damaged if at in manifest.files])
             files = manifest.files | write_entries(objects, conversions, entries, writer)
             _record_directories(files, writer)
             return replace(manifest, files=files)
@@ -134,9 +135,6 @@ def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
                 f" {error.strerror}",
                 hint="put state_dir on ext4, xfs or btrfs",
             ) from error
-
-
-# -- entries ---------------------------------------------------------------------------------------
 
 
 def mtime_for(commit_time: int) -> int:
@@ -232,99 +230,3 @@ def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter)
             entry = files.get(path)
             if entry is not None and entry.is_directory:
                 files[path] = entry.with_stat(writer.get_stat(path))
-
-
-# -- conversions -----------------------------------------------------------------------------------
-
-
-def conversions_for(objects: Objects, files: Entries | Iterable[TreeEntry]) -> Conversions:
-    """Return the conversions of a commit, whose attribute files are among `files`."""
-    if isinstance(files, Entries):
-        files = _tree_entries(files, filter(is_attributes, files))
-    found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
-    return Conversions(objects, found)
-
-
-def is_attributes(path: bytes) -> bool:
-    return path.endswith(_ATTRIBUTES) and path.rpartition(b"/")[2] == _ATTRIBUTES
-
-
-def reconverted(
-    objects: Objects, manifest: Manifest, after: Conversions, kept: Entries
-) -> list[TreeEntry]:
-    """Return the unchanged files that a changed `.gitattributes` converts differently."""
-    before = conversions_for(objects, manifest.files)
-    regular = [path for path, entry in kept.items() if stat.S_ISREG(entry.mode)]
-    return _tree_entries(kept, [path for path in regular if before.find(path) != after.find(path)])
-
-
-def _tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
-    return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
-
-
-# -- shared files of layers: one file, many links, for the same bytes and permissions -------------
-
-_MODES = {False: 0o644, True: 0o755}
-
-
-class SharedFiles:
-    """The shared files of one mirror's layers; safe for concurrent processes.
-
-    Owns `templates/<mirror>/blobs`, with a link to each regular file of the deltas, named by the
-    blob id of its bytes and its mode. A file is hashed again before a layer links it. A crash
-    leaves files of no layer, which `collect` removes. A link changes the ctime of a file that other
-    layers show already; so git is told not to compare it (`stores/store.py:CONFIG`).
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def has(self, content: str, *, executable: bool) -> bool:
-        """Return whether there is a file with these bytes, given by their blob id."""
-        return self._path(content, executable=executable).exists()
-
-    def link(
-        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
-    ) -> os.stat_result | None:
-        """Link a shared file at `path` of a layer; None where there is no sound one."""
-        source = self._path(content, executable=executable)
-        try:
-            found = writer.link_file(path, source)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EMLINK):
-                raise
-            return None
-        has_mode = stat.S_IMODE(found.st_mode) == _MODES[executable]
-        if has_mode and content_id(*writer.locate(path), found).hex() == content:
-            return found
-        writer.remove(path)
-        source.unlink(missing_ok=True)
-        return None
-
-    def add(
-        self, content: str, writer: TreeWriter, path: bytes, *, executable: bool
-    ) -> os.stat_result:
-        """Share a file that was just written; returns its stat, whose ctime this changes."""
-        shared = self._path(content, executable=executable)
-        with suppress(FileExistsError):
-            try:
-                writer.share_file(path, shared)
-            except FileNotFoundError:
-                self._directory.mkdir(mode=0o700, exist_ok=True)
-                writer.share_file(path, shared)
-        return writer.get_stat(path)
-
-    def collect(self) -> tuple[int, bool]:
-        """Remove files of no layer; returns the bytes of the others, and whether all went."""
-        total, is_clean = 0, True
-        with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
-            for item in listed:
-                found = item.stat(follow_symlinks=False)
-                if found.st_nlink > 1:
-                    total += found.st_blocks * 512
-                else:
-                    is_clean &= try_to_remove(Path(item.path))
-        return total, is_clean
-
-    def _path(self, content: str, *, executable: bool) -> Path:
-        return self._directory / f"{content}.{_MODES[executable]:o}"

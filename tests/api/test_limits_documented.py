@@ -9,7 +9,7 @@ import pytest
 from mirrord.api import request as bodies
 from mirrord.api import server
 from mirrord.checkouts import backend
-from mirrord.datasets import fields, readers
+from mirrord.datasets import elements, fields, readers
 from mirrord.git.objects import trees as bounds
 from mirrord.host.peers import Role
 from mirrord.jobs import events, operations
@@ -84,10 +84,10 @@ BOUNDS = [
         "unpacked size of a dataset file",
         [
             f"{readers.UNPACKED_LIMIT_BYTES // GIB} GiB",
-            f"{readers.ELEMENT_LIMIT_BYTES // MIB} MiB",
+            f"{elements.ELEMENT_LIMIT_BYTES // MIB} MiB",
         ],
     ),
-    ("unpacked size of a dataset file", [f"{readers.DEPTH_LIMIT:,} deep"]),
+    ("unpacked size of a dataset file", [f"{elements.DEPTH_LIMIT:,} deep"]),
 ]
 
 

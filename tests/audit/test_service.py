@@ -21,9 +21,10 @@ from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
 from heallab import Daemon
 
-from mirrord.audit.connectivity import run_fsck
+from mirrord.audit.damage import run_fsck
+from mirrord.audit.defects import Defect
 from mirrord.audit.examine import Examined, examine
-from mirrord.audit.object_files import Defect, find_bad_files
+from mirrord.audit.object_files import find_bad_files
 from mirrord.catalog import InstanceRow
 from mirrord.errors import AuditNotFoundError, DatasetNotFoundError, MirrorNotFoundError
 from mirrord.git import command as git_command
@@ -43,8 +44,9 @@ from mirrord.protocol import Audit, StartAudit
 pytestmark = pytest.mark.slow
 
 GIT_USERS = (
-    "audit.connectivity",
+    "audit.damage",
     "audit.object_files",
+    "audit.reading",
     "git.command",
 )
 ALL_LEVELS = list(AuditLevel)

@@ -20,9 +20,9 @@ from pyarrow import parquet
 from rowlab import BASE, SETUP, Case, lines, reasons, row
 
 from mirrord import protocol
-from mirrord.datasets import readers, reading
+from mirrord.datasets import elements, reading
+from mirrord.datasets.elements import iter_elements
 from mirrord.datasets.fields import Fields, RowError
-from mirrord.datasets.readers import iter_elements
 from mirrord.datasets.reading import read_dataset
 from mirrord.errors import DiskFullError, InvalidDatasetError
 from mirrord.model import MirrorName
@@ -300,7 +300,8 @@ def test_damaged_parquet_gives_the_rows_before_the_damage(case: Case) -> None:
 def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirrord.datasets.readers.ELEMENT_LIMIT_BYTES", 100_000)
+    for reader in ("elements", "parquet", "readers"):
+        monkeypatch.setattr(f"mirrord.datasets.{reader}.ELEMENT_LIMIT_BYTES", 100_000)
     result = case.read([row(1), row(2, patch="x" * 1_000_000), row(3)])
     assert case.ids == ["psf__requests-1", "psf__requests-3"]
     assert "longer than" in reasons(result)[2]
@@ -309,7 +310,7 @@ def test_a_row_longer_than_the_limit_is_told_and_the_next_one_is_read(
 def test_an_element_longer_than_the_limit_ends_the_array(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "ELEMENT_LIMIT_BYTES", 1_000_000)
+    monkeypatch.setattr(elements, "ELEMENT_LIMIT_BYTES", 1_000_000)
     result = case.read(json.dumps([row(1), row(2, patch="x" * 4_000_000), row(3)]).encode())
     assert case.ids == ["psf__requests-1"]
     assert "longer than" in reasons(result)[2]

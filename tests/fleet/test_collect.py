@@ -13,9 +13,8 @@ from gitrepos import Upstream
 
 from mirrord.catalog import Generation
 from mirrord.errors import StoreDamagedError, StoreUnavailableError
+from mirrord.fleet.collection import clock_of, collect
 from mirrord.fleet.generations import (
-    clock_of,
-    collect,
     index_key,
     list_published,
     manifest_key,

@@ -10,7 +10,8 @@ from gitrepos import git
 
 from mirrord.errors import CorruptObjectError
 from mirrord.git.objects.repository import check_packs
-from mirrord.git.packs import PackIndex, write_pack
+from mirrord.git.packs import PackIndex
+from mirrord.git.packwriter import write_pack
 
 _BLOB = 3
 Objects = dict[bytes, tuple[int, bytes]]

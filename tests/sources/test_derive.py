@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from mirrord.sources.derive import (
-    Column,
-    Derived,
-    Deriver,
-    Disagreement,
-    SplitRule,
-    Version,
-    cut,
-    find_version,
-    resolved_issues,
-    split,
-)
+from mirrord.sources.derive import Column, Derived, Deriver, Disagreement
+from mirrord.sources.pullrequests import SplitRule, resolved_issues, split
+from mirrord.sources.versions import Version, cut, find_version
 
 # -- versions --------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from mirrord.datasets.readers import RawRow
 from mirrord.datasets.reading import read_dataset
+from mirrord.datasets.rows import RawRow
 from mirrord.errors import InvalidDatasetError
 from mirrord.sources import folders
 from mirrord.sources.folders import iter_tasks

@@ -13,7 +13,7 @@ from gitrepos import Upstream, git
 
 from mirrord.errors import CommitNotFoundError, InvalidRequestError
 from mirrord.git.command import Git
-from mirrord.git.packs import graph_commits
+from mirrord.git.graphs import graph_commits
 from mirrord.host.trash import Trash
 from mirrord.model import CommitId, History, MirrorName
 from mirrord.seal.verify import verify_seal

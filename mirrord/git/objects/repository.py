@@ -26,7 +26,8 @@ from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ...quoting import encode_name, quote_name
 from ..command import run_git_sync
 from ..configuration import UNTRUSTING
-from ..packs import Packed, PackIndex, write_pack
+from ..packs import PackIndex
+from ..packwriter import Packed, write_pack
 from ..special import must_be_plain
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.

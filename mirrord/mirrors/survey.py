@@ -1,0 +1,32 @@
+"""The check of every mirror when the daemon starts, in a worker."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..model import CommitId
+from . import maintenance
+from .pins import read_pins
+from .refs import JOURNAL
+from .repository import read_refs_of
+from .sync import INCOMING
+
+SURVEY_BATCH = 100  # mirrors in one call of a worker
+
+OwnedCommits = set[tuple[str, CommitId]]
+"""Owner and commit of each pin of a mirror."""
+
+
+def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
+    """Read the pins of mirrors; None for one that a crash interrupted, or that git has to judge."""
+    found: list[OwnedCommits | None] = [None] * len(git_dirs)
+    for number, git_dir in enumerate(git_dirs):
+        with suppress(OSError):
+            packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
+            is_interrupted = packs != indexes or (git_dir / JOURNAL).exists()
+            if is_interrupted or next(maintenance.iter_temporary_files(git_dir), None):
+                continue
+            refs = read_refs_of(git_dir)
+            if refs is not None and not any(ref.startswith(INCOMING) for ref in refs):
+                found[number] = set(read_pins(refs))
+    return found

@@ -1,0 +1,97 @@
+"""The index of git, versions 2 to 4 (gitformat-index), with every byte checked.
+
+An extension that can contain other data is a fault, and so is a byte without a meaning in the
+format.
+"""
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+_ID_BYTES = 20
+
+_ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
+
+_MODE = 6
+
+_EXTENDED = 0x4000
+
+_HARMLESS = {b"EOIE": 24, b"IEOT": None}  # name: size; they have only offsets into the index
+
+
+class Index(NamedTuple):
+    """The paths of an index, raw ids of entries and cached trees, submodule commits by path."""
+
+    paths: set[bytes]
+    objects: set[bytes]
+    gitlinks: dict[bytes, bytes]
+
+
+def read_index(data: bytes) -> Index:
+    """Parse an index. Raises ValueError with a reason."""
+    if len(data) < 12 + _ID_BYTES or data[:4] != b"DIRC":
+        raise ValueError("it is not an index")
+    version, count = struct.unpack_from(">2I", data, 4)
+    end = len(data) - _ID_BYTES
+    if version not in {2, 3, 4}:
+        raise ValueError(f"its version is {version}")
+    checksum = hashlib.sha1(data[:end], usedforsecurity=False).digest()
+    if data[end:] not in {checksum, bytes(_ID_BYTES)}:
+        raise ValueError("its checksum is wrong")
+    index, at, path = Index(set(), set(), {}), 12, b""
+    try:
+        for _ in range(count):
+            at, path = _read_entry(data, at, version, path, index)
+        while at < end:
+            name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "big")
+            _read_extension(name, data[at + 8 : at + 8 + size], index)
+            at += 8 + size
+    except (struct.error, IndexError) as error:
+        raise ValueError("it is truncated") from error
+    if at != end:
+        raise ValueError("an extension is longer than the file")
+    return index
+
+
+def _read_entry(
+    data: bytes, at: int, version: int, before: bytes, index: Index
+) -> tuple[int, bytes]:
+    """Read one entry; return the offset of the next, and this one's path."""
+    *facts, oid, flags = _ENTRY.unpack_from(data, at)
+    start = at + _ENTRY.size + (2 if version > 2 and flags & _EXTENDED else 0)
+    if version == 4:  # prefix compression: bytes to cut from the previous path, then a suffix
+        cut = data[start] & 0x7F
+        while data[start] & 0x80:
+            start += 1
+            cut = ((cut + 1) << 7) | (data[start] & 0x7F)
+        start += 1
+        end = data.index(b"\0", start)
+        path, following = before[: len(before) - cut] + data[start:end], end + 1
+    else:
+        end = data.index(b"\0", start)
+        path, following = data[start:end], end + 8 - (end - at) % 8
+        if data[end:following].strip(b"\0"):
+            raise ValueError("there are bytes between two entries")
+    index.paths.add(path)
+    if facts[_MODE] == 0o160000:
+        index.gitlinks[path] = oid
+    else:
+        index.objects.add(oid)
+    return following, path
+
+
+def _read_extension(name: bytes, data: bytes, index: Index) -> None:
+    if name in _HARMLESS and len(data) == (_HARMLESS[name] or len(data)):
+        return
+    if name != b"TREE":
+        named = name.decode("ascii", "backslashreplace")
+        raise ValueError(f"it has an extension {named}, which may contain anything")
+    at = 0
+    while at < len(data):  # name, NUL, entries, space, subtrees, newline; id unless entries is -1
+        after_name = data.index(b"\0", at) + 1
+        line = data.index(b"\n", after_name - 1)
+        entries, _, _ = data[after_name:line].partition(b" ")
+        at = line + 1
+        if int(entries) >= 0:
+            index.objects.add(data[at : at + _ID_BYTES])
+            at += _ID_BYTES

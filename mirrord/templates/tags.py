@@ -1,0 +1,106 @@
+"""The tags that a store may show: those of its base commit and its ancestors.
+
+A tag is shown if a closure pack has its commit, so it never adds a commit. A tag object is not
+part of a commit's closure and may be younger: an annotated tag becomes a ref to its commit, which
+`git describe --tags` and version tools read. Damaged tags are left out.
+"""
+
+import os
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio.to_thread
+
+from ..git.command import Git, object_info
+from ..git.packs import PackIndex
+
+_PEELED_MAX = 100_000
+
+_INDEXES_MAX = 10_000
+
+_RACY_NS = 1_000_000_000
+
+_Stamp = tuple[tuple[str, int, int], ...]
+
+
+class Tag(NamedTuple):
+    """A ref and the commit that its tag leads to."""
+
+    ref: bytes
+    commit: str
+
+
+class Tags:
+    """The tags of mirrors, remembered until a file that holds them changes."""
+
+    def __init__(self, git: Git) -> None:
+        self._git = git
+        self._peeled: dict[str, str | None] = {}  # the commit of a tag object never changes
+        self._listed: dict[Path, tuple[_Stamp, tuple[Tag, ...]]] = {}
+        self._within: dict[Path, tuple[tuple[Tag, ...], frozenset[Tag]]] = {}
+
+    async def list(self, mirror: Path) -> tuple[Tag, ...]:
+        """Return all tags of `mirror` that point at a commit, sorted by name."""
+        stamp = await anyio.to_thread.run_sync(_stamp, mirror)
+        if stamp and (known := self._listed.get(mirror)) and known[0] == stamp:
+            return known[1]
+        listed = await self._git.run(
+            "for-each-ref", "--format=%(objectname) %(refname)", "refs/tags",
+            git_dir=mirror,
+            doing="list tags",
+        )  # fmt: skip
+        rows = (line.partition(b" ") for line in listed.stdout.splitlines())
+        direct = {ref: oid.decode() for oid, _, ref in rows}
+        if unknown := sorted(set(direct.values()) - self._peeled.keys()):
+            if len(self._peeled) > _PEELED_MAX:
+                self._peeled.clear()
+            names = [f"{oid}^{{}}" for oid in unknown]
+            peeled = await object_info(self._git, mirror, names, doing="read tags", bisect=True)
+            self._peeled |= {
+                oid: found.oid if found.kind == "commit" else None
+                for oid, found in zip(unknown, peeled, strict=True)
+                if found.kind != "damaged"  # may be healed
+            }
+        tags = ((ref, self._peeled.get(oid)) for ref, oid in direct.items())
+        result = tuple(sorted(Tag(ref, commit) for ref, commit in tags if commit))
+        if stamp:
+            self._listed[mirror] = stamp, result
+        return result
+
+    async def within(self, tags: tuple[Tag, ...], indexes: Sequence[Path]) -> set[Tag]:
+        """Return those of `tags`, from `list`, whose commit is in a pack of `indexes`."""
+        found = set[Tag]()
+        for index in indexes:
+            known = self._within.get(index)
+            if known is None or known[0] is not tags:
+                known = tags, await anyio.to_thread.run_sync(_tags_in, tags, index)
+                if len(self._within) >= _INDEXES_MAX:
+                    self._within.clear()
+                self._within[index] = known
+            found |= known[1]
+        return found
+
+
+def packed_refs(tags: Collection[Tag]) -> bytes:
+    """Return the packed-refs file of a sealed checkout."""
+    lines = [tag.commit.encode() + b" " + tag.ref + b"\n" for tag in sorted(tags)]
+    return b"# pack-refs with: peeled fully-peeled sorted \n" + b"".join(lines)
+
+
+def _stamp(mirror: Path) -> _Stamp | None:
+    """Return the stats that change with any tag: of packed-refs, and of directories of loose tags.
+
+    None where one is so recent that the next change may get the same mtime ("racy" in git).
+    """
+    places = [mirror / "packed-refs", *(Path(root) for root, _, _ in os.walk(mirror / "refs/tags"))]
+    stats = [(place, place.stat()) for place in places if place.exists()]
+    if any(time.time_ns() - found.st_mtime_ns < _RACY_NS for _, found in stats):
+        return None
+    return tuple((str(place), found.st_ino, found.st_mtime_ns) for place, found in stats)
+
+
+def _tags_in(tags: Sequence[Tag], index: Path) -> frozenset[Tag]:
+    pack = PackIndex(index, mapped=True)
+    return frozenset(tag for tag in tags if bytes.fromhex(tag.commit) in pack)
