@@ -10,6 +10,7 @@ with a quote, so the form can always be read back.
 import codecs
 import re
 
+# as git's quote.c has them; other control characters are octal
 _ESCAPES = {7: "\\a", 8: "\\b", 9: "\\t", 10: "\\n", 11: "\\v", 12: "\\f", 13: "\\r"}
 _ESCAPED = {
     ord(escape[1]): code for code, escape in _ESCAPES.items()

@@ -184,6 +184,7 @@ def parser_of_repo(repo: str) -> str:
 _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
 """The first line of a report on one test in pytest, sympy and unittest."""
 _END = re.compile(r"={4,}|-{4,} Captured ")
+# the end of a report on a test names the assertion
 _LINES_MAX = 8
 
 # -- what a dataset expects ------------------------------------------------------------------------

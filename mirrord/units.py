@@ -13,12 +13,14 @@ from .model import shown
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h|d|w))+", re.ASCII)
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+# ten years; more is a slip of the pen
 _LONGEST = timedelta(days=3660)
 _BYTES = {
     "B": 1,
     **{f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)},
     **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)},
 }
+# what SQLite's and Linux's signed sizes hold
 _LARGEST = 1 << 63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 

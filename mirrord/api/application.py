@@ -36,6 +36,7 @@ from .server import Connections
 from .table import ENDPOINTS, Endpoint
 
 _BODIES = {each.json_body: TypeAdapter(each.json_body) for each in ENDPOINTS if each.json_body}
+# what a client may repeat later: too many, unavailable, and no room on the disk
 _REFUSALS = {429, 503, 507}
 _HINT = "GET /v1/openapi.json lists all paths"
 

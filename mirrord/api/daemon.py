@@ -19,6 +19,7 @@ from . import metrics
 from .mirrors import visible_mirror
 from .request import Call, OwnedStream, Query, text_response
 
+# an empty comment to a follower without events, so that both ends notice a dead connection
 HEARTBEAT = timedelta(seconds=15)
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 

@@ -145,6 +145,7 @@ async def get_instance(call: Call, query: InstanceQuery) -> protocol.Instance:
 # -- environments --------------------------------------------------------------------------------
 
 _LOG = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
+# for the next lines of a log that grows; a file tells nobody of them
 _CHUNK_BYTES, _POLL_S = 1 << 16, 0.2
 
 

@@ -27,6 +27,7 @@ from ..catalog import MirrorRow
 from ..engine.activity import BUCKETS_S, Traffic
 from ..engine.engine import Engine
 
+# a label's values are time series: thousands of mirrors would be as many in Prometheus
 MIRRORS_SHOWN = 50
 
 _BOUNDS = (*map(floatToGoString, BUCKETS_S), "+Inf")

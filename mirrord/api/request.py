@@ -40,16 +40,23 @@ from ..telemetry import Seldom, log, masked
 if TYPE_CHECKING:
     from .server import HttpConnection
 
+# A larger body is refused with 413 `body-too-large`. JSON is held and parsed in memory;
+# patches, datasets and bundles are files below the state directory.
 JSON_LIMIT_BYTES = 1024**2
 PATCH_LIMIT_BYTES = 64 * 1024**2
 DATASET_LIMIT_BYTES = 4 * 1024**3
 BUNDLE_LIMIT_BYTES = 256 * 1024**3
+# between two pieces of a body; a long upload is fine as long as it moves
 SILENCE_LIMIT_S = 30.0
+# of bodies whose answer is not sent; above it 503 `limit-reached`
 USER_BODIES_BYTES = 256 * 1024**2
 ALL_BODIES_BYTES = 1024**3
 
+# An answer before the end of the body: the rest is read, so that the connection can be used
+# again, but not more than this, after which closing it is cheaper.
 _DRAIN_LIMIT_BYTES = 1024**2
 _DRAIN_LIMIT_S = 1.0
+# of a body on its way to a file, so that a hop to a thread pays off
 _WRITE_BYTES = 1024**2
 
 

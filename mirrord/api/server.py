@@ -33,11 +33,14 @@ from ..host.peers import Peer, Role, peer_of
 from ..telemetry import Seldom, log
 from .request import problem_body, problem_headers
 
+# A connection is a descriptor of the daemon, which has 65,536 (LimitNOFILE=) under systemd; where
+# there are fewer, a quarter of them is left for files.
 MAX_CONNECTIONS = 4096
 RESERVED_CONNECTIONS = 64
 """For root, the daemon's user and administrators."""
 CONNECTIONS_OF = {Role.STRANGER: 16, Role.OWNER: 256, Role.MEMBER: 1024}
 """Of one user, including its subordinate uids."""
+# of all uids that have no rights here: many local users together keep nobody out
 ALL_STRANGERS_CONNECTIONS = 128
 
 _MIN_OTHER_FILES = 128  # open files of an idle daemon, its workers, and a few requests
@@ -138,13 +141,19 @@ class Connections:
         return False
 
 
+# a head beyond these is answered with 400 and the connection closed
 HEAD_LIMIT_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 15.0
+# of an idle connection; when there are too many it is closed earlier
 KEEP_ALIVE_S = 75
+# an answer that nobody reads holds its buffers and its user's turn
 STALLED_READER_S = 60.0
+# Closing a socket with unread bytes resets it, and the peer loses the answer (RFC 9112, 9.6): it
+# is read a while longer, for a bounded number of connections.
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024
 MAX_LINGERING = 64
+# as Backlog= of mirrord.socket; Linux cuts it to net.core.somaxconn, 4,096 since 5.4
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 16  # in one turn of the loop, so that many clients do not delay answers
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -26,7 +26,9 @@ ALL_COMMITS = "*"
 
 _NO_BRANCH = "the mirror has no such branch; a sync that brings it pins its commit"
 _NOT_YET = "it has not been pinned yet; import the dataset again"
+# of commits that are not pinned, in the answer about one dataset
 _SHOWN = 10_000
+# of the same in a list of all datasets, and rows of a cursor fetched at a time
 _LISTED = 100
 
 _PINNED = exists().where(

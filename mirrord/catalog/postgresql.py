@@ -17,7 +17,10 @@ from ..jsontext import dumps
 from .schema import instances
 
 CREDENTIAL = "mirrord.catalog"
+# A server that does not answer is a missing resource: the daemon serves warm checkouts without
+# the catalog, and asks again.
 _CONNECT_S = 5
+# as many connections as the catalog has threads
 _POOL = 4
 
 # in schema.py it would load SQLAlchemy's PostgreSQL dialect for SQLite too: 40 ms at start

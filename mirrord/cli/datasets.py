@@ -34,6 +34,7 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
+# a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
 

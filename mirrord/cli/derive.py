@@ -25,7 +25,9 @@ from .session import Argument, Option, Session
 
 _ONLY_HELP = "Column to derive; repeatable; default: all. Only `version` needs a daemon."
 _RULE_HELP = "Rule that separates tests from the solution."
+# each asks one repository, mostly waiting for git
 _JOBS = 4
+# a version stands in the first lines of a file; a longer one is cut, not refused
 _SOURCE_LIMIT_BYTES = 1024**2
 
 

@@ -46,6 +46,7 @@ from .session import (
 if TYPE_CHECKING:
     from .. import Checkout
 
+# renewed at a third of it; after a killed `mirrord exec` the tree is gone within three minutes
 _LEASE_TTL = timedelta(minutes=3)
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter

@@ -12,6 +12,7 @@ from ..units import counted, readable_size
 
 T = TypeVar("T")
 
+# seconds of each unit, largest first
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 

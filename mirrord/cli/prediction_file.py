@@ -18,6 +18,7 @@ from ..jsontext import loads
 from ..quoting import quote_name
 
 _BOM = b"\xef\xbb\xbf"
+# tells JSON lines from one document, whose first line may be long
 _HEAD_BYTES = 1024**2
 _PATCHES = ("model_patch", "fix_patch", "patch", "test_result.git_patch", "git_patch")
 """SWE-bench, Multi-SWE-bench, SWE-bench Pro, OpenHands, its archives."""

@@ -16,11 +16,16 @@ from . import operations
 from .output import cell, count, facts, facts_of, listing, problem_of, size, table, when
 from .session import Option, Session, as_json, print_line, read_duration
 
+# while a daemon starts; nothing tells that its socket will exist
 _POLL_S = 0.1
+# one request each; the daemon counts anew every five seconds
 _WATCH_S = 2.0
 _ROWS_SHOWN = 10  # without --all, longer tables show only rows with problems
+# of mirrors with the same problem, in one line
 _NAMES_SHOWN = 3
+# of [checkouts] max: the last tenth is when an operator can still act
 _NEARLY_FULL = 0.9
+# SGR: red and yellow, of every terminal's 16 colours
 _COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
 _WARNING = "warning: "
 

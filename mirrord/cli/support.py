@@ -34,6 +34,7 @@ from ..telemetry import masked
 from .local import find_config
 from .session import Argument, Session
 
+# A report is attached to an issue: it has the newest of each.
 _EVENTS_MAX = 1000
 _OPERATIONS_MAX = 200
 _LINES_MAX = 3000

@@ -25,6 +25,7 @@ from .session import Option, Session, as_json, print_line, read_duration
 Line = tuple[str, str]
 """A line and its style in rich."""
 _BOLD, _RED = "bold", "red"
+# a shorter pause shows nothing that a person can read, and each picture is a request
 _INTERVAL_MIN = timedelta(milliseconds=100)
 
 

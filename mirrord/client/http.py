@@ -21,6 +21,7 @@ from ..jsontext import loads
 from ..protocol import API, Answer, Event, MalformedError, Request
 from ..units import parse_duration
 
+# as the daemon's, for an answer
 HEAD_LIMIT_BYTES = 64 * 1024
 
 

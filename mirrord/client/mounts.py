@@ -21,10 +21,13 @@ from ..model import Target
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SYS_MOVE_MOUNT, _SYS_OPENAT2, _SYS_MOUNT_SETATTR = 429, 437, 442  # the same on every architecture
 _F_EMPTY_PATH, _T_EMPTY_PATH, _MNT_DETACH, _UMOUNT_NOFOLLOW = 0x4, 0x40, 2, 8  # linux/mount.h
+# linux/mount.h and linux/fcntl.h
 _ATTR_RDONLY, _PRIVATE, _AT_EMPTY_PATH, _AT_RECURSIVE = 1, 1 << 18, 0x1000, 0x8000
 _CLONE_NEWNS = 0x20000  # linux/sched.h
 _NO_MAGICLINKS, _NO_SYMLINKS, _IN_ROOT = 0x2, 0x4, 0x10  # linux/openat2.h
+# mounts of ours on top of each other at one place; more mean that something mounts in a loop
 _STACKED_MAX = 8
+# then SIGALRM ends the child: nothing in the other mount namespace holds the caller
 _ENTERED_SECONDS = 10
 _CHECKOUT_ROOT = re.compile(
     rb"/checkouts/((?:\.trash-)*[a-z2-7]{16})(?:/(tree|environment))?(?://deleted)?$"

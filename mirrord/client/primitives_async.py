@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from .primitives_sync import whole_file
 
+# then the wait ends; the lease's expiry ends the checkout
 _RELEASE_SECONDS = 30
 
 T = TypeVar("T")

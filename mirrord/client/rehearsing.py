@@ -122,6 +122,7 @@ def require_equal(noun: str, found: str, expected: str | None) -> None:
 
 # -- tests -----------------------------------------------------------------------------------------
 
+# a broken environment fails every test: the first lines say what broke
 _UNEXPECTED_MAX, _EXPLAINED_MAX = 100, 5
 
 

@@ -38,6 +38,8 @@ from ..places import DOCKER_SOCKET
 from ..telemetry import log
 from ..web.server import WebServer
 
+# The steps of a stop, one after the other. Together they are below TimeoutStopSec=60s of the unit,
+# after which systemd kills; what is cut off is repaired at the next start.
 OPERATIONS_DRAIN = timedelta(seconds=1)
 REQUESTS_DRAIN = timedelta(seconds=10)
 ENGINE_CLOSE_TIMEOUT = timedelta(seconds=20)
@@ -140,6 +142,7 @@ def _read_holder(lock: int) -> dict[str, Any]:
 
 # -- listening sockets: systemd's if it passes some, else our own ----------------------------------
 
+# as Backlog= of mirrord.socket; Linux cuts it to net.core.somaxconn, 4,096 since 5.4
 _BACKLOG = 2048
 _PATH_LIMIT = 107  # sockaddr_un.sun_path without its zero byte
 _DOCKER_SOCKET_NAME = "docker.socket"  # FileDescriptorName= of mirrord-docker.socket

@@ -19,6 +19,7 @@ ELEMENT_LIMIT_BYTES = 256 * 1024**2
 DEPTH_LIMIT = DEPTH_MAX
 """A row may be nested as deep as other JSON that mirrord reads."""
 
+# doubled for a long element, so that its beginning is scanned twice at most
 _CHUNK_BYTES = 256 * 1024
 
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{}]', re.DOTALL)

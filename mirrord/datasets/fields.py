@@ -34,9 +34,11 @@ _INSTALL = {
     *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
     *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
 }
+# of a row's steps of installation; longer ones are left out, with a note
 _INSTALL_BYTES = 64 * 1024
 _KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
 _KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
+# a longer text is not read as a Python literal, which becomes a tree in memory first
 _LITERAL_BYTES = 4 * 1024**2
 
 
@@ -343,8 +345,10 @@ def is_encodable(text: str) -> bool:
 #
 # A mapping comes from an untrusted client: its size is bounded, and it can only name columns.
 
+# for a dozen columns; a longer mapping is refused with 400 `invalid-mapping`
 MAPPING_LIMIT_BYTES = 8 * 1024
 _CHOICES: dict[str, set[str]] = {"direction": set(Direction), "history": set(History)}
+# columns that one field is looked for in; each row tries them in turn
 _SOURCES_LIMIT = 20
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from .elements import ELEMENT_LIMIT_BYTES
 from .rows import RawRow, refused
 
+# of column chunks, which pyarrow otherwise reads whole
 _BUFFER_BYTES = 1024**2
 
 

@@ -25,8 +25,10 @@ from .rows import FAULT, ORIGIN, Origin, RawRow, refused
 UNPACKED_FREE_BYTES = 256 * 1024**2
 UNPACKED_RATIO = 64
 """Datasets shrink to about a tenth; a file that shrinks more than this is a decompression bomb."""
+# whatever its ratio: a larger file is refused with 400 `invalid-dataset`
 UNPACKED_LIMIT_BYTES = 64 * 1024**3
 
+# tells the format, and the compression, without reading the file twice
 _HEAD_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"

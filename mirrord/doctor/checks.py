@@ -37,7 +37,9 @@ def entries(path: Path) -> Iterator[os.DirEntry[str]]:
             yield from found
 
 
+# a doctor that hangs helps nobody; a check that cannot run is a warning
 _TIMEOUT_S = 20.0
+# the end of a long journal, in memory
 _OUTPUT_MAX_BYTES = 8 << 20
 
 

@@ -249,6 +249,7 @@ _ABILITIES: dict[str, tuple[Callable[[Path], bool], bool]] = {
 }
 
 
+# Short trials with a median: the disk has other users, and the doctor answers within seconds.
 _TRIAL_FILES = 200
 _TRIAL_S = 0.3
 _ROUNDS = 15

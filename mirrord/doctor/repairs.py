@@ -30,6 +30,7 @@ from .units import find_unit
 
 _SYSUSERS = Path("sysusers.d/mirrord.conf")
 _TMPFILES = Path("tmpfiles.d/mirrord.conf")
+# a check ends within 20 s; a younger directory may be another doctor's
 _SCRATCH_MAX_AGE_S = 60.0
 _CONFIG_PLACES = (Path("/etc"), Path("/run"), Path("/usr/local/lib"), Path("/usr/lib"))
 

@@ -35,6 +35,7 @@ BUCKETS_S = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
 )
+# rates and percentiles are of the last minute, which moves on every five seconds
 SNAPSHOT_S = 5.0
 WINDOW_S = 60.0
 
@@ -196,9 +197,12 @@ class HealthMonitor:
         return reasons
 
 
+# A snapshot is asked for every few seconds, by the page, `top` and metrics: its lists are bounded,
+# the rest is a sum.
 _OWNERS = 20
 _CALLS = 32
 _OPERATIONS = 20
+# a day, a point each minute, in memory; it starts anew with the daemon
 _POINTS = 24 * 60
 _SAMPLES_PER_POINT = round(60 / SNAPSHOT_S)
 

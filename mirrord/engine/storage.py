@@ -30,7 +30,9 @@ from ..templates.service import Templates
 from ..templates.store import SealedStore
 from ..trees.reader import weigh
 
+# a walk that takes longer gives what it has weighed so far, and says so
 _WALK_TIME = timedelta(seconds=20)
+# spare trees unused for that long go before templates are evicted
 _IDLE = timedelta(minutes=10)
 
 

@@ -29,8 +29,11 @@ from .activity import SNAPSHOT_S
 from .storage import Storage
 from .work import BackgroundWork
 
+# what could not be removed is tried again, ever less often
 CLEANUP_INTERVAL = timedelta(seconds=5)
+# the shortest pause after a failed sync; it doubles up to the interval
 _MINUTE = timedelta(minutes=1)
+# a repository that was never there is a mistyped name: it is asked for once a week
 _NOT_FOUND_INTERVAL = timedelta(days=7)
 # forges ask for a password if a repository does not exist
 _NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}

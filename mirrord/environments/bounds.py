@@ -16,6 +16,7 @@ from ..model import TREE_DEPTH_LIMIT
 from ..sandbox.box import Started, end, find_orphans
 from ..templates.environments import BYTES_LIMIT, FILES_LIMIT
 
+# between two looks at the processes; what starts and ends in between costs nothing to miss
 _LOOK_S = 2.0
 _MEASURE_S = 30.0  # a walk over an environment of 100,000 files takes half a second
 _ORPHAN_S = 20.0

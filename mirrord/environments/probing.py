@@ -18,7 +18,9 @@ from .builder import Order, build_owner, run_builder
 from .probe import MARKER
 
 _TIMEOUT_S = 120.0  # a cold start of Python and pytest takes seconds on a slow disk
+# what code that is not trusted writes beyond it is dropped
 _ANSWER_BYTES = 64 << 20
+# a probe imports the project's tests: it takes a processor while it runs
 _AT_ONCE = 2
 
 

@@ -36,7 +36,9 @@ _REQUIREMENT = re.compile(rf"{_NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;]
 _DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _FILE = "-r "
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# a recipe with more lines, or with a longer one, is refused
 _LINES, _CHARACTERS = 2000, 20_000
+# files of requirements that include each other; a circle ends there
 _DEEP = 8
 
 _CONDA_ONLY = {

@@ -38,7 +38,9 @@ from .recipes import (
     recipes_of_toml,
 )
 
+# a few small files of one commit
 _READ_TIMEOUT = timedelta(minutes=1)
+# builds at a time; the others wait
 _AT_ONCE = 2
 
 

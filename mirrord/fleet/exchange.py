@@ -270,6 +270,7 @@ async def _move_refs(repository: Repository, manifest: GenerationManifest) -> No
 # A closure pack and its index are objects named by their content, as those of generations are. The
 # catalog, which only daemons write, says what a pack holds, and its digests.
 
+# of a closure pack in the store; the next first checkout of its commit makes it again
 _UNUSED_TTL = timedelta(days=30)
 _DOWNLOADS = 8  # at a time
 

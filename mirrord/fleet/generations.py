@@ -24,6 +24,7 @@ from .objects import Blob, ObjectStore
 
 _FORMAT = 1
 _MAX_MANIFEST_BYTES = 256 * 1024**2  # about two million refs
+# a manifest is not trusted; ours have at most one first pack and a tail of 16
 _MAX_PACKS = 1000
 _HASH = re.compile(r"[0-9a-f]{64}")
 _OID = re.compile(r"[0-9a-f]{40}")

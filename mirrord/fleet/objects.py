@@ -22,6 +22,7 @@ from obstore.store import LocalStore, from_url
 from .. import errors
 from ..errors import full_disk_named
 
+# S3 takes parts from 5 MiB on, and at most 10,000: 160 GB
 _PART_BYTES = 16 * 1024**2
 _MULTIPART_BYTES = 64 * 1024**2  # a larger file is sent in parts, which takes no condition
 # of a directory's file system; of HTTP; of MinIO and Ceph

@@ -33,15 +33,20 @@ from .generations import is_before
 from .restore import Restoration
 from .service import Fleet
 
+# how late a daemon learns of another one's changes; one indexed query for each node
 POLL_INTERVAL = timedelta(seconds=5)
+# 15 s: a poll reads, a heartbeat writes
 _HEARTBEAT_POLLS = 3
 _ROUND_SIZE = 250  # mirrors that one daemon claims at a time
 _SYNC_GRACE = timedelta(seconds=10)  # until a daemon that lacks a mirror syncs it
 _REPAIR_AFTER = timedelta(minutes=10)  # until the store is repaired from a mirror that is behind
 _RECORD_INTERVAL = timedelta(seconds=10)  # of mirrors that did not change
 _COLLECTION = "store/collect"
+# objects are kept for a day after they were replaced, so once a day is enough
 _COLLECTION_INTERVAL = timedelta(hours=24)
+# doubles with each failure, up to the interval of the work
 _RETRY = timedelta(minutes=1)
+# as of a daemon alone (`engine.timetable`)
 _NEVER_FOUND_INTERVAL = timedelta(days=7)
 
 

@@ -41,7 +41,9 @@ from .configuration import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
 from .special import must_be_plain
 
+# then git and its children are killed; calls that may take longer say so
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+# of standard output in memory; larger answers go to a file
 _LIMIT_BYTES = 256 * 1024**2
 _NO_HOME = Path("/nonexistent")
 # setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit

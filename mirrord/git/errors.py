@@ -99,7 +99,9 @@ _COMPLAINT = re.compile(r"^(?:remote: )?(?:fatal|error): ")
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 # The named objects are intact: some unnamed tree has one of them under a wrong mode.
 _MISNAMED = re.compile(r"is a (?:blob|tree|commit|tag), not a |mode, but is not a ")
+# a damaged pack may make git name thousands
 _OBJECTS_MAX = 20
+# a server's Retry-After is not trusted: it holds a mirror back for a day at most
 _WAIT_MAX_S = 86400.0
 
 _PROGRESS = re.compile(
@@ -107,8 +109,10 @@ _PROGRESS = re.compile(
 )
 _TRACE = re.compile(r"\d\d:\d\d:\d\d\.\d+ \S+\.c:\d+\s+(.*)")
 _HEADER = re.compile(r"<= Recv header:\s*(.*)")
+# stderr is what an upstream sends ("remote: …"): its first and last lines are kept
 _LINE_MAX = 4096
 _LINES_MAX = 400
+# of each end of what is searched on the event loop
 _TEXT_MAX = 1 << 15
 
 

@@ -18,10 +18,13 @@ from pathlib import Path
 from ..errors import CorruptObjectError
 from ..host.files import NOT_PLAIN, open_plain, read_plain
 
+# of SHA-1
 ID_BYTES = 20
+# hashed at a time: packs are larger than memory
 _BLOCK_BYTES = 1 << 20
 INDEX_MAGIC = b"\377tOc\0\0\0\2"  # of a pack index, version 2
 FANOUT = struct.Struct(">256I")
+# after magic number, version and fan-out table
 _IDS_AT = 8 + FANOUT.size
 _LARGE = 1 << 31  # a set high bit: an index into the table of 8-byte offsets
 

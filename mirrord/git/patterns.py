@@ -267,6 +267,7 @@ State = bool | str | None
 """True is set, False unset, a string a value, None unspecified."""
 _States = list[tuple[str, State]]
 
+# git ignores longer lines of .gitattributes (ATTR_MAX_LINE_LENGTH, since 2.38.3)
 _LINE_LIMIT_BYTES = 2048
 _BLANK = b" \t\r\n"
 _NAME = re.compile(rb"[A-Za-z0-9_.][-A-Za-z0-9_.]*")

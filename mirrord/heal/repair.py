@@ -49,6 +49,7 @@ from .donors import (
 )
 from .publish import DamagedFiles, RefPlan, plan_refs, publish
 
+# of a mirror whose heal failed: each attempt may fetch it whole from upstream
 _backoff = partial(Backoff, timedelta(minutes=10), timedelta(hours=24))
 _NEW_HISTORY = "a new ref history"
 _PACK_KINDS = {FileKind.PACK, FileKind.INDEX}

@@ -27,7 +27,9 @@ PIPE = subprocess.PIPE
 Popen = subprocess.Popen[bytes]
 Stream = BinaryIO | int  # a file, NOTHING or PIPE
 
+# between SIGTERM, on which git removes its temporary files, and SIGKILL
 _GRACE_S = 2.0
+# a pipe holds as much (pipe(7), since Linux 2.6.11)
 _CHUNK = 1 << 16
 
 

@@ -28,6 +28,7 @@ NOT_PLAIN = errno.EINVAL
 """The errno of `open_plain` for a pipe or a device."""
 
 _FS_IOC_GETFLAGS = 0x80086601  # linux/fs.h
+# linux/fs.h, on machines of 64 bits
 _FS_IOC_SETFLAGS = 0x40086602
 _LOCKING_FLAGS = 0x10 | 0x20  # FS_IMMUTABLE_FL, FS_APPEND_FL
 _FICLONE = 0x40049409  # linux/fs.h

@@ -61,9 +61,14 @@ _LAYER = {
     ),
     ENVIRONMENT: re.compile(rf"\.environments/[0-9a-f]{{64}}/files|\.layers/{_CHECKOUT.pattern}"),
 }
+# The daemon is not root and may be taken over: each number it sends is bounded. A stack has at most
+# 18 layers.
 _LAYERS_MAX = 64
+# mounts that nobody has attached yet; the oldest is dropped
 _PENDING_MAX = 64
+# 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
 _ID_MAX = 2**32 - 2
+# one daemon, and its threads that mount at the same time
 _CONNECTIONS_MAX = 64
 
 

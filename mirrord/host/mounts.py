@@ -24,6 +24,8 @@ _READABLE = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 HARMLESS = os.ST_NOSUID | os.ST_NODEV
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
+# linux/mount.h, linux/sched.h and linux/fcntl.h; the calls came with Linux 5.2, with the same
+# numbers on x86-64 and arm64
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 _MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
@@ -39,6 +41,7 @@ _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 """Decides which features of overlayfs are used: older kernels reject them late, with EINVAL."""
 
+# mounts of ours on top of each other at one place; more mean that something mounts in a loop
 _STACKED_MAX = 8
 _STRING_MAX = 255  # bytes in a value for fsconfig(2)
 # redirect_dir: without it rename(2) of a lower directory is EXDEV, at which `git mv` fails.

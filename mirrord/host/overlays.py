@@ -25,6 +25,7 @@ BOUND = ("checkouts", "leases")
 """Clients write below these, so they are mounted `nosuid,nodev`."""
 IDMAPS = "idmaps"
 """The directory for idmapped templates, used before Linux 6.15."""
+# of the mount service's socket; a request names a few dozen directories
 MESSAGE_MAX_BYTES = 64 * 1024
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h
 TREE, ENVIRONMENT = TARGETS = (Target.TREE, Target.ENVIRONMENT)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # workers load this module, and no pydantic
 
 _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
+# membership of groups and /etc/subuid: a change counts within a minute
 _REMEMBERED_S = 60.0
 _SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
 

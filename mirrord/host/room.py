@@ -18,6 +18,7 @@ from ..errors import DiskFullError, MirrordError
 from ..telemetry import log
 from ..units import Backoff
 
+# left free, as bytes are (`reserve_bytes`)
 _INODES = 10_000
 _SHARE = 10  # reserve at most a tenth of a small file system
 # Between two evictions; doubles each time that one did not free enough.

@@ -26,8 +26,11 @@ from ..telemetry import log
 from .files import entries_in, mounted_on, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
+# trees of one user that wait for removal; then that user's next release waits too
 _BACKLOG = 128
+# paths that one call removes
 _BATCH = 64
+# of open directories; what is deeper is moved aside and removed on its own
 _DEPTH = 32
 
 T = TypeVar("T")

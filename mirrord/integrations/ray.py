@@ -23,6 +23,7 @@ from ..sandbox.calls import Executed
 CHECKOUTS = "mirrord_checkouts"
 """The resource of a node: the number of checkouts that its daemon can still lease."""
 
+# mirrors with recently used templates; the others are left out
 LABELS_MAX = 64
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")  # what Ray takes as a key
 

@@ -19,6 +19,7 @@ from ..model import utc_now
 from ..protocol import Event, to_bytes
 from ..telemetry import log
 
+# a follower is a connection and a queue for good; more are refused with 503 `limit-reached`
 FOLLOWERS_OF_USER = 16
 FOLLOWERS = 256
 _BATCH = 100  # bounds how long a follower that is far behind keeps the loop busy

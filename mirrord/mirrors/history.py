@@ -27,7 +27,9 @@ from .repository import HISTORY, KEPT, Refs, Repository
 
 RESTARTED = "begun anew by a heal"
 """The subject of a first record whose predecessors were lost and in no bundle."""
+# a record a minute for two years
 EVERY_RECORD = 1_000_000
+# as in git's reflogs and hooks, for a ref that was deleted
 _GONE = "0" * 40
 
 

@@ -181,6 +181,7 @@ class Rehearsed(Answer):
 
 # -- reports on many instances, for the page -------------------------------------------------------
 
+# instances named in a report; the counts have all of them
 FAULTS_MAX = 1000
 _Result = Annotated[str, Bounds(pattern="^[a-z@_, -]{1,40}$")]
 _Counts = dict[_Result, Annotated[int, Bounds(ge=0, lt=2**53)]]

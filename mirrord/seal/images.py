@@ -27,6 +27,7 @@ from .contents import (
 
 _OPAQUE = ".wh..wh..opq"
 _NESTED_LIMIT = 4  # an index of indexes
+# of repositories that are taken out of an image to be judged
 _COPY_LIMIT_BYTES = 16 << 30
 
 

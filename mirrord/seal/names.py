@@ -28,7 +28,9 @@ _REFLOG = re.compile(
     r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}"
     r"(\t[^\n]{0,200})?"
 )
+# as git's SYMREF_MAXDEPTH
 _SYMREF_DEPTH = 5
+# a ref that does not exist, in reflogs
 _ZERO = "0" * 40
 _TEMPLATES = Path("/usr/share/git-core/templates")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")

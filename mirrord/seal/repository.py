@@ -24,12 +24,15 @@ from ..model import shown
 from ..protocol import SealLeak
 from ..quoting import decode_name
 
+# of one git; the repository may be as large as its mirror
 TIMEOUT = timedelta(hours=1)
 TRIVIAL_BYTES = 64
 """Shorter files are ignored: a coding line, one import, a line feed."""
 PACKS = (b"PACK\0\0\0", b"# v2 git bundle\n", b"# v3 git bundle\n")
 """The first bytes of packs and bundles."""
+# of a control file in memory; a line of packed-refs has some 70 bytes
 READ_LIMIT_BYTES = 256 * 1024**2
+# git follows five levels; a circle ends here
 _ALTERNATES_LIMIT = 64
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "link"}
 

@@ -29,6 +29,7 @@ from .repository import (
     walk,
 )
 
+# ids in one finding, beside the count of all
 _EXAMPLES = 5
 _TYPES = {"commit", "tree", "blob", "tag"}
 _TAG = re.compile(rb"object ([0-9a-f]{40})\ntype (commit|tag)\n")

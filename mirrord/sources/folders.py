@@ -22,6 +22,7 @@ from ..model import shown
 
 DEPTH_LIMIT = 6
 """Levels below the given folder that are searched, as by Harbor's tools."""
+# a longer file makes the task an error, not the folder
 FILE_LIMIT_BYTES = 128 * 1024**2
 HEAD_LIMIT_BYTES = 1024**2
 """For `task.yaml` and `task.toml`; FILE_LIMIT_BYTES is for patches and lists of tests."""

@@ -23,7 +23,9 @@ from ..datasets.rows import Origin, RawRow, row_line
 from ..errors import InvalidDatasetError, ResourceError, UsageError
 from ..model import shown
 
+# as of a file's name: NAME_MAX
 _LABEL_LENGTH = 255
+# rows sent in one piece of a chunked body
 _PIECE_BYTES = 256 * 1024
 _HINT = "name a file of rows, a folder of tasks, hf://owner/name, or - for standard input"
 

@@ -6,10 +6,13 @@ from typing import Any
 
 from ..model import CommitId
 
+# packs that git may have to search for one object; a longer chain goes on from a lower layer
 CHAIN_LIMIT = 96
+# first-parent steps between way-points, coarse to fine; neighbours share the coarse layers
 STRIDES = (65536, 4096, 256, 32)
 SHORT = 16  # first-parent steps
 AHEAD_STRIDE = STRIDES[-1] // 4  # of way-points packed for neighbours after a first checkout
+# of the first root below the requested commit, and of later ones (`choose_root`)
 ROOT_MARGINS = (256, 8192)
 
 

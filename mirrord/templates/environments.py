@@ -54,6 +54,7 @@ RECORD = "environment.json"
 _BUILDING = ".building-"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MTIME_NS = 315_532_800 * 10**9  # 1980-01-01, the earliest time in a ZIP archive
+# hashed and copied at a time
 _PIECE = 1 << 20
 FILES_LIMIT = 1_000_000
 """Of an environment: ten times as many as conda's largest; each costs an inode of the host."""

@@ -31,8 +31,10 @@ from ..trees.sharing import SharedFiles
 from ..trees.tree import materialise, mtime_for, recorded, root_entry, share_entries, unrecorded
 from ..trees.writer import TreeWriter
 
+# a read of an overlay looks a name up in each layer; with two more on top a stack has 18
 DEPTH_MAX = 16
 RECORD = "layer.json"
+# what a name costs on ext4 at least, whatever the length of its file
 _BLOCK_BYTES = 4096
 
 

@@ -36,6 +36,7 @@ from .store import GRAPH, building, link_or_copy
 
 VERIFY_MAX_OBJECTS = 20_000  # of a larger pack the packs it is copied from are checked instead
 HINT = "audit the mirror with --level content and heal it"
+# of one walk or one pack; a first closure of the largest repositories takes minutes
 TIMEOUT = timedelta(minutes=30)
 # commits go to stdin: every user can read the arguments of a process
 WALK = (*UNTRUSTING, "rev-list", "--objects", "--stdin")
@@ -46,10 +47,13 @@ _PACK = (
     *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
     "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
 )  # fmt: skip
+# hashing more holds the GIL of the daemon for longer than starting a worker call takes
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _LINE_BYTES = 4000  # pack-objects splits one of more than 4,162
+# git's listing is a file that grows; pack-objects gets it while the walk goes on
 _POLL_S = 0.005
+# packs found whole, by inode, size and time; one forgotten is checked again
 _KNOWN_MAX = 10_000
 
 

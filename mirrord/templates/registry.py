@@ -27,6 +27,7 @@ from .layers import Layer, blobs_path, chain_of, read_record, verify_layer
 
 CANDIDATES_PER_DEPTH = 2
 _BUILDING = ".building-"
+# every file of a layer is read
 _TIMEOUT = timedelta(minutes=10)
 
 

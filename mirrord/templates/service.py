@@ -34,7 +34,9 @@ from .packer import together
 from .registry import MirrorTemplates, TemplateRegistry
 from .store import StoreKey, is_as_built, read_records
 
+# then the worker is killed, and the checkout refused
 _BUILD_TIMEOUT = timedelta(minutes=10)
+# every byte of a mirror's templates is read, at low priority
 _SCRUB_TIMEOUT = timedelta(hours=1)
 
 

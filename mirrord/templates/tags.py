@@ -16,10 +16,12 @@ import anyio.to_thread
 from ..git.command import Git, object_info
 from ..git.packs import PackIndex
 
+# tags in memory; beyond it all are read again
 _PEELED_MAX = 100_000
 
 _INDEXES_MAX = 10_000
 
+# a file changed this lately may change again without another mtime: it is not remembered
 _RACY_NS = 1_000_000_000
 
 _Stamp = tuple[tuple[str, int, int], ...]

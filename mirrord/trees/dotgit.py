@@ -202,10 +202,13 @@ def _admin(mirror: Path, checkout: str) -> Path:
 # `git write-tree` finds the trees of unchanged directories.
 
 _ENTRY = struct.Struct(">10I20sH")
+# the index has 32 bits for times, inodes and sizes, and git compares as many (gitformat-index)
 _LOW = 0xFFFFFFFF
+# the length in the flags has 12 bits; of a longer name they are all set
 _LONGEST_NAME = 0xFFF
 _EXECUTABLE = 0o100
 _SECOND_NS = 10**9
+# entries of version 2 end with one to eight zeros, at a multiple of eight
 _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]
 
 

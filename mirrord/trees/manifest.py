@@ -27,11 +27,13 @@ from ..errors import ProofFailedError
 from ..host.files import exchange, open_plain, read_plain
 from ..host.processes import Owner, boot_id
 
+# git's modes of entries
 DIRECTORY = 0o040000
 SYMLINK = 0o120000
 SUBMODULE = 0o160000
 NO_OBJECT = bytes(20)
 _MAGIC = b"mirrord manifest 5\n"
+# SHA-1 of what is before it, which tells a torn file
 _CHECKSUM_BYTES = 20
 _COARSE_RACY_NS = 2 * 10**9  # ext4 with inodes of 128 bytes keeps whole seconds
 _CLOCK_REALTIME_COARSE = 5  # linux/time.h

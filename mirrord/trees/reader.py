@@ -21,6 +21,7 @@ from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES
 from .manifest import blob_id
 
+# hashed at a time; most files need one read
 _CHUNK_BYTES = 1 << 20
 _REPLACED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 

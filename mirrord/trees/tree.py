@@ -30,6 +30,7 @@ from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
 _SETTLED_NS = 10 * 10**9  # git calls a file racy unless its mtime is older than its index
+# files written at a time as their owner, and their bytes in memory
 _BATCH = 64
 _BATCH_BYTES = 4 * 1024**2
 

@@ -16,7 +16,9 @@ from typing import NamedTuple
 from ..units import readable_size
 
 _WIDTH, _HEIGHT = 1000, 100  # of the stretched SVG
+# a chart of a daemon that has just started
 _SHORTEST = timedelta(hours=1)
+# of a chart's width: a day of points, one for every six minutes
 _BUCKETS = 240
 
 

@@ -33,11 +33,15 @@ from ..telemetry import Seldom, log
 if TYPE_CHECKING:
     from .pages import Pages
 
+# Everybody who reaches the port is a stranger: the page has bounds of its own, so that it takes
+# nothing from the socket.
 MAX_CONNECTIONS = 128
 KEEP_ALIVE_S = 5
 CLOSE_TIMEOUT = timedelta(seconds=1)
 QUERY_LIMIT_BYTES = 1024
+# one page is made at a time; who waits longer gets 503
 WAIT_LIMIT_S = 15.0
+# by path and query; strangers choose both
 CACHED_PAGES = 64
 
 _ANONYMOUS = Peer(uid=-1, gid=-1, pid=0)

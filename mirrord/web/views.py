@@ -26,6 +26,7 @@ from .figures import Chart, Point, chart, seconds, size
 Facts = dict[str, Any]
 Values = Mapping[str, str]
 
+# the rest is a page further
 PAGE_ROWS = 100
 _LISTED = 200
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)

@@ -33,7 +33,9 @@ WAITING = 2048
 CROWD_SHARE = 0.25
 """Seconds of the machine per second for the crowd, while other users have single requests."""
 _SINGLE_S = 0.1  # how long after a single request its user is expected to send another
+# what the crowd owes beyond it is forgotten: at CROWD_SHARE it is paid within a second
 _DEBT_MAX_S = 0.25
+# remembered; those without a request are forgotten first
 _USERS = 256
 
 

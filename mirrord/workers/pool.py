@@ -35,6 +35,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _USERS = 5  # users that can have their full share of calls at a time
+# calls up to it have turns of their own, and never wait behind an audit
 _SHORT = timedelta(minutes=1)
 
 

@@ -19,6 +19,7 @@ from ..primitives_async import AsyncWorker, Pending, async_to_end
 if TYPE_CHECKING:
     from .client import AsyncClient
 
+# of a lease that has expired, or lives for less than that: no loop without a pause
 _RENEWAL_MIN_SECONDS = 0.05
 
 log = logging.getLogger("mirrord")

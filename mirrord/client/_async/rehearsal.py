@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .checkout import AsyncCheckout
     from .client import AsyncClient
 
+# after an older one the rehearsal starts an audit at level closure, else a quick one
 _AUDIT_MAX_AGE = timedelta(hours=1)
+# of a rehearsal's checkout, plus twice the time of its tests where they run
 _TTL = timedelta(minutes=30)
 
 

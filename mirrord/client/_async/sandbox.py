@@ -25,6 +25,7 @@ from ..primitives_async import async_in_thread, async_to_end
 if TYPE_CHECKING:
     from .checkout import AsyncCheckout
 
+# the answer is in memory; `download` takes a tree of any size to disk
 _READ_MAX_BYTES = 256 * 1024 * 1024
 _TRANSFER_S = 1800.0  # the agent may replace the programs that read and write
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'

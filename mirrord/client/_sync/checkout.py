@@ -20,6 +20,7 @@ from ..primitives_sync import Worker
 if TYPE_CHECKING:
     from .client import Client
 
+# of a lease that has expired, or lives for less than that: no loop without a pause
 _RENEWAL_MIN_SECONDS = 0.05
 
 log = logging.getLogger("mirrord")

@@ -23,6 +23,7 @@ Q = TypeVar("Q", bound=protocol.Request)
 H = TypeVar("H", bound=Checkout)
 ReportProgress = Callable[[protocol.Progress], None]
 
+# the daemon publishes the progress of an operation four times a second
 _POLL_SECONDS = 0.25
 
 

@@ -26,6 +26,7 @@ from ..primitives_sync import in_thread
 if TYPE_CHECKING:
     from .checkout import Checkout
 
+# the answer is in memory; `download` takes a tree of any size to disk
 _READ_MAX_BYTES = 256 * 1024 * 1024
 _TRANSFER_S = 1800.0  # the agent may replace the programs that read and write
 _WRITE = '[ -d "${1%/*}" ] || [ "$1" = "${1##*/}" ] || mkdir -p -- "${1%/*}" && exec cat >"$1"'

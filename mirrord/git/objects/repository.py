@@ -312,6 +312,7 @@ def _not_found(
 
 # -- what a commit adds to existing packs ---------------------------------------------------------
 
+# an increment larger than these is left to git, which writes it to disk, not to memory
 _OBJECTS_MAX = 2000
 _BYTES_MAX = 16 * 1024**2
 _ENTRY = re.compile(rb"([0-7]+) ([^\0]*)\0(.{20})", re.DOTALL)

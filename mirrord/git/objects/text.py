@@ -227,6 +227,7 @@ def _decode(data: bytes, encoding: str) -> bytes:
 
 _FLAGS = DiffOption.FORCE_TEXT | DiffOption.INDENT_HEURISTIC
 _HEADER = re.compile(rb"\n@@ -(\d+)(?:,(\d+))? (\S+) @@[^\n]*")
+# xdiff cuts the function name after @@ there (xemit.c)
 _NAME_BYTES = 80
 # def_ff of xdiff, and userdiff.c; the other drivers have lists of rules, with negative ones
 _NAMES = {

@@ -23,14 +23,19 @@ from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, 
 from ...quoting import decode_name
 from .repository import Objects, tree_entries
 
+# A larger tree is refused with 422 `tree-too-large`, before a byte of it is written.
 ENTRIES_LIMIT = 1_000_000
 FILE_LIMIT_BYTES = 1024**3
 TREE_LIMIT_BYTES = 64 * 1024**3
 
+# git's modes of entries (`git help fast-import`)
 _TREE, _SUBMODULE, _SYMLINK, _FILE = 0o040000, 0o160000, 0o120000, 0o100000
 _RawEntry = tuple[bytes, bytes, bytes]  # mode, name, id
+# of a tree that is near a checked one; with more, all of it is walked again
 _FEW_CHANGES = 10_000
+# Linux's, with the final zero: a longer target of a link cannot be made
 _PATH_MAX = 4096
+# pygit2's errors have no errno: a failed write on a disk with less was for want of room
 _NEARLY_FULL_BYTES = 1024**2
 
 

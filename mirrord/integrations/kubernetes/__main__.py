@@ -20,6 +20,7 @@ from .server import NAME, add_services
 from .volumes import PodVolumes
 
 _THREADS_MAX = 128  # a kubelet has at most 110 pods
+# after a renewal that failed; usually it is a quarter of the lease
 _RETRY_AFTER = timedelta(seconds=30)
 
 log = logging.getLogger("mirrord.kubernetes")
