@@ -98,6 +98,20 @@ def test_a_diff_by_git_names_the_reason(
     assert compare(tree) == reason
 
 
+@pytest.mark.parametrize("size", [99, 2 * 1024**2], ids=["short", "long"])
+def test_git_prints_what_only_it_can_between_the_rest(tree: Tree, size: int) -> None:
+    """Two entries of git's beside edits, a new binary file, an exact rename and a deletion. A long answer is git's."""
+    tree.put(b"a.py", b"def f():\n" + b"    x = 1\n" * 8 + b"    y = 2\n")
+    tree.put(b"a.rs", b"fn f() {\n" + b"    x();\n" * 8 + b"    y();\n")
+    tree.put(b"image", Random(1).randbytes(size))
+    tree.put(b"jpeg", bytes(range(256)))
+    tree.put(b"page", b"diff --git a/x b/x\n")
+    tree.remove(b"same/name")
+    tree.put(b"same/renamed", b"the same\n")
+    tree.remove(b"empty/one")
+    assert compare(tree) == "driver"
+
+
 def test_a_rename_with_an_edit_is_found_by_git(tree: Tree) -> None:
     """A deletion and an addition whose sizes leave room for it; others are none, and git is not asked."""
     tree.remove(b"a.py")

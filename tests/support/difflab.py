@@ -51,6 +51,7 @@ class Tree:
         job = PatchJob(self.path, self.mirror, "HEAD", self.base, owner, scratch)
         made = diff(job, lambda: self.changed() if changed is None else changed, form, spool)
         assert not scratch.exists()
+        assert not spool.with_name("spool-part").exists()
         if made.content is not None:
             return made.content, made
         content = spool.read_bytes()
