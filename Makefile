@@ -90,7 +90,7 @@ check: setup lint ## style, types, layers and the quick tests: no root, no Debia
 
 test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint try-wheels try-harnesses
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not release" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 -m "not release" $(PYTEST_ARGS)
 
 try-wheels:
 	@$(MAKE) --no-print-directory wheels || echo 'no wheels here: the tests of the package are skipped' >&2
