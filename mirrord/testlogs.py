@@ -28,9 +28,6 @@ _COUNT = re.compile(r"\[\d+\]")
 _STATUSES = tuple(_WORDS)
 
 
-# -- pytest ----------------------------------------------------------------------------------------
-
-
 def _summary(log: str) -> Iterator[tuple[Outcome, str]]:
     """Iterate pytest's -rA summary: an outcome, and an id that ends at its first space."""
     for line in log.split("\n"):
@@ -98,8 +95,6 @@ def _matplotlib(log: str) -> Outcomes:
     return _pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
 
 
-# -- others ----------------------------------------------------------------------------------------
-
 _UNITTEST_ENDS = {
     **dict.fromkeys((" ... ok", " ... OK", " ...  OK"), Outcome.PASSED),
     " ... FAIL": Outcome.FAILED,
@@ -150,8 +145,6 @@ def _sympy(log: str) -> Outcomes:
     return found
 
 
-# -- by name ---------------------------------------------------------------------------------------
-
 _PARSERS: dict[str, Parser] = {
     "pytest": _pytest,
     "pytest_options": _pytest_paths,
@@ -186,8 +179,6 @@ _RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
 _END = re.compile(r"={4,}|-{4,} Captured ")
 # the end of a report on a test names the assertion
 _LINES_MAX = 8
-
-# -- what a dataset expects ------------------------------------------------------------------------
 
 
 class Want(StrEnum):

@@ -92,9 +92,6 @@ async def restore_refs(call: Call, body: protocol.RestoreRefs) -> protocol.Opera
     return call.engine.work.restore_refs(name, body.at, owner_uid=call.peer.uid)
 
 
-# -- bundles --------------------------------------------------------------------------------------
-
-
 async def create_bundle(call: Call, query: BundleQuery) -> Response:
     """Stream the mirror as one file. The stream ends early if the mirror is damaged."""
     bundle = await call.engine.bundles.create(call.path["name"], query.since)
@@ -119,9 +116,6 @@ async def import_bundle(call: Call, query: MirrorQuery) -> protocol.Operation:
 async def start_restore(call: Call, body: protocol.StartRestore) -> protocol.Operation:
     """Restore mirrors of the store with their pins and rows, then audit them."""
     return await call.engine.work.restore(body.mirrors, owner_uid=call.peer.uid)
-
-
-# -- pins -----------------------------------------------------------------------------------------
 
 
 async def list_pins(call: Call, query: MirrorQuery) -> list[protocol.Pin]:
@@ -171,9 +165,6 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
         f"cannot find a pin of {owner} on {commit} in {name}: no such pin",
         hint=f"see `mirrord pins {name}`",
     )
-
-
-# -- audits and heals -----------------------------------------------------------------------------
 
 
 async def start_audit(call: Call, body: protocol.StartAudit) -> protocol.Operation:

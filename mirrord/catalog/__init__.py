@@ -28,10 +28,11 @@ from sqlalchemy import Connection
 from .. import errors
 from ..telemetry import log
 from ..workers.pool import Workers
-from . import datasets, fleet, mirrors, spool
+from . import audits, changes, claims, datasets, fleet, mirrors, spool
+from .changes import MIRROR, RESTORED
+from .claims import REPAIR
 from .database import Database, Mode, migrate, prepare
 from .datasets import ALL_COMMITS, Servable
-from .fleet import MIRROR, REPAIR, RESTORED
 from .mirrors import PINS
 from .schema import (
     Claim,
@@ -238,30 +239,30 @@ class Catalog:
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)
 
-    put_audit = _writes(mirrors.put_audit)
-    find_audit = _reads(mirrors.find_audit)
-    list_audits = _reads(mirrors.list_audits)
-    put_report = _writes(mirrors.put_report)
-    find_report = _reads(mirrors.find_report)
-    list_reports = _reads(mirrors.list_reports)
-    put_receipt = _writes(mirrors.put_receipt)
-    find_receipt = _reads(mirrors.find_receipt)
-    list_receipts = _reads(mirrors.list_receipts)
-    put_judgement = _writes(mirrors.put_judgement)
-    list_judgements = _reads(mirrors.list_judgements)
+    put_audit = _writes(audits.put_audit)
+    find_audit = _reads(audits.find_audit)
+    list_audits = _reads(audits.list_audits)
+    put_report = _writes(audits.put_report)
+    find_report = _reads(audits.find_report)
+    list_reports = _reads(audits.list_reports)
+    put_receipt = _writes(audits.put_receipt)
+    find_receipt = _reads(audits.find_receipt)
+    list_receipts = _reads(audits.list_receipts)
+    put_judgement = _writes(audits.put_judgement)
+    list_judgements = _reads(audits.list_judgements)
 
-    list_changes = _reads(fleet.list_changes)
-    note_restored = _writes(fleet.note_restored)
-    enrol = _writes(fleet.enrol)
-    claim = _writes(fleet.claim)
-    claim_due = _writes(fleet.claim_due)
-    renew = _writes(fleet.renew)
-    release = _writes(fleet.release)
-    finish = _writes(fleet.finish)
-    hasten = _writes(fleet.hasten)
-    count_failures = _reads(fleet.count_failures)
-    find_holder = _reads(fleet.find_holder)
-    list_claims = _reads(fleet.list_claims)
+    list_changes = _reads(changes.list_changes)
+    note_restored = _writes(changes.note_restored)
+    enrol = _writes(claims.enrol)
+    claim = _writes(claims.claim)
+    claim_due = _writes(claims.claim_due)
+    renew = _writes(claims.renew)
+    release = _writes(claims.release)
+    finish = _writes(claims.finish)
+    hasten = _writes(claims.hasten)
+    count_failures = _reads(claims.count_failures)
+    find_holder = _reads(claims.find_holder)
+    list_claims = _reads(claims.list_claims)
     publish_generation = _writes(fleet.publish_generation)
     adopt_generation = _writes(fleet.adopt_generation)
     list_generations = _reads(fleet.list_generations)

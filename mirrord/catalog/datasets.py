@@ -16,8 +16,8 @@ from sqlalchemy import Connection, RowMapping, and_, distinct, exists, func, or_
 from ..errors import InstanceAmbiguousError
 from ..model import CommitId, CommitRole, DatasetName, Direction, History, MirrorName, shown
 from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, UnpinnedCommit
+from .changes import note_changes
 from .database import lock
-from .fleet import note_changes
 from .mirrors import in_batches
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 

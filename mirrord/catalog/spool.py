@@ -18,9 +18,9 @@ from sqlalchemy import Connection, delete, insert, select, update
 from ..jsontext import loads
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
 from ..protocol import DatasetChange, InstanceChange, RowsChange
+from .changes import note_changes
 from .database import Database, lock
 from .datasets import PLAIN_COLUMNS, find_instances, iter_instances, of_dataset
-from .fleet import note_changes
 from .mirrors import in_batches
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from itertools import islice
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from ..errors import IntegrityError, NoDaemonError, ResourceError, UsageError
-from ..protocol import Event, Garbage, Mirror, Operation, Status, Usage
+from ..protocol import Event, Mirror, Operation, Status
 from . import operations
-from .output import cell, count, facts, facts_of, listing, problem_of, size, table, when
+from .attention import Attention, attention_lines, problems_of
+from .output import count, facts, facts_of, listing, problem_of, size, when
 from .session import Option, Session, as_json, print_line, read_duration
 
 # while a daemon starts; nothing tells that its socket will exist
@@ -21,21 +22,6 @@ _POLL_S = 0.1
 # one request each; the daemon counts anew every five seconds
 _WATCH_S = 2.0
 _ROWS_SHOWN = 10  # without --all, longer tables show only rows with problems
-# of mirrors with the same problem, in one line
-_NAMES_SHOWN = 3
-# of [checkouts] max: the last tenth is when an operator can still act
-_NEARLY_FULL = 0.9
-# SGR: red and yellow, of every terminal's 16 colours
-_COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
-_WARNING = "warning: "
-
-
-class Attention(NamedTuple):
-    """Something that needs attention; `action` is the command to start with."""
-
-    kind: str
-    fact: str
-    action: str = ""
 
 
 def status(
@@ -118,97 +104,17 @@ def _print_status(session: Session, found: Status, *, every: bool, problems: boo
     if problems and session.json:
         session.print_json([each._asdict() for each in attention])
     elif problems:
-        session.answer(None, _attention_lines(attention))
+        session.answer(None, attention_lines(attention))
     else:
         known = session.client.list_operations() if found.operations_running else []
         running = [each for each in known if each.state == "running"]
         session.answer(found, _status_lines(found, attention, running, every))
 
 
-# -- what needs attention --------------------------------------------------------------------------
-
-
-def problems_of(found: Status) -> Iterator[Attention]:
-    """Yield what needs attention, the worst first."""
-    reasons = found.health.reasons
-    for reason in reasons:
-        if not reason.startswith(_WARNING):
-            yield Attention("degraded", reason, _action_for(reason))
-    yield from _audit_problems(found)
-    yield from _mirror_problems(found.mirrors)
-    for dataset in found.datasets:
-        faults = [(dataset.fault_count, "bad row"), (dataset.unpinned_count, "unpinned commit")]
-        if fact := ", ".join(count(number, noun) for number, noun in faults if number):
-            show = f"mirrord dataset show {dataset.name}"
-            yield Attention("problem", f"dataset {dataset.name}: {fact}", show)
-    for job in found.jobs:
-        if job.last_error and not job.name.startswith("sync/"):  # a problem of its mirror
-            yield Attention(
-                "problem", f"job {job.name}: {job.last_error}", "mirrord operations list"
-            )
-    if found.checkout_count > found.checkout_max * _NEARLY_FULL:
-        fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"
-        yield Attention("problem", fact, "mirrord top")
-    for reason in reasons:
-        if reason.startswith(_WARNING):
-            yield Attention("warning", reason)
-
-
-def _action_for(reason: str) -> str:
-    if "nearly full" in reason or "inodes" in reason:
-        return "mirrord du; mirrord gc"
-    if "can be synced" in reason:
-        return "mirrord mirror list"
-    if reason.startswith("dataset "):
-        return f"mirrord dataset show {reason.split()[1].rstrip(':')}"
-    return "journalctl -t mirrord -p warning"
-
-
-def _audit_problems(found: Status) -> Iterator[Attention]:
-    audit = found.last_audit
-    if audit is None:
-        return
-    at = when(audit.finished_at)
-    if audit.affected_count:
-        fact = f"{count(audit.affected_count, 'instance')} cannot be served (audit of {at})"
-        yield Attention("problem", fact, "mirrord audit; mirrord heal")
-    elif audit.open_count:
-        fact = f"{count(audit.open_count, 'finding')} of the audit of {at}"
-        yield Attention("problem", fact, "mirrord audit")
-    if audit.left_count:
-        fact = f"the audit of {at} could not check {count(audit.left_count, 'mirror')}"
-        yield Attention("problem", fact, "mirrord audit")
-
-
-def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
-    """Yield one for each kind of problem of mirrors."""
-    by_problem: dict[str, list[str]] = {}
-    for mirror in mirrors:
-        if problem := problem_of(mirror):
-            by_problem.setdefault(problem, []).append(mirror.name)
-    for problem, names in sorted(by_problem.items(), key=lambda item: -len(item[1])):
-        more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
-        fact = f"{count(len(names), 'mirror')}: {problem}: {', '.join(names[:_NAMES_SHOWN])}{more}"
-        yield Attention("problem", fact, f"mirrord mirror show {names[0]}")
-
-
-def _attention_lines(problems: list[Attention]) -> Iterator[str]:
-    for each in problems:
-        kind = f"{each.kind}:"
-        if sys.stdout.isatty():
-            kind = f"\x1b[{_COLOURS[each.kind]}m{kind}\x1b[0m"
-        yield f"{kind} {cell(each.fact.removeprefix(_WARNING))}"
-        if each.action:
-            yield f"  -> {cell(each.action)}"
-
-
-# -- the whole status ------------------------------------------------------------------------------
-
-
 def _status_lines(
     found: Status, problems: list[Attention], running: list[Operation], every: bool
 ) -> Iterator[str]:
-    yield from _attention_lines(problems[:_ROWS_SHOWN])
+    yield from attention_lines(problems[:_ROWS_SHOWN])
     if len(problems) > _ROWS_SHOWN:
         yield f"… and {len(problems) - _ROWS_SHOWN:,} more: mirrord status --problems"
     if problems:
@@ -284,66 +190,6 @@ def _describe_audit(found: Status) -> str:
     if audit.affected_count:
         text += f"; {count(audit.affected_count, 'instance')} cannot be served"
     return f"{text}; {count(audit.open_count, 'finding')}" if audit.open_count else text
-
-
-# -- disk ------------------------------------------------------------------------------------------
-
-_VERBOSE_HELP = "Show a line for each mirror, dataset, template, checkout and so on."
-
-
-def du(
-    session: Session,
-    verbose: Annotated[bool, Option(_VERBOSE_HELP, flags="--verbose -v")] = False,
-) -> None:
-    """SHARED bytes are also in other lines of the same kind; RECLAIMABLE is what gc would free.
-    Users see their own checkouts, administrators everything.
-    """
-    found = session.client.usage(verbose=verbose)
-    session.answer(found, _usage_lines(found))
-    if found.partial:
-        session.note(
-            f"{count(found.partial, 'line')} could not be read completely, and may be larger"
-        )
-
-
-def _usage_lines(found: Usage) -> Iterator[str]:
-    header = ("KIND", "COUNT", "USED", "SIZE", "RECLAIMABLE")
-    totals = [
-        (each.kind, each.count, each.used, size(each.size_bytes), size(each.reclaimable_bytes))
-        for each in found.totals
-    ]
-    both = size(found.size_bytes), size(found.reclaimable_bytes)
-    yield from table(header, [*totals, ("all", None, None, *both)])
-    yield ""
-    yield f"{size(found.disk_free_bytes)} of {size(found.disk_bytes)} free"
-    for total in found.totals:
-        rows = [each for each in found.rows if each.kind == total.kind]
-        if rows:
-            yield ""
-            columns = "SIZE=size_bytes SHARED=shared_bytes RECLAIMABLE=reclaimable_bytes CHECKOUTS"
-            yield from listing(rows, f"{total.kind.upper()}=name {columns} LAST_USED=used_at")
-
-
-def gc(
-    session: Session,
-    dry_run: Annotated[bool, Option("Print what would be removed, and remove nothing.")] = False,
-) -> None:
-    """These are templates, sealed stores and closure packs that no checkout needs, released trees,
-    leftovers and trash, but nothing that is recorded, pinned or leased. The next checkout of a
-    removed template takes as long as the first.
-    """
-    found = session.client.gc(dry_run=dry_run)
-    session.answer(found, _gc_lines(found))
-
-
-def _gc_lines(found: Garbage) -> Iterator[str]:
-    if found.dropped:
-        yield from listing(found.dropped, "KIND NAME COUNT SIZE=size_bytes")
-        yield ""
-    yield f"{'would free' if found.dry_run else 'freed'} {size(found.freed_bytes)}"
-
-
-# -- the daemon itself -----------------------------------------------------------------------------
 
 
 def serve(session: Session) -> None:

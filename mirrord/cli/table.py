@@ -68,8 +68,8 @@ instance show; datasets:show_instance; 3459; Show one instance.
 pin; mirrors:pin; 34689; Pin a commit of a mirror.
 unpin; mirrors:unpin; 349; Remove a pin.
 pins; mirrors:pins; 349; List the pins of a mirror, or of all.
-audit; mirrors:audit; 34789; Check that every recorded commit can be served.
-heal; mirrors:heal; 346789; Repair missing and damaged objects of mirrors.
+audit; audits:audit; 34789; Check that every recorded commit can be served.
+heal; audits:heal; 346789; Repair missing and damaged objects of mirrors.
 checkout; checkouts:checkout; 346789; Lease a working tree and print its path.
 reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance.
 fork; checkouts:fork; 345789; Lease a copy of a checkout and print its path.
@@ -79,7 +79,7 @@ save; checkouts:save; 34579; Save the changes of a checkout as a prepared layer.
 layers; checkouts:layers; 34579; List or remove prepared layers.
 diff; checkouts:diff; 3479; Print the changes since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
-restore; mirrors:restore; 345789; Restore files in a checkout, or mirrors from the store.
+restore; bundles:restore; 345789; Restore files in a checkout, or mirrors from the store.
 grade; checkouts:grade; 3456789; Lease a tree with an agent's change and the tests.
 attach; checkouts:attach; 34579; Attach a checkout to a path of a mount namespace.
 release; checkouts:release; 3459; Release checkouts.
@@ -90,13 +90,13 @@ exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.
 rehearse; rehearse:rehearse; 3456789; Test instances: checkout, seal, patches, reset.
 fleet; status:fleet; 39; Show the daemons that share mirrors with this one.
-du; status:du; 379; Show disk usage, and how much of it gc can free.
-gc; status:gc; 379; Remove caches that are not in use.
+du; disk:du; 379; Show disk usage, and how much of it gc can free.
+gc; disk:gc; 379; Remove caches that are not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
 refs diff; mirrors:refs_diff; 349; Show what changed between two records.
 refs restore; mirrors:refs_restore; 34579; Restore a mirror's refs from a record.
-bundle create; mirrors:bundle; 34789; Write a mirror, its pins and its records into one file.
-bundle import; mirrors:bundle_import; 345789; Create a mirror from a bundle, or merge it into one.
+bundle create; bundles:bundle; 34789; Write a mirror, its pins and its records into one file.
+bundle import; bundles:bundle_import; 345789; Create a mirror from a bundle, or merge it into one.
 operations list; operations:list_all; 39; List operations.
 operations show; operations:show; 349; Show one operation.
 operations watch; operations:watch; 3456789; Print an operation's progress until it ends.

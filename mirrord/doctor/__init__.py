@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import disk, host, repairs, state, units
+from . import disk, host, records, repairs, service, state, units
 from .checks import Result, Verdict
 from .repairs import config_file
 
@@ -69,19 +69,19 @@ _CHECKS: dict[str, _Check] = {
     "set-id bits": state.set_id_bits,
     "space": disk.space,
     "inodes": disk.inodes,
-    "catalog": state.catalog,
-    "store": state.store,
+    "catalog": records.catalog,
+    "store": records.store,
     "unfinished": state.unfinished,
     "leftovers": repairs.remaining,
-    "leases": state.leases,
+    "leases": service.leases,
     "systemd": units.units,
     "drop-ins": units.drop_ins,
-    "socket": state.socket_path,
-    "its mode": state.socket_mode,
-    "daemon": state.daemon,
-    "group": state.group,
-    "binds of trees": state.binds,
-    "volumes": state.volumes,
-    "exec": state.confinement,
+    "socket": service.socket_path,
+    "its mode": service.socket_mode,
+    "daemon": service.daemon,
+    "group": service.group,
+    "binds of trees": service.binds,
+    "volumes": service.volumes,
+    "exec": service.confinement,
     "builds": host.builds,
 }

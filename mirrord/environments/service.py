@@ -28,15 +28,9 @@ from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
-from .recipes import (
-    checked,
-    digest_of,
-    expanded,
-    key_of,
-    reads_tree,
-    recipe_of,
-    recipes_of_toml,
-)
+from .recipes import checked, digest_of, key_of, recipes_of_toml
+from .requirements import expanded, reads_tree
+from .specs import recipe_of
 
 # a few small files of one commit
 _READ_TIMEOUT = timedelta(minutes=1)

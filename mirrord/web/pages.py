@@ -19,7 +19,7 @@ from ..errors import NotFoundError, UsageError
 from ..model import utc_now
 from ..quoting import legible, quote_name
 from ..units import counted
-from . import figures, views
+from . import figures, overview, records, views
 from .figures import duration
 
 Facts = dict[str, Any]
@@ -41,20 +41,20 @@ def _route(path: str, gather: Callable[..., Awaitable[Facts]], title: str = "") 
 
 
 ROUTES = (
-    _route("/", views.show_overview, "Overview"),
+    _route("/", overview.show_overview, "Overview"),
     _route("/mirrors", views.show_mirrors, "Mirrors"),
     _route("/mirrors/(?P<name>[^/]{1,300})", views.show_mirror),
     _route("/datasets", views.show_datasets, "Datasets"),
     _route("/datasets/(?P<name>[^/]{1,300})", views.show_dataset),
     _route("/checkouts", views.show_checkouts, "Checkouts"),
     _route("/environments", views.show_environments, "Environments"),
-    _route("/audits", views.show_audits, "Audits"),
-    _route("/audits/(?P<identity>[^/]{1,100})", views.show_audit),
-    _route("/reports", views.show_reports, "Reports"),
-    _route("/reports/(?P<identity>[^/]{1,100})", views.show_report),
-    _route("/receipts", views.show_receipts, "Receipts"),
-    _route("/receipts/(?P<identity>[^/]{1,100})", views.show_receipt),
-    _route("/activity", views.show_activity, "Activity"),
+    _route("/audits", records.show_audits, "Audits"),
+    _route("/audits/(?P<identity>[^/]{1,100})", records.show_audit),
+    _route("/reports", records.show_reports, "Reports"),
+    _route("/reports/(?P<identity>[^/]{1,100})", records.show_report),
+    _route("/receipts", records.show_receipts, "Receipts"),
+    _route("/receipts/(?P<identity>[^/]{1,100})", records.show_receipt),
+    _route("/activity", overview.show_activity, "Activity"),
     _route("/fleet", views.show_fleet, "Fleet"),
 )
 

@@ -18,17 +18,16 @@ from ..audit.readiness import READY, MirrorAudit, newest_audits, unservable_comm
 from ..catalog import MirrorRow, Servable
 from ..engine.engine import Engine
 from ..errors import MirrordError, NotFoundError
-from ..model import MirrorName, ReportKind, parse_dataset_name, utc_now
-from ..protocol import Activity, Finding, Operation
+from ..model import parse_dataset_name
+from ..protocol import Finding
 from ..units import counted
-from .figures import Chart, Point, chart, seconds, size
 
 Facts = dict[str, Any]
 Values = Mapping[str, str]
 
 # the rest is a page further
 PAGE_ROWS = 100
-_LISTED = 200
+LISTED = 200
 _COMMIT = re.compile(r"[0-9a-f]{7,}", re.IGNORECASE)
 _WHY = {
     Servable.READY: "can be checked out and graded",
@@ -37,7 +36,7 @@ _WHY = {
     Servable.UNPINNED: "upstream lacks the base commit, or its mirror was not synced",
     Servable.LOST: "the last audit could not serve the base commit",
 }
-_TONES = {
+TONES = {
     **dict.fromkeys(map(str, Servable), "bad"),
     str(Servable.READY): "good",
     str(Servable.PARTLY): "warn",
@@ -102,10 +101,7 @@ class MirrorLine(NamedTuple):
         return str(self.row.name)
 
 
-# -- mirrors ---------------------------------------------------------------------------------------
-
-
-async def _mirror_lines(engine: Engine) -> list[MirrorLine]:
+async def mirror_lines(engine: Engine) -> list[MirrorLine]:
     rows, pins = await engine.catalog.list_mirrors(), await engine.catalog.count_pins()
     audits = await newest_audits(engine.audits)
     lines = [_mirror_line(row, pins.get(row.name.key, 0), audits) for row in rows]
@@ -128,7 +124,7 @@ def _mirror_line(row: MirrorRow, pins: int, audits: Mapping[str, MirrorAudit]) -
 
 
 async def show_mirrors(engine: Engine, values: Values) -> Facts:
-    lines = await _mirror_lines(engine)
+    lines = await mirror_lines(engine)
     find = values.get("find", "").lower().replace("/", "__")
     chosen = [line for line in lines if find in line.row.name.key]
     problems = sum(line.rank < 3 for line in lines)
@@ -146,13 +142,10 @@ async def show_mirror(engine: Engine, values: Values, name: str) -> Facts:
     return {
         "line": line,
         "upstream": public_upstream(row.url),
-        "datasets": _readiness(each for each in counts if each[1].lower() == row.name.key),
-        "findings_": _group_findings(line.audit.findings) if line.audit else [],
+        "datasets": readiness(each for each in counts if each[1].lower() == row.name.key),
+        "findings_": group_findings(line.audit.findings) if line.audit else [],
         "checkouts": sum(each.mirror.key == row.name.key for each in engine.checkouts.leases),
     }
-
-
-# -- datasets --------------------------------------------------------------------------------------
 
 
 class DatasetReadiness(NamedTuple):
@@ -170,7 +163,7 @@ class DatasetReadiness(NamedTuple):
         return sum(self.states[state] for state in READY)
 
 
-def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetReadiness]:
+def readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[DatasetReadiness]:
     found: dict[str, Counter[Servable]] = {}
     for name, _, state, count in counts:
         found.setdefault(name, Counter())[state] += count
@@ -179,9 +172,7 @@ def _readiness(counts: Iterable[tuple[str, str, Servable, int]]) -> list[Dataset
 
 async def show_datasets(engine: Engine, values: Values) -> Facts:
     unservable = unservable_commits(await newest_audits(engine.audits))
-    ready = {
-        each.name: each for each in _readiness(await engine.catalog.count_servable(unservable))
-    }
+    ready = {each.name: each for each in readiness(await engine.catalog.count_servable(unservable))}
     rows = [
         (each, ready.get(each.name, DatasetReadiness(each.name, Counter())))
         for each in await engine.catalog.summarise_datasets()
@@ -198,7 +189,7 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
     if dataset not in known:
         raise NotFoundError(f"cannot show dataset {dataset}: no dataset has that name")
     counts = await engine.catalog.count_servable(unservable, dataset)
-    ready = next(iter(_readiness(counts)), DatasetReadiness(dataset, Counter()))
+    ready = next(iter(readiness(counts)), DatasetReadiness(dataset, Counter()))
     asked = values.get("state", "")
     state = Servable(asked) if asked in set(Servable) else None
     find = partial(
@@ -216,110 +207,8 @@ async def show_dataset(engine: Engine, values: Values, name: str) -> Facts:
     return {
         "dataset": known[dataset], "ready": ready, "reasons": reasons, "why": _WHY,
         "slice": Slice(rows, number, last, count), "states": list(Servable),
-        "mirrors": sorted({each[1] for each in counts}), "tones": _TONES,
+        "mirrors": sorted({each[1] for each in counts}), "tones": TONES,
     }  # fmt: skip
-
-
-# -- audits ----------------------------------------------------------------------------------------
-
-
-class FindingGroup(NamedTuple):
-    """Findings of one kind in one mirror, with the number of affected instances."""
-
-    mirror: str
-    kind: str
-    accepted: bool
-    findings: int
-    instances: int
-
-
-def _group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
-    groups: dict[tuple[str, str, bool], list[Finding]] = {}
-    for each in findings:
-        groups.setdefault((each.mirror, str(each.kind), each.accepted), []).append(each)
-    return [
-        FindingGroup(*key, len(some), len({one for each in some for one in each.instances}))
-        for key, some in sorted(groups.items(), key=lambda item: (item[0][2], item[0]))
-    ]
-
-
-async def show_audits(engine: Engine, values: Values) -> Facts:
-    return {"slice": Slice.of(await engine.audits.list_audits(50), values)}
-
-
-async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
-    audit = await engine.catalog.find_audit(identity)
-    if audit is None:
-        raise NotFoundError("cannot find the audit")
-    ids = await engine.catalog.list_public_ids(audit.affected)
-    return {
-        "audit": audit,
-        "judged": sum(audit.counts.values()),
-        "groups": Slice.of(_group_findings(audit.findings), values),
-        # an id that no dataset has any more could reveal a commit
-        "affected": sorted(ids.values())[:_LISTED],
-    }
-
-
-# -- reports ---------------------------------------------------------------------------------------
-
-
-async def show_reports(engine: Engine, values: Values) -> Facts:
-    found = await engine.catalog.list_reports()
-    names = {each.name for each in await engine.catalog.summarise_datasets()}
-    rows = [(each, each.dataset if each.dataset in names else "") for each in found]
-    return {"slice": Slice.of(rows, values), "tones": _TONES}
-
-
-async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
-    report = await engine.catalog.find_report(identity)
-    if report is None:
-        raise NotFoundError("cannot find the report")
-    # an agent must not learn the result of its prediction
-    faults = report.faults if report.kind is ReportKind.REHEARSAL else {}
-    ids = await engine.catalog.list_public_ids(faults)
-    known = (
-        (_public_subject(engine, name, set()), counts) for name, counts in report.mirrors.items()
-    )
-    names = {each.name for each in await engine.catalog.summarise_datasets()}
-    return {
-        "report": report,
-        "dataset": report.dataset if report.dataset in names else "",
-        "mirrors": sorted((name, counts) for name, counts in known if name),
-        "steps": Counter(faults.values()).most_common(),
-        # an id that no dataset has any more could reveal a commit
-        "faults": Slice.of(
-            sorted((ids[each], step) for each, step in faults.items() if each in ids), values
-        ),
-        "tones": _TONES,
-    }
-
-
-# -- receipts --------------------------------------------------------------------------------------
-
-
-async def show_receipts(engine: Engine, values: Values) -> Facts:
-    found = await engine.catalog.list_receipts()
-    return {"slice": Slice.of(found, values), "node": engine.catalog.node}
-
-
-async def show_receipt(engine: Engine, values: Values, identity: str) -> Facts:
-    row = await engine.catalog.find_receipt(identity)
-    if row is None:
-        raise NotFoundError("cannot find the receipt")
-    receipt, key = row.receipt, MirrorName.parse(row.receipt.mirror).key
-    return {
-        "row": row,
-        "receipt": receipt,
-        "node": engine.catalog.node,
-        "upstream": public_upstream(receipt.upstream) if receipt.upstream else "",
-        # other commits are hidden, and everything that would identify one
-        "is_base": await engine.catalog.find_base_commit(key, receipt.commit) is not None,
-        "environment": public_environment(receipt.environment or ""),
-    }
-
-
-# -- checkouts, environments, fleet --------------------------------------------------------------
 
 
 async def show_checkouts(engine: Engine, values: Values) -> Facts:
@@ -343,7 +232,7 @@ async def show_environments(engine: Engine, values: Values) -> Facts:
     rows = [(public_environment(each.name), each) for each in found]
     states = Counter(each.state for each in found)
     total = sum(each.size_bytes - each.shared_bytes for each in found)
-    return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": _TONES}
+    return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": TONES}
 
 
 async def show_fleet(engine: Engine, values: Values) -> Facts:
@@ -356,61 +245,27 @@ async def show_fleet(engine: Engine, values: Values) -> Facts:
     return {"fleet": fleet, "slice": Slice.of(fleet.nodes, values), "claims": claims}
 
 
-# -- the daemon ------------------------------------------------------------------------------------
+class FindingGroup(NamedTuple):
+    """Findings of one kind in one mirror, with the number of affected instances."""
+
+    mirror: str
+    kind: str
+    accepted: bool
+    findings: int
+    instances: int
 
 
-async def show_overview(engine: Engine, values: Values) -> Facts:
-    await engine.current_health()
-    activity = engine.activity(history=True)
-    lines = await _mirror_lines(engine)
-    unservable = unservable_commits({line.row.name.key: line.audit for line in lines if line.audit})
-    newest = await engine.audits.list_audits(1)
-    synced = [line.row.synced_at for line in lines if line.row.synced_at]
-    return {
-        "activity": activity,
-        "mirrors": Counter(line.tone for line in lines),
-        "mirror_count": len(lines),
-        "mirror_bytes": sum(line.row.size_bytes or 0 for line in lines),
-        "problems": [line for line in lines if line.rank < 3][:5],
-        "oldest_sync": min(synced, default=None),
-        "datasets": _readiness(await engine.catalog.count_servable(unservable)),
-        "environments": Counter(each.state for each in engine.environments.list()),
-        "audit": newest[0] if newest else None,
-        "audited": len(newest[0].mirrors) if newest else 0,
-        "charts": _charts(activity),
-        "work": await _work(engine, activity.operations),
-    }
-
-
-def _charts(activity: Activity) -> list[Chart]:
-    now, past = utc_now(), activity.history
-
-    def points(name: str) -> list[Point]:
-        return [Point(each.at, getattr(each, name)) for each in past]
-
-    used = [Point(each.at, activity.disk_bytes - each.disk_free_bytes) for each in past]
+def group_findings(findings: Iterable[Finding]) -> list[FindingGroup]:
+    groups: dict[tuple[str, str, bool], list[Finding]] = {}
+    for each in findings:
+        groups.setdefault((each.mirror, str(each.kind), each.accepted), []).append(each)
     return [
-        chart(
-            "Response time",
-            {"median": points("p50_s"), "99 of 100": points("p99_s")}, now, seconds, log=True,
-        ),
-        chart("Requests a second", {"requests": points("per_second")}, now, _plain, most=1),
-        chart("Checkouts", {"held": points("checkouts")}, now, _plain, most=4),
-        chart("Disk", {"in use": used}, now, size, most=activity.disk_bytes),
-    ]  # fmt: skip
+        FindingGroup(*key, len(some), len({one for each in some for one in each.instances}))
+        for key, some in sorted(groups.items(), key=lambda item: (item[0][2], item[0]))
+    ]
 
 
-def _plain(value: float) -> str:
-    return f"{value:.3g}"
-
-
-async def _work(engine: Engine, operations: Sequence[Operation]) -> list[tuple[Operation, str]]:
-    """Return running work with its subject; that is empty unless it is a mirror or a dataset."""
-    datasets = {each.name for each in await engine.catalog.summarise_datasets()}
-    return [(each, _public_subject(engine, each.subject, datasets)) for each in operations]
-
-
-def _public_subject(engine: Engine, subject: str, datasets: set[str]) -> str:
+def public_subject(engine: Engine, subject: str, datasets: set[str]) -> str:
     if subject in datasets or subject == "everything recorded":
         return subject
     known = []
@@ -420,9 +275,3 @@ def _public_subject(engine: Engine, subject: str, datasets: set[str]) -> str:
         except MirrordError:
             return ""
     return ", ".join(known)
-
-
-async def show_activity(engine: Engine, values: Values) -> Facts:
-    activity = engine.activity(history=True)
-    work = await _work(engine, activity.operations)
-    return {"activity": activity, "charts": _charts(activity), "work": work}

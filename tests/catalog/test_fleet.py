@@ -20,6 +20,9 @@ from mirrord.catalog import (
     Generation,
     MirrorRow,
     PinRow,
+    changes,
+    claims,
+    clock,
     fleet,
     mirrors,
     schema,
@@ -47,14 +50,14 @@ def enrol(database: Database, *names: str, host: str = "") -> None:
         for name in names:
             row = MirrorRow(MirrorName("o", name), f"https://example.com/o/{name}", NOW)
             mirrors.put_mirror(connection, row)
-        fleet.enrol(connection, {f"mirror/o__{name}": host for name in names})
+        claims.enrol(connection, {f"mirror/o__{name}": host for name in names})
 
 
 def claim(
     database: Database, node: str, key: str, ttl: timedelta = TTL, limit: int | None = None
 ) -> Claim | None:
     with database.write() as connection:
-        return fleet.claim(connection, node, key, ttl, limit)
+        return claims.claim(connection, node, key, ttl, limit)
 
 
 def claim_due(
@@ -62,7 +65,7 @@ def claim_due(
 ) -> list[str]:
     with database.write() as connection:
         keys = [key if "/" in key else f"mirror/{key}" for key in here]
-        found = fleet.claim_due(connection, node, TTL, most=most, local=keys, grace=patience)
+        found = claims.claim_due(connection, node, TTL, most=most, local=keys, grace=patience)
     return sorted(each.key.removeprefix("mirror/o__") for each in found)
 
 
@@ -85,10 +88,10 @@ def test_one_node_has_a_claim_until_it_expires_and_each_taking_is_an_epoch(
     assert second == Claim("store/gc", 2)
     assert claim(database, "n1", "store/gc") is None
     with database.write() as connection:
-        fleet.release(connection, "n1", [first])  # no longer theirs: nothing happens
+        claims.release(connection, "n1", [first])  # no longer theirs: nothing happens
     assert claim(database, "n1", "store/gc") is None
     with database.write() as connection:
-        fleet.release(connection, "n2", [second])
+        claims.release(connection, "n2", [second])
     assert claim(database, "n1", "store/gc") == Claim("store/gc", 3)
 
 
@@ -99,15 +102,15 @@ def test_a_claim_that_expired_is_prolonged_while_nobody_took_it(database: Databa
     claim(database, "n2", "b")
     claim(database, "n1", "c", BRIEF)
     with database.write() as connection:
-        assert fleet.renew(connection, "n1", TTL, ["a", "b"]) == {Claim("a", 1)}
+        assert claims.renew(connection, "n1", TTL, ["a", "b"]) == {Claim("a", 1)}
     assert claim(database, "n2", "a") is None
     with database.read() as connection:
-        held = {each.key: (each.node, each.epoch) for each in fleet.list_claims(connection)}
+        held = {each.key: (each.node, each.epoch) for each in claims.list_claims(connection)}
         assert held == {"a": ("n1", 1), "b": ("n2", 2)}
-        holder = fleet.find_holder(connection, "a")
+        holder = claims.find_holder(connection, "a")
         assert holder is not None
         assert 15 < holder.left_s <= 20
-        assert fleet.find_holder(connection, "c") is None
+        assert claims.find_holder(connection, "c") is None
 
 
 def test_due_mirrors_are_claimed_once_and_due_again_after_their_time(database: Database) -> None:
@@ -115,20 +118,20 @@ def test_due_mirrors_are_claimed_once_and_due_again_after_their_time(database: D
     assert claim_due(database, "n1", "o__a", "o__b", "o__c", most=2) == ["a", "b"]
     assert claim_due(database, "n2", "o__a", "o__b", "o__c") == ["c"]
     with database.write() as connection:
-        fleet.release(connection, "n1", [Claim("mirror/o__a", 1)], HOUR)
-        fleet.release(connection, "n1", [Claim("mirror/o__b", 1)], NOTHING, has_failed=True)
+        claims.release(connection, "n1", [Claim("mirror/o__a", 1)], HOUR)
+        claims.release(connection, "n1", [Claim("mirror/o__b", 1)], NOTHING, has_failed=True)
     assert claim_due(database, "n2", "o__a", "o__b", "o__c") == ["b"]
     with database.write() as connection:
-        assert fleet.count_failures(connection, "mirror/o__b") == 1
-        fleet.hasten(connection, NOTHING)
+        assert claims.count_failures(connection, "mirror/o__b") == 1
+        claims.hasten(connection, NOTHING)
     assert claim_due(database, "n2", "o__a", "o__b", "o__c") == ["a"]
 
 
 def test_what_is_not_on_the_disk_is_left_to_others_for_a_while(database: Database) -> None:
     enrol(database, "a", "b")
     with database.write() as connection:  # due now, not for 50 years
-        fleet.release(connection, "n2", [])
-        connection.execute(update(schema.claims).values(due_ms=fleet._now()))
+        claims.release(connection, "n2", [])
+        connection.execute(update(schema.claims).values(due_ms=clock.clock_ms()))
     assert claim_due(database, "n1", "o__b", patience=HOUR) == ["b"]
     assert claim_due(database, "n1", "o__b", patience=HOUR) == []
     assert claim_due(database, "n1") == ["a"]
@@ -136,14 +139,14 @@ def test_what_is_not_on_the_disk_is_left_to_others_for_a_while(database: Databas
 
 def test_a_repair_waits_for_who_has_the_mirror_and_is_done_once(database: Database) -> None:
     with database.write() as connection:
-        fleet.enrol(connection, {"repair/o__a": ""})
-        fleet.enrol(connection, {"repair/o__a": ""})
+        claims.enrol(connection, {"repair/o__a": ""})
+        claims.enrol(connection, {"repair/o__a": ""})
     assert claim_due(database, "n1", "o__a") == []
     assert claim_due(database, "n2", "repair/o__a") == ["repair/o__a"]
     with database.write() as connection:
-        fleet.finish(connection, Claim("repair/o__a", 0))  # of an earlier claim
-        assert fleet.find_holder(connection, "repair/o__a")
-        fleet.finish(connection, Claim("repair/o__a", 1))
+        claims.finish(connection, Claim("repair/o__a", 0))  # of an earlier claim
+        assert claims.find_holder(connection, "repair/o__a")
+        claims.finish(connection, Claim("repair/o__a", 1))
     assert claim_due(database, "n2", "repair/o__a") == []
 
 
@@ -153,7 +156,7 @@ def test_a_removed_mirror_is_not_due_and_its_epochs_go_on_when_it_is_back(
     enrol(database, "a")
     assert claim_due(database, "n1", "o__a") == ["a"]
     with database.write() as connection:
-        fleet.release(connection, "n1", [Claim("mirror/o__a", 1)])
+        claims.release(connection, "n1", [Claim("mirror/o__a", 1)])
         mirrors.delete_mirror(connection, "o__a")
     assert claim_due(database, "n1", "o__a") == []
     enrol(database, "a")
@@ -180,7 +183,7 @@ def test_requests_of_all_nodes_together_keep_the_limit_of_a_host(database: Datab
     assert claim(database, "n3", "mirror/o__c", limit=2) is None
     assert claim_due(database, "n3") == []  # a batch would come on top
     with database.write() as connection:
-        fleet.release(connection, "n1", [Claim("mirror/o__a", 1)], HOUR)
+        claims.release(connection, "n1", [Claim("mirror/o__a", 1)], HOUR)
     assert claim(database, "n3", "mirror/o__c", limit=2)
 
 
@@ -278,7 +281,7 @@ def test_a_generation_of_the_store_is_adopted_and_later_ones_come_after_it(
     assert adopt(7, 3) == seventh
     assert not publish(database, "n1", (1, 1), None)
     with database.write() as connection:
-        assert fleet.renew(connection, "n1", TTL, ["mirror/o__a"]) == set()
+        assert claims.renew(connection, "n1", TTL, ["mirror/o__a"]) == set()
     assert claim(database, "n1", "mirror/o__a") == Claim("mirror/o__a", 8)
     assert (adopt(7, 3), adopt(7, 2), adopt(6, 9)) == (seventh, seventh, seventh)
     assert publish(database, "n1", (8, 4), seventh)  # it kept its claim
@@ -330,7 +333,7 @@ def test_a_publication_and_a_takeover_at_once_are_one_after_the_other(
 def test_others_learn_what_changed_since_they_looked(database: Database) -> None:
     def changed(since: int) -> tuple[int, list[str]]:
         with database.read() as connection:
-            return fleet.list_changes(connection, since)
+            return changes.list_changes(connection, since)
 
     if database.is_sqlite:
         enrol(database, "a")
@@ -364,14 +367,14 @@ def test_no_change_is_missed_when_transactions_end_in_another_order(
         while not is_last:
             is_last = done.is_set()
             with database.read() as connection:
-                version, topics = fleet.list_changes(connection, version)
+                version, topics = changes.list_changes(connection, version)
             seen.update(topics)
 
     def writer(number: int) -> None:
         with closing(Database(place)) as mine:
             for turn in range(25):
                 with mine.write() as connection:
-                    fleet.note_changes(connection, f"t{number}-{turn}")
+                    changes.note_changes(connection, f"t{number}-{turn}")
 
     follower = threading.Thread(target=reader)
     follower.start()
@@ -386,7 +389,7 @@ def test_nodes_are_listed_with_their_age_and_forgotten(database: Database) -> No
         fleet.put_node(connection, "n1", "host1", "1.0", {"mirrors": 3})
         fleet.put_node(connection, "n1", "host1", "1.1", {"mirrors": 4})
         fleet.put_node(connection, "n2", "host2", "1.1", {})
-        fleet.claim(connection, "n1", "a", TTL)
+        claims.claim(connection, "n1", "a", TTL)
     with database.read() as connection:
         found = {node.id: node for node in fleet.list_nodes(connection)}
     assert {node.id: (node.name, node.version, node.document) for node in found.values()} == {
@@ -396,7 +399,7 @@ def test_nodes_are_listed_with_their_age_and_forgotten(database: Database) -> No
     with database.write() as connection:
         fleet.delete_node(connection, "n1")
         assert [node.id for node in fleet.list_nodes(connection)] == ["n2"]
-        assert fleet.list_claims(connection) == []
+        assert claims.list_claims(connection) == []
 
 
 def test_unchanged_mirrors_are_recorded_in_one_statement(database: Database) -> None:

@@ -20,7 +20,7 @@ from gitrepos import ENV, Upstream
 from waiting import until
 
 from mirrord.config import Settings
-from mirrord.doctor.state import binds
+from mirrord.doctor.service import binds
 from mirrord.errors import BackendUnavailableError
 from mirrord.host.mounts import find_left_behind
 from mirrord.host.peers import Peer

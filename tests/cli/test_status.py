@@ -13,7 +13,8 @@ import pytest
 from daemons import Daemon, daemon
 
 from mirrord import protocol
-from mirrord.cli.status import _status_lines, problems_of
+from mirrord.cli.attention import problems_of
+from mirrord.cli.status import _status_lines
 from mirrord.cli.table import VERBS
 from mirrord.model import AuditLevel, Backend
 

@@ -46,7 +46,7 @@ def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -
 def test_volumes_that_nobody_serves_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mirrord.doctor.state.DOCKER_SOCKET", tmp_path / "nobody")
+    monkeypatch.setattr("mirrord.doctor.service.DOCKER_SOCKET", tmp_path / "nobody")
     settings = Settings(state_dir=tmp_path, docker=DockerSettings(volumes=True))
     (check,) = [check for check in examine(settings) if check.name == "volumes"]
     assert check.verdict == "warn"

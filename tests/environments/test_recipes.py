@@ -13,15 +13,10 @@ from rowlab import row
 
 from mirrord.catalog import InstanceRow
 from mirrord.datasets.formats import choose_format
-from mirrord.environments import recipes
-from mirrord.environments.recipes import (
-    checked,
-    digest_of,
-    expanded,
-    key_of,
-    recipe_of,
-    recipes_of_toml,
-)
+from mirrord.environments import specs
+from mirrord.environments.recipes import checked, digest_of, key_of, recipes_of_toml
+from mirrord.environments.requirements import expanded
+from mirrord.environments.specs import recipe_of
 from mirrord.errors import InvalidRecipeError, RecipeNotFoundError
 from mirrord.grading.runners import files_of
 from mirrord.protocol import Recipe
@@ -60,9 +55,9 @@ def swebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "swebench" / "__init__.py").write_text("raise ImportError('no docker here')")
     (place / "python.py").write_text(MAPPING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    recipes.swebench_specs.cache_clear()
+    specs.swebench_specs.cache_clear()
     yield
-    recipes.swebench_specs.cache_clear()
+    specs.swebench_specs.cache_clear()
 
 
 def test_the_files_of_a_runner_are_in_its_command_and_in_its_recipe() -> None:

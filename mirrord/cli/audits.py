@@ -1,0 +1,121 @@
+"""`audit`, `heal`."""
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+from ..errors import UsageError
+from ..model import AuditLevel, CommitRole
+from ..protocol import Audit, Operation, Repair
+from ..quoting import quote_name
+from .operations import exit_as, finish, started, watching
+from .output import cell, count
+from .session import Argument, NoWait, Option, Session
+
+Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")]
+
+
+def audit(
+    session: Session,
+    names: Names = None,
+    dataset: Annotated[
+        str | None, Option("Only commits that this dataset records.", "NAME")
+    ] = None,
+    level: Annotated[
+        AuditLevel | None, Option("Level of the checks; default: as configured.")
+    ] = None,
+    no_heal: Annotated[bool, Option("Report only, repair nothing.")] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints a line for each finding, then a total; repairs go to stderr. Status 8 if a finding is
+    neither healed nor accepted by [audit] accept.
+    """
+    heal = False if no_heal else None
+    operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
+    found = _finish_audit(session, operation, no_wait)
+    if found:
+        for line in _repair_lines(found):
+            session.note(line)
+        session.answer(found, audit_lines(found))
+        exit_as(found)
+
+
+def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
+    if no_wait:
+        session.answer(operation, started(operation))
+        return None
+    ended = finish(session, operation)
+    return session.client.get_audit(str((ended.result or {})["id"]))
+
+
+def _repair_lines(found: Audit) -> Iterator[str]:
+    for repair in found.repairs:
+        yield from map(cell, _describe_repair(repair))
+
+
+def audit_lines(found: Audit) -> Iterator[str]:
+    for f in found.findings:
+        commit = f" {f.commit}" if f.commit else ""
+        instances = f" ({', '.join(f.instances)})" if f.instances else ""
+        only = f", {', '.join(f.roles)} only" if f.roles and CommitRole.BASE not in f.roles else ""
+        kind = f"{f.kind}{only}{', accepted' if f.accepted else ''}{instances}"
+        yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
+    states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
+    total = sum(found.counts.values())
+    unserved = f"; {count(len(found.affected), 'instance')} cannot be served"
+    affected = unserved if found.affected else ""
+    accepted = len(found.findings) - found.open_count
+    is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
+    is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
+    healed = f"; {found.healed} of them healed" if found.healed else ""
+    scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
+    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
+
+
+def _describe_repair(repair: Repair) -> Iterator[str]:
+    for donor, number in repair.objects.items():
+        yield f"{repair.mirror} healed: {count(number, 'object')} from {donor}"
+    for file in repair.files:
+        yield f"{repair.mirror} healed: moved corrupt file {quote_name(file)} to {repair.kept_in}"
+    if repair.history:
+        yield f"{repair.mirror} ref history: {repair.history}"
+    for donor, reason in repair.refusals.items():
+        yield f"{repair.mirror} not healed from {donor}: {reason}"
+    for ref in repair.refs:
+        yield f"{repair.mirror} healed: restored lost ref {quote_name(ref)}"
+    if repair.unhealed_count:
+        listed = ", ".join(repair.unhealed[:3]) + (", …" if repair.unhealed_count > 3 else "")
+        fact = f"no donor has {count(repair.unhealed_count, 'object')} ({listed})"
+        remedy = f"retried later, or now with `mirrord heal {repair.mirror} --bundle FILE`"
+        yield f"{repair.mirror} not healed: {fact}; {remedy}"
+    if repair.error:
+        yield f"{repair.mirror} not healed: {repair.error}"
+
+
+def heal(
+    session: Session,
+    names: Names = None,
+    bundle: Annotated[
+        Path | None, Option("Bundle of any repository, as another donor.", "FILE")
+    ] = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Prints repairs and open findings, and exits, as `mirrord audit` does. Bundles in bundles/ of
+    the state directory are always donors.
+    """
+    mirrors = names or []
+    if bundle and len(mirrors) != 1:
+        fact = f"{len(mirrors)} mirrors are named"
+        raise UsageError(f"cannot heal with {bundle}: {fact}", hint="name one mirror")
+    if bundle and not bundle.is_file():
+        raise UsageError(f"cannot heal with {bundle}: it is not a file", hint="name a bundle file")
+    if bundle is None:
+        operation = session.client.start_heal(*names or ())
+    else:
+        with watching(session, f"sending {bundle.name}") as watch:
+            operation = session.client.heal_with_bundle(mirrors[0], bundle, progress=watch)
+    found = _finish_audit(session, operation, no_wait)
+    if found:
+        session.answer(found, chain(_repair_lines(found), audit_lines(found)))
+        exit_as(found)

@@ -1,0 +1,155 @@
+"""Turn values nested in commands, JSON or parsed diffs into plain columns, and keep the others.
+
+Raises RowError if the row cannot be read. No I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..model import shown
+from .fields import (
+    RawFields,
+    RowError,
+    find_value,
+    full_commits,
+    parse_json,
+)
+
+Note = Callable[[str], None]
+
+_PRO_ID = re.compile(r"(?:instance_)?(.+?)-([0-9a-f]{40})(?:-v\w+)?")
+
+_RESET = re.compile(r"git reset --hard ([0-9a-f]{40})\b")
+
+_FROM_GOLD = re.compile(r"git checkout ([0-9a-f]{40}) +--")
+
+
+def unwrap_pro(row: RawFields, note: Note) -> RawFields:
+    """Read `before_repo_set_cmd`: it resets to the base commit and checks out gold tests.
+
+    The id has the gold commit too, and the repository, which partial rows lack.
+    """
+    command = row.get("before_repo_set_cmd")
+    command = command if isinstance(command, str) else ""
+    plain, found = dict(row), _PRO_ID.fullmatch(str(row.get("instance_id")))
+    if found and not row.get("repo"):
+        plain["repo"] = found[1]
+        note("repo: from instance_id")
+    if (base := _RESET.search(command)) and not row.get("base_commit"):
+        plain["base_commit"] = base[1]
+        note("base_commit: from before_repo_set_cmd")
+    gold = _FROM_GOLD.findall(command)
+    if gold:
+        note("gold_commits: from before_repo_set_cmd")
+    if found and found[2] not in gold:
+        note("gold_commits: from instance_id")
+        gold.append(found[2])
+    return {**plain, "gold_commits": gold}
+
+
+_R2E_REPOSITORIES = {
+    repo.partition("/")[2].lower(): repo
+    for repo in (
+        *("aio-libs/aiohttp", "bokeh/bokeh", "nedbat/coveragepy", "datalad/datalad", "numpy/numpy"),
+        *("biolab/orange3", "pandas-dev/pandas", "python-pillow/Pillow", "Pylons/pyramid"),
+        *("scrapy/scrapy", "statsmodels/statsmodels", "sympy/sympy", "tornadoweb/tornado"),
+    )
+}
+"""Rows have the name without its owner."""
+
+_MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
+
+_TEST_DIRECTORIES = {"test", "tests", "Test", "Tests"}
+
+
+def unwrap_r2e(row: RawFields, note: Note) -> RawFields:
+    """Read `parsed_commit_content`, the gold commit as JSON. The base commit is its parent, `SHA^`.
+
+    Patches are rendered from the parsed diffs of files. The tests that run are in the image.
+    """
+    parsed = row.get("parsed_commit_content")
+    parsed = parse_json(parsed) if isinstance(parsed, str) else parsed
+    if not isinstance(parsed, Mapping):
+        raise RowError("parsed_commit_content is not a JSON object")
+    image = str(row.get("docker_image"))
+    gold = (
+        *full_commits(f"{row.get('commit_hash')} {parsed.get('new_commit_hash')} {image}"),
+        None,
+    )
+    if gold[0] is None:
+        raise RowError("neither commit_hash, new_commit_hash nor docker_image is a full commit id")
+    name = str(row.get("repo_name") or row.get("repo"))
+    repo = name if "/" in name else _R2E_REPOSITORIES.get(name.lower())
+    if repo is None:
+        raise RowError(f"repo_name {shown(name)} is not a known repository; give it in a mapping")
+    if repo != name:
+        note("repo: by repo_name")
+    old = str(parsed.get("old_commit_hash") or f"{gold[0]}^")
+    note(f"base_commit: {'the parent of the commit' if '^' in old else 'old_commit_hash'}")
+    files = [each for each in parsed.get("file_diffs") or () if isinstance(each, Mapping)]
+    patches = {"patch": _joined(files, tests=False), "test_patch": _joined(files, tests=True)}
+    if any(patches.values()):
+        note("patch: from parsed_commit_content")
+    base = {"revision" if "^" in old else "base_commit": old}
+    return {
+        "instance_id": f"{repo.replace('/', '__')}-{gold[0]}",
+        "created_at": parsed.get("commit_date"),
+        **row, **base, **patches, "repo": repo, "gold_commits": [gold[0]],
+    }  # fmt: skip
+
+
+def _joined(files: Iterable[Mapping[str, Any]], *, tests: bool) -> str:
+    """Render the patch of the test files, or of the others. Binary files have no content."""
+    try:
+        return "".join(
+            "".join(_diff_lines(each))
+            for each in files
+            if not each.get("is_binary_file") and _is_test(each["header"]["file"]["path"]) == tests
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RowError(f"parsed_commit_content is of an unknown shape: {error!r}") from error
+
+
+def _is_test(path: str) -> bool:
+    *directories, name = path.split("/")
+    is_named_so = name.startswith("test_") or name.endswith("_test.py")
+    return is_named_so or not _TEST_DIRECTORIES.isdisjoint(directories)
+
+
+def _diff_lines(file: Mapping[str, Any]) -> Iterable[str]:
+    path, misc = file["header"]["file"]["path"], file["header"].get("misc_line")
+    yield f"diff --git a/{path} b/{path}\n"
+    if misc:
+        yield f"{misc}\n"
+    if index := file.get("index_line"):
+        mode = f" {index['mode']}" if index.get("mode") else ""
+        yield f"index {index['old_commit_hash']}..{index['new_commit_hash']}{mode}\n"
+    if file.get("minus_file") and file.get("plus_file"):
+        yield f"--- {file['minus_file']['path']}\n+++ {file['plus_file']['path']}\n"
+    for hunk in file.get("hunks") or ():
+        where = hunk["descriptor"]
+        old, new = (_range(where[f"{side}_range"]) for side in ("old", "new"))
+        section = f" {where['section']}" if where.get("section") else ""
+        yield f"@@ -{old} +{new} @@{section}\n"
+        for line in hunk["line_group"]["all_lines"]:
+            yield f"{_MARKS[line['type']]}{line['content']}\n"
+
+
+def _range(of: Mapping[str, Any]) -> str:
+    return f"{of['start']}" if of.get("length") is None else f"{of['start']},{of['length']}"
+
+
+INSTANCE_DICT = "responses_create_params.metadata.instance_dict"
+
+
+def unwrap_nemo(row: RawFields, note: Note) -> RawFields:
+    """Read the row in `metadata.instance_dict`, JSON in JSON; `metadata` adds columns to it."""
+    inner = find_value(row, INSTANCE_DICT)
+    inner = parse_json(inner) if isinstance(inner, str) else inner
+    if not isinstance(inner, Mapping):
+        raise RowError(f"{INSTANCE_DICT} is not a JSON object")
+    metadata = find_value(row, "responses_create_params.metadata")
+    return {**(metadata if isinstance(metadata, Mapping) else {}), **inner}
