@@ -103,6 +103,7 @@ from .errors import UpstreamLossError as UpstreamLossError
 from .errors import UpstreamNotFoundError as UpstreamNotFoundError
 from .errors import UpstreamThrottledError as UpstreamThrottledError
 from .errors import UpstreamTimeoutError as UpstreamTimeoutError
+from .errors import UpstreamUnavailableError as UpstreamUnavailableError
 from .errors import UsageError as UsageError
 from .errors import WorkerCrashedError as WorkerCrashedError
 from .model import ApplyStrategy as ApplyStrategy

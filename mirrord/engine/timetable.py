@@ -35,6 +35,7 @@ CLEANUP_INTERVAL = timedelta(seconds=5)
 _MINUTE = timedelta(minutes=1)
 # a repository that was never there is a mistyped name: it is asked for once a week
 _NOT_FOUND_INTERVAL = timedelta(days=7)
+_WITHDRAWN_INTERVAL = timedelta(days=1)
 # forges ask for a password if a repository does not exist
 _NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
 
@@ -270,11 +271,16 @@ class Timetable:
         ]  # fmt: skip
 
     async def _sync(self, name: MirrorName) -> None:
-        """Sync, but only weekly while upstream has no such repository: the name may be mistyped."""
+        """Sync, but rarely while upstream has no such repository or does not show it any more.
+
+        One that never was there may be mistyped, and one that was may be back tomorrow.
+        """
         row = await self.work.mirrors.catalog.find_mirror(name.key)
-        if row and not row.synced_at and row.error and row.attempted_at:
-            is_due = utc_now() >= row.attempted_at + _NOT_FOUND_INTERVAL
-            if row.error.get("code") in _NOT_FOUND and not is_due:
+        if row and row.error and row.attempted_at and row.error.get("code") in _NOT_FOUND:
+            interval = _NOT_FOUND_INTERVAL
+            if row.synced_at:  # as long as it has failed for by now, which doubles
+                interval = min(row.attempted_at - row.synced_at, _WITHDRAWN_INTERVAL)
+            if utc_now() < row.attempted_at + interval:
                 return
         await self._finish(self.work.sync(name))
 

@@ -8,7 +8,7 @@ event loop: every pattern takes linear time.
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -32,32 +32,71 @@ _DISK_FULL = _StderrRule(
     errors.DiskFullError,
     "free space below the state directory; nothing was changed",
 )
+
+
+class _UpstreamRule(NamedTuple):
+    """Matches the status of the last HTTP response, or stderr."""
+
+    statuses: Collection[int]
+    pattern: str
+    error: type[errors.MirrordError]
+    hint: str
+
+
+# The first that matches. A forge's own words are in lines `remote: ` (a text/plain body, or the
+# sideband) and `fatal: remote error: `; elsewhere they could be the name of a repository.
 _UPSTREAM_RULES = (
-    _StderrRule(
-        r"returned error: 429|too many requests",
+    _UpstreamRule(
+        {429},
+        r"returned error: 429|too many requests|\brate limit\b",
         errors.UpstreamThrottledError,
-        "the next scheduled sync waits as long as upstream asked",
+        "the next sync waits that long; fewer mirrors per host, or credentials, raise the limit",
     ),
-    _StderrRule(
-        r"authentication failed|could not read (username|password)|terminal prompts disabled"
+    _UpstreamRule(
+        {451},
+        r"returned error: 451|(?m:^(?:remote|fatal: remote error): .*(?:\bDMCA\b|legal reasons))",
+        errors.UpstreamNotFoundError,
+        "upstream withdrew the repository; the mirror still serves what it has, and asks again"
+        " rarely",
+    ),
+    _UpstreamRule(
+        {500, 502, 503, 504},
+        r"returned error: 5\d\d|unable to handle this request|due to load|service unavailable"
+        r"|temporarily unavailable|could not resolve|failed to connect|couldn't connect"
+        r"|unable to connect|connection (?:refused|reset|closed)|no route to host"
+        r"|network is unreachable",
+        errors.UpstreamUnavailableError,
+        "nothing was changed; the host is asked again after a pause",
+    ),
+    _UpstreamRule(
+        (),
+        r"authentication failed|could not read (?:username|password)|terminal prompts disabled"
         r"|returned error: 40[13]|permission denied \(|host key verification failed|access denied"
         r"|no supported authentication",
         errors.UpstreamAuthError,
         "the repository may be private or absent: give a URL with credentials, or a key to the "
         "daemon's user; the daemon never prompts",
     ),
-    _StderrRule(
-        r"repository '[^']*' not found|returned error: (404|410)|repository not found"
+    _UpstreamRule(
+        {410},
+        r"repository '[^']*' not found|returned error: (?:404|410)|repository not found"
         r"|repository '[^']*' does not exist|not appear to be a git repository"
         r"|repository not exported|not a git repository|no such file or directory",
         errors.UpstreamNotFoundError,
         "check the repository's name and the upstream URL",
     ),
-    _StderrRule(
+    _UpstreamRule(
+        (),
         r"timed out|connection timeout|operation too slow|less than \d+ bytes/sec",
         errors.UpstreamTimeoutError,
         "upstream is slow; try again later",
     ),
+)
+# The connection ended before the pack did (git 2.39, curl).
+_CUT = re.compile(
+    r"unexpected disconnect|early EOF|hung up unexpectedly|transfer closed|RPC failed"
+    r"|bytes of body|HTTP/2 (?:stream|framing)|expected flush|premature end",
+    re.IGNORECASE,
 )
 _LOCAL_RULES = (
     _StderrRule(
@@ -84,11 +123,10 @@ _INNER_DEATH = re.compile(r"^error: (\S.* died of signal (?:9|15))$", re.MULTILI
 _SILENT_INDEX_PACK = "fatal: fetch-pack: invalid index-pack output"
 # The repository that git was started in. Upstream's name would be in quotes.
 _NO_REPOSITORY = re.compile(r"^fatal: not a git repository: ", re.MULTILINE)
-# What git (2.39) says of a pack that was cut or changed on its way. An upstream that cannot make
-# one says why, in a line of its own.
+# What git (2.39) says of a pack that was changed on its way. An upstream that cannot make one says
+# why, in a line of its own.
 _BROKEN_TRANSFER = re.compile(
-    r"unexpected disconnect|early EOF|hung up unexpectedly|transfer closed|RPC failed"
-    r"|bad pack header|bad band|bad line length|pack signature mismatch|pack is corrupted"
+    r"bad pack header|bad band|bad line length|pack signature mismatch|pack is corrupted"
     r"|pack has bad object|pack has \d+ unresolved|inflate|unknown object type",
     re.IGNORECASE,
 )
@@ -225,16 +263,6 @@ def failure(
             hint="possibly out of memory; check dmesg for the OOM killer",
             git_status=status,
         )
-    if http.status == 429 or (http.status == 503 and http.retry_after):
-        seconds = retry_after_seconds(http.retry_after, now=utc_now())
-        asked = "" if seconds is None else f"; it asks for a wait of {seconds:g} s"
-        return errors.UpstreamThrottledError(
-            f"cannot {doing}: upstream answers {http.status}{asked}",
-            hint="the next sync waits that long; fewer mirrors per host, or credentials, "
-            "raise the limit",
-            retry_after_s=seconds,
-            fact=fact,
-        )
     if _NO_REPOSITORY.search(stderr):
         fact = "its HEAD, refs, objects or configuration are damaged"
     facts: dict[str, Any] = {"git_status": status}
@@ -246,19 +274,61 @@ def failure(
         facts["objects"] = list(named)[:_OBJECTS_MAX]
     if "filtering not recognized by server" in stderr:
         facts["filter_ignored"] = True
-    error: type[errors.MirrordError] = errors.GitFailedError
-    hint = "see the daemon's log; audit the mirror"
     if upstream:
-        error, hint = errors.UpstreamError, "try again later; check the upstream URL"
-    for rule in (_DISK_FULL, *(_UPSTREAM_RULES if upstream else _LOCAL_RULES)):
+        return _upstream_failure(doing, stderr, fact, http, tuple(secrets), facts)
+    for rule in (_DISK_FULL, *_LOCAL_RULES):
         if re.search(rule.pattern, stderr, re.IGNORECASE):
-            error, hint = rule.error, rule.hint
-            break
-    is_broken = _BROKEN_TRANSFER.search(stderr) and not _REMOTE_FAILED.search(stderr)
-    if error is errors.UpstreamError and is_broken and not named:
-        error, fact = errors.TransferBrokenError, f"the transfer broke: {fact}"
-        hint = "the next sync asks again; if it goes on, look at the network and proxies on the way"
-    return error(f"cannot {doing}: {fact}", hint=hint, **facts)
+            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
+    hint = "see the daemon's log; audit the mirror"
+    return errors.GitFailedError(f"cannot {doing}: {fact}", hint=hint, **facts)
+
+
+def _upstream_failure(
+    doing: str,
+    stderr: str,
+    fact: str,
+    http: HttpAnswer,
+    secrets: Sequence[str],
+    facts: dict[str, Any],
+) -> errors.MirrordError:
+    if re.search(_DISK_FULL.pattern, stderr, re.IGNORECASE):
+        return _DISK_FULL.error(f"cannot {doing}: {fact}", hint=_DISK_FULL.hint, **facts)
+    for rule in _UPSTREAM_RULES:
+        asks_to_wait = rule.error is errors.UpstreamThrottledError and (
+            http.status in {403, 503} and http.retry_after
+        )
+        is_named = re.search(rule.pattern, stderr, re.IGNORECASE)
+        if asks_to_wait or http.status in rule.statuses or is_named:
+            seconds = retry_after_seconds(http.retry_after, now=utc_now())
+            if seconds is not None:
+                facts["retry_after_s"] = seconds
+                fact += f"; it asks for a wait of {seconds:g} s"
+            if words := _upstream_words(stderr, fact, secrets):
+                fact += f"; upstream says: {words}"
+            return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
+    hint = "the next sync asks again; if it goes on, look at the network and proxies on the way"
+    is_line = not _REMOTE_FAILED.search(stderr) and not facts.get("objects")
+    if is_line and _CUT.search(stderr):
+        fact = f"the connection was cut: {fact}"
+        return errors.UpstreamUnavailableError(
+            f"cannot {doing}: {fact}", hint=hint, was_cut=True, **facts
+        )
+    if is_line and _BROKEN_TRANSFER.search(stderr):
+        fact = f"the transfer broke: {fact}"
+        return errors.TransferBrokenError(f"cannot {doing}: {fact}", hint=hint, **facts)
+    hint = "try again later; check the upstream URL"
+    return errors.UpstreamError(f"cannot {doing}: {fact}", hint=hint, **facts)
+
+
+def _upstream_words(stderr: str, fact: str, secrets: Sequence[str]) -> str:
+    """Return what the forge itself said in `remote:` lines, where `fact` does not have it."""
+    lines = (
+        line.removeprefix("remote: ").strip()
+        for line in stderr.splitlines()
+        if line.startswith("remote: ")
+    )
+    words = masked(" ".join(line for line in lines if line)[:300], secrets)
+    return "" if words in fact else words
 
 
 def foreign_redirect(url: str, stderr: str) -> str | None:

@@ -92,6 +92,10 @@ class _Packets:
         if not (answer := _ANSWER.fullmatch(packet)):
             return
         text = answer[1]
+        self._size_bytes += len(text)  # of an old upstream too, which may never end
+        if self._size_bytes > _MAX_LIST_BYTES:
+            fact = f"its output is larger than {_MAX_LIST_BYTES} bytes"
+            raise errors.UpstreamError(f"cannot {self._doing}: {fact}")
         if text == "version 2":
             self._is_v2 = True
         elif text == "0000":
@@ -101,11 +105,6 @@ class _Packets:
 
     def _take_ref(self, oid: str, raw: str, attributes: str) -> None:
         name = _unescaped(raw)
-        self._size_bytes += len(oid) + len(name) + 2
-        if self._size_bytes > _MAX_LIST_BYTES:
-            raise errors.UpstreamError(
-                f"cannot {self._doing}: its output is larger than {_MAX_LIST_BYTES} bytes"
-            )
         for attribute in attributes.split():
             if name == "HEAD" and attribute.startswith("symref-target:"):
                 self.lines.append(f"ref: {_unescaped(attribute.partition(':')[2])}\tHEAD")

@@ -69,6 +69,7 @@ class Mirrors(Inventory):
     ) -> protocol.Synced:
         started_at = utc_now()
         work.report(protocol.Progress(unit="syncs", note=protocol.QUEUED))
+        await self._hosts.wait(parse_upstream((await self.get(str(name))).url).host)
         try:
             async with self.sharing.turn(name, work.report) as turn, self.lock(name):
                 row = turn.row or await self.get(str(name))
@@ -408,11 +409,17 @@ class Mirrors(Inventory):
         return protocol.RefDiff(mirror=str(row.name), a=before.id, b=record.id, changes=changes)
 
 
+_LINE_BROKE = {
+    errors.TransferBrokenError.code,
+    errors.UpstreamUnavailableError.code,
+    errors.UpstreamTimeoutError.code,
+}
+
+
 def _known_faults(row: MirrorRow) -> dict[str, str]:
     """Return the objects that upstream could not give, without those whose transfer broke."""
     faults = map(protocol.RefFault.from_json, row.ref_faults)
-    broke = errors.TransferBrokenError.code
-    return {fault.commit: fault.reason for fault in faults if fault.code != broke}
+    return {fault.commit: fault.reason for fault in faults if fault.code not in _LINE_BROKE}
 
 
 def _as_synced(row: MirrorRow) -> protocol.Synced:

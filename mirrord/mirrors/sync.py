@@ -20,7 +20,7 @@ import anyio
 from anyio import to_thread
 
 from .. import errors
-from ..errors import MirrordError, UpstreamLossError, full_disk_named
+from ..errors import MirrordError, TransferBrokenError, UpstreamLossError, full_disk_named
 from ..git.command import GitResult, lines_of, object_info
 from ..git.listing import list_refs
 from ..host.processes import memory_limit_bytes
@@ -31,9 +31,10 @@ from . import refs
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
 from .repository import HISTORY, KEPT, Refs, Repository
-from .upstream import Upstream, blames_objects, find_bad, is_cut
+from .upstream import Upstream, blames_objects, find_bad
 
 INCOMING = "refs/mirrord/incoming/"
+_MAX_CUTS_IN_A_ROW, _MAX_CUTS = 3, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,33 @@ class Fetcher:
         """Fetch `oids`, the likeliest first, with all they reach; return those that failed.
 
         `known` are those that failed before, each with the message. What they reach never changes,
-        so they fail again while the object in the message is damaged.
+        so they fail again while the object in the message is damaged. After a connection that was
+        cut, parts are asked for, a few times. Raises UpstreamUnavailableError where nothing came.
         """
         failures_seen = False
+        arrived: set[str] = set()
+        cuts = cuts_in_a_row = 0
         if oids:
             await self.quarantine.room.ensure(f"fetch from upstream {self.upstream.shown}")
 
         async def attempt(group: Sequence[str]) -> None:
+            """Fetch a group; after a cut its parts, which may arrive where the whole cannot."""
+            nonlocal cuts, cuts_in_a_row
+            try:
+                await attempt_whole(group)
+            except errors.UpstreamUnavailableError as error:
+                cuts, cuts_in_a_row = cuts + 1, cuts_in_a_row + 1
+                is_last = cuts_in_a_row >= _MAX_CUTS_IN_A_ROW or cuts >= _MAX_CUTS
+                if is_last or not error.facts.get("was_cut"):
+                    raise
+                middle = 1 if cuts == 1 else (len(group) + 1) // 2
+                for part in filter(None, (group[:middle], group[middle:])):
+                    await attempt(part)
+            else:
+                arrived.update(group)
+                cuts_in_a_row = 0
+
+        async def attempt_whole(group: Sequence[str]) -> None:
             nonlocal failures_seen
             try:
                 async with self.quarantine.directory("fetch") as objects:
@@ -101,10 +122,14 @@ class Fetcher:
         async with AsyncExitStack() as closing:
             lineage = _Lineage(self, oids, known or {}, closing)
             try:
-                failed = await find_bad(
+                failed: dict[str, MirrordError] = await find_bad(
                     oids, attempt, is_item_error=blames_objects, max_failures=400,
                     max_first_failures=64, blame=lineage.blame, sort=lineage.sort,
                 )  # fmt: skip
+            except errors.UpstreamUnavailableError as error:
+                if not arrived:
+                    raise
+                failed = {oid: error for oid in oids if oid not in arrived}
             finally:
                 if failures_seen:
                     with anyio.CancelScope(shield=True):
@@ -364,12 +389,15 @@ async def _fetch_missing(
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
-    while cut := [oid for oid in fresh if oid in failed and is_cut(failed[oid])]:
-        # a line that breaks now and then blames whatever was asked for alone at that moment
-        rest = {oid: error for oid, error in failed.items() if oid not in cut}
-        failed = rest | await fetcher.fetch(cut)
-        if all(oid in failed for oid in cut):
+    while broken := [oid for oid in fresh if isinstance(failed.get(oid), TransferBrokenError)]:
+        # a line that changes bytes now and then blames what was asked for alone at that moment
+        rest = {oid: error for oid, error in failed.items() if oid not in broken}
+        failed = rest | await fetcher.fetch(broken)
+        if all(oid in failed for oid in broken):
             break
+    for error in failed.values():
+        if isinstance(error, errors.UpstreamUnavailableError):
+            return failed | dict.fromkeys(again, error)
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
 
 

@@ -19,7 +19,12 @@ import anyio
 
 from .. import errors
 from ..config import Settings
-from ..errors import InvalidUrlError, MirrordError, UpstreamThrottledError
+from ..errors import (
+    InvalidUrlError,
+    MirrordError,
+    UpstreamThrottledError,
+    UpstreamUnavailableError,
+)
 from ..git.configuration import Remote
 from ..model import MirrorName, shown
 from ..telemetry import mask_url, without_userinfo
@@ -130,19 +135,23 @@ def _refused(text: str, why: str) -> InvalidUrlError:
 @dataclass(slots=True)
 class _Host:
     limiter: anyio.CapacityLimiter
-    backoff: Backoff
+    throttling: Backoff
+    illness: Backoff
     blocked_until: float = -math.inf
+    cause: UpstreamThrottledError | UpstreamUnavailableError | None = None
 
 
 _SPREAD = 0.2  # of pauses
+_PATIENCE_S = 90.0
 
 
 class Hosts:
-    """The limits of upstream hosts: concurrent connections, and a pause after each 429.
+    """The limits of upstream hosts: concurrent connections, and a pause where one is unwell.
 
     A host that throttles is left alone until its Retry-After, or for a pause that doubles with each
-    refusal. Its mirrors fail at once instead of queueing. `concurrency` is read at each use, so
-    that a reload applies.
+    refusal; one that does not answer or cuts connections, for a shorter pause that doubles too. In
+    a pause its mirrors fail at once instead of queueing; after it they try one at a time until one
+    succeeds. `concurrency` is read at each use, so that a reload applies.
     """
 
     def __init__(
@@ -161,29 +170,53 @@ class Hosts:
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Hold one connection to a host; raises UpstreamThrottledError during its pause."""
         if name not in self._hosts:
-            first, longest = timedelta(seconds=30), timedelta(hours=1)
-            pauses = Backoff(first, longest, spread=_SPREAD, chance=self._chance)
-            self._hosts[name] = _Host(anyio.CapacityLimiter(1), pauses)
+            self._hosts[name] = _Host(
+                anyio.CapacityLimiter(1),
+                self._backoff(timedelta(seconds=30), timedelta(hours=1)),
+                self._backoff(timedelta(seconds=2), timedelta(minutes=15)),
+            )
         host = self._hosts[name]
-        host.limiter.total_tokens = self._concurrency()
+        host.limiter.total_tokens = 1 if host.cause else self._concurrency()
         async with host.limiter:
-            wait_s = host.blocked_until - self._clock()
-            if wait_s > 0:
-                raise UpstreamThrottledError(
-                    f"cannot ask upstream host {name}: rate-limited for another {wait_s:.0f} s",
-                    hint="the next scheduled sync tries again",
+            if host.cause and (wait_s := self.pause_s(name)) > 0:
+                is_throttled = isinstance(host.cause, UpstreamThrottledError)
+                fact = "rate-limited" if is_throttled else "it is unwell, and left alone"
+                raise type(host.cause)(
+                    f"cannot ask upstream host {name}: {fact} for another {wait_s:.0f} s",
+                    hint=f"the next scheduled sync tries again; it said: {host.cause.message}",
                     retry_after_s=round(wait_s, 1),
                     host=name,
                 )
             try:
                 yield
-            except UpstreamThrottledError as error:
-                pause = host.backoff.next().total_seconds()
-                if (asked := error.facts.get("retry_after_s")) is not None:
-                    pause = float(asked) * (1 + _SPREAD * self._chance())
-                host.blocked_until = max(host.blocked_until, self._clock() + pause)
+            except (UpstreamThrottledError, UpstreamUnavailableError) as error:
+                if name != _LOCAL:
+                    self._pause(host, error)
                 raise
-            host.backoff.reset()
+            host.throttling.reset()
+            host.illness.reset()
+            host.cause = None
+
+    def pause_s(self, name: str) -> float:
+        """Return how long a host is still left alone."""
+        host = self._hosts.get(name)
+        return max(0.0, host.blocked_until - self._clock()) if host else 0.0
+
+    async def wait(self, name: str) -> None:
+        """Wait for the end of a short pause. The caller holds no lock."""
+        if self.pause_s(name) <= _PATIENCE_S:
+            await anyio.sleep(self.pause_s(name))
+
+    def _backoff(self, first: timedelta, longest: timedelta) -> Backoff:
+        return Backoff(first, longest, spread=_SPREAD, chance=self._chance)
+
+    def _pause(self, host: _Host, error: UpstreamThrottledError | UpstreamUnavailableError) -> None:
+        is_throttled = isinstance(error, UpstreamThrottledError)
+        pause = (host.throttling if is_throttled else host.illness).next().total_seconds()
+        if (asked := error.facts.get("retry_after_s")) is not None:
+            pause = float(asked) * (1 + _SPREAD * self._chance())
+        host.blocked_until = max(host.blocked_until, self._clock() + pause)
+        host.cause = error
 
 
 # -- bisection: everything arrives but what a damaged upstream cannot give -------------------------
@@ -250,28 +283,13 @@ async def find_bad(
 
 _WHOLE_UPSTREAM = (
     errors.UpstreamAuthError, errors.UpstreamNotFoundError, errors.UpstreamThrottledError,
-    errors.UpstreamTimeoutError, errors.UpstreamEmptyError, errors.DiskFullError,
+    errors.UpstreamUnavailableError, errors.UpstreamEmptyError, errors.DiskFullError,
     errors.GitKilledError,
 )  # fmt: skip
 _CONNECTION = re.compile(
-    r"could not resolve|failed to connect|couldn't connect|unable to connect|unable to access"
-    r"|connection (refused|reset)|no route to host|network is unreachable|returned error: 5"
-    r"|SSL (certificate|connect|routines)|redirects to another host",
+    r"unable to access|SSL (certificate|connect|routines)|redirects to another host",
     re.IGNORECASE,
 )
-
-
-_CUT = re.compile(
-    r"early EOF|unexpected disconnect|hung up|RPC failed|bytes of body|transfer closed"
-    r"|invalid index-pack output|premature end|protocol error|bad pack header|bad line length"
-    r"|expected flush|inflate returned|serious inflate",
-    re.IGNORECASE,
-)
-
-
-def is_cut(error: MirrordError) -> bool:
-    """True if the transfer ended early and names no object: the connection may be the cause."""
-    return not error.facts.get("objects") and bool(_CUT.search(error.message))
 
 
 def blames_objects(error: MirrordError) -> bool:

@@ -402,15 +402,22 @@ def test_a_url_in_the_process_list_has_no_secret(
 @pytest.mark.parametrize(
     ("stderr", "code"),
     [
-        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: early EOF\n", "transfer-broken"),
-        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: protocol error: bad pack header\n", "transfer-broken"),
+        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: early EOF\n", "upstream-unavailable"),
+        ("fetch-pack: unexpected disconnect while reading sideband packet\nfatal: protocol error: bad pack header\n", "upstream-unavailable"),
         ("error: inflate: data stream error (incorrect data check)\nfatal: pack has bad object at offset 889: inflate returned -3\n", "transfer-broken"),
-        ("error: RPC failed; curl 18 transfer closed with outstanding read data remaining\n", "transfer-broken"),
+        ("error: RPC failed; curl 18 transfer closed with outstanding read data remaining\n", "upstream-unavailable"),
         ("fatal: pack is corrupted (SHA1 mismatch)\nfatal: fetch-pack: invalid index-pack output\n", "transfer-broken"),
         ("remote: fatal: packed object is corrupt\nremote: aborting due to possible repository corruption on the remote side.\nfatal: early EOF\n", "upstream-failed"),
         (f"remote: fatal: unable to read {'a' * 40}\nfatal: early EOF\n", "upstream-failed"),
         (f"error: object {'a' * 40}: hasDotgit: contains '.git'\nfatal: fsck error in pack objects\n", "upstream-failed"),
         ("fatal: the remote end hung up unexpectedly\nerror: write: No space left on device\n", "disk-full"),
+        ("fatal: remote error: GitLab is currently unable to handle this request due to load.\n", "upstream-unavailable"),
+        ("error: RPC failed; curl 92 HTTP/2 stream 5 was not closed cleanly: CANCEL (err 8)\nfatal: early EOF\n", "upstream-unavailable"),
+        ("fatal: unable to access 'https://h/x/': Could not resolve host: h\n", "upstream-unavailable"),
+        ("ssh: connect to host h port 22: Connection refused\nfatal: Could not read from remote repository.\n", "upstream-unavailable"),
+        ("remote: You have exceeded a secondary rate limit.\nfatal: unable to access 'https://h/x/': The requested URL returned error: 403\n", "upstream-throttled"),
+        ("remote: Repository unavailable due to DMCA takedown.\nfatal: unable to access 'https://h/x/': The requested URL returned error: 403\n", "upstream-not-found"),
+        ("fatal: unable to access 'https://h/github/dmca/': The requested URL returned error: 403\n", "upstream-auth"),
     ],
 )  # fmt: skip
 def test_a_transfer_that_broke_is_no_fault_of_upstream(stderr: str, code: str) -> None:

@@ -30,7 +30,7 @@ from mirrord.errors import (
 )
 from mirrord.git.command import Git
 from mirrord.mirrors.repository import Repository
-from mirrord.model import CommitId
+from mirrord.model import CommitId, MirrorName
 from mirrord.protocol import Progress
 
 pytestmark = pytest.mark.slow
@@ -498,6 +498,44 @@ def test_a_throttling_host_is_left_alone(house: Builder, forge: Forge) -> None:
         assert len(forge.requests) == 1
 
     house.run(body)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "code"),
+    [
+        (429, {}, b"slow down", "upstream-throttled"),
+        (403, {"Retry-After": "600"}, b"", "upstream-throttled"),
+        (403, {}, b"You have exceeded a secondary rate limit.", "upstream-throttled"),
+        (503, {}, b"", "upstream-unavailable"),
+        (403, {}, b"Repository unavailable due to DMCA takedown.", "upstream-not-found"),
+        (451, {}, b"It was withdrawn.", "upstream-not-found"),
+        (410, {}, b"It is gone.", "upstream-not-found"),
+    ],
+)
+def test_a_refusal_is_told_by_its_reason_in_the_forge_s_words(
+    house: Builder, forge: Forge, status: int, headers: dict[str, str], body: bytes, code: str
+) -> None:
+    """One that is unwell is asked once, also for its other repositories; the mirror serves on."""
+
+    async def main(it: House) -> None:
+        for name in ("owner/name", "owner/other"):
+            await it.mirrors.add(name, f"{forge.url}/owner+name/.git")
+        await it.mirrors.sync(NAME)
+        before = len(forge.requests)
+        forge.refusal = status, {"Content-Type": "text/plain", **headers}, body
+        with pytest.raises(UpstreamError) as caught:
+            await it.mirrors.sync(NAME)
+        assert caught.value.code == code
+        assert body.decode() in caught.value.message
+        assert len(forge.requests) == before + 1
+        if code == "upstream-throttled" and headers:
+            with pytest.raises(UpstreamThrottledError):
+                await it.mirrors.sync(MirrorName("owner", "other"))
+            assert len(forge.requests) == before + 1
+        forge.refusal = None
+        assert (await it.mirrors.resolve(NAME, "main")).commit
+
+    house.run(main)
 
 
 def test_requests_to_one_host_are_limited(house: Builder, forge: Forge) -> None:

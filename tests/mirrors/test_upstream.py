@@ -8,6 +8,7 @@ import pytest
 from mirrord.errors import (
     InvalidUrlError,
     UpstreamThrottledError,
+    UpstreamUnavailableError,
 )
 from mirrord.mirrors.upstream import Hosts, parse_upstream, upstream_url
 from mirrord.model import MirrorName
@@ -68,6 +69,49 @@ def test_a_template_is_filled_in() -> None:
         upstream_url("file:///some/{owner}+{name}", MirrorName("psf", "requests"))
         == "file:///some/psf+requests"
     )
+
+
+def test_a_host_that_is_unwell_is_tried_one_at_a_time_after_a_pause() -> None:
+    """The pause doubles; a success forgets. A directory of this machine is never paused."""
+    now = 0.0
+    hosts = Hosts(concurrency=lambda: 5, clock=lambda: now, chance=lambda: 0.5)
+
+    async def fail(name: str = "host") -> None:
+        with pytest.raises(UpstreamUnavailableError):
+            async with hosts.turn(name):
+                raise UpstreamUnavailableError("cannot: it was cut")
+
+    async def main() -> None:
+        nonlocal now
+        await fail()
+        assert hosts.pause_s("host") == 2
+        with pytest.raises(UpstreamUnavailableError, match="left alone for another 2 s"):
+            async with hosts.turn("host"):
+                raise AssertionError("it was asked")
+        now = 2
+        await fail()
+        assert hosts.pause_s("host") == 4
+        now = 6
+        most = running = 0
+
+        async def ask() -> None:
+            nonlocal most, running
+            async with hosts.turn("host"):
+                running += 1
+                most = max(most, running)
+                await anyio.sleep(0.01)
+                running -= 1
+
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(ask)
+        assert most == 1
+        await fail()
+        assert hosts.pause_s("host") == 2
+        await fail("local")
+        assert hosts.pause_s("local") == 0
+
+    anyio.run(main)
 
 
 def test_a_host_that_throttles_is_left_alone_as_long_as_it_asks() -> None:

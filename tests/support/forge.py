@@ -23,6 +23,7 @@ class Forge:
         self.root = root
         self.password: str | None = None
         self.answers: list[tuple[int, dict[str, str]]] = []
+        self.refusal: Answer | None = None  # of every request, while it is set
         self.redirect_to: str | None = None
         self.renamed: dict[str, str] = {}
         self.delay_s = 0.0
@@ -51,6 +52,8 @@ class Forge:
     def _answer(self, request: BaseHTTPRequestHandler) -> Answer:
         body = _body(request)
         time.sleep(self.delay_s)
+        if self.refusal:
+            return self.refusal
         if self.answers:
             return *self.answers.pop(0), b""
         if self.redirect_to and not request.path.startswith(self.redirect_to):
