@@ -1,7 +1,7 @@
-"""Queries of a fleet: changes, claims, generations, closures, nodes, on one connection.
+"""Queries of a fleet: generations, closure packs and nodes, on one connection.
 
-Times are by the database's clock, because the clocks of nodes differ by minutes. Each decision
-between nodes is one transaction with no state outside it, so it works through a pooler.
+Each decision between nodes is one transaction with no state outside it, so it works through a
+pooler.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,4 +1,4 @@
-"""Queries about mirrors, pins, audits, reports and receipts, on one connection."""
+"""Queries about mirrors and pins, on one connection."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""`mirrord mirror …`, `refs …`, `bundle …`, `restore`, `pin`, `unpin`, `pins`, `audit`, `heal`."""
+"""`mirrord mirror …`, `refs …`, `pin`, `unpin`, `pins`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""`status`, `fleet`, `du`, `gc`, `serve`, `reload`, `events`."""
+"""`status`, `fleet`, `serve`, `reload`, `events`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checks of the installation: state directory, catalog, store, and the way to the daemon."""
+"""Checks of the state directory."""
 
 import os
 import stat

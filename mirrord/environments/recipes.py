@@ -1,4 +1,4 @@
-"""Recipes: how an environment is built and its tests are run. No I/O but for the swebench package.
+"""Recipes: how an environment is built and its tests are run. No I/O.
 
 A recipe names an interpreter, packages and commands. Agents may read it: it says nothing about an
 instance's solution. `requirements` are installed first, then `packages`, which take precedence, as

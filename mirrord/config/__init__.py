@@ -1,0 +1,27 @@
+"""The configuration: the table of settings, their values, and the reader of its file.
+
+An invalid file is refused whole, and the daemon keeps its settings.
+"""
+
+from .reading import load
+from .settings import (
+    AccessSettings,
+    AuditSettings,
+    CheckoutSettings,
+    DatasetSettings,
+    DockerSettings,
+    EnvironmentSettings,
+    MirrorSettings,
+    Settings,
+    StoreSettings,
+    UpstreamSettings,
+    compare,
+    merge_live,
+    setting_keys,
+)
+
+__all__ = [
+    "AccessSettings", "AuditSettings", "CheckoutSettings", "DatasetSettings", "DockerSettings",
+    "EnvironmentSettings", "MirrorSettings", "Settings", "StoreSettings", "UpstreamSettings",
+    "compare", "load", "merge_live", "setting_keys",
+]  # fmt: skip
