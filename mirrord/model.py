@@ -26,6 +26,9 @@ NAME_LIMIT_BYTES = 255  # Linux's NAME_MAX
 TREE_DEPTH_LIMIT = 400  # a walk holds a stack frame or an open file for each directory
 TREE_PATH_LIMIT_BYTES = 3072  # PATH_MAX is 4,096, and includes the path of the tree itself
 
+UNREAD_LIST = "not readable as a list of names, left empty"
+"""The end of an instance's rule about a list of tests that could not be read: it is not empty."""
+
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)

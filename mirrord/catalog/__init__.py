@@ -47,12 +47,12 @@ from .schema import (
     ReceiptRow,
     RecordedRow,
 )
-from .spool import decode_row, encode_row, roles_of, row_digest
+from .spool import decode_row, encode_row, row_digest
 
 __all__ = [
     "ALL_COMMITS", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "DatasetHead",
     "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "NodeRow", "PinRow",
-    "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row", "roles_of", "row_digest",
+    "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row", "row_digest",
 ]  # fmt: skip
 
 P = ParamSpec("P")

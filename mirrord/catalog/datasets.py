@@ -24,7 +24,7 @@ from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins
 ALL_COMMITS = "*"
 """Key of a reason why all commits of a mirror have no pin."""
 
-_NO_BRANCH = "the mirror has no such branch; a sync that brings it pins its commit"
+_NO_BRANCH = "the mirror has no such branch, tag or commit; a sync that brings it pins its commit"
 _NOT_YET = "it has not been pinned yet; import the dataset again"
 # of commits that are not pinned, in the answer about one dataset
 _SHOWN = 10_000

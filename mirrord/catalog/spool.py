@@ -6,6 +6,7 @@ transaction back, so the old dataset stays whole. Unchanged rows are not written
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
@@ -125,19 +126,33 @@ def merge_dataset(place: str, head: DatasetHead, spool: Path) -> int | None:
         return count
 
 
-def roles_of(revision: str) -> tuple[CommitRole, ...]:
-    """Return the roles of a commit that a row names by a revision."""
-    is_parent = revision.endswith("^")
-    return (CommitRole.BASE,) if is_parent else (CommitRole.BASE, CommitRole.BUG)
-
-
 def _resolved(row: InstanceRow, found: Found) -> InstanceRow:
-    """Add the base commit of the row's revision, if it was found."""
-    base = found.get(row.mirror.key, {}).get(row.revision or "")
+    """Add the base commit of the row's revision, if it was found; take commits for their tags."""
+    by_name = found.get(row.mirror.key, {})
+    row = _without_tags(row, by_name)
+    base = by_name.get(row.revision or "")
     if base is None or row.base_commit is not None:
         return row
-    commits = (*((base, role) for role in roles_of(row.revision or "")), *row.commits)
+    is_bug = row.direction is Direction.REVERSE and not re.search(r"[~^]", row.revision or "")
+    roles = (CommitRole.BASE, CommitRole.BUG) if is_bug else (CommitRole.BASE,)
+    commits = (*((base, role) for role in roles), *row.commits)
     return replace(row, base_commit=base, commits=tuple(dict.fromkeys(commits)))
+
+
+def _without_tags(row: InstanceRow, found: Mapping[str, CommitId]) -> InstanceRow:
+    """Replace ids of annotated tags by their commits; that of the base commit is its revision."""
+    tags = [commit for commit, _ in row.commits if commit in found]
+    if not tags:
+        return row
+    base = row.base_commit or ""
+    commits = dict.fromkeys((found.get(commit, commit), role) for commit, role in row.commits)
+    return replace(
+        row,
+        base_commit=found.get(base, row.base_commit),
+        revision=base if base in found else row.revision,
+        commits=tuple(commits),
+        rules=(*row.rules, "the commit of an annotated tag"),
+    )
 
 
 def resolve_instances(

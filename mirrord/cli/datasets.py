@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import UsageError
-from ..model import View
+from ..errors import AccessError, UsageError
+from ..model import UNREAD_LIST, CommitRole, View
 from ..protocol import (
     Dataset,
     DatasetDiff,
@@ -20,7 +20,7 @@ from ..protocol import (
 )
 from .operations import conclude, exit_as, watching
 from .output import count, facts, facts_of, listing, short
-from .session import Argument, NoWait, Option, Session, ViewOption
+from .session import Argument, NoWait, Option, Session
 
 if TYPE_CHECKING:
     from ..sources.opening import Source
@@ -34,6 +34,7 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
+_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
 # a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
@@ -107,6 +108,9 @@ def _import_lines(found: DatasetImported) -> Iterator[str]:
 
 def _warnings(found: DatasetImported) -> Iterator[str]:
     dataset = found.dataset
+    for rule, times in dataset.rules.items():
+        if rule.endswith(UNREAD_LIST):
+            yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"
     for fault in dataset.faults:
         yield f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}"
     for instance in found.ambiguous:
@@ -253,17 +257,30 @@ def show_instance(
     dataset: Annotated[
         str | None, Option("Dataset of the instance, where several record its id.", "NAME")
     ] = None,
-    view: ViewOption = View.AGENT,
+    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
 ) -> None:
     """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
-    found = session.client.get_instance(instance, view=view, dataset=dataset)
+    found = _find_shown(session, instance, dataset, view)
     session.answer(found, facts(_instance_facts(found)))
+
+
+def _find_shown(
+    session: Session, instance: str, dataset: str | None, view: View | None
+) -> Instance:
+    get = session.client.get_instance
+    if view is None and not session.json:  # a person reads it, not a program that feeds an agent
+        try:
+            return get(instance, view=View.GRADER, dataset=dataset)
+        except AccessError:
+            pass
+    return get(instance, view=view or View.AGENT, dataset=dataset)
 
 
 def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
     yield from (("instance", found.id), ("dataset", found.dataset), ("repository", found.repo))
     for each in found.commits or []:
-        yield str(each.role), each.commit
+        is_written = each.role is CommitRole.BASE and found.revision
+        yield str(each.role), f"{each.commit} ({found.revision})" if is_written else each.commit
     for name in ("direction", "environment", "python_version", "version", "created_at", "history"):
         yield name.replace("_", " "), getattr(found, name, None)
     for name in ("patch", "test_patch"):

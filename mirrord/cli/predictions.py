@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from .. import errors
 from ..client._async import AsyncClient, AsyncGrade
 from ..client._async.testrun import build_environment, run_tests
-from ..client.rehearsing import TESTS, judge_tests, log_path
+from ..client.rehearsing import TESTS, judge_tests, log_path, require_lists
 from ..errors import MirrordError
 from ..model import Bind, ReportKind, View
 from ..protocol import Grade, Recipe, Tested, to_json
@@ -318,6 +318,7 @@ class _Tests:
     async def run(self, grade: AsyncGrade, recipe: Recipe, outcome: GradedPrediction) -> Tested:
         identity = outcome.instance or ""
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=self._dataset)
+        require_lists(row)
         if not (row.fail_to_pass or row.pass_to_pass):
             fact = f"cannot judge {identity}: its row lists no tests"
             raise errors.ProofFailedError(fact, hint="add FAIL_TO_PASS and PASS_TO_PASS")

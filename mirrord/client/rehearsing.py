@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .. import errors, protocol, testlogs
-from ..model import History, Readiness
+from ..model import UNREAD_LIST, History, Readiness
 from ..sandbox.verdicts import Verdict, VerdictBy
 from ..testlogs import Want
 
@@ -184,6 +184,16 @@ def judge_tests(
             first = misses[0].test
             facts.append(f"{len(misses)} of {len(tests)} {name} do not {verb}, such as {first}")
     return unexpected, " and ".join(facts)
+
+
+def require_lists(row: protocol.Instance) -> None:
+    """Raise ProofFailedError if a list of the row's tests could not be read at its import."""
+    unread = [rule for rule in row.rules or () if rule.endswith(UNREAD_LIST)]
+    if unread:
+        raise errors.ProofFailedError(
+            f"cannot judge {row.id}: {'; '.join(unread)}",
+            hint="mend the list in the data set's file and import it again",
+        )
 
 
 def log_path(directory: Path, instance: str, step: str) -> Path:

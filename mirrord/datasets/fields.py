@@ -6,12 +6,10 @@ found in an unusual column, is noted in the row's rules. No I/O.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import json
 import re
 import tomllib
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,7 +18,8 @@ from typing import Any, TypeVar
 
 from ..errors import InvalidCommitError, InvalidMappingError, InvalidNameError
 from ..jsontext import loads
-from ..model import CommitId, Direction, History, MirrorName, parse_commit, shown
+from ..model import UNREAD_LIST, CommitId, Direction, History, MirrorName, parse_commit, shown
+from .testlists import is_absent, is_encodable, read_names
 
 RawFields = Mapping[str, Any]
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -28,7 +27,16 @@ Choice = TypeVar("Choice", bound=StrEnum)
 _URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
 _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
 _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
-_REVISION = re.compile(r"[^\s~^:?*\[\\\x00-\x20\x7f]+|[0-9a-f]{40}\^")  # a branch's name, or SHA^
+_NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
+_REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
+_REVISION_LENGTH = 250
+_UPPER = re.compile(r"^[0-9a-fA-F]{40}(?=[~^])")
+_STEPS = re.compile(r"[~^]")
+_NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
+"""What pandas and `str` write for a missing value. Only an id can be one of these words."""
+OWNERS = ("user", "owner", "org", "organization")
+URLS = ("github_url", "repo_url", "github", "html_url")
+"""Columns that have the owner of a repository that is a name alone."""
 PLACE = re.compile(r"\{([^{}]*)\}")
 _INSTALL = {
     *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
@@ -38,8 +46,6 @@ _INSTALL = {
 _INSTALL_BYTES = 64 * 1024
 _KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
 _KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
-# a longer text is not read as a Python literal, which becomes a tree in memory first
-_LITERAL_BYTES = 4 * 1024**2
 
 
 class RowError(Exception):
@@ -58,9 +64,11 @@ class Columns:
     sources: Mapping[str, tuple[str, ...]]
     defaults: Mapping[str, str]
 
-    def replace(self, sources: Mapping[str, str], defaults: Mapping[str, str]) -> Columns:
+    def replace(
+        self, sources: Mapping[str, str | tuple[str, ...]], defaults: Mapping[str, str]
+    ) -> Columns:
         """Return a copy with other sources and defaults of some fields."""
-        changed = {field: (source,) for field, source in sources.items()}
+        changed = {f: (each,) if isinstance(each, str) else each for f, each in sources.items()}
         return Columns({**self.sources, **changed}, {**self.defaults, **defaults})
 
     def names(self) -> set[str]:
@@ -132,7 +140,7 @@ class Fields:
         sources = self._columns.sources.get(field, ())
         for source in sources:
             value = self._filled(source) if "{" in source else find_value(self.row, source)
-            if value is not None and value != "":
+            if not _is_empty(field, value):
                 if source != sources[0]:
                     self.note(f"{field}: {source}")
                 return (field if "{" in source else source), value
@@ -149,7 +157,7 @@ class Fields:
 
     def _filled(self, template: str) -> str | None:
         """Fill a template from its columns; None if one is empty, or neither text nor integer."""
-        values = [find_value(self.row, path) for path in PLACE.findall(template)]
+        values = [_whole(find_value(self.row, path)) for path in PLACE.findall(template)]
         if any(not isinstance(v, str | int) or isinstance(v, bool) or v == "" for v in values):
             return None
         filled = iter(values)
@@ -158,7 +166,12 @@ class Fields:
     # -- reading ----------------------------------------------------------------------------------
 
     def instance_id(self) -> str:
-        name, text = self._required("instance_id")
+        name, value = self._find("instance_id")
+        value = _whole(value)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        name, text = (name, str(value)) if is_number else self._required("instance_id")
+        if is_number:
+            self.note(f"{name}: number")
         if not text.isprintable() or text != text.strip():
             raise RowError(f"{name} {shown(text)} has control characters or outer spaces")
         if len(text) > 500:  # the bound of ids in requests
@@ -172,10 +185,25 @@ class Fields:
         if _URL.search(text):
             self.note(f"{name}: URL")
             path = _URL.sub("", text, count=1).strip("/")
+        elif "/" not in text and "__" not in text:
+            path = self._owned(name, text)
         try:
             return MirrorName.parse(path)
         except InvalidNameError as error:
             raise RowError(f"{name} {shown(text)} is not owner/name") from error
+
+    def _owned(self, name: str, text: str) -> str:
+        """Add the owner to a name, from a column that has it."""
+        for column in OWNERS:
+            if isinstance(owner := self.row.get(column), str) and owner:
+                self.note(f"{name}: with {column}")
+                return f"{owner}/{text}"
+        for column in URLS:
+            path = _URL.sub("", str(self.row.get(column) or ""), count=1).strip("/")
+            if path.removesuffix(".git").endswith(f"/{text}"):
+                self.note(f"{name}: with {column}")
+                return path
+        return text
 
     def commit(self, field: str) -> CommitId | None:
         """Read a full commit id; None if empty."""
@@ -194,11 +222,24 @@ class Fields:
         return commit
 
     def revision(self) -> str | None:
-        """Read a branch name, a full commit id, or such an id with `^`; None if empty."""
+        """Read the name of a branch or tag or a full commit id, also with steps back (`^`, `~2`);
+        None if empty.
+        """
         name, text = self._text("revision")
-        if text is not None and not _REVISION.fullmatch(text):
+        if text is not None and not is_revision(text):
             raise RowError(f"{name} {shown(text)} cannot be the name of a branch")
         return text
+
+    def base_revision(self) -> str | None:
+        """Return the base commit if it is written as a revision: `SHA^`, `v1.0`, `main`."""
+        name, text = self._text("base_commit")
+        if text is None or _ABBREVIATED.fullmatch(re.split(r"[~^]", text, maxsplit=1)[0]):
+            return None
+        text = text.strip()
+        if text.isdecimal() or re.fullmatch(r"[0-9a-fA-F]{40,}", text) or not is_revision(text):
+            return None
+        self.note(f"{name}: {'steps back from a commit' if _STEPS.search(text) else 'a name'}")
+        return _UPPER.sub(lambda digits: digits[0].lower(), text)
 
     def commits(self, field: str) -> list[CommitId]:
         """Read all full commit ids in a text or in a list of texts, such as URLs."""
@@ -248,24 +289,16 @@ class Fields:
             return None
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Read test names: a list, text holding JSON or a Python literal, or an object's keys."""
+        """Read test names; a value that cannot be read is noted as such (`UNREAD_LIST`)."""
         name, value = self._find(field)
         if value is None:
             return ()
-        if isinstance(value, str):
-            value = self._parsed(name, value)
-        if isinstance(value, Mapping):
-            self.note(f"{name}: keys of an object")
-            lists = value.get("name")  # Multi-SWE-bench in columns: names, and a list per result
-            # in Parquet each row has the keys of all rows; None marks those of other rows
-            found = [key for key, result in value.items() if result is not None]
-            value = lists if isinstance(lists, list) else found
-        if isinstance(value, list | tuple | set) and all(
-            isinstance(item, str) and is_encodable(item) for item in value
-        ):
-            return tuple(sorted(value) if isinstance(value, set) else value)
-        self.note(f"{name}: not readable as a list of names, left empty")
-        return ()
+        listed = read_names(value)
+        for note in listed.notes:
+            self.note(f"{name}: {note}")
+        if listed.names is None:
+            self.note(f"{name}: {UNREAD_LIST}")
+        return listed.names or ()
 
     def install_config(self) -> dict[str, Any] | None:
         """Read how the environment is built, in SWE-rebench's form.
@@ -289,22 +322,6 @@ class Fields:
             return None
         return found or None
 
-    def _parsed(self, name: str, text: str) -> Any:
-        value = parse_json(text)
-        if value is not None:
-            self.note(f"{name}: string holding JSON")
-            return value
-        if len(text) > _LITERAL_BYTES:
-            return None
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a name such as 'a\d' is an invalid escape
-                value = ast.literal_eval(text)
-            self.note(f"{name}: string holding a Python literal")
-            return value
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return None
-
     def _required(self, field: str) -> tuple[str, str]:
         name, text = self._text(field)
         if text is None:
@@ -315,6 +332,8 @@ class Fields:
         name, value = self._find(field)
         if value is None:
             return name, None
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "surrogateescape")
         if not isinstance(value, str):
             kind = type(value).__name__
             raise RowError(f"{name} is {_KINDS.get(kind, kind)}, not text")
@@ -332,13 +351,20 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, str | int | float) and is_encodable(str(value)) else None
 
 
-def is_encodable(text: str) -> bool:
-    """Return whether the text has a UTF-8 form: JSON can hold a lone surrogate, which has none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def is_revision(text: str) -> bool:
+    """Return whether git could resolve a text, as the name of a branch or tag or a commit id."""
+    return _REVISION.fullmatch(text) is not None and len(text) <= _REVISION_LENGTH
+
+
+def _is_empty(field: str, value: Any) -> bool:
+    """Return whether a value is missing, also as pandas and JSON's readers write it."""
+    is_word = isinstance(value, str) and field != "instance_id" and value.strip() in _NO_VALUE
+    return is_absent(value) or is_word
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as such: pandas makes floats of numbers in a column with gaps."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 # -- mappings: TOML that names the column of each field --------------------------------------------

@@ -17,13 +17,16 @@ from ..errors import InvalidCommitError, InvalidDatasetError
 from ..model import CommitId, CommitRole, Direction, History, parse_commit, shown
 from ..protocol import FormatInfo
 from .fields import (
+    OWNERS,
     STANDARD,
+    URLS,
     Columns,
     Fields,
     RawFields,
     RowError,
     find_value,
 )
+from .guessing import guess_mapping
 from .unwrapping import INSTANCE_DICT, Note, unwrap_nemo, unwrap_pro, unwrap_r2e
 
 # `unwrap_…` turns values nested in commands, JSON or parsed diffs into plain columns and keeps the
@@ -92,11 +95,13 @@ def normalise(fields: Fields) -> InstanceRow:
         created_at=fields.time("created_at"),
         history=fields.choice("history", History),
         install_config=fields.install_config(),
-        rules=tuple(fields.rules),
+        rules=tuple(dict.fromkeys(fields.rules)),
     )
 
 
 def _base_of(fields: Fields) -> tuple[CommitId | None, str | None]:
+    if written := fields.base_revision():
+        return None, written
     if base := fields.commit("base_commit"):
         return base, None
     revision = fields.revision()
@@ -128,6 +133,11 @@ def _is_folder(kind: str) -> Callable[[RawFields], bool]:
 
 def _is_nemo(row: RawFields) -> bool:
     return not row.get("base_commit") and find_value(row, INSTANCE_DICT) is not None
+
+
+def _is_scale(row: RawFields) -> bool:
+    has_commit = bool(row.get("parent_commit")) or "f2p_patch" in row
+    return bool(row.get("user") and row.get("repo")) and has_commit
 
 
 def _is_smith(row: RawFields) -> bool:
@@ -182,6 +192,33 @@ FORMATS = (
         "r2e-gym", "R2E-Gym", "parsed_commit_content", _has("parsed_commit_content"),
         unwrap=unwrap_r2e,
     ),
+    DatasetFormat(  # the base commit is `SHA^`
+        "gso", "GSO", "opt_commit and gt_diff", _has("opt_commit", "gt_diff"),
+        STANDARD.replace(
+            {
+                "gold_commits": "opt_commit", "patch": "gt_diff",
+                "image_name": ("image_name", "instance_image_tag"),
+            },
+            {},
+        ),
+    ),
+    DatasetFormat(  # `repo` has no owner, which is in `user`
+        "scale-swe", "Scale-SWE, BeyondSWE, DeNovoSWE",
+        "user and repo, and parent_commit or f2p_patch", _is_scale,
+        STANDARD.replace(
+            {
+                "base_commit": ("parent_commit", "base_commit"), "test_patch": "f2p_patch",
+                "gold_commits": ("pr_commit", "commit_id"),
+                "image_name": ("image_url", "image_name"),
+            },
+            {"instance_id": "{user}_{repo}_pr{pull_number}"},
+        ),
+    ),
+    DatasetFormat(
+        "commit0", "commit0", "reference_commit",
+        _has("reference_commit", "base_commit"),
+        STANDARD.replace({"gold_commits": "reference_commit"}, {"instance_id": "{repo}"}),
+    ),
     DatasetFormat(
         "swe-bench-pro", "SWE-bench Pro", "before_repo_set_cmd", _has("before_repo_set_cmd"),
         STANDARD.replace({"image_name": "dockerhub_tag"}, {}), unwrap_pro,
@@ -230,7 +267,7 @@ FORMATS = (
 )  # fmt: skip
 
 _UNWRAPPED = {"before_repo_set_cmd", "parsed_commit_content", "commit_hash", "repo_name"}
-_UNWRAPPED |= {"responses_create_params", "task_folder", "commits"}
+_UNWRAPPED |= {"responses_create_params", "task_folder", "commits", *OWNERS, *URLS}
 
 COLUMNS = frozenset(_UNWRAPPED.union(*(each.columns.names() for each in FORMATS)))
 """All columns that a format reads or is detected by; other columns of Parquet are not read."""
@@ -240,12 +277,10 @@ def format_infos() -> list[FormatInfo]:
     return [FormatInfo(name=f.name, title=f.title, detected_by=f.detected_by) for f in FORMATS]
 
 
-def choose_format(
-    source: str, asked: str | Columns | None, rows: Sequence[RawFields]
-) -> DatasetFormat:
-    """Return the format of this name or mapping, by default the one that the rows show.
+def find_format(asked: str | Columns | None, rows: Sequence[RawFields]) -> DatasetFormat | None:
+    """Find the format of this name or mapping, by default the one that the rows show.
 
-    Raises InvalidDatasetError.
+    Raises InvalidDatasetError for a name that no format has.
     """
     if isinstance(asked, Columns):
         return DatasetFormat("mapping", "", "", lambda row: True, asked)
@@ -255,11 +290,18 @@ def choose_format(
         for each in FORMATS:
             if each.detects(row):
                 return each
+    return None
+
+
+def unknown_format(source: str, rows: Sequence[RawFields]) -> InvalidDatasetError:
+    """Return the error about rows of no known format, with a mapping guessed from them."""
     names = ", ".join(shown(str(column), 40) for column in list(rows[0])[:12])
-    raise InvalidDatasetError(
+    mapping = guess_mapping(rows)
+    return InvalidDatasetError(
         f"cannot import dataset {shown(source)}: no known format has its columns: {names}",
-        hint="a row needs instance_id, repo and base_commit; `mirrord dataset formats` lists"
-        " the formats, --format chooses one, --mapping maps columns to fields",
+        hint="`mirrord dataset formats` lists the formats and --format chooses one; or write this"
+        f" guess to a file, correct it, and add --mapping FILE:\n{mapping.rstrip()}",
+        mapping=mapping,
     )
 
 

@@ -5,6 +5,7 @@ gets a reason. Every step can be repeated, so after a crash the import starts ov
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,23 +13,25 @@ from typing import NamedTuple
 
 import anyio
 
-from ..catalog import ALL_COMMITS, PinRow, roles_of
+from ..catalog import ALL_COMMITS, PinRow
 from ..errors import MirrordError, StoppingError
 from ..host.files import read_plain, sync_directory
 from ..jobs.operations import together
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.refs import write_durably
 from ..mirrors.service import Mirrors
-from ..model import CommitId, DatasetName, MirrorName
+from ..model import CommitId, CommitRole, DatasetName, MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
+
+_FROM_COMMIT = re.compile(r"[0-9a-f]{40}[~^]")
 
 
 class PinOutcome(NamedTuple):
     """The outcome for one mirror.
 
     `refused` has the reason of each commit without a pin (`*`: all of them), `found` the commit of
-    each revision.
+    each revision, and of each recorded id that is an annotated tag.
     """
 
     refused: dict[str, str]
@@ -100,19 +103,22 @@ async def _pin(
     is_new = row.synced_at is None
     if is_new:
         await mirrors.sync(row.name, sink)
-    refused = await mirrors.ensure_commits(row.name, list(commits), sink)
+    refused = await _ensure(mirrors, row.name, commits, revisions, sink)
     found = await mirrors.resolve_revisions(row.name, revisions)
     # upstream may serve through its refs a commit that it refuses by id
     if not (is_new or is_synced) and (refused or len(found) < len(revisions)):
         with suppress(MirrordError):
             await mirrors.sync(row.name, sink)
-            refused = await mirrors.ensure_commits(row.name, list(refused), sink)
+            refused = await _ensure(mirrors, row.name, refused, revisions, sink)
             found = await mirrors.resolve_revisions(row.name, revisions)
     owner = owner_of(dataset)
     pinned = {} if is_new else await mirrors.standing_pins(row.name, owner)
+    if not is_synced:  # an import: what it finds goes into its rows
+        tags = await mirrors.find_tags(row.name, [*(commits.keys() - pinned.keys())])
+        commits = {tags.get(commit, commit): reason for commit, reason in commits.items()}
+        found = found | tags
     by_reason: dict[str, set[CommitId]] = {}
-    roles_found = {found[each]: ", ".join(sorted(roles_of(each))) for each in found}
-    for commit, reason in (roles_found | {**commits}).items():
+    for commit, reason in (dict.fromkeys(found.values(), CommitRole.BASE) | {**commits}).items():
         if commit not in refused and pinned.get(commit) != reason:
             by_reason.setdefault(reason, set()).add(commit)
     for reason, group in sorted(by_reason.items()):
@@ -121,6 +127,19 @@ async def _pin(
         reason = next(iter(refused.values()))  # for example, upstream is down
         return PinOutcome({ALL_COMMITS: reason}, found)
     return PinOutcome({str(commit): reason for commit, reason in refused.items()}, found)
+
+
+async def _ensure(
+    mirrors: Mirrors,
+    name: MirrorName,
+    commits: Collection[CommitId],
+    revisions: Collection[str],
+    sink: ProgressSink,
+) -> dict[CommitId, str]:
+    """Fetch missing commits, also those from which revisions step back, such as `SHA^`."""
+    roots = {CommitId(each[:40]) for each in revisions if _FROM_COMMIT.match(each)}
+    refused = await mirrors.ensure_commits(name, [*{*commits, *roots}], sink)
+    return {commit: refused[commit] for commit in commits if commit in refused}
 
 
 async def unpin(mirrors: Mirrors, rows: Collection[PinRow]) -> bool:

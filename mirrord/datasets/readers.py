@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -33,6 +34,8 @@ _HEAD_BYTES = 64 * 1024
 _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _ROW_KEYS = {"instance_id", "repo", "base_commit"}
+_VIEWER = re.compile(rb'\{\s*"features"')
+_CELLS = "truncated_cells"
 
 
 def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -> Iterator[RawRow]:
@@ -52,7 +55,7 @@ def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -
         try:
             for row in _iter_text(stream, source):
                 line = row.line
-                yield row
+                yield _without_viewer(row)
         except (EOFError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
@@ -124,7 +127,7 @@ def _iter_text(stream: io.BufferedReader[Any], source: str) -> Iterator[RawRow]:
         match _first_member(start):
             case b"{":  # rows by instance id
                 yield from _iter_document(iter_elements(stream))
-            case b"[":  # an object with an array of rows
+            case b"[" if not _VIEWER.match(start):  # an object with an array of rows
                 elements = iter_elements(stream, depth=2)
                 yield from _iter_document(element._replace(key=None) for element in elements)
             case _:
@@ -149,7 +152,7 @@ def _is_lines(start: bytes) -> bool:
     value = _decoded(first)[0]
     if value is not None:
         members = [v[0] if isinstance(v, list) and v else v for v in value.values()]
-        has_rows = any(isinstance(m, dict) and _ROW_KEYS & m.keys() for m in members)
+        has_rows = any(isinstance(m, dict) and _is_row(m) for m in members)
         return bool(rest.strip()) or bool(_ROW_KEYS & value.keys()) or not has_rows
     if not newline:  # a long or truncated row: documents have a line break after their bracket
         return _first_member(first) not in {b"{", b"["}
@@ -207,13 +210,30 @@ def _iter_single(text: bytes, source: str) -> Iterator[RawRow]:
         raise refused(source, f"it is one JSON value of more than {ELEMENT_LIMIT_BYTES >> 20} MiB")
     value, fault = _decoded(text)
     arrays = [v for v in (value or {}).values() if isinstance(v, list)]
-    rows = next((array for array in arrays if array and isinstance(array[0], dict)), None)
-    if value is None or rows is None or "instance_id" in value:
+    arrays = [array for array in arrays if array and isinstance(array[0], dict)]
+    rows = next((array for array in arrays if _is_row(array[0])), next(iter(arrays), None))
+    if value is None or rows is None or _ROW_KEYS & value.keys():
         yield RawRow(1, value, fault)
         return
     for number, row in enumerate(rows, 1):
         is_row = isinstance(row, dict)
         yield RawRow(number, row if is_row else None, None if is_row else "it is not an object")
+
+
+def _is_row(value: dict[str, Any]) -> bool:
+    return bool(_ROW_KEYS & value.keys()) or isinstance(value.get("row"), dict)
+
+
+def _without_viewer(row: RawRow) -> RawRow:
+    """Take a row out of what the Hub's viewer wraps around it; what it truncated is a fault."""
+    value = row.value or {}
+    inner = value.get("row")
+    if not isinstance(inner, dict) or not value.keys() <= {"row_idx", "row", _CELLS}:
+        return row
+    if cells := value.get(_CELLS):
+        fault = f"the Hub's viewer truncated {', '.join(map(str, cells))[:200]}; fetch the file"
+        return row._replace(value=None, fault=fault)
+    return row._replace(value=inner)
 
 
 def _decoded(text: bytes) -> tuple[dict[str, Any] | None, str | None]:

@@ -19,7 +19,7 @@ from ..errors import DiskFullError, InvalidDatasetError, ResourceError
 from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
 from .fields import Columns, RowError
-from .formats import COLUMNS, DatasetFormat, choose_format
+from .formats import COLUMNS, DatasetFormat, find_format, unknown_format
 from .readers import iter_rows
 from .rows import Origin, RawRow
 
@@ -65,7 +65,10 @@ def read_dataset(
             faulty = chain(sample, islice(rows, FAULTS_KEPT))
             faults = [_row_fault(source, row, row.fault or _NO_OBJECT) for row in faulty]
             raise _unusable(source, faults)
-        row_format = choose_format(source, asked_format, values)
+        row_format = find_format(asked_format, values)
+        if row_format is None:
+            whole = (row.value for row in islice(iter_rows(path, source), _SAMPLE_ROWS))
+            raise unknown_format(source, [value for value in whole if value is not None])
         with spool.open("xb") as out:
             result = _normalise_rows(chain(sample, rows), source, row_format, out)
         if not result.row_count:

@@ -37,10 +37,12 @@ def row_line(row: RawRow, file: str) -> bytes:
     return json.dumps(value, default=_plain).encode() + b"\n"
 
 
-def _plain(value: object) -> str:
+def _plain(value: object) -> Any:
     """Convert types of Parquet and Arrow that JSON lacks to text: bytes, dates, decimals."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return value.tolist()
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 

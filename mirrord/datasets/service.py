@@ -72,7 +72,7 @@ class DatasetFile(NamedTuple):
 
     @property
     def label(self) -> str:
-        return Path(self.source).name or self.source
+        return quote_name(Path(self.source).name or self.source)
 
 
 class _CachedRow(NamedTuple, Generic[T]):
@@ -212,7 +212,6 @@ class Datasets:
         """
         dataset = file.dataset
         source = quote_name(file.source)
-        file = file._replace(source=source)
         async with self._exclusive(owner_of(dataset)), self._import_directory() as directory:
             spool = directory / "rows.jsonl"
             read = await self._read(file, spool)

@@ -76,6 +76,18 @@ def is_followed(ref: str) -> bool:
     return is_safe_ref(ref) and not ref.startswith(_NEVER_FOLLOWED)
 
 
+def names_of_revision(revision: str) -> list[str]:
+    """Return what git may call the commit of a revision: a branch precedes a tag, as for checkout.
+
+    Only names of upstream's refs and full ids; steps back follow them.
+    """
+    name, steps = re.fullmatch(r"([^~^]*)(.*)", revision, re.DOTALL).groups()  # type: ignore[union-attr]
+    if re.fullmatch(r"[0-9a-f]{40}", name):
+        return [f"{revision}^{{commit}}"]
+    refs = [name] if name.startswith("refs/") else [f"refs/heads/{name}", f"refs/tags/{name}"]
+    return [f"{ref}{steps}^{{commit}}" for ref in refs if is_followed(ref)]
+
+
 _PART_MAX_BYTES = 240  # of the 255 of a file name; git's lock adds `.lock`
 _BAD_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|\.$|/$|\.\./")
 

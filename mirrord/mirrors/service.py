@@ -25,7 +25,7 @@ from .history import columns_of, diff_records, get_record, list_records, read_re
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
 from .pins import check_owner, pin_ref
-from .refs import is_followed
+from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
 from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
@@ -227,17 +227,39 @@ class Mirrors(Inventory):
     async def resolve_revisions(
         self, name: MirrorName, revisions: Collection[str]
     ) -> dict[str, CommitId]:
-        """Resolve branches, and expressions `SHA^`; leave out what is missing."""
-        names = {
-            each if each.endswith("^") else f"refs/heads/{each}^{{commit}}": each
-            for each in revisions
-        }
+        """Resolve branches, tags and full ids, also with steps back (`SHA^`, `v1.0~2`).
+
+        Leaves out what is missing.
+        """
+        names = [(name, each) for each in revisions for name in names_of_revision(each)]
         if not names:
             return {}
         doing = f"look up branches of mirror {name}"
         git, path = self.git, self.path((await self._synced(name)).name)
-        found = await object_info(git, path, names, doing=doing)
-        return {names[f.name]: CommitId(f.oid) for f in found if f.kind == "commit"}
+        commits = await object_info(git, path, [name for name, _ in names], doing=doing)
+        found: dict[str, CommitId] = {}
+        for (_, revision), item in zip(names, commits, strict=True):
+            if item.kind == "commit":
+                found.setdefault(revision, CommitId(item.oid))
+        return found
+
+    async def find_tags(
+        self, name: MirrorName, oids: Collection[CommitId]
+    ) -> dict[CommitId, CommitId]:
+        """Return the commits of those ids that are annotated tags."""
+        if not oids:
+            return {}
+        doing = f"look up commits of mirror {name}"
+        git, path = self.git, self.path((await self._synced(name)).name)
+        kinds = await object_info(git, path, oids, doing=doing)
+        tags = [item.name for item in kinds if item.kind == "tag"]
+        names = [f"{tag}^{{commit}}" for tag in tags]
+        commits = await object_info(git, path, names, doing=doing) if names else []
+        return {
+            CommitId(tag): CommitId(item.oid)
+            for tag, item in zip(tags, commits, strict=True)
+            if item.kind == "commit"
+        }
 
     async def resolve_public(self, name: MirrorName, commitish: str) -> Resolved:
         """Resolve a public name, to a commit that a ref which follows upstream reaches.

@@ -95,6 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "version": "2.0",
         },
         {**row, "instance_id": "demo__project-5", "install_config": None, "version": None},
+        {**row, "instance_id": "demo__project-6", "FAIL_TO_PASS": "['a', 'b"},
     ]
     slow = {**CONFIG, "test_cmd": f"sleep {ENDLESS} #"}
     other = {**row, "instance_id": "demo__project-slow", "install_config": slow, "version": "3.0"}
@@ -132,8 +133,17 @@ def test_a_row_holds_or_the_report_says_which_test_does_not_and_why(
     found = {row["instance"][-1]: row for row in json.loads(out)["instances"]}
     assert status == 8
     states = {name: row["status"] for name, row in found.items()}
-    expected = {"1": "ready", "2": "failed", "3": "failed", "4": "failed", "5": "untried"}
+    expected = {
+        "1": "ready",
+        "2": "failed",
+        "3": "failed",
+        "4": "failed",
+        "5": "untried",
+        "6": "failed",
+    }
     assert states == expected, {name: row["reason"] for name, row in found.items()}
+
+    assert "FAIL_TO_PASS: not readable as a list" in found["6"]["reason"]
 
     steps = [step["name"] for step in found["1"]["steps"]]
     assert steps[-3:] == ["environment", "tests before", "tests after"]
@@ -157,7 +167,7 @@ def test_a_row_holds_or_the_report_says_which_test_does_not_and_why(
     assert "AssertionError: 4 != 6" in logs[0].read_text()
     assert "r-logs" in page.read_text()
     again = json.loads(world.run(*words)[1])["totals"]
-    assert again["kept"] == 4
+    assert again["kept"] == 5
     status, text = world.run("rehearse", "demo__project-2", "--run")
     assert status == 8
     assert f"tests before: {NAMES['double']}: passed, expected to fail" in text

@@ -43,6 +43,28 @@ PRO_COMMAND = (
 )
 MULTI = {"org": "psf", "repo": "requests", "number": 12, "base": {"ref": "main", "sha": BASE}}
 NEMO = {"responses_create_params": {"metadata": {"instance_dict": json.dumps(row())}}}
+GSO = {**PLAIN, "base_commit": f"{GOLD}^", "opt_commit": GOLD, "gt_diff": "d", "api": "x"}
+SCALE = {
+    "instance_id": "psf_requests_pr1",
+    "user": "psf",
+    "repo": "requests",
+    "parent_commit": BASE,
+    "pr_commit": GOLD,
+    "f2p_patch": "t",
+    "image_url": "i",
+    "patch": "d",
+    "FAIL_TO_PASS": "['a']",
+    "PASS_TO_PASS": "[]",
+    "workdir": "/workspace/requests",
+}
+COMMIT0 = {
+    "instance_id": "commit-0/minitorch",
+    "repo": "commit-0/minitorch",
+    "base_commit": BASE,
+    "reference_commit": GOLD,
+    "setup": {"python": "3.12"},
+    "src_dir": "minitorch",
+}
 
 DETECTED: dict[str, list[dict[str, Any]]] = {
     "swe-bench": [row(), row(FAIL_TO_PASS=["a"], responses_create_params={"input": []})],
@@ -80,6 +102,9 @@ DETECTED: dict[str, list[dict[str, Any]]] = {
     "swe-polybench": [row(F2P="['a']", P2P="[]", FAIL_TO_PASS=..., PASS_TO_PASS=...)],
     "multi-swe-bench": [MULTI],
     "r2e-gym": [{"repo_name": "pandas", "commit_hash": GOLD, "parsed_commit_content": "{}"}],
+    "gso": [GSO],
+    "scale-swe": [SCALE, {**SCALE, "parent_commit": None, "base_commit": BASE}],
+    "commit0": [COMMIT0],
     "nemo-gym": [NEMO],
     "swe-bench-tasks": [row(task_folder="swe-bench-tasks")],
     "harbor": [row(task_folder="harbor")],
@@ -177,7 +202,7 @@ def test_columns_of_another_meaning_do_not_spoil_a_row(case: Case) -> None:
 
 
 def test_a_revision_that_no_branch_can_have_is_a_bad_row(case: Case) -> None:
-    rows = [{**SMITH, "instance_id": bad} for bad in ("a b", "a~1", "a^{tree}", "a:b", "a\\b")]
+    rows = [{**SMITH, "instance_id": bad} for bad in ("a b", "-a", "a^{tree}", "a:b", "a\\b")]
     result = case.read([SMITH, *rows])
     assert (result.row_count, result.fault_count) == (1, 5)
     assert "cannot be the name of a branch" in reasons(result)[2]
@@ -213,6 +238,125 @@ def test_a_multi_row_has_organisation_and_repository_apart(case: Case) -> None:
     assert found["id"] == "psf__requests-501-502-503"
     bad = case.read([MULTI, {**MULTI, "number": 2, "base": {"sha": "0" * 40}}])
     assert reasons(bad) == {2: f"base.sha '{'0' * 40}' is not a full commit id"}
+
+
+def test_a_gso_row_is_at_the_parent_of_its_answer(case: Case) -> None:
+    found = read_one(case, GSO)
+    assert (found["base"], found["revision"], found["patch"]) == (None, f"{GOLD}^", "d")
+    assert found["commits"] == [[GOLD, "gold"]]
+
+
+def test_a_scale_row_has_its_owner_apart(case: Case) -> None:
+    found = read_one(case, SCALE)
+    assert (found["mirror"], found["base"]) == ("psf__requests", BASE)
+    assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+    assert (found["patch"], found["test_patch"], found["environment"]) == ("d", "t", "i")
+    assert found["fail"] == ["a"]
+
+
+def test_a_commit0_row_is_named_like_its_repository(case: Case) -> None:
+    found = read_one(case, COMMIT0)
+    assert (found["id"], found["mirror"]) == ("commit-0/minitorch", "commit-0__minitorch")
+    assert found["commits"] == [[BASE, "base"], [GOLD, "gold"]]
+
+
+@pytest.mark.parametrize(
+    "column", [{"owner": "psf"}, {"org": "psf"}, {"github_url": "https://github.com/psf/requests"}]
+)
+def test_the_owner_of_a_repository_may_be_in_another_column(
+    case: Case, column: dict[str, str]
+) -> None:
+    found = read_one(case, {**row(repo="requests"), **column})
+    assert found["mirror"] == "psf__requests"
+
+
+VIEWER = {
+    "features": [{"feature_idx": 0, "name": "repo", "type": {"dtype": "string"}}],
+    "rows": [
+        {"row_idx": n, "row": {**PLAIN, "instance_id": f"i-{n}"}, "truncated_cells": []}
+        for n in range(3)
+    ],
+    "num_rows_total": 3,
+}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_of_the_hubs_viewer_are_unwrapped(case: Case, indent: int | None) -> None:
+    """What the viewer truncated is not a row."""
+    assert case.read(json.dumps(VIEWER, indent=indent).encode()).row_count == 3
+    assert case.ids == ["i-0", "i-1", "i-2"]
+    rows = [dict(each) for each in VIEWER["rows"]]  # type: ignore[attr-defined]
+    rows[1]["truncated_cells"] = ["patch"]
+    result = case.read(rows)
+    assert (result.row_count, reasons(result)) == (
+        2,
+        {2: "the Hub's viewer truncated patch; fetch the file"},
+    )
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_row_with_objects_in_its_lists_is_one_row(case: Case, indent: int | None) -> None:
+    value = {**MULTI, "resolved_issues": [{"number": 1, "title": "t"}]}
+    assert case.read(json.dumps(value, indent=indent).encode()).row_count == 1
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "an owner apart": (
+        {"task_id": "t", "owner": "psf", "name": "requests", "project": "requests", "sha": BASE},
+        {"instance_id": "task_id", "repo": "{owner}/{project}", "base_commit": "sha"},
+    ),
+    "objects": (
+        {
+            "uid": "t",
+            "repository": {"full_name": "psf/requests"},
+            "solution": "d",
+            "pull": {"base_sha": BASE},
+            "merge_commit_sha": GOLD,
+            "F2P": ["a"],
+        },
+        {
+            "instance_id": "uid",
+            "repo": "repository.full_name",
+            "base_commit": "pull.base_sha",
+            "gold_commits": "merge_commit_sha",
+            "patch": "solution",
+            "fail_to_pass": "F2P",
+        },
+    ),
+    "a URL and a number": (
+        {"repo_url": "https://github.com/psf/requests", "pr_number": 7, "Parent-Commit": BASE},
+        {"repo": "repo_url", "base_commit": "Parent-Commit"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_an_unknown_shape_is_answered_with_a_mapping_to_use(
+    case: Case, kind: str, suffix: str
+) -> None:
+    value, expected = UNKNOWN[kind]
+    path = case.directory / f"f.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([value]), path)
+    else:
+        path.write_text(json.dumps(value) + "\n")
+    with pytest.raises(InvalidDatasetError) as caught:
+        case.read_path(path)
+    mapping = caught.value.facts["mapping"]
+    assert mapping.strip() in str(caught.value.hint)
+    for field, column in expected.items():
+        assert f'{field} = "{column}"' in mapping
+    result = case.read_path(path, parse_mapping(mapping))
+    assert (result.row_count, list(result.names)) == (1, ["psf__requests"])
+    assert case.rows[0]["base"] == BASE
+
+
+def test_a_guess_says_which_fields_are_missing(case: Case) -> None:
+    with pytest.raises(InvalidDatasetError) as caught:
+        case.read([{"comment": "x", 'a"b{c}': "y"}])
+    assert caught.value.facts["mapping"].count("no column looks like it") == 3
+    parse_mapping(caught.value.facts["mapping"])
 
 
 def test_a_live_row_keeps_the_commits_of_its_pull_request_as_gold(case: Case) -> None:

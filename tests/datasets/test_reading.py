@@ -176,7 +176,7 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "id with NUL": (row(instance_id="a\0b"), "control characters"),
     "id with a newline": (row(instance_id="a\n"), "control characters"),
     "id of 501 letters": (row(instance_id="a" * 501), "501 characters"),
-    "id that is a number": (row(instance_id=7), "a number"),
+    "id that is not whole": (row(instance_id=7.5), "a number"),
     "no repository": (row(repo=...), "repo is missing"),
     "null repository": (row(repo=None), "repo is missing"),
     "repository of dots": (row(repo="../.."), "not owner/name"),
@@ -194,7 +194,10 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "abbreviated commit": (row(base_commit="a1b2c3d"), "abbreviated"),
     "commit of 39 digits": (row(base_commit="a" * 39), "abbreviated"),
     "commit of 41 digits": (row(base_commit="a" * 41), "not a full commit id"),
-    "commit that is a branch": (row(base_commit="main"), "not a full commit id"),
+    "commit of two words": (row(base_commit="the main"), "not a full commit id"),
+    "abbreviated commit's parent": (row(base_commit="a1b2c3d^"), "not a full commit id"),
+    "commit that is an option": (row(base_commit="--all"), "not a full commit id"),
+    "commit that is NaN": (row(base_commit=float("nan")), "base_commit is missing"),
     "commit of zeros": (row(base_commit="0" * 40), "not a full commit id"),
     "commit of other digits": (row(base_commit="１" * 40), "not a full commit id"),
     "commit that is a number": (row(base_commit=int("1" * 40)), "a number"),
@@ -347,9 +350,37 @@ LISTS: dict[str, tuple[Any, tuple[str, ...], str | None]] = {
     "keys of an object in JSON": ('{"a": 1}', ("a",), "keys of an object"),
     "nothing": (None, (), None),
     "an empty string": ("", (), None),
-    "a test name alone": ("test_a.py::test", (), "not readable"),
+    "an empty list": ([], (), None),
+    "NaN": (float("nan"), (), None),
+    "NaN as text": ("nan", (), None),
+    "a test name alone": ("test_a.py::test", ("test_a.py::test",), "one name"),
+    "a name with spaces": ("test_a (mod.Case)", ("test_a (mod.Case)",), "one name"),
+    "a name in brackets": ("[unit] adds", ("[unit] adds",), "one name"),
+    "a name in JSON": ('"a.py::t"', ("a.py::t",), "one name"),
+    "a name per line": ("t.py::a\r\n\n t.py::b\n", ("t.py::a", "t.py::b"), "a name per line"),
+    "names in a line": ("t.py::a d/t.py::C::b", ("t.py::a", "d/t.py::C::b"), "names in a line"),
+    "names with commas": ("t.py::a, t.py::b", ("t.py::a", "t.py::b"), "names in a line"),
+    "parameters with spaces": ("t.py::a[x, y]", ("t.py::a[x, y]",), "one name"),
+    "JSON in JSON": (json.dumps(json.dumps(["a", "b"])), ("a", "b"), "string holding JSON"),
+    "a literal in JSON": (json.dumps("['a', 'b']"), ("a", "b"), "Python literal"),
+    "numpy's text": ("['a' 'b c'\n \"it's\"]", ("a", "b c", "it's"), "an array"),
+    "numpy's notation": ("array(['a', 'b'], dtype=object)", ("a", "b"), "an array"),
+    "numpy's notation of nothing": ("array([], dtype='<U1')", (), "an array"),
+    "a tuple": ("('a', 'b')", ("a", "b"), "Python literal"),
+    "bytes": (b'["a"]', ("a",), "string holding JSON"),
+    "a list with gaps": (["a", None, float("nan"), "b"], ("a", "b"), None),
+    "a truncated array": ("['a' 'b' ... 'y' 'z']", (), "not readable"),
+    "a truncated list": ("['a', 'b', ...]", (), "not readable"),
+    "a list that was cut": ('["a", "b', (), "not readable"),
+    "a list without quotes": ("[a, b]", (), "not readable"),
+    "a number": (7, (), "not readable"),
+    "a list of lists": ([["a"], ["b"]], (), "not readable"),
     "a hostile literal": ("(" * 5000, (), "not readable"),
-    "a call": ("__import__('os').system('true')", (), "not readable"),
+    "a call": (
+        "__import__('os').system('true')",
+        ("__import__('os').system('true')",),
+        "one name",
+    ),
     "a list of numbers": ([1, 2], (), "not readable"),
 }
 
@@ -360,6 +391,30 @@ def test_lists_are_read_in_every_spelling_and_the_rule_is_counted(kind: str) -> 
     fields = Fields({"FAIL_TO_PASS": value})
     assert fields.names("fail_to_pass") == expected
     assert any(rule in name for name in fields.rules) if rule else not fields.rules
+
+
+@pytest.mark.parametrize("value", [float("nan"), "nan", "None", "<NA>", "", None])
+def test_what_pandas_writes_for_nothing_is_nothing(case: Case, value: Any) -> None:
+    names = ("version", "patch", "test_patch", "created_at", "environment_setup_commit")
+    case.read([row(**dict.fromkeys(names, value))])
+    [line] = case.rows
+    assert (line["version"], line["patch"], line["test_patch"]) == (None, None, None)
+    assert (line["created"], line["commits"]) == (None, [[BASE, "base"]])
+
+
+def test_numbers_that_were_text_are_text_again(case: Case) -> None:
+    case.read([row(instance_id=7, version=3.1), row(instance_id=8.0, version=4)])
+    assert [(line["id"], line["version"]) for line in case.rows] == [("7", "3.1"), ("8", "4")]
+
+
+REVISIONS = [f"{BASE}^", f"{BASE}~2", f"{BASE}^2~1", "main", "v1.0", "release/1.x", "v1.0~2"]
+
+
+@pytest.mark.parametrize("text", REVISIONS)
+def test_a_base_commit_may_be_a_revision(case: Case, text: str) -> None:
+    case.read([row(base_commit=text)])
+    [line] = case.rows
+    assert (line["base"], line["revision"], line["direction"]) == (None, text, "forward")
 
 
 @pytest.mark.parametrize(

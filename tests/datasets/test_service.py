@@ -294,7 +294,7 @@ def test_a_row_that_names_a_branch_gets_its_commit_once_the_mirror_has_it(
         )
         [missing] = dataset["unpinned"]
         assert (missing["commit"], missing["roles"]) == ("bug.3", ["base"])
-        assert "no such branch" in missing["reason"]
+        assert "no such branch, tag or commit" in missing["reason"]
         found = await house.catalog.find_instance("bug.2")
         assert found is not None
         assert (found.base_commit, found.direction) == (tips["bug.2"], Direction.REVERSE)
@@ -337,6 +337,46 @@ def test_a_row_may_start_at_the_parent_of_its_gold_commit(
         assert found is not None
         assert set(found.commits) == {(base, CommitRole.BASE), (gold, CommitRole.GOLD)}
         assert house.refs() == {f"dataset/lite/{base}", f"dataset/lite/{gold}"}
+
+    house.run(body)
+
+
+def test_a_revision_is_resolved_at_its_import_and_recorded_as_a_commit(
+    house: Builder, upstream: Upstream
+) -> None:
+    """A branch, tags of both kinds, steps back from each; a tag's own id, also as a gold commit."""
+    first, second, third = upstream.history(3)
+    upstream.git("tag", "light", second)
+    upstream.git("tag", "-a", "v1.0", "-m", "x", third)
+    tag = upstream.git("rev-parse", "v1.0")
+    written = {
+        "main": third,
+        "light": second,
+        "refs/tags/light": second,
+        "v1.0": third,
+        f"{third}^": second,
+        f"{third.upper()}~2": first,
+        "v1.0~1": second,
+        tag: third,
+    }
+
+    async def body(house: House) -> None:
+        rows = [row(f"i{n}", text) for n, text in enumerate(written)]
+        rows.append(row("gold", first, gold_commits=tag))
+        dataset = await house.take(rows)
+        assert (dataset["instance_count"], dataset["unpinned"]) == (9, [])
+        for n, (text, commit) in enumerate(written.items()):
+            kept = await house.catalog.find_instance(f"i{n}")
+            assert kept is not None
+            revision = text.replace(third.upper(), third)
+            assert (kept.base_commit, kept.revision) == (commit, revision)
+            assert (commit, CommitRole.BASE) in kept.commits
+            assert all(role is not CommitRole.BUG for _, role in kept.commits)
+        kept = await house.catalog.find_instance("gold")
+        assert kept is not None
+        assert (third, CommitRole.GOLD) in kept.commits
+        assert house.refs() == {f"dataset/lite/{commit}" for commit in (first, second, third)}
+        assert (await house.take(rows))["change"]["unchanged_count"] == 9
 
     house.run(body)
 
@@ -413,7 +453,7 @@ def test_a_file_whose_name_is_not_utf_8_is_imported(house: Builder, upstream: Up
         path.write_text(json.dumps(row("a", base)) + "\nnonsense\n")
         answer = await house.datasets.import_file(DatasetFile(path, str(path)))
         assert answer.dataset.name == "caf-"
-        assert answer.dataset.faults[0].file == r"caf\udce9.jsonl"
+        assert answer.dataset.faults[0].file == r'"caf\351.jsonl"'
 
     house.run(body)
 

@@ -10,7 +10,7 @@ import pytest
 
 import mirrord.api.request  # declares an error of its own
 from mirrord.datasets.fields import STANDARD, parse_mapping
-from mirrord.datasets.formats import choose_format, format_infos
+from mirrord.datasets.formats import find_format, format_infos
 from mirrord.errors import MirrordError, iter_errors
 
 PROJECT = Path(__file__).parents[2]
@@ -45,7 +45,9 @@ def test_every_format_is_documented() -> None:
 def test_the_documented_mapping_reads_the_documented_row() -> None:
     text = (PROJECT / "docs" / "formats.md").read_text()
     blocks = dict(re.findall(r"^```(toml|json)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    found = choose_format("", parse_mapping(blocks["toml"]), []).read(json.loads(blocks["json"]))
+    row_format = find_format(parse_mapping(blocks["toml"]), [])
+    assert row_format is not None
+    found = row_format.read(json.loads(blocks["json"]))
     assert (found.id, found.repo) == ("psf__requests-2317", "psf/requests")
     assert [role for _, role in found.commits] == ["base", "gold"]
     assert found.fail_to_pass == ("test_requests.py::test_a",)

@@ -12,7 +12,7 @@ import pytest
 from rowlab import row
 
 from mirrord.catalog import InstanceRow
-from mirrord.datasets.formats import choose_format
+from mirrord.datasets.formats import find_format
 from mirrord.environments import specs
 from mirrord.environments.recipes import checked, digest_of, key_of, recipes_of_toml
 from mirrord.environments.requirements import expanded
@@ -44,7 +44,9 @@ MAP_REPO_TO_REQS_PATHS = {}
 
 def instance(**changes: Any) -> InstanceRow:
     given = row(**changes)
-    return choose_format("", None, [given]).read(given)
+    row_format = find_format(None, [given])
+    assert row_format is not None
+    return row_format.read(given)
 
 
 @pytest.fixture

@@ -240,6 +240,7 @@ class AsyncRehearsal:
         identity, dataset = candidate.instance, candidate.dataset
         row = await self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
         with record.step("environment", needed=True):
+            rehearsing.require_lists(row)
             record.environment, recipe = await build_environment(self._client, identity, dataset)
         options = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
         async with await self._check_out(candidate, **options) as checkout:

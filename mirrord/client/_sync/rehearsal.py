@@ -239,6 +239,7 @@ class Rehearsal:
         identity, dataset = candidate.instance, candidate.dataset
         row = self._client.get_instance(identity, view=View.GRADER, dataset=dataset)
         with record.step("environment", needed=True):
+            rehearsing.require_lists(row)
             record.environment, recipe = build_environment(self._client, identity, dataset)
         options = {"environment": record.environment, "ttl": _TTL + 2 * self._test_timeout}
         with self._check_out(candidate, **options) as checkout:
