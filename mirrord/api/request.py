@@ -52,10 +52,6 @@ SILENCE_LIMIT_S = 30.0
 USER_BODIES_BYTES = 256 * 1024**2
 ALL_BODIES_BYTES = 1024**3
 
-# An answer before the end of the body: the rest is read, so that the connection can be used
-# again, but not more than this, after which closing it is cheaper.
-_DRAIN_LIMIT_BYTES = 1024**2
-_DRAIN_LIMIT_S = 1.0
 # of a body on its way to a file, so that a hop to a thread pays off
 _WRITE_BYTES = 1024**2
 
@@ -124,6 +120,12 @@ def stream_file(path: Path, headers: dict[str, str]) -> OwnedStream:
 
 
 # -- bodies ---------------------------------------------------------------------------------------
+
+
+# An answer before the end of the body: the rest is read, so that the connection can be used
+# again, but not more than this, after which closing it is cheaper.
+_DRAIN_LIMIT_BYTES = 1024**2
+_DRAIN_LIMIT_S = 1.0
 
 
 class Body:

@@ -12,11 +12,6 @@ from ..git.packs import packs_in
 from .defects import TIMEOUT, BadFile, FileKind
 from .reading import OBJECT_ID, read_objects, run_git
 
-# Wrong authors, dates and modes, which real histories have. Broken links have no such message id.
-_HARMLESS = re.compile(
-    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
-)
-
 
 class Fsck(NamedTuple):
     """The result of an fsck; `named` are the objects in its complaints."""
@@ -30,6 +25,12 @@ class Damage(NamedTuple):
 
     objects: set[str]
     packs: dict[str, str]
+
+
+# Wrong authors, dates and modes, which real histories have. Broken links have no such message id.
+_HARMLESS = re.compile(
+    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
+)
 
 
 def run_fsck(git_dir: Path) -> Fsck:

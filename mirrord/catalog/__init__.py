@@ -61,11 +61,6 @@ Query = Callable[Concatenate[Connection, P], T]
 BulkWork = Callable[Concatenate[str, P], T]
 Method = Callable[Concatenate["Catalog", P], Coroutine[Any, Any, T]]
 
-# readers at a time, each with a connection; SQLite has one writer whatever this says
-_THREADS = 4
-# then the query fails, and with it what needs the catalog; bulk work has ten minutes
-_STATEMENT_TIMEOUT = timedelta(seconds=10)
-_ATTEMPTS = 5  # at a write that conflicts with another one
 # after a failed attempt to reopen; queries in between fail at once instead of waiting in line
 _RETRY_S = 2.0
 _FULL_S = 30.0  # a later small write may succeed although a large one found no room
@@ -151,6 +146,13 @@ class _Outage:
         if self.error is not None:
             self.error = None
             log.info("catalog.found")
+
+
+# readers at a time, each with a connection; SQLite has one writer whatever this says
+_THREADS = 4
+# then the query fails, and with it what needs the catalog; bulk work has ten minutes
+_STATEMENT_TIMEOUT = timedelta(seconds=10)
+_ATTEMPTS = 5  # at a write that conflicts with another one
 
 
 class Catalog:

@@ -27,12 +27,6 @@ from .reports import PAGES, RunReport, run
 from .session import Session
 
 _FATAL = (errors.NoDaemonError, errors.StoppingError)
-_UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
-_CONFLICT = (
-    errors.PatchConflictError,
-    errors.InvalidPatchError,
-    errors.PathOutsideCheckoutError,
-)
 
 
 # -- results ---------------------------------------------------------------------------------------
@@ -335,6 +329,14 @@ class _Tests:
             contradictions=verdict.findings,
             log=str(file) if file else None,
         )
+
+
+_UNKNOWN = (errors.InstanceNotFoundError, errors.InstanceAmbiguousError)
+_CONFLICT = (
+    errors.PatchConflictError,
+    errors.InvalidPatchError,
+    errors.PathOutsideCheckoutError,
+)
 
 
 def _state_of(error: errors.MirrordError) -> State:

@@ -24,24 +24,16 @@ from .testlists import is_absent, is_encodable, read_names
 RawFields = Mapping[str, Any]
 Choice = TypeVar("Choice", bound=StrEnum)
 
-_URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
-_ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
 _FULL = re.compile(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])")
 _NAME = r"(?!-|/|.*(?:\.\.|@\{|//|\.lock$))[^\s~^:?*\[\\\x00-\x20\x7f]+"
 _REVISION = re.compile(rf"{_NAME}(?:[~^][0-9]{{0,9}})*")  # a branch, tag or commit, and steps back
 _REVISION_LENGTH = 250
-_UPPER = re.compile(r"^[0-9a-fA-F]{40}(?=[~^])")
-_STEPS = re.compile(r"[~^]")
 _NO_VALUE = frozenset(("nan", "NaN", "None", "null", "NULL", "NaT", "<NA>"))
 """What pandas and `str` write for a missing value. Only an id can be one of these words."""
 OWNERS = ("user", "owner", "org", "organization")
 URLS = ("github_url", "repo_url", "github", "html_url")
 """Columns that have the owner of a repository that is a name alone."""
 PLACE = re.compile(r"\{([^{}]*)\}")
-_INSTALL = {
-    *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
-    *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
-}
 # of a row's steps of installation; longer ones are left out, with a note
 _INSTALL_BYTES = 64 * 1024
 _KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
@@ -118,6 +110,16 @@ def parse_json(text: str) -> Any:
 
 def full_commits(text: str) -> list[str]:
     return list(dict.fromkeys(_FULL.findall(text.lower())))
+
+
+_URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
+_ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
+_UPPER = re.compile(r"^[0-9a-fA-F]{40}(?=[~^])")
+_STEPS = re.compile(r"[~^]")
+_INSTALL = {
+    *("python", "pre_install", "packages", "pip_packages", "reqs_path", "env_yml_path", "install"),
+    *("test_cmd", "log_parser", "env_vars", "eval_commands", "base_image_name"),
+}
 
 
 class Fields:

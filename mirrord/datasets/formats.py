@@ -29,9 +29,6 @@ from .fields import (
 from .guessing import guess_mapping
 from .unwrapping import INSTANCE_DICT, Note, unwrap_nemo, unwrap_pro, unwrap_r2e
 
-# `unwrap_…` turns values nested in commands, JSON or parsed diffs into plain columns and keeps the
-# other columns. Raises RowError if the row cannot be read.
-
 
 @dataclass(frozen=True, slots=True)
 class DatasetFormat:

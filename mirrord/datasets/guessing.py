@@ -34,29 +34,8 @@ _NAMES = {
     "created_at": "created_at created date commit_date merged_at timestamp",
     "version": "version repo_version",
 }
-_OWNERS = [
-    "user",
-    "owner",
-    "org",
-    "organization",
-    "organisation",
-    "repo_owner",
-    "username",
-    "namespace",
-]
-_NUMBERS = [
-    "number",
-    "pr_number",
-    "pull_number",
-    "pr_id",
-    "pull_request",
-    "pr",
-    "issue_number",
-    "issue",
-]
 _REQUIRED = ("instance_id", "repo", "base_commit")
 _COMMIT = re.compile(r"(?<![0-9a-fA-F])[0-9a-fA-F]{40}(?![0-9a-fA-F])")
-_REPO = re.compile(r"(?:\S+[/:])?[\w.-]+/[\w.-]+/?")
 _FITS = {"base_commit": _COMMIT, "gold_commits": _COMMIT}
 
 
@@ -104,6 +83,29 @@ def _fits(field: str, value: Any) -> bool:
         return True
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return _FITS[field].search(text) is not None
+
+
+_OWNERS = [
+    "user",
+    "owner",
+    "org",
+    "organization",
+    "organisation",
+    "repo_owner",
+    "username",
+    "namespace",
+]
+_NUMBERS = [
+    "number",
+    "pr_number",
+    "pull_number",
+    "pr_id",
+    "pull_request",
+    "pr",
+    "issue_number",
+    "issue",
+]
+_REPO = re.compile(r"(?:\S+[/:])?[\w.-]+/[\w.-]+/?")
 
 
 def _complete(found: dict[str, str], names: dict[str, str], columns: dict[str, Any]) -> None:

@@ -26,23 +26,6 @@ SCRATCH_PREFIX = ".doctor-"
 _GIB = 1024**3
 _USE_LOCAL = "put state_dir on a local ext4, xfs or btrfs"
 _REMOTE = "locks, renames and times depend on its server, and overlays on it do not work"
-_UNSUITABLE = {
-    **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p", "afs"), _REMOTE),
-    **dict.fromkeys(("lustre", "ceph", "gpfs", "beegfs"), f"{_REMOTE}; Unix sockets hang on some"),
-    **dict.fromkeys(("vfat", "exfat", "ntfs3"), "it has no owners, modes or links"),
-    **dict.fromkeys(("tmpfs", "ramfs"), "a reboot empties it, and it uses memory"),
-    "overlay": "it is removed with its container, and checkouts on it cannot be overlays",
-}
-"""File systems with problems that trials do not show."""
-
-_SLOW_OPTIONS = {
-    "discard": "removals wait for the disk: mount without it, and enable fstrim.timer",
-    "sync": "writes wait for the disk: mount without it",
-    "dirsync": "new names wait for the disk: mount without it",
-    "strictatime": "each read is a write: mount with relatime or noatime",
-    "nobarrier": "a power cut can damage flushed data: mount without it",
-    "noexec": "programs in a tree cannot run: mount with exec",
-}
 
 
 @contextmanager
@@ -56,11 +39,31 @@ def scratch(settings: Settings) -> Iterator[Path]:
 # -- by type and mount ----------------------------------------------------------------------------
 
 
+_UNSUITABLE = {
+    **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p", "afs"), _REMOTE),
+    **dict.fromkeys(("lustre", "ceph", "gpfs", "beegfs"), f"{_REMOTE}; Unix sockets hang on some"),
+    **dict.fromkeys(("vfat", "exfat", "ntfs3"), "it has no owners, modes or links"),
+    **dict.fromkeys(("tmpfs", "ramfs"), "a reboot empties it, and it uses memory"),
+    "overlay": "it is removed with its container, and checkouts on it cannot be overlays",
+}
+"""File systems with problems that trials do not show."""
+
+
 def file_system(settings: Settings) -> Result:
     kind = find_mount(settings.state_dir).kind
     family = "9p" if kind.startswith("9p") else kind
     known = _UNSUITABLE.get(family) or (_REMOTE if kind.startswith("fuse") else None)
     return judge(known is None, f"{kind}: {known}" if known else kind, _USE_LOCAL, otherwise="warn")
+
+
+_SLOW_OPTIONS = {
+    "discard": "removals wait for the disk: mount without it, and enable fstrim.timer",
+    "sync": "writes wait for the disk: mount without it",
+    "dirsync": "new names wait for the disk: mount without it",
+    "strictatime": "each read is a write: mount with relatime or noatime",
+    "nobarrier": "a power cut can damage flushed data: mount without it",
+    "noexec": "programs in a tree cannot run: mount with exec",
+}
 
 
 def options(settings: Settings) -> Result:

@@ -11,11 +11,6 @@ from ..git.command import run_git_sync
 from ..model import MirrorName
 from .checks import Result, entries, judge
 
-_REBUILD = (
-    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again; add"
-    " mirrors with other URLs again, and import other dataset files by hand"
-)
-
 _RECORDED = (
     "SELECT 'dataset/' || datasets.name, mirror_key, commit_id FROM recorded_commits"
     " JOIN datasets ON datasets.id = recorded_commits.dataset_id UNION"
@@ -84,6 +79,12 @@ def store(settings: Settings) -> Result:
     except MirrordError as error:
         return "fail", error.message, error.hint or ""
     return "ok", f"{settings.store.url} answers, with conditional writes", ""
+
+
+_REBUILD = (
+    "start the daemon: it adopts mirrors and pins, and imports the files in datasets/ again; add"
+    " mirrors with other URLs again, and import other dataset files by hand"
+)
 
 
 def _remedy(missing: set[tuple[str, str, str]]) -> str:

@@ -22,12 +22,6 @@ NAMES = (
 _PACKAGE = Path(__file__).parents[1]
 SHIPPED = [_PACKAGE / "share/systemd", _PACKAGE.parent / "systemd"]  # in a wheel, in the source
 _PROGRAM = re.compile(r"(?m)^Exec\w+=/\S+")
-# Each gives a service a private mount namespace.
-_PRIVATE_MOUNTS = re.compile(
-    r"(?m)^(Protect(?:System|Home|ControlGroups|Kernel\w+|Proc)|Private(?:Tmp|Devices|Mounts|Users)"
-    r"|(?:ReadOnly|ReadWrite|Inaccessible|Exec|NoExec|Bind|BindReadOnly)Paths|TemporaryFileSystem"
-    r"|Root(?:Directory|Image)|DynamicUser|MountFlags)\s*=\s*(?!no\b|false\b|off\b|0\b|$)"
-)
 
 
 def find_unit(name: str) -> Path | None:
@@ -65,6 +59,14 @@ def units(settings: Settings) -> Result:
         remedy = "reinstall them, then `systemctl daemon-reload`; keep changes in drop-ins"
         return "warn", f"not those of mirrord {__version__}: {', '.join(others)}", remedy
     return "ok", f"{fact}, enabled", ""
+
+
+# Each gives a service a private mount namespace.
+_PRIVATE_MOUNTS = re.compile(
+    r"(?m)^(Protect(?:System|Home|ControlGroups|Kernel\w+|Proc)|Private(?:Tmp|Devices|Mounts|Users)"
+    r"|(?:ReadOnly|ReadWrite|Inaccessible|Exec|NoExec|Bind|BindReadOnly)Paths|TemporaryFileSystem"
+    r"|Root(?:Directory|Image)|DynamicUser|MountFlags)\s*=\s*(?!no\b|false\b|off\b|0\b|$)"
+)
 
 
 def drop_ins(settings: Settings) -> Result:

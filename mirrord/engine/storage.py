@@ -30,11 +30,6 @@ from ..templates.service import Templates
 from ..templates.store import SealedStore
 from ..trees.reader import weigh
 
-# a walk that takes longer gives what it has weighed so far, and says so
-_WALK_TIME = timedelta(seconds=20)
-# spare trees unused for that long go before templates are evicted
-_IDLE = timedelta(minutes=10)
-
 
 class _Item(NamedTuple):
     """Paths that are weighed as one row; `checkouts` is how many checkouts use them."""
@@ -67,6 +62,12 @@ class _Kind(NamedTuple):
             kind=self.kind, count=len(self.rows), used=used,
             size_bytes=self.size_bytes, reclaimable_bytes=self.reclaimable_bytes,
         )  # fmt: skip
+
+
+# a walk that takes longer gives what it has weighed so far, and says so
+_WALK_TIME = timedelta(seconds=20)
+# spare trees unused for that long go before templates are evicted
+_IDLE = timedelta(minutes=10)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -31,13 +31,6 @@ from .work import BackgroundWork
 
 # what could not be removed is tried again, ever less often
 CLEANUP_INTERVAL = timedelta(seconds=5)
-# the shortest pause after a failed sync; it doubles up to the interval
-_MINUTE = timedelta(minutes=1)
-# a repository that was never there is a mistyped name: it is asked for once a week
-_NOT_FOUND_INTERVAL = timedelta(days=7)
-_WITHDRAWN_INTERVAL = timedelta(days=1)
-# forges ask for a password if a repository does not exist
-_NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +199,15 @@ class Cleanup:
             self._backoff.reset()
         else:
             self._not_before = self._clock() + self._backoff.next().total_seconds()
+
+
+# the shortest pause after a failed sync; it doubles up to the interval
+_MINUTE = timedelta(minutes=1)
+# a repository that was never there is a mistyped name: it is asked for once a week
+_NOT_FOUND_INTERVAL = timedelta(days=7)
+_WITHDRAWN_INTERVAL = timedelta(days=1)
+# forges ask for a password if a repository does not exist
+_NOT_FOUND = {UpstreamNotFoundError.code, UpstreamAuthError.code}
 
 
 @dataclass(slots=True)

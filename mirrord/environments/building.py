@@ -46,12 +46,6 @@ from ..templates.environments import (
 )
 from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
 
-# every file is hashed and linked; a sweep looks at every shared file
-_ADOPT_TIMEOUT = timedelta(minutes=30)
-# 10,457 files take 1.3 s where the mirror has none of them
-_SCAN_TIMEOUT = timedelta(minutes=10)
-# recorded with the environment; the count of all of them is published
-_FINDINGS = 200
 # the rest of a build's output is dropped, except the last lines, which the error quotes
 _LOG_BYTES = 8 << 20
 _TAIL_LINES = 30
@@ -115,6 +109,14 @@ class _Running(NamedTuple):
     plan: Plan
     path: Path
     began_at: datetime
+
+
+# every file is hashed and linked; a sweep looks at every shared file
+_ADOPT_TIMEOUT = timedelta(minutes=30)
+# 10,457 files take 1.3 s where the mirror has none of them
+_SCAN_TIMEOUT = timedelta(minutes=10)
+# recorded with the environment; the count of all of them is published
+_FINDINGS = 200
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

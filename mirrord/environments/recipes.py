@@ -20,11 +20,7 @@ from ..testlogs import find_parser
 ReadFile = Callable[[str], str | None]
 """Returns the text of a file of the tree, or None."""
 
-_PYTHON = re.compile(r"3\.\d{1,2}(\.\d{1,2})?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
-_REQUIREMENT = re.compile(rf"{NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;][^@]*)?")
-_DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 FILE = "-r "
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # a recipe with more lines, or with a longer one, is refused
@@ -77,6 +73,12 @@ def checked(recipe: Recipe) -> Recipe:
             faults=faults,
         )
     return recipe
+
+
+_PYTHON = re.compile(r"3\.\d{1,2}(\.\d{1,2})?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_REQUIREMENT = re.compile(rf"{NAME}\s*(?:\[[A-Za-z0-9 ,._-]*\])?\s*(?:[<>=!~(;][^@]*)?")
+_DEBIAN = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 
 
 def _iter_faults(recipe: Recipe) -> Iterator[str]:

@@ -15,14 +15,6 @@ from .recipes import FILE, NAME, ReadFile, alternatives, checked, is_inside
 # files of requirements that include each other; a circle ends there
 _DEEP = 8
 
-_CONDA_ONLY = {
-    *("cudatoolkit", "ffmpeg", "gcc", "gfortran", "git", "graphviz", "gxx", "hdf5", "imagemagick"),
-    *("libgdal", "libnetcdf", "make", "mkl", "nodejs", "openblas", "pandoc", "proj", "r-base"),
-    *("compilers", "c-compiler", "cxx-compiler", "fortran-compiler"),
-}
-"""Programs and libraries that conda has and PyPI does not."""
-
-_CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
 
 _RENAMED = {"types-pkg_resources": "types-setuptools", "types-pkg-resources": "types-setuptools"}
 """Withdrawn from PyPI; SWE-bench's scripts replace them too."""
@@ -81,6 +73,15 @@ def _conda_file(text: str, path: str) -> Iterator[str]:
     for each in entries:
         if isinstance(each, dict) and isinstance(each.get("pip"), list):
             yield from _pip_file("\n".join(map(str, each["pip"])), path, lambda _: None, 0)
+
+
+_CONDA_ONLY = {
+    *("cudatoolkit", "ffmpeg", "gcc", "gfortran", "git", "graphviz", "gxx", "hdf5", "imagemagick"),
+    *("libgdal", "libnetcdf", "make", "mkl", "nodejs", "openblas", "pandoc", "proj", "r-base"),
+    *("compilers", "c-compiler", "cxx-compiler", "fortran-compiler"),
+}
+"""Programs and libraries that conda has and PyPI does not."""
+_CONDA_ITSELF = {"python", "pip", "conda", "nomkl"}
 
 
 def pip_lines(specs: Iterable[str]) -> Iterator[str]:

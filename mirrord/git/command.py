@@ -49,11 +49,6 @@ _NO_HOME = Path("/nonexistent")
 # setpriv of util-linux: a preexec_fn may deadlock in a process with threads. git does not inherit
 # the ambient capabilities that systemd gives to the daemon.
 _DIE_WITH_PARENT = ("setpriv", "--ambient-caps=-all", "--pdeathsig", "KILL")
-# not the disk's idle class, which may starve a child that holds a lock
-_LOW_PRIORITY = (
-    "ionice", "--class", "best-effort", "--classdata", "7", "--ignore",
-    "nice", "--adjustment", "10",
-)  # fmt: skip
 
 _is_low_priority: ContextVar[bool] = ContextVar("git_is_low_priority", default=False)
 
@@ -66,6 +61,13 @@ def low_priority() -> Iterator[None]:
         yield
     finally:
         _is_low_priority.reset(token)
+
+
+# not the disk's idle class, which may starve a child that holds a lock
+_LOW_PRIORITY = (
+    "ionice", "--class", "best-effort", "--classdata", "7", "--ignore",
+    "nice", "--adjustment", "10",
+)  # fmt: skip
 
 
 def priority_prefix() -> tuple[str, ...]:

@@ -12,12 +12,6 @@ from urllib.parse import urlsplit
 
 from ..host.processes import search_path
 
-_PASSED_ON = (
-    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
-    "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
-)  # fmt: skip
-"""How this machine reaches the network."""
-
 _SAFE: tuple[tuple[str, str], ...] = (
     # no program that a repository's own configuration names may run
     ("core.hooksPath", "/dev/null"),
@@ -74,10 +68,6 @@ STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
 """Options of git: both files are optional, and each can hide that an object is missing."""
 
-_HELPER = (
-    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
-    ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
-)
 _CONFIGURATION = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
 
 
@@ -106,6 +96,17 @@ class Remote:
     @property
     def secrets(self) -> tuple[str, ...]:
         return tuple(secret for secret in (self.password, self.username) if secret)
+
+
+_PASSED_ON = (
+    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
+    "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""How this machine reaches the network."""
+_HELPER = (
+    '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
+    ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
+)
 
 
 def child_environment(

@@ -16,20 +16,6 @@ _SPECIAL = re.compile(rb"[*?[\\]")
 _BOM = b"\xef\xbb\xbf"
 _ALPHA = bytes([*range(0x41, 0x5B), *range(0x61, 0x7B)])
 _PUNCT = rb"!\"#$%&'()*+,-./:;<=>?@[\]^_`{|}~"
-_CLASSES = {
-    b"alpha": _ALPHA,
-    b"digit": b"0123456789",
-    b"alnum": _ALPHA + b"0123456789",
-    b"blank": b" \t",
-    b"cntrl": bytes([*range(32), 127]),
-    b"graph": bytes(range(33, 127)),
-    b"print": bytes(range(32, 127)),
-    b"lower": _ALPHA[26:],
-    b"upper": _ALPHA[:26],
-    b"punct": _PUNCT,
-    b"space": b" \t\n\r\v\f",
-    b"xdigit": b"0123456789abcdefABCDEF",
-}
 _NEVER = re.compile(rb"(?!)")
 
 
@@ -219,6 +205,22 @@ def _translated(glob: bytes, is_path: bool) -> Iterator[bytes]:
                 raise _NeverMatches
             yield re.escape(glob[at : at + 1])
             at += 1
+
+
+_CLASSES = {
+    b"alpha": _ALPHA,
+    b"digit": b"0123456789",
+    b"alnum": _ALPHA + b"0123456789",
+    b"blank": b" \t",
+    b"cntrl": bytes([*range(32), 127]),
+    b"graph": bytes(range(33, 127)),
+    b"print": bytes(range(32, 127)),
+    b"lower": _ALPHA[26:],
+    b"upper": _ALPHA[:26],
+    b"punct": _PUNCT,
+    b"space": b" \t\n\r\v\f",
+    b"xdigit": b"0123456789abcdefABCDEF",
+}
 
 
 def _bracket(glob: bytes, at: int) -> tuple[set[int], bool, int]:

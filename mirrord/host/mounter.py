@@ -48,22 +48,6 @@ from .processes import Owner
 from .systemd import Notifier, take_sockets
 
 _CHECKOUT = re.compile(r"[a-z2-7]{16}")
-# an umount may also name a released checkout or a kept tree, which were renamed
-_DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
-_UPPER = re.compile(r"layer|next|environment|environment-next")
-_TARGET, _CLONED = re.compile("|".join(TARGETS)), re.compile("|".join(Target))
-_MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
-_ID = "[0-9a-f]{40}"
-_LAYER = {
-    TREE: re.compile(
-        rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
-        rf"|\.layers/{_CHECKOUT.pattern}"
-    ),
-    ENVIRONMENT: re.compile(rf"\.environments/[0-9a-f]{{64}}/files|\.layers/{_CHECKOUT.pattern}"),
-}
-# The daemon is not root and may be taken over: each number it sends is bounded. A stack has at most
-# 18 layers.
-_LAYERS_MAX = 64
 # mounts that nobody has attached yet; the oldest is dropped
 _PENDING_MAX = 64
 # 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
@@ -245,6 +229,24 @@ def answer(mounter: GuardedMounter, message: bytes) -> tuple[dict[str, Any], lis
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = errors.InvalidRequestError(f"cannot read the request: {error!r}").problem()
     return {"problem": problem}, []
+
+
+# an umount may also name a released checkout or a kept tree, which were renamed
+_DIRECTORY = re.compile(r"(\.trash-|\.warm-)*[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+_UPPER = re.compile(r"layer|next|environment|environment-next")
+_TARGET, _CLONED = re.compile("|".join(TARGETS)), re.compile("|".join(Target))
+_MIRROR = r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}"
+_ID = "[0-9a-f]{40}"
+_LAYER = {
+    TREE: re.compile(
+        rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
+        rf"|\.layers/{_CHECKOUT.pattern}"
+    ),
+    ENVIRONMENT: re.compile(rf"\.environments/[0-9a-f]{{64}}/files|\.layers/{_CHECKOUT.pattern}"),
+}
+# The daemon is not root and may be taken over: each number it sends is bounded. A stack has at most
+# 18 layers.
+_LAYERS_MAX = 64
 
 
 def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:

@@ -26,10 +26,6 @@ from ..telemetry import log
 from .files import entries_in, mounted_on, open_child, open_directory, opened, unlock
 
 TRASH_PREFIX = ".trash-"
-# trees of one user that wait for removal; then that user's next release waits too
-_BACKLOG = 128
-# paths that one call removes
-_BATCH = 64
 # of open directories; what is deeper is moved aside and removed on its own
 _DEPTH = 32
 
@@ -50,6 +46,12 @@ def find_trash(directory: Path) -> list[Path]:
 
 async def _remove_in_thread(paths: list[Path]) -> dict[Path, str]:
     return await anyio.to_thread.run_sync(remove_trees, paths)
+
+
+# trees of one user that wait for removal; then that user's next release waits too
+_BACKLOG = 128
+# paths that one call removes
+_BATCH = 64
 
 
 class Trash:

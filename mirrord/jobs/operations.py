@@ -28,16 +28,9 @@ from ..telemetry import log
 from ..workers.turns import Askers
 from .events import Events
 
-# ended operations, in memory; the oldest go first
-_KEPT = 1000
-_KEPT_UNSEEN = 20_000  # a client may start thousands and then ask for one after the other
 # administrators start as many as they like; more are refused with 429 `too-many-requests`
 RUNNING_OF_MEMBER = 16
 KEPT_OF_MEMBER = 100
-# as often as clients ask; what git reports in between is replaced by the next
-_PROGRESS_INTERVAL_S = 0.25
-# then the answer shows the operation as it is, running or not
-_CANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -63,6 +56,15 @@ class _Tracked:
 
 Work = Callable[[ProgressSink], Awaitable[object]]
 """Returns the result of its operation: a message or JSON values."""
+
+
+# ended operations, in memory; the oldest go first
+_KEPT = 1000
+_KEPT_UNSEEN = 20_000  # a client may start thousands and then ask for one after the other
+# as often as clients ask; what git reports in between is replaced by the next
+_PROGRESS_INTERVAL_S = 0.25
+# then the answer shows the operation as it is, running or not
+_CANCEL_TIMEOUT_S = 5.0
 
 
 class Operations:

@@ -37,10 +37,6 @@ _FREE_BYTES, _RATIO = 1 << 30, 100  # an archive may unpack to 1 GiB and 100 tim
 _HEADER_LIMIT_BYTES = 16 << 20  # of a tar's member: tarfile reads long names into memory
 # a zip ends with 22 bytes, a comment of at most 65,535 and perhaps a locator of 20 (APPNOTE 4.3)
 _ZIP_END_BYTES, _ZIP_LIST_LIMIT_BYTES = (1 << 16) + 42, 64 << 20
-# an image in a tar in a zip is found; what is deeper is told, not unpacked
-_DEPTH_LIMIT = 4
-# of a directory and all of its archives; then the scan ends with that fact
-_FILES_LIMIT = 5_000_000
 # what could not be read, by name; a hostile archive has no end of it
 _NOTES_LIMIT = 200
 # of files that lead elsewhere (.pth, direct_url.json), which have a few lines
@@ -256,6 +252,12 @@ def read_archive(path: Path) -> Contents:
             )
         reader.read_tar(reader.top, stream)
     return reader.contents
+
+
+# an image in a tar in a zip is found; what is deeper is told, not unpacked
+_DEPTH_LIMIT = 4
+# of a directory and all of its archives; then the scan ends with that fact
+_FILES_LIMIT = 5_000_000
 
 
 class _Reader:

@@ -24,10 +24,6 @@ _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
 _SYMREF = re.compile(r"ref: refs/[^\x00-\x20\x7f]+\n?")
 _PACKED_HEADER = re.compile(r"# pack-refs with:( peeled| fully-peeled| sorted)* ?")
 _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{40})")
-_REFLOG = re.compile(
-    r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}"
-    r"(\t[^\n]{0,200})?"
-)
 # as git's SYMREF_MAXDEPTH
 _SYMREF_DEPTH = 5
 # a ref that does not exist, in reflogs
@@ -174,6 +170,12 @@ def _packed_refs(where: str, content: bytes, _: Path) -> Judgement:
             yield Named(_ref_kind(ref), ref, found[1] or found[3])
         elif number or not _PACKED_HEADER.fullmatch(line):
             yield leak("ref", f"line {number + 1} of {where} is not a ref")
+
+
+_REFLOG = re.compile(
+    r"([0-9a-f]{40}) ([0-9a-f]{40}) [^\n<>]{0,200}<[^\n<>]{0,200}> \d{1,12} [+-]\d{4}"
+    r"(\t[^\n]{0,200})?"
+)
 
 
 def _reflog(where: str, content: bytes, _: Path) -> Judgement:

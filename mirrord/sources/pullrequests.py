@@ -5,16 +5,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-_SECTION = re.compile(r"^(?=diff --git )", re.MULTILINE)
-
-_INDEX = re.compile(r"^index .*\n", re.MULTILINE)
-
-_SEPARATORS = re.compile(r"[ _/.]")
-
-_TEST_WORDS = {"test", "tests", "testing"}
-
-_TEST_PARTS = ("test", "tests", "e2e", "testing")
-
 
 class SplitRule(StrEnum):
     """SWE-bench's rules to separate solution and tests: in published sets, and since 2024-07."""
@@ -31,6 +21,13 @@ class SplitDiff(NamedTuple):
     sources: tuple[str, ...]
     tests: tuple[str, ...]
     dropped: tuple[str, ...]
+
+
+_SECTION = re.compile(r"^(?=diff --git )", re.MULTILINE)
+_INDEX = re.compile(r"^index .*\n", re.MULTILINE)
+_SEPARATORS = re.compile(r"[ _/.]")
+_TEST_WORDS = {"test", "tests", "testing"}
+_TEST_PARTS = ("test", "tests", "e2e", "testing")
 
 
 def split(diff: str, rule: SplitRule) -> SplitDiff:

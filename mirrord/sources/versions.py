@@ -33,16 +33,6 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 }
 """SWE-bench's MAP_REPO_TO_VERSION_PATHS, by names in lower case."""
 
-_PATTERNS = tuple(
-    re.compile(pattern, re.MULTILINE)
-    for pattern in (
-        r"""^\s*__version__(?:: \w+)? = (?:version = )?['"](.*?)['"]""",
-        r"VERSION = \((.*)\)",
-        r"^version_info = (\d+, *\d+)",
-    )
-)
-
-_DOCUMENTATION = re.compile(r'""".*?"""', re.DOTALL)
 
 _VERSION_FILES = ("__init__.py", "__version__.py", "__about__.py", "_version.py", "version.py")
 
@@ -82,6 +72,17 @@ def cut(text: str) -> str | None:
 def _found(text: object, rule: str) -> Version | None:
     version = cut(text) if isinstance(text, str) else None
     return Version(version, rule) if version else None
+
+
+_PATTERNS = tuple(
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        r"""^\s*__version__(?:: \w+)? = (?:version = )?['"](.*?)['"]""",
+        r"VERSION = \((.*)\)",
+        r"^version_info = (\d+, *\d+)",
+    )
+)
+_DOCUMENTATION = re.compile(r'""".*?"""', re.DOTALL)
 
 
 def _in_source(path: str, text: str | None) -> Version | None:

@@ -41,14 +41,6 @@ if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
-_SQUASHED = """tree {tree}
-author mirrord <mirrord@localhost> {time} +0000
-committer mirrord <mirrord@localhost> {time} +0000
-
-base of this task
-
-The history before this commit is not part of the checkout.
-"""
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 
@@ -300,6 +292,16 @@ class StoreBuilder:
         mirror = self.mirrors_path(name)
         pack = await self._closures.packer.pack_range(mirror, head, None, scratch)
         return _StoreFiles(head, found.tree, [pack], [])
+
+
+_SQUASHED = """tree {tree}
+author mirrord <mirrord@localhost> {time} +0000
+committer mirrord <mirrord@localhost> {time} +0000
+
+base of this task
+
+The history before this commit is not part of the checkout.
+"""
 
 
 def squashed_commit(found: Resolved) -> tuple[CommitId, bytes]:

@@ -40,10 +40,6 @@ if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
 _QUICK_TIMEOUT = timedelta(seconds=30)
 # commits resolved lately; one forgotten is read again
 _KEPT_COMMITS = 64
-# of first parents: where a short walk finds nothing to share, all of them
-_WALK_LIMITS = (2048, None)
-_PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
-_WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
 Recorded = Callable[[MirrorName], Awaitable[Collection[CommitId]]]
 
@@ -85,6 +81,12 @@ class Commits:
             ) from error
         self.learn(name, found)
         return found
+
+
+# of first parents: where a short walk finds nothing to share, all of them
+_WALK_LIMITS = (2048, None)
+_PACKING, _PACKING_OF_USER = 10, 2  # pairs of git
+_WALK = ("-c", "core.commitGraph=false", "rev-list", "--first-parent", "--stdin")
 
 
 @dataclass(kw_only=True, eq=False)

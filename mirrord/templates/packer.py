@@ -40,21 +40,12 @@ HINT = "audit the mirror with --level content and heal it"
 TIMEOUT = timedelta(minutes=30)
 # commits go to stdin: every user can read the arguments of a process
 WALK = (*UNTRUSTING, "rev-list", "--objects", "--stdin")
-# Most objects are copied with their deltas. For the others pack-objects tries bases of similar
-# paths, so it gets the paths: a window of two is then as good as ten without (git 2.39; 10,000
-# objects of sympy: 6.1 MB in 0.5 s of processor, without paths 6.0 MB in 2.3 s).
-_PACK = (
-    *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
-    "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
-)  # fmt: skip
 # hashing more holds the GIL of the daemon for longer than starting a worker call takes
 _SMALL_LIST_BYTES = 128 * 1024
 _PIECE_BYTES = 1 << 18
 _LINE_BYTES = 4000  # pack-objects splits one of more than 4,162
 # git's listing is a file that grows; pack-objects gets it while the walk goes on
 _POLL_S = 0.005
-# packs found whole, by inode, size and time; one forgotten is checked again
-_KNOWN_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +59,17 @@ class PackFile:
     @property
     def index(self) -> Path:
         return self.path.with_suffix(".idx")
+
+
+# Most objects are copied with their deltas. For the others pack-objects tries bases of similar
+# paths, so it gets the paths: a window of two is then as good as ten without (git 2.39; 10,000
+# objects of sympy: 6.1 MB in 0.5 s of processor, without paths 6.0 MB in 2.3 s).
+_PACK = (
+    *UNTRUSTING, "-c", "pack.threads=2", "-c", "pack.window=2", "-c", "pack.compression=1",
+    "-c", "core.fsync=none", "-c", "pack.writeReverseIndex=false",
+)  # fmt: skip
+# packs found whole, by inode, size and time; one forgotten is checked again
+_KNOWN_MAX = 10_000
 
 
 @dataclass(eq=False, repr=False)

@@ -34,11 +34,6 @@ from .packer import together
 from .registry import MirrorTemplates, TemplateRegistry
 from .store import StoreKey, is_as_built, read_records
 
-# then the worker is killed, and the checkout refused
-_BUILD_TIMEOUT = timedelta(minutes=10)
-# every byte of a mirror's templates is read, at low priority
-_SCRUB_TIMEOUT = timedelta(hours=1)
-
 
 class TemplateFacts(TypedDict):
     """Facts about a template's `.git` for proofs: the checksum that ends its index, the number of
@@ -83,6 +78,12 @@ def read_facts(layers: tuple[Path, ...]) -> TemplateFacts:
         packs=sorted(path.name for path in files if path.suffix == ".pack"),
         refs=sorted(refs_in(read_plain(store / "packed-refs"))),
     )
+
+
+# then the worker is killed, and the checkout refused
+_BUILD_TIMEOUT = timedelta(minutes=10)
+# every byte of a mirror's templates is read, at low priority
+_SCRUB_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

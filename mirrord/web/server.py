@@ -45,16 +45,6 @@ WAIT_LIMIT_S = 15.0
 CACHED_PAGES = 64
 
 _ANONYMOUS = Peer(uid=-1, gid=-1, pid=0)
-_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
-    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
 
 
 class WebServer:
@@ -161,6 +151,18 @@ class PageResponse(NamedTuple):
     status: int
     media_type: str
     body: bytes
+
+
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; img-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
 
 
 class WebApplication:

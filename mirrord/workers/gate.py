@@ -32,11 +32,6 @@ WAITING = 2048
 """How many requests of all users may wait. An administrator's is always accepted."""
 CROWD_SHARE = 0.25
 """Seconds of the machine per second for the crowd, while other users have single requests."""
-_SINGLE_S = 0.1  # how long after a single request its user is expected to send another
-# what the crowd owes beyond it is forgotten: at CROWD_SHARE it is paid within a second
-_DEBT_MAX_S = 0.25
-# remembered; those without a request are forgotten first
-_USERS = 256
 
 
 @dataclass(slots=True)
@@ -50,6 +45,13 @@ class _User:
     @property
     def requests(self) -> int:
         return self.working + len(self.waiting)
+
+
+_SINGLE_S = 0.1  # how long after a single request its user is expected to send another
+# what the crowd owes beyond it is forgotten: at CROWD_SHARE it is paid within a second
+_DEBT_MAX_S = 0.25
+# remembered; those without a request are forgotten first
+_USERS = 256
 
 
 class Gate:

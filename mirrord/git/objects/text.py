@@ -23,15 +23,6 @@ _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
 _EXPANDED = re.compile(rb"\$Id:[^$\n]*\$")
 _FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
 _DOLLAR, _COLON = b"$:"
-_BOMS = {
-    "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
-    "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
-}
-_MARKS = {
-    "16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-    "32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-}
-_UTF = re.compile(r"utf-?(16|32)(?:-?([bl]e)(-bom)?)?", re.IGNORECASE)
 # gather_stats: text is what is printable, or one of tab, newline, carriage return, backspace,
 # escape, form feed
 _UNPRINTABLE = bytes([*(c for c in range(32) if c not in b"\b\t\n\r\x0c\x1b"), 127])
@@ -194,6 +185,12 @@ def _stream_ident(data: bytes, expansion: bytes) -> bytes:
     return bytes(done + held + b"$Id"[:matched])
 
 
+_BOMS = {
+    "utf-16le-bom": (codecs.BOM_UTF16_LE, "utf-16-le"),
+    "utf-16be-bom": (codecs.BOM_UTF16_BE, "utf-16-be"),
+}
+
+
 def _encode(data: bytes, encoding: str) -> bytes:
     """Encode as git does: bytes that do not convert are kept."""
     bom, codec = _BOMS.get(encoding.lower(), (b"", encoding))
@@ -201,6 +198,13 @@ def _encode(data: bytes, encoding: str) -> bytes:
         return bom + data.decode().encode(codec)
     except (UnicodeError, LookupError):
         return data
+
+
+_MARKS = {
+    "16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    "32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+}
+_UTF = re.compile(r"utf-?(16|32)(?:-?([bl]e)(-bom)?)?", re.IGNORECASE)
 
 
 def _decode(data: bytes, encoding: str) -> bytes:

@@ -21,12 +21,6 @@ from .volumes import (
 
 NAME = "csi.mirrord.dev"
 _MODES = csi.VolumeCapability.AccessMode
-_SINGLE_NODE = {
-    _MODES.SINGLE_NODE_WRITER,
-    _MODES.SINGLE_NODE_READER_ONLY,
-    _MODES.SINGLE_NODE_SINGLE_WRITER,
-    _MODES.SINGLE_NODE_MULTI_WRITER,
-}
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -129,6 +123,14 @@ class Plugin(services.IdentityServicer, services.NodeServicer):
     ) -> csi.NodeUnpublishVolumeResponse:
         self._volumes.unpublish(request.volume_id, request.target_path)
         return csi.NodeUnpublishVolumeResponse()
+
+
+_SINGLE_NODE = {
+    _MODES.SINGLE_NODE_WRITER,
+    _MODES.SINGLE_NODE_READER_ONLY,
+    _MODES.SINGLE_NODE_SINGLE_WRITER,
+    _MODES.SINGLE_NODE_MULTI_WRITER,
+}
 
 
 def _check(wanted: csi.VolumeCapability) -> None:

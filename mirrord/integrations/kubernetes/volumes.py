@@ -31,12 +31,7 @@ ATTRIBUTES = (
     *("instance", "repo", "commit", "dataset", "history", "environment"),
     *("owner", "what"),
 )
-_KUBELET_PREFIX = "csi.storage.k8s.io/"  # of attributes that the kubelet adds
 _VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:=@-]{0,127}")  # allowed by CSI and in labels
-_WHAT = (model.Target.TREE, model.Target.DIRECTORY)
-_HISTORIES = (model.History.SEALED, model.History.SQUASHED)
-# 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
-_OWNER_MAX = 2**32 - 2
 
 log = logging.getLogger("mirrord.kubernetes")
 
@@ -54,6 +49,13 @@ class VolumeAttributes(NamedTuple):
 
     choice: dict[str, Any]
     what: model.Target
+
+
+_KUBELET_PREFIX = "csi.storage.k8s.io/"  # of attributes that the kubelet adds
+_WHAT = (model.Target.TREE, model.Target.DIRECTORY)
+_HISTORIES = (model.History.SEALED, model.History.SQUASHED)
+# 2³²-1 is `(uid_t) -1`, which means no change to chown(2)
+_OWNER_MAX = 2**32 - 2
 
 
 def read_attributes(context: Mapping[str, str]) -> VolumeAttributes:
