@@ -80,6 +80,7 @@ _SELF_NAMED = (
 STANDARD = Columns(
     {
         **{name: (name,) for name in _SELF_NAMED},
+        "patch": ("patch", "golden_patch", "gold_patch"),
         "fail_to_pass": ("FAIL_TO_PASS", "fail_to_pass"),
         "pass_to_pass": ("PASS_TO_PASS", "pass_to_pass"),
         "image_name": ("image_name", "docker_image", "image"),

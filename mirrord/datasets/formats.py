@@ -204,7 +204,7 @@ FORMATS = (
         "user and repo, and parent_commit or f2p_patch", _is_scale,
         STANDARD.replace(
             {
-                "base_commit": ("parent_commit", "base_commit"), "test_patch": "f2p_patch",
+                "base_commit": ("base_commit", "parent_commit"), "test_patch": "f2p_patch",
                 "gold_commits": ("pr_commit", "commit_id"),
                 "image_name": ("image_url", "image_name"),
             },

@@ -25,6 +25,8 @@ from ..model import shown
 
 # as of a file's name: NAME_MAX
 _LABEL_LENGTH = 255
+_ROWS = {".json", ".jsonl", ".parquet"}
+_TASKS = {"task.toml", "task.yaml"}
 # rows sent in one piece of a chunked body
 _PIECE_BYTES = 256 * 1024
 _HINT = "name a file of rows, a folder of tasks, hf://owner/name, or - for standard input"
@@ -84,6 +86,10 @@ def _open(word: str) -> Source:
 
         return hub.open_dataset(word)
     path = Path(word)
+    if path.is_dir() and (files := _row_files(path)):
+        name = path.resolve().name[:_LABEL_LENGTH]
+        opened = [open_file(file, file.name) for file in files]
+        return Source(name, name, None, partial(with_origins, opened))
     if path.is_dir():
         from . import folders  # noqa: PLC0415  (loads YAML)
 
@@ -94,6 +100,14 @@ def _open(word: str) -> Source:
     if not os.access(path, os.R_OK):
         raise UsageError(f"cannot import {word}: permission denied", hint=_HINT)
     return open_file(path, path.name)
+
+
+def _row_files(directory: Path) -> list[Path]:
+    """Return the files of rows in a directory that has no others below it, which may be tasks."""
+    entries = sorted(each for each in directory.iterdir() if not each.name.startswith("."))
+    if any(each.is_dir() or each.name in _TASKS for each in entries):
+        return []
+    return [each for each in entries if each.suffix in _ROWS and each.is_file()]
 
 
 def open_file(path: Path, label: str) -> Source:

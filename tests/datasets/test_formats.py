@@ -246,6 +246,13 @@ def test_a_gso_row_is_at_the_parent_of_its_answer(case: Case) -> None:
     assert found["commits"] == [[GOLD, "gold"]]
 
 
+@pytest.mark.parametrize("column", ["golden_patch", "gold_patch"])
+def test_a_patch_of_another_name_is_the_patch(case: Case, column: str) -> None:
+    found = read_one(case, {**row(patch=...), column: "d"})
+    assert found["patch"] == "d"
+    assert read_one(case, {**row(patch="p"), column: "d"})["patch"] == "p"
+
+
 def test_a_scale_row_has_its_owner_apart(case: Case) -> None:
     found = read_one(case, SCALE)
     assert (found["mirror"], found["base"]) == ("psf__requests", BASE)

@@ -70,6 +70,21 @@ def test_the_same_row_in_two_shards_is_one(tmp_path: Path) -> None:
     assert (ids(rows), result.rules["the same row again, ignored"]) == (["o__n-1"], 1)
 
 
+def test_a_folder_of_rows_is_one_dataset(tmp_path: Path) -> None:
+    """One instance a file; what cannot be read is named by its file."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for number in (1, 2):
+        (folder / f"{number}.json").write_text(json.dumps(row(number), indent=2))
+    (folder / "3.json").write_text("{")
+    (folder / "README.md").write_text("not rows")
+    source = open_sources([str(folder)])
+    assert (source.label, source.name) == ("mine", "mine")
+    result, rows = read(source, tmp_path)
+    assert ids(rows) == ["o__n-1", "o__n-2"]
+    assert [fault.file for fault in result.faults] == ["3.json"]
+
+
 def test_csv_values_are_text_and_lines_count(tmp_path: Path) -> None:
     patch = "diff --git a/x b/x\n+1,2\n"
     text = "instance_id,repo,base_commit,patch\n"
