@@ -230,7 +230,8 @@ class Server:
         deadline = loop.time() + drain.total_seconds()
         while self._state.tasks and loop.time() < deadline:
             await asyncio.wait(list(self._state.tasks), timeout=max(0.0, deadline - loop.time()))
-        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110  # uvicorn has no event for it
+        # uvicorn has no event for it
+        while self._state.connections and loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         if tasks := list(self._state.tasks):
             log.warning("requests.cancelled", count=len(tasks))

@@ -57,7 +57,8 @@ def load(path: Path | None) -> Settings:
     except toml.TomlDecodeError as error:
         fault = ConfigFault("", f"not TOML: {_without_values(error.msg)}", error.lineno)
         raise _refusal(path, fault) from None
-    except Exception as error:  # noqa: BLE001  toml 0.10.2: IndexError, OverflowError, RecursionError
+    except Exception as error:  # noqa: BLE001
+        # toml 0.10.2: IndexError, OverflowError, RecursionError
         fault = ConfigFault("", f"not TOML: {_without_values(str(error))}")
         raise _refusal(path, fault) from None
     try:

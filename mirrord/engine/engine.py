@@ -213,7 +213,8 @@ class Engine:
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             environments=self.environment_store, access=self.access, events=self.events,
-            environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108 - made below
+            # made below
+            environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
