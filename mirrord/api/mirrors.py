@@ -73,6 +73,12 @@ async def remove_mirror(call: Call) -> None:
     await call.engine.work.remove_mirror(await _mirror_name(call))
 
 
+async def set_url(call: Call, body: protocol.SetUrl) -> protocol.Operation:
+    return call.engine.work.set_url(
+        await _mirror_name(call), body.url, accept_loss=body.accept_loss, owner_uid=call.peer.uid
+    )
+
+
 async def sync_mirror(call: Call, body: protocol.SyncMirror) -> protocol.Operation:
     return call.engine.work.sync(
         await _mirror_name(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid

@@ -135,6 +135,7 @@ ENDPOINTS = (
     _get(_MIRROR, MEMBER, mirrors.get_mirror),
     _delete(_MIRROR, ADMIN, mirrors.remove_mirror, 204),
     _post(f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, 202),
+    _post(f"{_MIRROR}/url", ADMIN, mirrors.set_url, 202),
     _get(f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs),
     _get(f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs),
     _post(f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, 202),

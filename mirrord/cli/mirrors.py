@@ -30,6 +30,20 @@ def add(
     _start_all(session, (partial(session.client.add_mirror, repo, url) for repo in repos), no_wait)
 
 
+def set_url(
+    session: Session,
+    name: MirrorArgument,
+    url: Annotated[str, Argument("The new upstream.", "URL")],
+    accept_loss: Annotated[
+        bool, Option("Take an upstream that lacks recorded commits; the mirror keeps them.")
+    ] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """The upstream must have every recorded commit. The mirror is kept, and synced."""
+    start = partial(session.client.set_url, name, url, accept_loss=accept_loss)
+    _start_all(session, [start], no_wait)
+
+
 def sync(
     session: Session,
     names: Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")] = None,

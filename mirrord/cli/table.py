@@ -44,6 +44,7 @@ serve; status:serve; 357; Run the daemon in the foreground.
 status; status:status; 39; Show the state of the daemon, and what needs attention.
 top; top:top; 39; Show requests, workers and operations of the daemon, live.
 mirror add; mirrors:add; 35679; Add mirrors and sync them.
+mirror set-url; mirrors:set_url; 345679; Follow another upstream.
 mirror list; mirrors:list_all; 39; List all mirrors.
 mirror show; mirrors:show; 349; Show one mirror.
 mirror sync; mirrors:sync; 34679; Sync mirrors with upstream.

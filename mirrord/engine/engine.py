@@ -40,6 +40,7 @@ from ..jobs.operations import Operations
 from ..jobs.watch import Watch, is_complete_name, signature_of
 from ..mirrors.bundles import Bundles
 from ..mirrors.service import Mirrors
+from ..mirrors.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..places import Layout
 from ..protocol import Activity, Configuration, ReloadAnswer, Status
@@ -337,11 +338,18 @@ class Engine:
         """Add the mirrors of the settings; publish an event for each refused one."""
         for mirror in self._settings.mirror:
             try:
-                await self.mirrors.add(mirror.repo, mirror.url)
+                await self.mirrors.add(mirror.repo)
             except MirrordError as error:
                 self.events.publish(
                     "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
                 )
+
+    async def _move_mirrors(self, old: config.Settings) -> None:
+        """Follow the new upstream of mirrors whose upstream was the configured one or is now."""
+        for row in await self.catalog.list_mirrors():
+            before, now = default_url(old, row.name), default_url(self._settings, row.name)
+            if before != now and row.url != now:
+                self.work.set_url(row.name, now)
 
     async def _watch_datasets(self) -> None:
         """Start or stop watching the directory of datasets, as the settings say."""
@@ -409,12 +417,14 @@ class Engine:
             raise
         self._config_fault = None
         self.health.refresh()
-        applied, refused = config.compare(self._settings, new)
+        old = self._settings
+        applied, refused = config.compare(old, new)
         self._settings = config.merge_live(self._settings, new)
         self.workers.prepare_by(self._configure_log())
         self.access.refresh()
         if "mirror" in applied:
             await self._add_configured_mirrors()
+        await self._move_mirrors(old)
         await self._watch_datasets()
         await self.schedule.reconcile()
         for apply in self._on_reload:

@@ -85,6 +85,17 @@ class BackgroundWork:
 
         return self.operations.start(kind, str(name), run, owner_uid=owner_uid)
 
+    def set_url(
+        self, name: MirrorName, url: str, *, accept_loss: bool = False, owner_uid: int = 0
+    ) -> Operation:
+        """Follow another upstream, and sync with it."""
+
+        async def run(progress: ProgressSink) -> Message:
+            await self.mirrors.set_url(name, url, accept_loss=accept_loss)
+            return await self.mirrors.sync(name, progress)
+
+        return self.operations.start("mirror.set-url", str(name), run, owner_uid=owner_uid)
+
     def maintain(self, name: MirrorName) -> Operation:
         run = partial(self.mirrors.maintain, name)
         return self.operations.start("mirror.maintain", str(name), run)

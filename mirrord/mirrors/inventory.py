@@ -287,7 +287,8 @@ class Inventory:
         if url is not None and found.url != upstream.url:
             raise errors.MirrorExistsError(
                 f"cannot add mirror {name}: it exists with another upstream",
-                hint=f"remove it first, or sync it as it is: `mirrord mirror show {found.name}`",
+                hint=f"`mirrord mirror set-url {found.name} URL` follows another;"
+                f" `mirrord mirror show {found.name}` shows it as it is",
                 mirror=str(found.name),
             )
         return found

@@ -24,6 +24,7 @@ from ..workers.coalesce import Coalescer, SharedWork
 from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
+from .moving import find_lacking, record_move
 from .pins import check_owner, pin_ref
 from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
@@ -146,6 +147,46 @@ class Mirrors(Inventory):
         if not (is_same and turn.defers_recording(row)):
             columns |= {"synced_at": now, "attempted_at": now}
             await self.catalog.update_mirror(row.name.key, **columns)
+
+    async def set_url(self, name: MirrorName, url: str, *, accept_loss: bool = False) -> None:
+        """Follow another upstream from the next sync on; the mirror keeps all it has.
+
+        Raises an UpstreamError where that does not answer; an UpstreamLossError where it lacks
+        recorded or pinned commits, unless `accept_loss`.
+        """
+        row, upstream = await self.get(str(name)), parse_upstream(url)
+        if row.url == upstream.url:
+            return
+        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+            repository = self.repository(row.name)
+            if repository.path.exists():
+                await self.catch_up(row.name)
+                await repository.must_be_ours()
+                if not accept_loss:
+                    await self._must_have_commits(row, upstream)
+                await record_move(repository, f"upstream set to {upstream.shown}")
+                await turn.publish(repository)
+            await self.catalog.update_mirror(row.name.key, url=upstream.url, error=None)
+        self.events.publish("mirror.moved", mirror=str(row.name), url=upstream.shown)
+
+    async def _must_have_commits(self, row: MirrorRow, upstream: Upstream) -> None:
+        commits = {it.commit for it in await self.catalog.list_recorded(row.name.key)}
+        commits |= {pin.commit for pin in await self.catalog.list_pins(row.name.key)}
+        commits -= await self.repository(row.name).absent(commits)
+        fetcher = self._fetcher(self.repository(row.name), upstream, None)
+        async with self._hosts.turn(upstream.host):
+            await fetcher.offer(self.settings().upstream.refs)
+            lacking = await find_lacking(self.git, fetcher, commits)
+        if lacking:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise errors.UpstreamLossError(
+                f"cannot set the upstream of mirror {row.name}: {upstream.shown} lacks recorded"
+                f" commit {lacking[0]}{more}",
+                hint="nothing was changed; if it is the right one, `--accept-loss` follows it, and"
+                " the mirror keeps what it has",
+                mirror=str(row.name),
+                lacking=lacking,
+            )
 
     # -- what other daemons published -----------------------------------------------------------
 

@@ -110,6 +110,7 @@ class Prewarmed(Answer):
 RESULTS: dict[str, type[Answer]] = {
     "mirror.add": Synced,
     "mirror.sync": Synced,
+    "mirror.set-url": Synced,
     "refs.restore": RefDiff,
     "bundle.import": BundleImported,
     "restore": Restored,

@@ -18,6 +18,13 @@ class SyncMirror(Request):
     accept_loss: bool = False
 
 
+class SetUrl(Request):
+    """Another upstream. `accept_loss` takes one that lacks recorded commits."""
+
+    url: Annotated[str, Bounds(min_length=1, max_length=4000)]
+    accept_loss: bool = False
+
+
 class RestoreRefs(Request):
     at: Annotated[
         str,

@@ -266,6 +266,7 @@ print(json.dumps(found))
 
 _ADMINISTRATION = (
     ("POST", "reload"), ("POST", "mirrors"), ("DELETE", "mirrors/o__r"), ("POST", "mirrors/o__r/sync"),
+    ("POST", "mirrors/o__r/url"),
     ("GET", "mirrors/o__r/refs/log"), ("GET", "mirrors/o__r/refs/diff"), ("POST", "mirrors/o__r/refs/restore"),
     ("GET", "mirrors/o__r/bundle"), ("POST", "bundles"), ("POST", "datasets"), ("DELETE", "datasets/d"),
     ("GET", "instances"), ("GET", "instances/o__r-0?view=grader"), ("GET", "audits"), ("GET", "audits/x"), ("POST", "audits"),

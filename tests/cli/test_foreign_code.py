@@ -158,7 +158,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity], "attach": [identity, "/nonexistent"],
                 "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
-                "verify-seal": [str(upstream.path), "--base", last],
+                "verify-seal": [str(upstream.path), "--base", last], "mirror set-url": ["a/b", str(upstream.path)],
                 **{name: [identity] for name in OF_CHECKOUTS},
                 "save": [identity, "name"],
                 **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},

@@ -34,6 +34,7 @@ DESIGNED = [
     "mirror-add",
     "mirror-list",
     "mirror-show",
+    "mirror-set-url",
     "mirror-sync",
     "mirror-remove",
     "dataset-import",

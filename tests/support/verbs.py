@@ -7,6 +7,7 @@ ARGUMENTS = {
     "mirror add": ["a/b"],
     "mirror show": ["a/b"],
     "mirror remove": ["a/b"],
+    "mirror set-url": ["a/b", "https://h/a/b"],
     "dataset import": [__file__],
     "dataset derive": [__file__],
     "dataset show": ["d"],

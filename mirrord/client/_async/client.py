@@ -128,6 +128,13 @@ class AsyncClient:
         """Add a mirror (owner/name) and sync it; `url` replaces the configured upstream."""
         return await self._start(protocol.AddMirror, "mirrors", repo=repo, url=url)
 
+    async def set_url(
+        self, name: str, url: str, *, accept_loss: bool = False
+    ) -> protocol.Operation:
+        """Follow another upstream; `accept_loss` takes one that lacks recorded commits."""
+        path = ("mirrors", _mirror(name), "url")
+        return await self._start(protocol.SetUrl, *path, url=url, accept_loss=accept_loss)
+
     async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
         """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
         path = ("mirrors", _mirror(name), "sync")
