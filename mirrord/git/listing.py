@@ -96,6 +96,11 @@ class _Packets:
         if self._size_bytes > _MAX_LIST_BYTES:
             fact = f"its output is larger than {_MAX_LIST_BYTES} bytes"
             raise errors.UpstreamError(f"cannot {self._doing}: {fact}")
+        if text == "object-format=sha256":
+            raise errors.UpstreamError(
+                f"cannot {self._doing}: upstream has SHA-256 object ids, and a mirror has SHA-1",
+                hint="mirror a copy with SHA-1 object ids",
+            )
         if text == "version 2":
             self._is_v2 = True
         elif text == "0000":

@@ -220,6 +220,13 @@ def test_refs_that_nobody_follows_do_not_cross_the_wire(site: Site, speaks_v2: b
         assert "refs/pull/777/head" in site.refs() and "refs/pull/1/head" not in site.refs()
 
 
+def test_an_upstream_with_sha_256_is_named(site: Site, tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet", "--object-format=sha256", "other")
+    git(tmp_path / "other", "commit", "--quiet", "--allow-empty", "--message=x")
+    with pytest.raises(MirrordError, match="SHA-256"):
+        site.sync(url=f"file://{tmp_path}/other")
+
+
 def test_a_record_costs_what_moved(site: Site) -> None:
     """Records of many refs share one list; each still tells all refs of its time, in any order."""
     head = site.upstream.git("rev-parse", "HEAD")
