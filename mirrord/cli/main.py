@@ -50,8 +50,8 @@ def run(args: Sequence[str] | None = None) -> int:
         with root.make_context("mirrord", list(arguments), obj=session) as context:
             root.invoke(context)
         sys.stdout.flush()
-    except BrokenPipeError:  # `mirrord … | head`: a flush at exit would fail again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `mirrord … | head`
+        _flush_or_drop()
         return 128 + signal.SIGPIPE
     except click.ClickException as error:
         # click may have failed before it reached --json; what follows -- is another command's.
@@ -73,12 +73,21 @@ def run(args: Sequence[str] | None = None) -> int:
         bug = InternalError(f"a bug: {type(error).__name__}: {error}", hint=hint)
         failure = error if isinstance(error, MirrordError) else _fault_of_path(error) or bug
         session.fail(failure)
+        _flush_or_drop()
         if session.debug:
             sys.excepthook(*sys.exc_info())
         return failure.exit_status
     finally:
         session.close()
     return 0
+
+
+def _flush_or_drop() -> None:
+    """Drop output that cannot be written: Python's flush at exit would end with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fault_of_path(error: Exception) -> MirrordError | None:

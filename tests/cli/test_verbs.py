@@ -379,7 +379,8 @@ def test_a_checkout_of_another_user_is_not_found_by_its_path(tmp_path: Path) -> 
     assert (done.returncode, "no held checkout" in done.stderr) == (4, True), done.stderr
 
 
-def test_an_answer_that_finds_no_room_is_no_bug() -> None:
+def test_an_answer_that_finds_no_room_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # Python flushes again at exit
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "mirrord", "config", "show", "--json"],
