@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_they_say_what_there_is(running: Daemon) -> None:
     assert found["mirrord_up"] == 1
     assert (found["mirrord_mirrors"], found["mirrord_mirrors_failed"]) == (2, 1)
     assert found["mirrord_checkouts"] == 2
-    assert found["mirrord_owner_checkouts{uid=0}"] == 2
+    assert found[f"mirrord_owner_checkouts{{uid={os.getuid()}}}"] == 2
     assert found["mirrord_operations_total{kind=mirror.add,outcome=failed}"] == 1
     assert found["mirrord_operations_total{kind=audit,outcome=done}"] == 1
     assert found["mirrord_commits_unservable"] == 0

@@ -39,6 +39,7 @@ def built(running: Daemon) -> int:
     return sum(line["event"] == "template.built" for line in running.log_lines)
 
 
+@pytest.mark.root  # others may have no overlay, and so no templates
 def test_first_checkouts_are_warm(running: Daemon) -> None:
     with Client(running.socket) as client:
         one = client.wait(client.prepare_dataset("d", "i-1"))

@@ -18,6 +18,7 @@ from sessions import PROJECT, Shell, blocks, localized, session
 
 import mirrord
 
+OF_ROOT = pytest.mark.root  # checkouts for other users
 NOT_RUN = {
     "make setup": "the tests run in the environment that it makes",
     "mirrord serve": "the tests have a daemon with an upstream of their own",
@@ -83,7 +84,9 @@ def is_run(command: str) -> bool:
     return not any(command.startswith(prefix) for prefix in NOT_RUN)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/bundles.md", "docs/grading.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/bundles.md", pytest.param("docs/grading.md", marks=OF_ROOT)]
+)
 def test_a_session_prints_what_it_shows(world: World, document: str) -> None:
     if document != "README.md":
         subprocess.run(
@@ -124,7 +127,7 @@ def test_commands_run(world: World, document: str) -> None:
         shell.close()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/client.md"])
+@pytest.mark.parametrize("document", ["README.md", pytest.param("docs/client.md", marks=OF_ROOT)])
 def test_snippets_run(world: World, document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one namespace each, with an agent that changes a file."""
     monkeypatch.chdir(world.directory)
