@@ -167,9 +167,6 @@ def test_what_is_loaded_in_place_of_the_base_is_named_and_dropped(lab: Lab, name
         with checkout.grade(owner=GRADER, policy=LOADED) as grade:
             assert outcome(grade.path) == HONEST
             assert path in grade.dropped
-        with pytest.raises(SteeringRefusedError):
-            checkout.grade(owner=GRADER, policy="refuse")
-    assert lab.client.list_checkouts() == []
 
 
 def test_honest_work_is_not_named(lab: Lab) -> None:
@@ -193,9 +190,13 @@ def test_dropping_goes_on_until_nothing_is_revealed(lab: Lab) -> None:
         with checkout.grade(owner=GRADER) as grade:
             loaded = [each.path for each in grade.steering if each.rule == "loaded-module"]
             assert loaded == ["_plugged.abi3.so"]
+            assert {each.action for each in grade.steering} == {"applied"}
+        with pytest.raises(SteeringRefusedError):
+            checkout.grade(owner=GRADER, policy="refuse")
         with checkout.grade(owner=GRADER, policy=LOADED) as grade:
             assert grade.dropped == sorted(layered)
             assert outcome(grade.path) == HONEST
+    assert lab.client.list_checkouts() == []
 
 
 def test_a_patch_is_judged_the_same_way(lab: Lab) -> None:
