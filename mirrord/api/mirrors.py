@@ -85,6 +85,10 @@ async def sync_mirror(call: Call, body: protocol.SyncMirror) -> protocol.Operati
     )
 
 
+async def check_credential(call: Call, body: protocol.CheckCredential) -> protocol.CredentialCheck:
+    return await call.engine.mirrors.check_credential(body.url)
+
+
 async def log_refs(call: Call) -> list[protocol.RefRecord]:
     return await call.engine.mirrors.refs_log(await _mirror_name(call))
 

@@ -136,6 +136,7 @@ ENDPOINTS = (
     _delete(_MIRROR, ADMIN, mirrors.remove_mirror, 204),
     _post(f"{_MIRROR}/sync", ADMIN, mirrors.sync_mirror, 202),
     _post(f"{_MIRROR}/url", ADMIN, mirrors.set_url, 202),
+    _post(f"{API}/credentials/check", ADMIN, mirrors.check_credential, interruptible=True),
     _get(f"{_MIRROR}/refs/log", ADMIN, mirrors.log_refs),
     _get(f"{_MIRROR}/refs/diff", ADMIN, mirrors.diff_refs),
     _post(f"{_MIRROR}/refs/restore", ADMIN, mirrors.restore_refs, 202),

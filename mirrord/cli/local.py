@@ -24,7 +24,7 @@ from ..telemetry import masked
 from .output import count, size
 from .session import Argument, Option, Session, print_line
 
-_ARRAYS_OF_TABLES = ("mirror", "rule")  # empty, they are left out of TOML
+_ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
 
 

@@ -130,6 +130,22 @@ def remove(session: Session, name: MirrorArgument) -> None:
     session.note(f"removed mirror {name}")
 
 
+def check_credential(
+    session: Session, url: Annotated[str, Argument("An upstream's URL; it need not be mirrored.")]
+) -> None:
+    """Status 6 if the upstream does not accept it."""
+    check = session.client.check_credential(url)
+    entry = check.credential or "none: no [[credential]] has a prefix of this URL"
+    secret = check.secret or "none"
+    accepted = "yes" if check.accepted else "no"
+    session.answer(
+        check,
+        [f"credential  {entry}", f"secret      {secret}", f"accepted    {accepted}"],
+    )
+    if check.error:
+        raise from_problem(check.error.to_json())
+
+
 def pin(
     session: Session,
     name: MirrorArgument,

@@ -18,6 +18,7 @@ EXIT_STATUSES = {
 
 GROUPS = {
     "mirror": "Manage mirrors, complete copies of upstream repositories.",
+    "credential": "Check what upstreams are asked with.",
     "environment": "Build and manage environments that instances run in.",
     "dataset": "Import and manage datasets of instances.",
     "instance": "List and show instances.",
@@ -49,6 +50,7 @@ mirror list; mirrors:list_all; 39; List all mirrors.
 mirror show; mirrors:show; 349; Show one mirror.
 mirror sync; mirrors:sync; 34679; Sync mirrors with upstream.
 mirror remove; mirrors:remove; 3459; Remove a mirror without pins and checkouts.
+credential check; mirrors:check_credential; 369; Try the credential of a URL on its upstream.
 dataset import; datasets:add; 36789; Import a dataset; mirror its repositories and pin its commits.
 dataset list; datasets:list_all; 39; List all datasets.
 dataset show; datasets:show; 349; Show a dataset, its bad rows and its unpinned commits.

@@ -3,6 +3,7 @@
 An invalid file is refused whole, and the daemon keeps its settings.
 """
 
+from .credentials import AppSettings, CredentialSettings
 from .reading import load
 from .settings import (
     AccessSettings,
@@ -21,7 +22,8 @@ from .settings import (
 )
 
 __all__ = [
-    "AccessSettings", "AuditSettings", "CheckoutSettings", "DatasetSettings", "DockerSettings",
+    "AccessSettings", "AppSettings", "AuditSettings", "CheckoutSettings", "CredentialSettings",
+    "DatasetSettings", "DockerSettings",
     "EnvironmentSettings", "MirrorSettings", "Settings", "StoreSettings", "UpstreamSettings",
     "compare", "load", "merge_live", "setting_keys",
 ]  # fmt: skip

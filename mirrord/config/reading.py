@@ -13,6 +13,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from ..errors import InvalidConfigError
+from .credentials import AppSettings, CredentialSettings
 from .settings import MirrorSettings, RuleSettings, Settings, setting_keys
 from .values import did_you_mean
 
@@ -131,6 +132,8 @@ def _message(error: ErrorDetails) -> str:
     known = [key for key, _ in setting_keys()]
     same_leaf = [key for key in known if key.rpartition(".")[2] == path[-1]]
     known += [f"mirror.{name}" for name in MirrorSettings.model_fields]
+    known += [f"credential.{name}" for name in CredentialSettings.model_fields]
+    known += [f"credential.github_app.{name}" for name in AppSettings.model_fields]
     known += [f"grading.rule.{name}" for name in RuleSettings.model_fields]
     if len(path) == 1:
         known += sorted({key.partition(".")[0] for key in known})
@@ -140,7 +143,7 @@ def _message(error: ErrorDetails) -> str:
 def _line_of(path: list[int | str], text: str) -> int | None:
     """Find the line that sets `path`, else its table's header. The toml package knows no lines."""
     names = ".".join(p for p in path if isinstance(p, str))
-    is_array = names.startswith(("mirror", "grading.rule"))  # of tables
+    is_array = names.startswith(("mirror", "credential", "grading.rule"))  # of tables
     table = next((p for p in path if isinstance(p, int)), 0) if is_array else 0
     places = {(key, count): number for number, key, count in reversed(list(_iter_keys(text)))}
     return places.get((names, table)) or places.get((names.partition(".")[0], table))

@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -25,14 +24,11 @@ from ..model import (
 )
 from ..places import default_socket, default_state_dir
 from . import values
-from .values import AbsolutePath, Count, Duration, Period, Restart, Size, UrlTemplate
+from .credentials import CredentialSettings, one_each
+from .values import AbsolutePath, Count, Duration, Period, Restart, Section, Size, UrlTemplate
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class UpstreamSettings(_Section):
+class UpstreamSettings(Section):
     url: UrlTemplate = "https://github.com/{owner}/{name}.git"
     fallbacks: tuple[UrlTemplate, ...] = ()
     refs: Annotated[
@@ -41,13 +37,13 @@ class UpstreamSettings(_Section):
     timeout: Period = timedelta(minutes=10)
 
 
-class SyncSettings(_Section):
+class SyncSettings(Section):
     interval: Duration = timedelta(hours=6)
     jitter: Duration = timedelta(minutes=10)
     concurrency: Annotated[StrictInt, Field(ge=1, le=64)] = 4
 
 
-class AuditSettings(_Section):
+class AuditSettings(Section):
     """`accept` names known findings: kind, mirror, and the commit, file or ref."""
 
     interval: Duration = timedelta(hours=24)
@@ -57,11 +53,11 @@ class AuditSettings(_Section):
     accept: tuple[Annotated[str, AfterValidator(values.acceptance)], ...] = ()
 
 
-class MaintenanceSettings(_Section):
+class MaintenanceSettings(Section):
     interval: Duration = timedelta(hours=24)
 
 
-class CheckoutSettings(_Section):
+class CheckoutSettings(Section):
     backend: Backend = Backend.AUTO
     history: History = History.SEALED
     ttl: Period = timedelta(hours=2)
@@ -72,11 +68,11 @@ class CheckoutSettings(_Section):
     disk_reserve: Size = 1024**3
 
 
-class DatasetSettings(_Section):
+class DatasetSettings(Section):
     watch: StrictBool = True
 
 
-class AccessSettings(_Section):
+class AccessSettings(Section):
     group: Annotated[str, AfterValidator(values.account)] = "mirrord"
     admins: tuple[Annotated[str | int, BeforeValidator(values.user)], ...] = ()
     commits: Literal["recorded", "any"] = "recorded"
@@ -88,7 +84,7 @@ class AccessSettings(_Section):
     ttl_max: Period = timedelta(hours=24)
 
 
-class RuleSettings(_Section):
+class RuleSettings(Section):
     """A configured rule about what could steer tests. docs/grading.md describes the patterns."""
 
     name: Annotated[str, AfterValidator(values.rule_name)]
@@ -98,49 +94,49 @@ class RuleSettings(_Section):
     policy: Policy | None = None
 
 
-class GradingSettings(_Section):
+class GradingSettings(Section):
     """`policies` are by kind. A configured rule's own policy takes precedence."""
 
     policy: Policy = Policy.REPORT
-    policies: dict[SteeringKind, Policy] = {}
+    policies: dict[SteeringKind, Policy] = Field(default_factory=dict)
     file_bytes: Size = 1024**2
     rule: tuple[RuleSettings, ...] = ()
 
 
-class EnvironmentSettings(_Section):
+class EnvironmentSettings(Section):
     """A change applies to new builds, and has failed ones retried."""
 
     index: Annotated[str, AfterValidator(values.index)] = ""
     network: StrictBool = True
 
 
-class LogSettings(_Section):
+class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"
 
 
-class WebSettings(_Section):
+class WebSettings(Section):
     """`hosts` are names, besides the listening address, that a request's Host may have."""
 
     listen: Annotated[str, AfterValidator(values.listen)] = ""
     hosts: tuple[Annotated[str, AfterValidator(values.host), AfterValidator(str.lower)], ...] = ()
 
 
-class DockerSettings(_Section):
+class DockerSettings(Section):
     volumes: StrictBool = False
 
 
-class CatalogSettings(_Section):
+class CatalogSettings(Section):
     url: Annotated[str, AfterValidator(values.catalog), Restart] = ""
 
 
-class StoreSettings(_Section):
+class StoreSettings(Section):
     url: Annotated[
         str, AfterValidator(values.store), AfterValidator(lambda url: url.rstrip("/")), Restart
     ] = ""
 
 
-class MirrorSettings(_Section):
+class MirrorSettings(Section):
     repo: Annotated[str, AfterValidator(values.repo)]
     url: Annotated[str, AfterValidator(values.url)] | None = None
 
@@ -156,8 +152,8 @@ def _distinct(mirrors: tuple[MirrorSettings, ...]) -> tuple[MirrorSettings, ...]
     return mirrors
 
 
-class Settings(_Section):
-    """All settings. `mirror` has the `[[mirror]]` tables."""
+class Settings(Section):
+    """All settings. `mirror` has the `[[mirror]]` tables, `credential` the `[[credential]]`."""
 
     state_dir: Annotated[AbsolutePath, Restart] = Field(default_factory=default_state_dir)
     socket: Annotated[AbsolutePath, Restart] = Field(
@@ -178,6 +174,7 @@ class Settings(_Section):
     catalog: CatalogSettings = CatalogSettings()
     store: StoreSettings = StoreSettings()
     mirror: Annotated[tuple[MirrorSettings, ...], AfterValidator(_distinct)] = ()
+    credential: Annotated[tuple[CredentialSettings, ...], AfterValidator(one_each)] = ()
 
 
 def setting_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[tuple[str, bool]]:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     PlainSerializer,
     StrictInt,
@@ -22,6 +24,12 @@ from ..model import (
     shown,
 )
 from ..units import format_duration, format_size, parse_duration, parse_size
+
+
+class Section(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _like(pattern: str, fault: str, *, is_secret: bool = False) -> Callable[[str], str]:
@@ -131,6 +139,34 @@ def path_pattern(value: str) -> str:
 
 
 _LISTEN = re.compile(rf"(?:{_HOST}|\[[0-9a-f:.]+\]):(\d{{1,5}})", re.IGNORECASE)
+
+
+web_url = _like(
+    r"https?://[^\x00-\x20\x7f@?#]+", "is no URL of https or http without user", is_secret=True
+)
+proxy = _like(
+    r"(?:https?|socks[45]h?|socks5a?)://[^\x00-\x20\x7f]+",
+    "is no URL such as http://proxy.example.com:3128",
+    is_secret=True,
+)
+
+
+def one_line(value: str | int) -> str:
+    text = str(value)
+    if not text or not text.isprintable():
+        raise ValueError(f"{shown(text)} is empty or has control characters")
+    return text
+
+
+systemd_name = _like(r"[A-Za-z0-9._-]{1,200}", "is not the name of a systemd credential")
+credential_url = _like(
+    r"(?i:https?://[^\x00-\x20\x7f@/?#]+(?:/[^\x00-\x20\x7f@?#]*)?"
+    r"|ssh://(?:[a-z0-9._-]+@)?[^\x00-\x20\x7f@/?#-][^\x00-\x20\x7f@/?#]*(?:/[^\x00-\x20\x7f@?#]*)?"
+    r"|[a-z0-9._-]+@[a-z0-9][a-z0-9.-]*:[^\x00-\x20\x7f]*)",
+    "is neither https://host/prefix, http://, ssh://user@host/prefix nor user@host:prefix; a"
+    " password is kept in a file",
+    is_secret=True,
+)
 
 
 def listen(value: str) -> str:

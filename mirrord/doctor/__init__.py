@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import disk, host, records, repairs, service, state, units
+from . import credentials, disk, host, records, repairs, service, state, units
 from .checks import Result, Verdict
 from .repairs import config_file
 
@@ -71,6 +71,7 @@ _CHECKS: dict[str, _Check] = {
     "inodes": disk.inodes,
     "catalog": records.catalog,
     "store": records.store,
+    "credentials": credentials.credentials,
     "unfinished": state.unfinished,
     "leftovers": repairs.remaining,
     "leases": service.leases,

@@ -37,6 +37,7 @@ from ..protocol import Progress
 from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from ..workers.turns import Askers
+from . import ssh
 from .configuration import Remote, child_environment, make_home
 from .errors import StderrReader, failure, foreign_redirect
 from .special import must_be_plain
@@ -119,7 +120,7 @@ class Git:
         `remote` is the upstream that the command talks to, with its credentials. `memory_bytes`
         limits each of its processes. `packets` receives what GIT_TRACE_PACKET prints. `doing`
         completes "cannot …" in an error. A status outside of `ok` raises the error that fits
-        stderr, unless the last message is `ends_with`.
+        stderr, unless `ends_with` is one of its lines.
         """
         doing = doing or f"run git {args[0]}"
         stdout, stderr = bytearray(), StderrReader(progress, packets)
@@ -158,7 +159,8 @@ class Git:
             error = errors.UpstreamError if remote else errors.GitFailedError
             raise error(f"cannot {doing}: its output is larger than {stdout_limit_bytes} bytes")
         result = GitResult(child.status or 0, bytes(stdout), stderr.text())
-        if ends_with is not None and result.stderr.endswith(ends_with):
+        # a server that loses its client says so after it: over ssh, and of a local upstream
+        if ends_with is not None and ends_with in result.stderr.split("\n"):
             ok = (result.status,)
         with _full_disk_told(git_dir, doing):
             _check_result(result, ok, stderr, remote, doing)
@@ -209,6 +211,8 @@ def _check_result(
     result: GitResult, ok: Collection[int], stderr: StderrReader, remote: Remote | None, doing: str
 ) -> None:
     if result.status not in ok:
+        if remote and (error := ssh.explain(doing, result.stderr, remote, stderr.host_key)):
+            raise error
         is_upstream, secrets = remote is not None, remote.secrets if remote else ()
         raise failure(
             doing, result.status, result.stderr,

@@ -5,10 +5,11 @@ list shows only the command. Both outrank every configuration file.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ..host.processes import search_path
 
@@ -79,15 +80,24 @@ def _as_variables(configuration: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 _VARIABLES = _as_variables(_CONFIGURATION)
+_SSH = ("ssh", "-oBatchMode=yes", "-oConnectTimeout=30")
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """An upstream: a URL without secrets, for the command line, and the credentials."""
+    """An upstream: a URL without secrets, for the command line, and what it is asked with."""
 
     url: str
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
+    bearer: str | None = field(default=None, repr=False)
+    proxy: str | None = field(default=None, repr=False)
+    ca_file: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
+    ssh_key: Path | None = None
+    known_hosts: Path | None = None
+    accept_new: bool = False
 
     @property
     def is_http(self) -> bool:
@@ -95,14 +105,25 @@ class Remote:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        return tuple(secret for secret in (self.password, self.username) if secret)
+        proxy = urlsplit(self.proxy or "").password
+        plain = [text for text in (self.password, self.username, self.bearer, proxy) if text]
+        return (*plain, *(quote(text, safe="") for text in plain))
+
+    @property
+    def is_ssh(self) -> bool:
+        """True for ssh:// and for the scp-like user@host:path."""
+        scheme, colon, _ = self.url.partition("://")
+        return scheme.lower() == "ssh" if colon else not self.url.startswith("/")
 
 
 _PASSED_ON = (
-    "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "all_proxy",
+    "SSH_AUTH_SOCK", "GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "http_proxy", "https_proxy", "all_proxy",
     "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
 """How this machine reaches the network."""
+
+# Debian's git is linked with GnuTLS, and reads neither variable of OpenSSL
+_OPENSSL_NAMES = {"SSL_CERT_FILE": "GIT_SSL_CAINFO", "SSL_CERT_DIR": "GIT_SSL_CAPATH"}
 _HELPER = (
     '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n"'
     ' "$MIRRORD_UPSTREAM_USERNAME" "$MIRRORD_UPSTREAM_PASSWORD"; }; f'
@@ -122,7 +143,7 @@ def child_environment(
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_ASKPASS": "false",
         "SSH_ASKPASS": "false",
-        "GIT_SSH_COMMAND": "ssh -oBatchMode=yes -oConnectTimeout=30",
+        "GIT_SSH_COMMAND": shlex.join(_SSH),
         "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
         "GIT_NO_REPLACE_OBJECTS": "1",
         # a repository's grafts and shallow file would cut history short; empty means none
@@ -134,17 +155,64 @@ def child_environment(
         "GIT_FLUSH": "0",  # else `rev-list` flushes each commit into a pipe
     }
     if remote is not None:
-        environment |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        if remote.is_http:
-            environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"}
-        if remote.username is not None:
-            # bound to scheme, host and port: a redirect to another host gets nothing
-            parts = urlsplit(remote.url)
-            helper = f"credential.{parts.scheme}://{parts.netloc}.helper"
-            environment |= _as_variables((*_CONFIGURATION, (helper, _HELPER)))
-            environment["MIRRORD_UPSTREAM_USERNAME"] = remote.username
-            environment["MIRRORD_UPSTREAM_PASSWORD"] = remote.password or ""
+        environment |= _remote_environment(remote)
     return environment | dict(extra or {})
+
+
+def _remote_environment(remote: Remote) -> dict[str, str]:
+    """Return what git needs to reach an upstream; secrets are in no argument of any process."""
+    environment = {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)}
+    for name, of_git in _OPENSSL_NAMES.items():
+        if os.environ.get(name):
+            environment.setdefault(of_git, os.environ[name])
+    if remote.is_ssh:
+        environment["GIT_SSH_COMMAND"] = _ssh_command(remote)
+    if not remote.is_http:
+        return environment
+    environment |= {"GIT_TRACE_CURL": "1", "GIT_TRACE_CURL_NO_DATA": "1"}
+    if remote.ca_file:  # the variable would outrank the configuration
+        environment.pop("GIT_SSL_CAINFO", None)
+    if remote.username is not None:
+        environment["MIRRORD_UPSTREAM_USERNAME"] = remote.username
+        environment["MIRRORD_UPSTREAM_PASSWORD"] = remote.password or ""
+    return environment | _as_variables((*_CONFIGURATION, *_http_configuration(remote)))
+
+
+def _http_configuration(remote: Remote) -> Iterator[tuple[str, str]]:
+    """Yield settings bound to scheme, host and port: a redirect to another host gets nothing."""
+    parts = urlsplit(remote.url)
+    place = f"{parts.scheme}://{parts.netloc}"
+    if remote.username is not None:
+        yield f"credential.{place}.helper", _HELPER
+    if remote.bearer is not None:
+        yield f"http.{place}/.extraHeader", f"Authorization: Bearer {remote.bearer}"
+        # git (2.39) sends the header to where a redirect leads, in the requests that follow it
+        yield "http.followRedirects", "false"
+    files = {
+        "sslCAInfo": remote.ca_file,
+        "sslCert": remote.client_cert,
+        "sslKey": remote.client_key or remote.client_cert,
+    }
+    yield from ((f"http.{place}/.{key}", str(path)) for key, path in files.items() if path)
+    if remote.proxy:
+        yield f"http.{place}/.proxy", remote.proxy
+
+
+def _ssh_command(remote: Remote) -> str:
+    """Return the command for git's shell. -v names the host's key, which an error quotes."""
+    words = [*_SSH, "-v"]
+    if remote.ssh_key:
+        words += [f"-oIdentityFile={_ssh_path(remote.ssh_key)}"]
+        words += ["-oIdentitiesOnly=yes", "-oIdentityAgent=none"]
+    if remote.known_hosts:
+        policy = "accept-new" if remote.accept_new else "yes"
+        words += [f"-oUserKnownHostsFile={_ssh_path(remote.known_hosts)}"]
+        words += ["-oGlobalKnownHostsFile=/dev/null", f"-oStrictHostKeyChecking={policy}"]
+    return shlex.join(words)
+
+
+def _ssh_path(path: Path) -> str:
+    return '"' + str(path).replace("%", "%%") + '"'
 
 
 def make_home(home: Path) -> None:

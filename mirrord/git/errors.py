@@ -19,6 +19,7 @@ from ..model import utc_now
 from ..protocol import Progress
 from ..quoting import decode_name, legible
 from ..telemetry import masked
+from . import ssh
 
 
 class _StderrRule(NamedTuple):
@@ -184,6 +185,7 @@ class StderrReader:
         self._first: list[str] = []
         self._last: deque[str] = deque(maxlen=_LINES_MAX)
         self.http = HttpAnswer()
+        self.host_key: str | None = None  # of ssh
 
     def feed(self, chunk: bytes) -> None:
         *lines, tail = re.split(rb"[\r\n]", self._tail + chunk)
@@ -200,7 +202,9 @@ class StderrReader:
         line = decode_name(raw[:_LINE_MAX]).removesuffix("\x1b[K").rstrip()
         if not line:
             return
-        if trace := _TRACE.fullmatch(line):
+        if ssh.TRACE.match(line):
+            self.host_key = ssh.find_host_key(line) or self.host_key
+        elif trace := _TRACE.fullmatch(line):
             if trace[1].startswith("packet: "):
                 if self._packets is not None:
                     self._packets(trace[1].removeprefix("packet: ").lstrip())

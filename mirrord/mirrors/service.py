@@ -21,6 +21,7 @@ from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import mask_url
 from ..workers.coalesce import Coalescer, SharedWork
+from .credentials import Credentials
 from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
@@ -40,6 +41,7 @@ class Mirrors(Inventory):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._hosts = Hosts(concurrency=lambda: self.settings().sync.concurrency)
+        self.credentials = Credentials(self.settings)
         self._syncs: Coalescer[protocol.Synced] = Coalescer()
 
     async def close(self) -> None:
@@ -376,7 +378,31 @@ class Mirrors(Inventory):
         self, repository: Repository, upstream: Upstream, progress: protocol.ProgressSink | None
     ) -> Fetcher:
         quiet = self.settings().upstream.timeout
-        return Fetcher(repository, upstream, self.quarantine, quiet, progress)
+        return Fetcher(repository, upstream, self.quarantine, quiet, self.credentials, progress)
+
+    async def check_credential(self, url: str) -> protocol.CredentialCheck:
+        """Ask an upstream for its refs with the entry that applies to it; changes nothing."""
+        upstream = parse_upstream(url)
+        entry = self.credentials.find(upstream.remote.url)
+        facts: dict[str, Any] = {
+            "url": upstream.shown,
+            "credential": entry.url if entry else None,
+            "secret": next(iter(entry.sources), None) if entry else None,
+        }
+        try:
+            async with (
+                self._hosts.turn(upstream.host),
+                self.credentials.used(upstream) as remote,
+            ):
+                await self.git.run(
+                    "ls-remote", "--", remote.url, "HEAD", remote=remote,
+                    timeout=self.settings().upstream.timeout,
+                    doing=f"ask upstream {upstream.shown}",
+                )  # fmt: skip
+        except errors.UpstreamError as error:
+            problem = protocol.Problem.from_json(error.problem())
+            return protocol.CredentialCheck(**facts, accepted=False, error=problem)
+        return protocol.CredentialCheck(**facts, accepted=True)
 
     # -- pins -----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
 from ..telemetry import masked
 from . import refs
+from .credentials import Credentials
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
 from .repository import HISTORY, KEPT, Refs, Repository
@@ -45,18 +46,20 @@ class Fetcher:
     upstream: Upstream
     quarantine: Quarantine
     quiet: timedelta
+    credentials: Credentials
     progress: ProgressSink | None = None
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
         """Ask upstream for HEAD and the refs of `patterns`; raises UpstreamEmptyError for none."""
-        answer = await list_refs(
-            self.repository.git,
-            self.repository.path,
-            self.upstream.remote,
-            patterns,
-            timeout=self.quiet,
-            doing=f"ask upstream {self.upstream.shown} for its refs",
-        )
+        async with self.credentials.used(self.upstream) as remote:
+            answer = await list_refs(
+                self.repository.git,
+                self.repository.path,
+                remote,
+                patterns,
+                timeout=self.quiet,
+                doing=f"ask upstream {self.upstream.shown} for its refs",
+            )
         if not answer.lines and not may_be_empty:
             wanted = ", ".join(patterns)
             raise errors.UpstreamEmptyError(
@@ -152,20 +155,22 @@ class Fetcher:
     ) -> None:
         """Fetch into an object directory."""
         doing = f"fetch from upstream {self.upstream.shown}"
-        await self.repository.run(
-            *STREAM_BIG_FILES, *config,
-            "fetch", "--progress", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance",
-            *options, "--stdin", "--", remote,
-            stdin=lines_of(oids),
-            quarantine_objects=objects,
-            env=env,
-            remote=self.upstream.remote,
-            timeout=timedelta(hours=24),
-            quiet_timeout=self.quiet,
-            memory_bytes=memory_limit_bytes(),
-            progress=within_room(self.quarantine.room, self.progress, doing),
-            doing=doing,
-        )  # fmt: skip
+        async with self.credentials.used(self.upstream) as with_secrets:
+            await self.repository.run(
+                *STREAM_BIG_FILES, *config,
+                "fetch", "--progress", "--no-tags", "--no-write-fetch-head",
+                "--no-auto-maintenance",
+                *options, "--stdin", "--", remote,
+                stdin=lines_of(oids),
+                quarantine_objects=objects,
+                env=env,
+                remote=with_secrets,
+                timeout=timedelta(hours=24),
+                quiet_timeout=self.quiet,
+                memory_bytes=memory_limit_bytes(),
+                progress=within_room(self.quarantine.room, self.progress, doing),
+                doing=doing,
+            )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -12,6 +12,22 @@ class AddMirror(Request):
     url: Annotated[str, Bounds(max_length=4000)] | None = None
 
 
+class CheckCredential(Request):
+    """Asks an upstream, of a mirror or not, whether it accepts what is configured for its URL."""
+
+    url: Annotated[str, Bounds(min_length=1, max_length=4000)]
+
+
+class CredentialCheck(Answer):
+    """`credential` is the URL of the entry that applies, `secret` the key that it has one from."""
+
+    url: str
+    accepted: bool
+    credential: str | None = None
+    secret: str | None = None
+    error: Problem | None = None
+
+
 class SyncMirror(Request):
     """Starts a sync. `accept_loss` follows an upstream that lost most refs or its whole history."""
 

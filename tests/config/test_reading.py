@@ -37,7 +37,11 @@ def test_sample_names_every_key_with_its_default(monkeypatch: pytest.MonkeyPatch
         for k, v in written.items()
         for n in (v if isinstance(v, dict) else [k])
     }
-    assert keys == {key for key, _ in config.setting_keys()} - {"mirror", "grading.rule"}
+    assert keys == {key for key, _ in config.setting_keys()} - {
+        "mirror",
+        "credential",
+        "grading.rule",
+    }
     assert config.load(SAMPLE) == config.Settings()
 
 
@@ -151,6 +155,39 @@ def test_rules_and_policies_of_grading(tmp_path: Path) -> None:
     changed = ["grading.policies", "grading.rule"]
     old = config.Settings(state_dir=new.state_dir, socket=new.socket)
     assert config.compare(old, new) == (changed, [])
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ('url = "https://me:s3cret@host/"\nproxy = "http://p"', "credential[1].url"),
+        ('url = "https://h/"', "nothing but a URL"),
+        ('url = "https://h/"\npassword_file = "/a"\nbearer_file = "/b"', "may have one"),
+        ('url = "https://h/"\nbearer_file = "/b"\nusername = "x"', "does not use"),
+        ('url = "https://h/"\nclient_key = "/b"', "client_key without client_cert"),
+        ('url = "https://h/"\nssh_key = "/b"', "has ssh_key, which a URL of HTTP lacks"),
+        ('url = "git@h:x"\npassword_file = "/b"', "password_file, which a URL of ssh lacks"),
+        ('url = "git@h:x"\nssh_key = "/b"\naccept_new = true', "accept_new without known_hosts"),
+        ('url = "https://h/"\npassword_file = "token"', "not an absolute path"),
+        ('url = "https://h/"\npasword_file = "/token"', "did you mean credential.password_file?"),
+        ('url = "https://h/"\ncommand = []', "must not be empty"),
+        ('url = "https://h/"\ngithub_app = {id = 1, key_file = "/k"}', "one of installation and"),
+        ('url = "https://ok"\nproxy = "http://p"', "occurs twice"),
+    ],
+)
+def test_a_credential_that_makes_no_sense_is_refused(
+    tmp_path: Path, lines: str, fault: str
+) -> None:
+    """With the line of its table, and without a secret."""
+    path = tmp_path / "config.toml"
+    good = '[[credential]]\nurl = "https://ok/"\nproxy = "http://me:s3cret@proxy:1"\n'
+    path.write_text(f"{good}[[credential]]\n{lines}\n")
+    with pytest.raises(InvalidConfigError) as caught:
+        config.load(path)
+    assert fault in caught.value.message
+    assert "s3cret" not in caught.value.message
+    (told,) = caught.value.facts["faults"]
+    assert told["line"] in range(4, 8)
 
 
 def test_faults_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -285,6 +322,7 @@ LIVE = {
     "web.hosts": ["ci.example.com"],
     "docker.volumes": True,
     "mirror": [{"repo": "psf/requests"}],
+    "credential": [{"url": "https://git.example.com/", "password_file": "/x"}],
 }
 
 

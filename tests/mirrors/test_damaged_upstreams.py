@@ -16,8 +16,10 @@ import pytest
 from forge import Forge, serving
 from gitrepos import Upstream, git
 
+from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
+from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
 from mirrord.mirrors.sync import INCOMING, Fetcher, sync
@@ -154,7 +156,11 @@ class Site:
 
         async def body() -> Synced:
             fetcher = Fetcher(
-                self.mirror, parse_upstream(url), self.quarantine, timedelta(seconds=60)
+                self.mirror,
+                parse_upstream(url),
+                self.quarantine,
+                timedelta(seconds=60),
+                Credentials(Settings),
             )
             return await sync(fetcher, ("refs/heads/*", "refs/tags/*"), known_faults=known)
 

@@ -13,6 +13,7 @@ import pytest
 from forge import serving
 from gitrepos import Upstream, git
 
+from mirrord.config import Settings
 from mirrord.errors import (
     MirrordError,
     UpstreamEmptyError,
@@ -21,6 +22,7 @@ from mirrord.errors import (
 )
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
+from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.history import diff_records, list_records, read_record
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.refs import JOURNAL, Moves, commit, journal_text, recover
@@ -50,7 +52,9 @@ class Site:
     def sync(self, *patterns: str, url: str | None = None) -> Synced:
         async def body() -> Synced:
             upstream = parse_upstream(url or self.upstream.url)
-            fetcher = Fetcher(self.mirror, upstream, self.quarantine, timedelta(seconds=30))
+            fetcher = Fetcher(
+                self.mirror, upstream, self.quarantine, timedelta(seconds=30), Credentials(Settings)
+            )
             return await sync(fetcher, patterns or HEADS_AND_TAGS)
 
         return anyio.run(body)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import re
+import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from gitrepos import ENV
 
@@ -22,6 +25,9 @@ class Forge:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.password: str | None = None
+        self.user = "me"
+        self.bearer: str | None = None
+        self.authorizations: list[str] = []
         self.answers: list[tuple[int, dict[str, str]]] = []
         self.refusal: Answer | None = None  # of every request, while it is set
         self.redirect_to: str | None = None
@@ -33,12 +39,14 @@ class Forge:
         self.requests: list[str] = []
         self.active = 0
         self.most_active = 0
+        self.on_request: Callable[[], object] = lambda: None
         self.lock = threading.Lock()
         self.url = ""
 
     def respond(self, request: BaseHTTPRequestHandler) -> None:
         with self.lock:
             self.requests.append(request.path)
+            self.authorizations.append(request.headers.get("Authorization", ""))
             self.active += 1
             self.most_active = max(self.most_active, self.active)
         try:
@@ -51,6 +59,7 @@ class Forge:
 
     def _answer(self, request: BaseHTTPRequestHandler) -> Answer:
         body = _body(request)
+        self.on_request()
         time.sleep(self.delay_s)
         if self.refusal:
             return self.refusal
@@ -61,12 +70,17 @@ class Forge:
         for old, new in self.renamed.items():
             if request.path.startswith(old):
                 return 301, {"Location": request.path.replace(old, new, 1)}, b""
-        if self.password and request.headers.get("Authorization") != _basic(self.password):
+        if self.password and request.headers.get("Authorization") != _basic(
+            self.user, self.password
+        ):
             return 401, {"WWW-Authenticate": 'Basic realm="forge"'}, b""
+        if self.bearer and request.headers.get("Authorization") != f"Bearer {self.bearer}":
+            return 401, {"WWW-Authenticate": 'Bearer realm="forge"'}, b""
         return self._run_backend(request, body)
 
     def _run_backend(self, request: BaseHTTPRequestHandler, body: bytes) -> Answer:
-        path, _, query = request.path.partition("?")
+        # a client that takes this for its proxy asks with a whole URL
+        path, _, query = re.sub(r"^http://[^/]*", "", request.path).partition("?")
         environment = {
             **ENV,
             "GIT_PROJECT_ROOT": str(self.root),
@@ -95,8 +109,8 @@ class Forge:
         return status, headers, content
 
 
-def _basic(password: str) -> str:
-    return "Basic " + base64.b64encode(f"me:{password}".encode()).decode()
+def _basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
 def _body(request: BaseHTTPRequestHandler) -> bytes:
@@ -122,8 +136,8 @@ def _send(
 
 
 @contextmanager
-def serving(root: Path) -> Iterator[Forge]:
-    """A forge on a free port of loopback."""
+def serving(root: Path, tls: ssl.SSLContext | None = None) -> Iterator[Forge]:
+    """A forge on a free port of loopback; with `tls` at https://localhost."""
     forge = Forge(root)
 
     class Handler(BaseHTTPRequestHandler):
@@ -135,8 +149,19 @@ def serving(root: Path) -> Iterator[Forge]:
         def log_message(self, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def finish_request(self, request: Any, client_address: Any) -> None:
+            """The handshake is the thread's: one that fails must not stop the others."""
+            if tls is None:
+                super().finish_request(request, client_address)
+                return
+            with suppress(OSError), tls.wrap_socket(request, server_side=True) as wrapped:
+                super().finish_request(wrapped, client_address)
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         forge.url = f"http://127.0.0.1:{server.server_port}"
+        if tls:
+            forge.url = f"https://localhost:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

@@ -8,6 +8,7 @@ ARGUMENTS = {
     "mirror show": ["a/b"],
     "mirror remove": ["a/b"],
     "mirror set-url": ["a/b", "https://h/a/b"],
+    "credential check": ["https://git.example.invalid/a/b"],
     "dataset import": [__file__],
     "dataset derive": [__file__],
     "dataset show": ["d"],

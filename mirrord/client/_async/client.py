@@ -140,6 +140,11 @@ class AsyncClient:
         path = ("mirrors", _mirror(name), "sync")
         return await self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
 
+    async def check_credential(self, url: str) -> protocol.CredentialCheck:
+        """Ask an upstream whether it accepts the credential that applies to its URL."""
+        body = http.message(protocol.CheckCredential, url=url)
+        return await self._post(protocol.CredentialCheck, "credentials", "check", body=body)
+
     async def remove_mirror(self, name: str) -> None:
         await self._connection.request("DELETE", "mirrors", _mirror(name))
 

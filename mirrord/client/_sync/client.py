@@ -139,6 +139,11 @@ class Client:
         path = ("mirrors", _mirror(name), "sync")
         return self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
 
+    def check_credential(self, url: str) -> protocol.CredentialCheck:
+        """Ask an upstream whether it accepts the credential that applies to its URL."""
+        body = http.message(protocol.CheckCredential, url=url)
+        return self._post(protocol.CredentialCheck, "credentials", "check", body=body)
+
     def remove_mirror(self, name: str) -> None:
         self._connection.request("DELETE", "mirrors", _mirror(name))
 
