@@ -33,11 +33,12 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_to_its_form() -> None:
-    """Keep a Changelog: versions with a date, the newest first, and six kinds of changes."""
+    """Keep a Changelog: versions with a date, perhaps what is next above them, six kinds of changes."""
     text = (PROJECT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert sections[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", each) for each in sections[1:])
+    versions = sections[1:] if sections[0] == "[Unreleased]" else sections
+    assert versions
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", each) for each in versions)
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
