@@ -229,6 +229,8 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("GET", "/v1/mirrors/{name}/refs/log"): [("mirrors/o__r/refs/log", None)],
         ("GET", "/v1/mirrors/{name}/refs/diff"): [("mirrors/o__r/refs/diff?a=1&b=2", None)],
         ("POST", "/v1/mirrors/{name}/refs/restore"): [("mirrors/o__r/refs/restore", {"at": "1"})],
+        ("POST", "/v1/mirrors/{name}/url"): [("mirrors/o__r/url", {"url": "file:///nowhere"})],
+        ("POST", "/v1/credentials/check"): [("credentials/check", {"url": "file:///nowhere"})],
         ("GET", "/v1/mirrors/{name}/bundle"): [("mirrors/o__r/bundle", None)],
         ("POST", "/v1/bundles"): [("bundles", {})],
         ("POST", "/v1/restores"): [("restores", {})],

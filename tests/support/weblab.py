@@ -106,7 +106,7 @@ def furnished(root: Path) -> Iterator[World]:
         *({"instance_id": f"o__r-{n}", "repo": "o/r", "base_commit": base} for n in range(120)),
         {"instance_id": "o__r-lost", "repo": "o/r", "base_commit": "1" * 40},
         {"instance_id": f"o__absent-{IMAGE[:-1]}", "repo": "o/absent", "base_commit": "2" * 40},
-        {"instance_id": "o__r-bad", "repo": "o/r", "base_commit": SCRIPT},
+        {"instance_id": "o__r-bad", "repo": "o/r", "base_commit": f"{SCRIPT}: no revision"},
     ]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with page_daemon(text) as (running, port), Client(running.socket) as client:
