@@ -213,3 +213,9 @@ from .protocol import WorkerActivity as WorkerActivity
 from .sandbox.calls import Executed as Executed
 
 __version__: str
+from .errors import CredentialUnusableError as CredentialUnusableError
+from .errors import HostKeyChangedError as HostKeyChangedError
+from .errors import HostKeyUnknownError as HostKeyUnknownError
+from .errors import SshKeyRefusedError as SshKeyRefusedError
+from .errors import SshMissingError as SshMissingError
+from .protocol import CredentialCheck as CredentialCheck

@@ -97,7 +97,8 @@ def complete(private: Path) -> None:
 def end(private: Path) -> None:
     """Remove the journal: nothing is left to do, or the tree was made anew."""
     for name in (_CHANGING, _CHANGED, f"{_CHANGING}.new"):
-        (private / name).unlink(missing_ok=True)
+        if os.path.lexists(path := private / name):  # each reset asks, hardly ever is there one
+            path.unlink()
 
 
 def read(private: Path) -> Journal | None:

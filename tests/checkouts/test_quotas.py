@@ -11,7 +11,7 @@ from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream
 
 from mirrord import errors
-from mirrord.checkouts import admission
+from mirrord.checkouts import quotas
 from mirrord.host.peers import Peer
 from mirrord.model import Backend
 from mirrord.protocol import (
@@ -143,5 +143,5 @@ def test_what_was_not_reached_in_time_weighs_what_it_did(
     held = start(service)
     write(held, 9)
     weighed(service)
-    monkeypatch.setattr(admission, "_WEIGHING_TIME", timedelta())
+    monkeypatch.setattr(quotas, "_WEIGHING_TIME", timedelta())
     assert weighed(service)[USER] == 9

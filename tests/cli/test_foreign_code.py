@@ -218,6 +218,7 @@ def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
         "serve": {5},
         "doctor": {0, 7},
         "attach": {4},
+        "credential check": {6},
         "save": {3},
         "mirror remove": {0, 5},
         "operations cancel": {0, 5},

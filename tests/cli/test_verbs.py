@@ -37,6 +37,7 @@ DESIGNED = [
     "mirror-set-url",
     "mirror-sync",
     "mirror-remove",
+    "credential-check",
     "dataset-import",
     "dataset-prepare",
     "dataset-list",

@@ -9,10 +9,12 @@ from pathlib import Path
 from gitrepos import Upstream, git
 
 from mirrord.catalog import Generation
+from mirrord.config import Settings
 from mirrord.fleet.exchange import Exchange
 from mirrord.fleet.objects import ObjectStore
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
+from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import Repository
 from mirrord.mirrors.sync import Fetcher, sync
@@ -43,7 +45,9 @@ class Node:
         if not self.mirror.path.exists():
             await self.mirror.create()
         remote, quiet = parse_upstream(upstream.url), timedelta(seconds=30)
-        fetcher = Fetcher(self.mirror, remote, self.exchange.quarantine, quiet)
+        fetcher = Fetcher(
+            self.mirror, remote, self.exchange.quarantine, quiet, Credentials(Settings)
+        )
         await sync(fetcher, ["refs/heads/*", "refs/tags/*"])
 
     async def publish(self, previous: Generation | None, epoch: int = 1) -> Generation | None:
