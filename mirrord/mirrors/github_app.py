@@ -125,7 +125,8 @@ def _ask(entry: CredentialSettings, url: str, claim: str, method: str) -> dict[s
             answer = json.loads(response.read(_LONGEST_ANSWER))
         return dict(answer)
     except urllib.error.HTTPError as error:
-        raise _refused(entry, url, f"it answers {error.code} {error.reason}") from error
+        with error:  # it holds the connection
+            raise _refused(entry, url, f"it answers {error.code} {error.reason}") from error
     except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
         raise _refused(entry, url, str(error)) from error
 
