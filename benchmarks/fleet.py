@@ -23,10 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 
-import fleetlab
+import daemon_fleet
 import postgresql
+from daemon_fleet import Fleet, done, eventually, have, refs
 from daemons import Daemon, daemon
-from fleetlab import Fleet, done, eventually, have, refs
 from gitrepos import Upstream, git
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -214,12 +214,12 @@ def main() -> None:
         upstream = Upstream(area / "upstreams/owner+name")
         upstream.history(5)
         with postgresql.running() as server:
-            with fleetlab.fleet(server, f"file://{area}/store0", area / "upstreams") as fleet:
+            with daemon_fleet.fleet(server, f"file://{area}/store0", area / "upstreams") as fleet:
                 for source in options.repositories:
                     first_checkouts(fleet, source)
             if options.first:
                 return
-            with fleetlab.fleet(server, f"file://{area}/store", area / "upstreams") as fleet:
+            with daemon_fleet.fleet(server, f"file://{area}/store", area / "upstreams") as fleet:
                 server.record(fleet.catalog)
                 join(fleet, options.repositories, options.mirrors, options.nodes)
                 rest(fleet, 30)
@@ -227,10 +227,10 @@ def main() -> None:
                 for node in fleet.nodes:
                     take_all(node, ["owner__name"])
                 spread(fleet, upstream)
-            with fleetlab.fleet(server, f"file://{area}/store2", area / "upstreams") as fleet:
+            with daemon_fleet.fleet(server, f"file://{area}/store2", area / "upstreams") as fleet:
                 server.record(fleet.catalog)
                 rounds(fleet, upstream, options.round)
-            with fleetlab.fleet(server, f"file://{area}/store3", area / "upstreams") as fleet:
+            with daemon_fleet.fleet(server, f"file://{area}/store3", area / "upstreams") as fleet:
                 for _ in range(4):
                     fleet.make('[[mirror]]\nrepo = "owner/name"\n', interval="1s")
                 failover(fleet, upstream, options.kills)

@@ -30,7 +30,7 @@ from mirrord.patches.strategies import apply_patch
 from mirrord.trees.manifest import blob_id
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-from patchlab import MUTATIONS, Oracle
+from random_patches import MUTATIONS, Oracle
 
 SPOILED = ["nothing", "crlf", "context", "counts", "prose", "blanks", "shifted"]
 Result = dict[bytes, tuple[int, str]] | None

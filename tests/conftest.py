@@ -11,9 +11,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 from anyio.from_thread import start_blocking_portal
-from checkoutlab import rich_upstream
+from checkout_parts import rich_upstream
 from gitrepos import Upstream
-from heallab import Furnished, House
+from heal_parts import Furnished, House
 
 
 def pytest_configure() -> None:

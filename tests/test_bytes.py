@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
-from weblab import page, page_daemon
+from web_daemon import page, page_daemon
 
 import mirrord
 from mirrord.fleet.generations import list_published, read_manifest

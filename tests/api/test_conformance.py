@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, as_user, run_as, running_service
+from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, as_user, run_as, running_service
 from gitrepos import Upstream, git
 
 from mirrord.host.peers import Peer

@@ -16,9 +16,9 @@ from typing import Any
 
 import anyone
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, as_user, running_service
+from checkout_parts import NAME, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
-from mountlab import mounted_below
+from mounted_templates import mounted_below
 
 from mirrord.errors import (
     CheckoutBusyError,
@@ -319,7 +319,7 @@ def test_a_patch_is_applied_as_its_client_may(service: Service, checkout: Checko
 
 UNIT = """
 from pathlib import Path
-from checkoutlab import NAME, USER, USER_PEER, running_service, passable_directory
+from checkout_parts import NAME, USER, USER_PEER, running_service, passable_directory
 from gitrepos import Upstream
 from mirrord.errors import MirrordError
 from mirrord.model import Backend

@@ -11,7 +11,7 @@ import pytest
 from daemons import Daemon
 from gitrepos import Upstream
 from waiting import until
-from weblab import ask, page, page_daemon
+from web_daemon import ask, page, page_daemon
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS, Endpoint

@@ -21,11 +21,11 @@ import pytest
 from anyone import BARE_PYTHON, ask_as, python
 from canaries import Canaries
 from daemons import Daemon, daemon
+from dataset_rows import DATA
 from gitrepos import git
-from rowlab import DATA
 from secretrows import AUTHORS, Author, Task
 from waiting import until
-from weblab import ask, free_port, page, walk
+from web_daemon import ask, free_port, page, walk
 
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS

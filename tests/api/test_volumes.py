@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from daemons import daemon
-from volumelab import VolumeWorld, volume_world
+from volume_driver import VolumeWorld, volume_world
 from waiting import until
 
 from mirrord.places import DOCKER_SOCKET

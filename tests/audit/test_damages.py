@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from gitrepos import git
-from heallab import Furnished, House, refs_of, write
+from heal_parts import Furnished, House, refs_of, write
 
 from mirrord.git.packs import PackIndex
 from mirrord.mirrors.repository import CONFIGURATION, HISTORY

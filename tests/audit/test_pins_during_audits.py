@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from gitrepos import Upstream, git
-from heallab import House, refs_of
+from heal_parts import House, refs_of
 
 from mirrord.audit.examine import Judged
 from mirrord.audit.service import Audits, Repairer, Scrubber

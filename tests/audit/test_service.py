@@ -19,7 +19,7 @@ import anyio
 import pytest
 from faults.undamaged import rounds as undamaged_rounds
 from gitrepos import Upstream, git
-from heallab import Daemon
+from heal_parts import Daemon
 
 from mirrord.audit.damage import run_fsck
 from mirrord.audit.defects import Defect

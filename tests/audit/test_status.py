@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-from heallab import Furnished, House, flip, refs_of, write
+from heal_parts import Furnished, House, flip, refs_of, write
 from pydantic import ValidationError
 
 from mirrord import Client

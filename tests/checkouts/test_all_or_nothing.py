@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, run_as, running_service
+from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, run_as, running_service
 from gitrepos import Upstream
 from struck import Strike, killed, struck
-from workerlab import LONG
+from worker_calls import LONG
 
 from mirrord.errors import (
     CheckoutBusyError,

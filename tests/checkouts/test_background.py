@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import anyio
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, running_service
+from checkout_parts import NAME, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream, git
-from workerlab import hang
+from worker_calls import hang
 
 from mirrord.model import Backend, CommitId, History
 from mirrord.protocol import ResetCheckout, StartCheckout

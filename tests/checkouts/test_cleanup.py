@@ -16,8 +16,8 @@ import anyio
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
-from mountlab import busy
+from mirror_parts import NAME, Builder, House
+from mounted_templates import busy
 from starlette.requests import Request
 from waiting import until
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkoutlab import ROOT_PEER, running_service
+from checkout_parts import ROOT_PEER, running_service
 from daemons import Daemon, daemon
 from gitrepos import ENV, Upstream
 from waiting import until

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import anyio
 import pytest
-from checkoutlab import NAME, USER, USER_PEER, Service, as_user, run_as, running_service, terms_of
+from checkout_parts import (
+    NAME,
+    USER,
+    USER_PEER,
+    Service,
+    as_user,
+    run_as,
+    running_service,
+    terms_of,
+)
 from gitrepos import Upstream, git
 from waiting import until
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from checkoutlab import passable_directory, terms_of
+from checkout_parts import passable_directory, terms_of
 
 from mirrord.checkouts.lease import Base, Directories, Graded, Lease, LeaseState
 from mirrord.checkouts.leases import Leases

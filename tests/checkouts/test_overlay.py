@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import anyone
 import pytest
-from checkoutlab import (
+from checkout_parts import (
     NAME,
     ROOT_PEER,
     USER,
@@ -29,7 +29,7 @@ from checkoutlab import (
     terms_of,
 )
 from gitrepos import ENV, Upstream, git
-from mountlab import KERNELS, mounted_below
+from mounted_templates import KERNELS, mounted_below
 
 from mirrord.checkouts.lease import Base, Lease
 from mirrord.checkouts.leases import Leases

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER_PEER, Service, as_user, run_as, running_service
+from checkout_parts import NAME, ROOT_PEER, USER_PEER, Service, as_user, run_as, running_service
 from gitrepos import Upstream, git
 
 from mirrord.errors import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
-from checkoutlab import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
+from checkout_parts import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.lease import Lease

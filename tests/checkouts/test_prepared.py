@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
+from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import ENV, Upstream
 from waiting import until
 

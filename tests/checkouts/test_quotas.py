@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, running_service
+from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream
 
 from mirrord import errors

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, running_service
+from checkout_parts import NAME, ROOT_PEER, USER, USER_PEER, Service, running_service
 from gitrepos import ENV, Upstream
 
 from mirrord.errors import AccessError, CheckoutNotFoundError, MirrordError

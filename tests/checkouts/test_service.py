@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from checkoutlab import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
+from checkout_parts import NAME, ROOT_PEER, USER, USER_PEER, Service, as_user, running_service
 from gitrepos import Upstream
 
 from mirrord.checkouts.lease import resetting

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checkoutlab import ROOT_PEER, USER, USER_PEER, Service, run_as, running_service
+from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, run_as, running_service
 from gitrepos import Upstream
 
 from mirrord.errors import AccessError, DiskFailedError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from checkoutlab import (
+from checkout_parts import (
     USER,
     USER_PEER,
     Pool,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkoutlab import USER_PEER, Service, running_service
+from checkout_parts import USER_PEER, Service, running_service
 from gitrepos import Upstream
 
 from mirrord.model import Backend

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from checkoutlab import USER_PEER, Service, running_service
+from checkout_parts import USER_PEER, Service, running_service
 from gitrepos import Upstream, git
 
 import mirrord

@@ -21,7 +21,7 @@ import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from volumelab import put_environment
+from volume_driver import put_environment
 from waiting import until
 
 from mirrord import Checkout, Client, errors

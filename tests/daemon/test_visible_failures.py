@@ -13,7 +13,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
 from waiting import until
-from weblab import page, page_daemon
+from web_daemon import page, page_daemon
 
 pytestmark = pytest.mark.slow
 

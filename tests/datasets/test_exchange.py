@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
-from rowlab import BASE, DATA, SETUP, Case, row
+from dataset_rows import BASE, DATA, SETUP, Case, row
 
 from mirrord.catalog import Catalog, DatasetHead
 from mirrord.catalog.spool import Found

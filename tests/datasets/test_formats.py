@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow
 import pytest
+from dataset_rows import BASE, DATA, SETUP, Case, reasons, row
 from pyarrow import parquet
-from rowlab import BASE, DATA, SETUP, Case, reasons, row
 
 from mirrord.datasets.fields import STANDARD, parse_mapping
 from mirrord.datasets.formats import COLUMNS, FORMATS, format_infos

@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow
 import pytest
+from dataset_rows import BASE, SETUP, Case, lines, reasons, row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from rowlab import BASE, SETUP, Case, lines, reasons, row
 
 from mirrord import protocol
 from mirrord.datasets import elements, reading

@@ -16,7 +16,7 @@ import anyio
 import pytest
 import structlog
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from datasetlab import NAME, House, parts_on
+from dataset_parts import NAME, House, parts_on
 from gitrepos import Upstream, git
 
 from mirrord.catalog import PinRow
@@ -595,7 +595,7 @@ def test_a_start_ends_what_was_being_unpinned(house: Builder, upstream: Upstream
 _IMPORTER = """
 import sys, anyio
 from pathlib import Path
-from datasetlab import standing_house
+from dataset_parts import standing_house
 from mirrord.datasets.service import DatasetFile
 
 async def main():

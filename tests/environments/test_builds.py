@@ -17,8 +17,8 @@ from threading import Thread
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
-from packagelab import building, recipe, source_distribution, wheel
 from procsearch import command as search
+from python_packages import building, recipe, source_distribution, wheel
 from waiting import until
 
 from mirrord import Client

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rowlab import row
+from dataset_rows import row
 
 from mirrord.catalog import InstanceRow
 from mirrord.datasets.formats import find_format

@@ -18,14 +18,14 @@ from pathlib import Path
 import anyone
 from gitrepos import git
 
+from .client import must_be
 from .judge import judge
 from .lab import NAME, Lab, Refused, laboratory
 from .plan import Plan
 from .report import Row
-from .visitor import must_be
 
 DOCUMENTED = frozenset({"checkout-busy", "too-many-checkouts"})
-_CLIENTS, _VISITORS = 6, 2
+_CLIENTS, _USERS = 6, 2
 STRANGER = 65534
 
 
@@ -50,7 +50,7 @@ class Crowd:
             ("imports", self._import), ("pins", self._pin),
             *[("checkouts", self._checkout)] * _CLIENTS,
         ]  # fmt: skip
-        visitors = [self._send_visitor(n, duration_s) for n in range(_VISITORS)]
+        users = [self._start_user(n, duration_s) for n in range(_USERS)]
         threads = [
             threading.Thread(target=self._loop, args=(name, each, n))
             for n, (name, each) in enumerate(work)
@@ -62,26 +62,26 @@ class Crowd:
         for thread in threads:
             thread.join(90)
             assert not thread.is_alive(), "a request does not end"
-        for visitor in visitors:
-            self._hear(visitor)
+        for user in users:
+            self._hear(user)
 
-    def _send_visitor(self, number: int, duration_s: float) -> subprocess.Popen[str]:
+    def _start_user(self, number: int, duration_s: float) -> subprocess.Popen[str]:
         """A client of another user, who is nobody but a member of the group."""
-        visitor = subprocess.Popen(
-            [*anyone.python(), "-m", "faults.visitor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        user = subprocess.Popen(
+            [*anyone.python(), "-m", "faults.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, user=STRANGER, group=STRANGER, extra_groups=[], cwd="/",
         )  # fmt: skip
         socket, seed = str(self._lab.daemon.socket), self._seed * 1000 + 500 + number
         orders = {"socket": socket, "seed": seed, "duration_s": duration_s, "trees": self._trees}
-        assert visitor.stdin is not None
-        visitor.stdin.write(json.dumps(orders))
-        visitor.stdin.close()
-        visitor.stdin = None
-        return visitor
+        assert user.stdin is not None
+        user.stdin.write(json.dumps(orders))
+        user.stdin.close()
+        user.stdin = None
+        return user
 
-    def _hear(self, visitor: subprocess.Popen[str]) -> None:
-        said, complaint = visitor.communicate(timeout=90)
-        assert said, f"a visitor died: {complaint[-300:]}"
+    def _hear(self, user: subprocess.Popen[str]) -> None:
+        said, complaint = user.communicate(timeout=90)
+        assert said, f"a user died: {complaint[-300:]}"
         answer = json.loads(said)
         self.done["checkouts of another user"] += answer["done"]
         self.wrong += [f"another user: {answer['wrong']}"] if answer["wrong"] else []

@@ -12,15 +12,15 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from gitrepos import git
-from heallab import refs_of, snapshot
+from heal_parts import refs_of, snapshot
 
 from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState
 from mirrord.protocol import Audit, StartAudit
 
+from .damaged_mirror import ALL_DONORS, DamagedMirror, some_donors
 from .injuries import Injury, some_injury
 from .objects import readable
-from .patient import ALL_DONORS, Patient, some_donors
 from .plan import Part, told
 from .report import Row
 from .rounds import living, parts_of
@@ -36,11 +36,11 @@ def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
     """One row for each number; the same seed and number are the same kind of damage and the same donors. Where it strikes may
     differ: records of the ref history hold the time, so their ids and those of packs do too.
     """
-    with living(Patient) as (patient, portal):
+    with living(DamagedMirror) as (damaged, portal):
         for number in numbers:
             chance = random.Random(f"{seed} damage {number}")
             injury, donors = some_injury(chance), some_donors(chance)
-            trial = Trial(patient, injury, donors)
+            trial = Trial(damaged, injury, donors)
             yield told(
                 _FAULT,
                 injury.name,
@@ -52,25 +52,25 @@ def rounds(seed: int, numbers: Collection[int]) -> Iterator[Row]:
 class Trial:
     """One damage, and what became of it."""
 
-    def __init__(self, patient: Patient, injury: Injury, donors: list[str]) -> None:
-        self.patient = patient
+    def __init__(self, damaged: DamagedMirror, injury: Injury, donors: list[str]) -> None:
+        self.damaged = damaged
         self.injury = injury
         self.donors = donors
-        self.truth = patient.truth
+        self.truth = damaged.truth
         self._has_new_history = False
 
     async def run(self, chance: random.Random) -> Row:
-        self.patient.restore(self.injury.shape)
+        self.damaged.restore(self.injury.shape)
         history = self.truth.refs[HISTORY]
-        await self.patient.catalog.update_mirror(self.patient.name.key, history=history, error=None)
-        self.injury.injure(self.patient, chance)
-        before = snapshot(self.patient.mirror)
-        with self.patient.with_donors(self.donors):
+        await self.damaged.catalog.update_mirror(self.damaged.name.key, history=history, error=None)
+        self.injury.injure(self.damaged, chance)
+        before = snapshot(self.damaged.mirror)
+        with self.damaged.with_donors(self.donors):
             missing = self._judge(await self._heal(), self.donors)
         self._nothing_thrown_away(before)
         did = "repaired"
         if missing:
-            with self.patient.with_donors(ALL_DONORS):
+            with self.damaged.with_donors(ALL_DONORS):
                 assert not self._judge(await self._heal(), ALL_DONORS), (
                     "all donors together do not heal it"
                 )
@@ -79,14 +79,14 @@ class Trial:
         return Row(_FAULT, self.injury.name, ", ".join(self.donors) or "nobody", did)
 
     async def _heal(self) -> Audit:
-        request = StartAudit(mirrors=[self.patient.name.repo], heal=True, level=AuditLevel.CONTENT)
-        return await self.patient.audits.run(request)
+        request = StartAudit(mirrors=[self.damaged.name.repo], heal=True, level=AuditLevel.CONTENT)
+        return await self.damaged.audits.run(request)
 
     # -- the judge ----------------------------------------------------------------------------------------------------
 
     def _judge(self, audit: Audit, donors: Collection[str]) -> set[str]:
         """Everything that can be had is there and right, and the rest is told as it is; answers what is missing."""
-        mirror = self.patient.mirror
+        mirror = self.damaged.mirror
         errors = [repair.error for repair in audit.repairs if repair.error]
         assert not errors, errors
         self._names_are_right(donors)
@@ -115,7 +115,7 @@ class Trial:
         return bool(has) and is_known
 
     def _names_are_right(self, donors: Collection[str]) -> None:
-        mirror = self.patient.mirror
+        mirror = self.damaged.mirror
         refs, wanted = refs_of(mirror), self.truth.refs
         if refs.get(HISTORY) != wanted[HISTORY]:
             assert self._has_new_history or "bundle" not in donors, (
@@ -129,7 +129,7 @@ class Trial:
         assert refs == wanted, f"refs: {dict(refs.items() ^ wanted.items())}"
         assert (mirror / "HEAD").read_text() == self.truth.head
         assert git(mirror, "config", "--list", "--local") == git(
-            self.patient.pristine, "config", "--list", "--local"
+            self.damaged.pristine, "config", "--list", "--local"
         )
 
     def _audit_is_true(self, audit: Audit, missing: Collection[str]) -> None:
@@ -148,9 +148,9 @@ class Trial:
 
     def _nothing_thrown_away(self, before: dict[str, str]) -> None:
         """Every file that was there after the damage is there still, or in the evidence."""
-        after = set(snapshot(self.patient.mirror).values())
-        if self.patient.damaged.exists():
-            after |= set(snapshot(self.patient.damaged).values())
+        after = set(snapshot(self.damaged.mirror).values())
+        if self.damaged.damaged.exists():
+            after |= set(snapshot(self.damaged.damaged).values())
         empty = hashlib.sha256(b"").hexdigest()
         gone = [name for name, digest in before.items() if digest not in after and digest != empty]
         assert not gone, f"thrown away: {gone[:3]}"

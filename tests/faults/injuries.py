@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gitrepos import git
-from heallab import write
+from heal_parts import write
 
-from .patient import Patient
+from .damaged_mirror import DamagedMirror
 
-Injure = Callable[[Patient, random.Random], None]
+Injure = Callable[[DamagedMirror, random.Random], None]
 
 
 class Injury(NamedTuple):
@@ -30,24 +30,24 @@ class Injury(NamedTuple):
 # -- loose objects ----------------------------------------------------------------------------------------------------
 
 
-def _loose(patient: Patient, chance: random.Random) -> Path:
-    oid = chance.choice(sorted(patient.truth.links))
-    return patient.mirror / "objects" / oid[:2] / oid[2:]
+def _loose(damaged: DamagedMirror, chance: random.Random) -> Path:
+    oid = chance.choice(sorted(damaged.truth.links))
+    return damaged.mirror / "objects" / oid[:2] / oid[2:]
 
 
-def _swap(patient: Patient, chance: random.Random) -> None:
-    path = _loose(patient, chance)
+def _swap(damaged: DamagedMirror, chance: random.Random) -> None:
+    path = _loose(damaged, chance)
     other = path
     while other == path:
-        other = _loose(patient, chance)
+        other = _loose(damaged, chance)
     write(path, other.read_bytes())
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _one(patient: Patient, chance: random.Random, pattern: str) -> Path:
-    return chance.choice(sorted(patient.mirror.glob(pattern)))
+def _one(damaged: DamagedMirror, chance: random.Random, pattern: str) -> Path:
+    return chance.choice(sorted(damaged.mirror.glob(pattern)))
 
 
 def _truncate(path: Path, chance: random.Random) -> None:
@@ -70,28 +70,28 @@ def _scribble(path: Path, chance: random.Random) -> None:
 
 
 def _at(pattern: str, how: Callable[[Path, random.Random], object]) -> Injure:
-    def injure(patient: Patient, chance: random.Random) -> None:
-        how(_one(patient, chance, pattern), chance)
+    def injure(damaged: DamagedMirror, chance: random.Random) -> None:
+        how(_one(damaged, chance, pattern), chance)
 
     return injure
 
 
-def _lose_pack(patient: Patient, chance: random.Random) -> None:
-    pack = _one(patient, chance, "objects/pack/*.pack")
+def _lose_pack(damaged: DamagedMirror, chance: random.Random) -> None:
+    pack = _one(damaged, chance, "objects/pack/*.pack")
     for file in pack.parent.glob(f"{pack.stem}.*"):
         file.unlink()
 
 
-def _lose_from_pack(patient: Patient, chance: random.Random) -> None:
+def _lose_from_pack(damaged: DamagedMirror, chance: random.Random) -> None:
     """The pack written again without one of its objects."""
-    pack = _one(patient, chance, "objects/pack/*.pack")
+    pack = _one(damaged, chance, "objects/pack/*.pack")
     listed = git(
-        patient.mirror, "show-index", stdin=pack.with_suffix(".idx").read_bytes()
+        damaged.mirror, "show-index", stdin=pack.with_suffix(".idx").read_bytes()
     ).splitlines()
     oids = [line.split()[1] for line in listed]
     oids.remove(chance.choice(sorted(oids)))
     git(
-        patient.mirror,
+        damaged.mirror,
         "pack-objects",
         "-q",
         "objects/pack/pack",
@@ -104,29 +104,29 @@ def _lose_from_pack(patient: Patient, chance: random.Random) -> None:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _ref(patient: Patient, chance: random.Random, prefix: str = "refs/") -> str:
-    return chance.choice(sorted(ref for ref in patient.truth.refs if ref.startswith(prefix)))
+def _ref(damaged: DamagedMirror, chance: random.Random, prefix: str = "refs/") -> str:
+    return chance.choice(sorted(ref for ref in damaged.truth.refs if ref.startswith(prefix)))
 
 
 def _delete(prefix: str) -> Injure:
-    def injure(patient: Patient, chance: random.Random) -> None:
-        ref = _ref(patient, chance, prefix)
-        lines = (patient.mirror / "packed-refs").read_bytes().splitlines(keepends=True)
+    def injure(damaged: DamagedMirror, chance: random.Random) -> None:
+        ref = _ref(damaged, chance, prefix)
+        lines = (damaged.mirror / "packed-refs").read_bytes().splitlines(keepends=True)
         write(
-            patient.mirror / "packed-refs",
+            damaged.mirror / "packed-refs",
             b"".join(line for line in lines if f" {ref}\n".encode() not in line),
         )
-        (patient.mirror / ref).unlink(missing_ok=True)
+        (damaged.mirror / ref).unlink(missing_ok=True)
 
     return injure
 
 
 def _overwrite_ref(content: Callable[[random.Random], bytes]) -> Injure:
-    return lambda patient, chance: write(patient.mirror / _ref(patient, chance), content(chance))
+    return lambda damaged, chance: write(damaged.mirror / _ref(damaged, chance), content(chance))
 
 
-def _garble_line(patient: Patient, chance: random.Random) -> None:
-    path = patient.mirror / "packed-refs"
+def _garble_line(damaged: DamagedMirror, chance: random.Random) -> None:
+    path = damaged.mirror / "packed-refs"
     lines = path.read_bytes().splitlines(keepends=True)
     number = chance.randrange(1, len(lines))
     lines[number] = chance.choice(
@@ -135,12 +135,12 @@ def _garble_line(patient: Patient, chance: random.Random) -> None:
     write(path, b"".join(lines))
 
 
-def _plant_replace(patient: Patient, chance: random.Random) -> None:
-    some = sorted(patient.truth.recorded.values())
+def _plant_replace(damaged: DamagedMirror, chance: random.Random) -> None:
+    some = sorted(damaged.truth.recorded.values())
     victim, other = chance.sample(some, 2)
-    git(patient.mirror, "replace", victim, other)
+    git(damaged.mirror, "replace", victim, other)
     if chance.random() < 0.5:
-        git(patient.mirror, "pack-refs", "--all")
+        git(damaged.mirror, "pack-refs", "--all")
 
 
 def _spoil_config(path: Path, chance: random.Random) -> None:

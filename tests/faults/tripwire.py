@@ -63,6 +63,7 @@ class Tripwire:
         self._on_step = on_step
         self._seen: Counter[str] = Counter()
         self._paths: dict[int, str] = {}
+        self._announced: set[str] = set()  # whose event may still come: made after the watch was
 
     def __enter__(self) -> Tripwire:
         self._fd = _libc.inotify_init1(os.O_CLOEXEC)
@@ -88,6 +89,10 @@ class Tripwire:
         if above is None or not name:
             return
         path = f"{above}/{name}" if above else name
+        was_announced = path in self._announced
+        self._announced.discard(path)
+        if was_announced and mask & _CREATE:
+            return
         self._tell(_VERBS[mask & 0xFFF], path)
         if mask & _IS_DIRECTORY and mask & (_CREATE | _MOVED_TO):
             self._watch(path, announce=bool(mask & _CREATE))
@@ -114,6 +119,7 @@ class Tripwire:
         for entry in entries:
             inner = f"{path}/{entry.name}" if path else entry.name
             if announce:
+                self._announced.add(inner)
                 self._tell("made", inner)
             if entry.is_dir(follow_symlinks=False):
                 self._watch(inner, announce=announce)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from gitrepos import Upstream, git
-from heallab import Daemon
+from heal_parts import Daemon
 
 from mirrord.model import AuditLevel, CommitId, CommitState
 from mirrord.protocol import StartAudit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fleetlab
+import daemon_fleet
 import postgresql
 import pytest
 import s3
@@ -49,6 +49,6 @@ def server() -> Iterator[postgresql.Server]:
 @pytest.fixture
 def fleet(
     server: postgresql.Server, tmp_path: Path, upstream: Upstream
-) -> Iterator[fleetlab.Fleet]:
-    with fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
+) -> Iterator[daemon_fleet.Fleet]:
+    with daemon_fleet.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as made:
         yield made

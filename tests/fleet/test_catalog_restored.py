@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fleetlab import Fleet, become_like, checkout, done, eventually, refs, rows
+from daemon_fleet import Fleet, become_like, checkout, done, eventually, refs, rows
 from gitrepos import Upstream, git
 
 from mirrord.fleet.generations import list_published, read_manifest

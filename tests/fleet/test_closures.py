@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from daemon_fleet import Fleet, checkout, done, eventually
 from daemons import Daemon
-from fleetlab import Fleet, checkout, done, eventually
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow

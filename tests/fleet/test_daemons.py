@@ -13,8 +13,8 @@ from pathlib import Path
 
 import postgresql
 import pytest
+from daemon_fleet import Fleet, become_like, done, eventually, have, refs, rows, well_ended
 from daemons import daemon
-from fleetlab import Fleet, become_like, done, eventually, have, refs, rows, well_ended
 from gitrepos import Upstream, git
 
 pytestmark = pytest.mark.slow

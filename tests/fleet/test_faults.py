@@ -10,14 +10,13 @@ import time
 from functools import partial
 from pathlib import Path
 
-import fleetlab
+import daemon_fleet
 import forge
 import link
 import postgresql
 import pytest
 import s3
-from daemons import Daemon
-from fleetlab import (
+from daemon_fleet import (
     Fleet,
     become_like,
     checkout,
@@ -29,6 +28,7 @@ from fleetlab import (
     refs,
     rows,
 )
+from daemons import Daemon
 from gitrepos import Upstream
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def test_without_the_store_a_daemon_serves_and_says_so(
 ) -> None:
     with s3.running() as bucket, link.to(bucket.port) as wire:
         environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
-        with fleetlab.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+        with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
             a = fleet.make(_OWN, environment=environment)
             done(a, "POST", "/v1/mirrors/owner__name/sync")
             at = newest(fleet)
@@ -119,7 +119,7 @@ def test_a_store_that_has_room_for_little_stays_a_fault(
     """Small objects are written all the while; health changes once, when what was refused is there."""
     with s3.running() as bucket, link.to(bucket.port) as wire:
         environment = bucket.environment | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{wire.port}"}
-        with fleetlab.fleet(server, bucket.create(), upstream.path.parent) as fleet:
+        with daemon_fleet.fleet(server, bucket.create(), upstream.path.parent) as fleet:
             a = fleet.make(_OWN, interval="0s", environment=environment)
             done(a, "POST", "/v1/mirrors/owner__name/sync")
             at, probes = newest(fleet), []
@@ -158,7 +158,7 @@ def test_bytes_that_the_store_has_not_kept_move_no_ref(
     assert b.json("GET", "/v1/fleet")["behind"] == ["owner__name"]
     fresh.write_bytes(whole)
     eventually(lambda: commit in refs(b), 30)
-    fleetlab.sound(b)
+    daemon_fleet.sound(b)
 
 
 def test_a_manifest_that_is_gone_is_published_anew(
@@ -174,7 +174,7 @@ def test_a_manifest_that_is_gone_is_published_anew(
     b = fleet.make()
     assert checkout(b, mirror="owner/name", commit=commit)
     eventually(lambda: refs(a) == refs(b), 30)
-    fleetlab.sound(b)
+    daemon_fleet.sound(b)
 
 
 @pytest.mark.skipif(not FAKETIME.exists(), reason="needs libfaketime")
@@ -241,7 +241,7 @@ def test_a_storm_loses_nothing(fleet: Fleet, upstream: Upstream) -> None:
         have(commit, node)
         for oid in pinned:
             have(f"/{oid}", node)
-        fleetlab.sound(node)
+        daemon_fleet.sound(node)
     audit = done(nodes[2], "POST", "/v1/audits", {"mirrors": ["owner/name"], "level": "closure"})
     assert audit["open_count"] == 0, audit
 

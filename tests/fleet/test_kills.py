@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import fleetlab
+import daemon_fleet
 import link
 import postgresql
 import pytest
 import s3
+from daemon_fleet import Fleet, done, eventually, rows
 from daemons import Daemon
-from fleetlab import Fleet, done, eventually, rows
 from gitrepos import Upstream, git
 from steps import Steps
 
@@ -136,7 +136,9 @@ def lab(server: postgresql.Server, tmp_path_factory: pytest.TempPathFactory) -> 
     fake |= {"FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     with ExitStack() as stack:
         bucket = stack.enter_context(s3.running(fake))
-        fleet = stack.enter_context(fleetlab.fleet(server, bucket.create(), upstream.path.parent))
+        fleet = stack.enter_context(
+            daemon_fleet.fleet(server, bucket.create(), upstream.path.parent)
+        )
         wires = (
             stack.enter_context(link.to(bucket.port)),
             stack.enter_context(link.to(server.port)),
@@ -154,7 +156,7 @@ def lab(server: postgresql.Server, tmp_path_factory: pytest.TempPathFactory) -> 
         base = upstream.git("rev-parse", "HEAD~2")
         done(first, "POST", "/v1/datasets?name=d&filename=d.jsonl", rows(base))
         # its pin, and what the catalog has of it
-        eventually(lambda: fleetlab.newest(fleet)[1] == 3)
+        eventually(lambda: daemon_fleet.newest(fleet)[1] == 3)
         for node in fleet.nodes[1:]:
             done(node, "POST", "/v1/mirrors/owner__name/sync")
         yield Lab(fleet, upstream, clock, wires)
@@ -326,10 +328,15 @@ def kill_at(lab: Lab, kind: type[Operation], step: str, count: int) -> bool:
 def test_a_kill_at_a_step_loses_nothing(lab: Lab, kind: type[Operation]) -> None:
     steps = steps_of(lab, kind)
     chance = random.Random(f"{os.environ.get('MIRRORD_SEED', '17')} {kind.__name__}")
-    chosen = steps if os.environ.get("MIRRORD_KILLS") == "all" else chance.sample(steps, _SOME)
-    missed = []
-    for step, count in chosen:
-        if not any(kill_at(lab, kind, step, count) for _ in range(_TRIES)):
+    chance.shuffle(steps)
+    wanted = len(steps) if os.environ.get("MIRRORD_KILLS") == "all" else _SOME
+    struck, missed = 0, list[str]()  # no two runs are alike: this one may lack a step of the first
+    for step, count in steps[: 3 * wanted]:
+        if struck == wanted:
+            break
+        if any(kill_at(lab, kind, step, count) for _ in range(_TRIES)):
+            struck += 1
+        else:
             missed.append(f"{step} ({count})")
-    print(f"{kind.__name__}: {len(steps)} steps, {len(chosen)} struck, not met: {missed}")
-    assert 2 * len(missed) < len(chosen)
+    print(f"{kind.__name__}: {len(steps)} steps, {struck} struck, not met: {missed}")
+    assert 2 * struck >= wanted

@@ -8,10 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from daemon_fleet import Fleet, become_like, checkout, done, eventually, refs
 from exchanges import Node
-from fleetlab import Fleet, become_like, checkout, done, eventually, refs
 from gitrepos import Upstream
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.catalog import Generation
 from mirrord.errors import StoreDamagedError

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.catalog import DatasetHead, Generation, InstanceRow, encode_row
 from mirrord.errors import ClaimLostError, StoreDamagedError

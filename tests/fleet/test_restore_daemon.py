@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
-from mirrorlab import Builder, House
+from mirror_parts import Builder, House
 from waiting import until
 
 from mirrord.catalog import Generation

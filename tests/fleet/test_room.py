@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-import fleetlab
+import daemon_fleet
 import link
 import postgresql
 import psycopg
 import pytest
 import s3
+from daemon_fleet import become_like, checkout, done, ended, eventually, newest, refs, rows
 from daemons import Daemon
 from faults.disks import SmallDisk, unmount
-from fleetlab import become_like, checkout, done, ended, eventually, newest, refs, rows
 from gitrepos import Upstream
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -86,7 +86,7 @@ def test_a_full_store_delays_news_and_nothing_else(
 ) -> None:
     with (
         kind(tmp_path / "small") as store,
-        fleetlab.fleet(server, store.url, upstream.path.parent) as fleet,
+        daemon_fleet.fleet(server, store.url, upstream.path.parent) as fleet,
     ):
         a, b, c, d = (fleet.make(_OWN, environment=store.environment) for _ in range(4))
         done(a, "POST", "/v1/mirrors/owner__name/sync")
@@ -132,7 +132,7 @@ def test_a_database_without_room_stops_no_daemon(tmp_path: Path, upstream: Upstr
     try:
         with (
             postgresql.running(place) as server,
-            fleetlab.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as fleet,
+            daemon_fleet.fleet(server, f"file://{tmp_path}/store", upstream.path.parent) as fleet,
         ):
             _fill_and_empty(disk, fleet, upstream)
     finally:
@@ -140,7 +140,7 @@ def test_a_database_without_room_stops_no_daemon(tmp_path: Path, upstream: Upstr
         place.rmdir()
 
 
-def _fill_and_empty(disk: SmallDisk, fleet: fleetlab.Fleet, upstream: Upstream) -> None:
+def _fill_and_empty(disk: SmallDisk, fleet: daemon_fleet.Fleet, upstream: Upstream) -> None:
     nodes = [fleet.make(_OWN, interval="3s") for _ in range(4)]
     base = upstream.git("rev-parse", "HEAD~2")
     done(nodes[0], "POST", "/v1/mirrors/owner__name/sync")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from gradinglab import CHEATS, HIDDEN, HONEST, GradingLab, grading_lab, outcome, write
+from graded_project import CHEATS, HIDDEN, HONEST, GradingLab, grading_lab, outcome, write
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 

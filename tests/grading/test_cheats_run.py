@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from cheatlab import FAIL, RIGHT, CheatLab, cheat_lab
+from cheated_project import FAIL, RIGHT, CheatLab, cheat_lab
 from cheats import CHEATS, DOCUMENT, Cheat, documented, of_each_kind, solution, together
 
 from mirrord.cli.main import run

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
-from gradinglab import AGENT, GRADER, give_away, write
-from packagelab import building, wheel, wheel_of
+from graded_project import AGENT, GRADER, give_away, write
+from python_packages import building, wheel, wheel_of
 
 from mirrord import Checkout, Client, SteeringRefusedError
 from mirrord.sandbox.box import find_obstacle

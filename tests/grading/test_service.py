@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gradinglab import (
+from graded_project import (
     AGENT,
     GRADER,
     HIDDEN,

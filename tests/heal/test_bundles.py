@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from daemons import daemon
 from gitrepos import Upstream, git
-from heallab import Furnished, House, flip, refs_of, truncate, write
+from heal_parts import Furnished, House, flip, refs_of, truncate, write
 
 from mirrord import Client
 from mirrord.cli.main import run

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from gitrepos import git
-from heallab import Furnished, House, snapshot, write
-from workerlab import LONG
+from heal_parts import Furnished, House, snapshot, write
+from worker_calls import LONG
 
 from mirrord.errors import MirrordError
 from mirrord.model import AuditLevel, CommitId, CommitState, MirrorName

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import git
-from heallab import Furnished, House, flip, refs_of, snapshot, truncate, write
+from heal_parts import Furnished, House, flip, refs_of, snapshot, truncate, write
 
 from mirrord.mirrors.repository import HISTORY
 from mirrord.model import AuditLevel, CommitState, MirrorName
@@ -397,7 +397,7 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 import anyio
 from gitrepos import Upstream
-from heallab import House
+from heal_parts import House
 steps = 0
 def watch(event, arguments):
     global steps

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import s3
 from gitrepos import git
-from heallab import Furnished, House, refs_of, truncate
+from heal_parts import Furnished, House, refs_of, truncate
 
 from mirrord.catalog import Generation
 from mirrord.config import StoreSettings

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from gitrepos import git
-from heallab import Furnished, House, flip, write
-from workerlab import LONG, unreadable
+from heal_parts import Furnished, House, flip, write
+from worker_calls import LONG, unreadable
 
 from mirrord.mirrors.quarantine import accept_objects
 

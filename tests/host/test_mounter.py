@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import anyone
 import pytest
-from mountlab import KERNELS, TREE, Lab, mounted_below, mountlab
+from mounted_templates import KERNELS, TREE, Lab, mounted_below, mounted_templates
 from waiting import until
 
 from mirrord.errors import (
@@ -111,7 +111,7 @@ class Service:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with mountlab(DAEMON) as made:
+    with mounted_templates(DAEMON) as made:
         yield made
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyone
 import pytest
-from mountlab import GIT, KERNELS, TREE, Lab, mounted_below, mountlab
+from mounted_templates import GIT, KERNELS, TREE, Lab, mounted_below, mounted_templates
 
 from mirrord.errors import BackendUnavailableError, CheckoutBusyError
 from mirrord.host import mounts
@@ -39,7 +39,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    with mountlab() as made:
+    with mounted_templates() as made:
         yield made
 
 

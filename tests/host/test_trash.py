@@ -7,7 +7,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from mountlab import busy
+from mounted_templates import busy
 
 from mirrord.host.mounts import may_mount
 from mirrord.host.trash import _BACKLOG, Trash, find_trash, remove_trees

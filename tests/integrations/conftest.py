@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from harnesslab import HarnessLab, harness_lab
+from harness_daemon import HarnessLab, harness_lab
 
 
 @pytest.fixture(scope="session")

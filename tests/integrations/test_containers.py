@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import enginelab
+import container_engines
 import pytest
 from accounts import accounts
-from enginelab import Engine
-from volumelab import VolumeWorld, volume_world
+from container_engines import Engine
+from volume_driver import VolumeWorld, volume_world
 
 import mirrord
 
@@ -42,10 +42,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VolumeWorld]:
 
 
 def _engine(name: str, world: VolumeWorld) -> Iterator[Engine]:
-    reason = enginelab.why_no_podman() if name == "podman" else enginelab.why_no_docker()
+    reason = (
+        container_engines.why_no_podman() if name == "podman" else container_engines.why_no_docker()
+    )
     if reason:
         pytest.skip(reason)
-    with (enginelab.podman if name == "podman" else enginelab.dockerd)(world.plugin) as engine:
+    with (container_engines.podman if name == "podman" else container_engines.dockerd)(
+        world.plugin
+    ) as engine:
         yield engine
 
 
@@ -148,13 +152,13 @@ def test_a_bound_directory_follows_resets_in_podman(podman: Engine, world: Volum
         _follows_a_reset(lambda script: podman.shell(container, script), checkout)
 
 
-@pytest.mark.skipif(bool(enginelab.why_no_podman()), reason="podman is not installed")
+@pytest.mark.skipif(bool(container_engines.why_no_podman()), reason="podman is not installed")
 def test_a_bound_directory_follows_resets_in_a_rootless_podman(world: VolumeWorld) -> None:
     """uid N of its container is the first subordinate uid of its user, plus N - 1."""
     passwd, subids = f"rootless:x:{USER}:{USER}::/tmp:/bin/sh\n", "rootless:300000:65536\n"
     with (
         accounts(passwd=passwd, group=f"rootless:x:{USER}:\n", subuid=subids, subgid=subids),
-        enginelab.podman(world.plugin, USER) as engine,
+        container_engines.podman(world.plugin, USER) as engine,
         world.client as client,
         client.checkout("o__r-0", owner=300000 + AGENT - 1) as checkout,
     ):
@@ -226,7 +230,15 @@ def test_docker_run_takes_and_releases_a_checkout(docker: Engine, world: VolumeW
             + [f"volume-opt={option}" for option in options]
         )
         return docker(
-            "run", "--rm", *docker.usual, "--mount", said, enginelab.IMAGE, "sh", "-c", command
+            "run",
+            "--rm",
+            *docker.usual,
+            "--mount",
+            said,
+            container_engines.IMAGE,
+            "sh",
+            "-c",
+            command,
         )
 
     assert run("instance=o__r-0", command="cat /testbed/README") == "number 0"
@@ -271,7 +283,7 @@ def test_the_documented_commands_run(
     blocks = re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.splitlines() if line.startswith(program)]
     assert len(commands) > 2
-    image = f"{' '.join(engine.usual)} {enginelab.IMAGE} true"
+    image = f"{' '.join(engine.usual)} {container_engines.IMAGE} true"
     with world.client as client, client.checkout("psf__requests-2317") as checkout:
         environment = {**engine.environment, "directory": str(checkout.directory)}
         for command in commands:
@@ -286,7 +298,7 @@ def test_the_documented_commands_run(
 
 
 def test_the_example_of_a_rollout(podman: Engine, world: VolumeWorld) -> None:
-    words = ("o__r-0", enginelab.IMAGE, "echo fixed > README", "grep fixed README")
+    words = ("o__r-0", container_engines.IMAGE, "echo fixed > README", "grep fixed README")
     here = {
         "PATH": f"{Path(sys.executable).parent}:{podman.environment['PATH']}",
         "ENGINE": "podman",
@@ -318,7 +330,7 @@ def test_mini_swe_agent_works_in_a_volume_with_its_own_docker_environment(
         options = f"volume-driver={engine.driver},volume-opt=instance=o__r-0"
         volume = ["--mount", f"type=volume,src=task,{options},dst=/testbed"]
     choices = {
-        "image": enginelab.IMAGE,
+        "image": container_engines.IMAGE,
         "cwd": "/testbed",
         "executable": engine.program,
         "run_args": ["--rm", *engine.usual, *volume],

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harnesslab import FIX, INSTANCE, TEST, HarnessLab
+from harness_daemon import FIX, INSTANCE, TEST, HarnessLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harnesslab import FIX, INSTANCE, TEST, HarnessLab
+from harness_daemon import FIX, INSTANCE, TEST, HarnessLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harnesslab import INSTANCE, HarnessLab
+from harness_daemon import INSTANCE, HarnessLab
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]

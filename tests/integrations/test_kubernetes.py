@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from kuberneteslab import Node, node, until_released
+from kubernetes_node import Node, node, until_released
 from waiting import until
 
 from mirrord import errors

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from harnesslab import FIX, INSTANCE, HarnessLab
+from harness_daemon import FIX, INSTANCE, HarnessLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

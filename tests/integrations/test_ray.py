@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from harnesslab import ROLLOUTS, environment
+from harness_daemon import ROLLOUTS, environment
 from waiting import until
 
 from mirrord import Client

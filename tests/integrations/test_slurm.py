@@ -17,7 +17,7 @@ import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
-from slurmlab import Slurm, slurm
+from slurm_node import Slurm, slurm
 from waiting import until
 
 from mirrord import Client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harnesslab import HarnessLab
+from harness_daemon import HarnessLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

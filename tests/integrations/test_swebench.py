@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harnesslab import INSTANCE, TEST, HarnessLab
+from harness_daemon import INSTANCE, TEST, HarnessLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from forge import serving
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.errors import DiskFullError
 from mirrord.mirrors.quarantine import held_files
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 _SYNC = """
 import sys; sys.path.insert(0, {tests!r})
 from pathlib import Path
-from mirrorlab import NAME, Builder
+from mirror_parts import NAME, Builder
 async def body(it):
     await it.mirrors.add("owner/name", {url!r})
     await it.mirrors.sync(NAME)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from forge import Forge, serving
 from gitrepos import Upstream
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.config import Settings
 from mirrord.errors import CredentialUnusableError, UpstreamAuthError, UpstreamError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import Upstream
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.errors import MirrordError, UpstreamLossError
 from mirrord.mirrors.upstream import parse_upstream

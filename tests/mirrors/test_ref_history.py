@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.errors import InvalidRequestError, NotFoundError
 from mirrord.mirrors.history import read_record

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from forge import Forge, serving
 from gitrepos import ENV, Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.audit.refs import read_ref_files
 from mirrord.errors import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gitrepos import Upstream
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.errors import (
     CredentialUnusableError,

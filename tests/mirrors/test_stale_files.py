@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord.mirrors.maintenance import remove_stale_files
 from mirrord.model import CommitId

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from daemons import daemon
 from gitrepos import Upstream
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 
 from mirrord import Client
 from mirrord.errors import MirrorNotFoundError, UpstreamNotFoundError

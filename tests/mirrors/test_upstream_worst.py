@@ -9,7 +9,7 @@ import misfortunes
 import pytest
 from forge import Forge, serving
 from gitrepos import Upstream, git
-from mirrorlab import NAME, Builder, House
+from mirror_parts import NAME, Builder, House
 from misfortunes import BRANCHES, Misfortune, furnish
 
 from mirrord.errors import (

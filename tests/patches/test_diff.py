@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from difflab import Tree, clone, make_tree
+from edited_trees import Tree, clone, make_tree
 from gitrepos import git
 
 from mirrord.errors import MirrordError

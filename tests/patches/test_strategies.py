@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 
-import patchlab
 import pytest
+import random_patches
 from gitrepos import ENV
-from patchlab import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
+from random_patches import EMPTY, REGULAR, SYMLINK, Files, MemoryTree, Oracle
 
 from mirrord.errors import MirrordError
 from mirrord.model import ApplyStrategy, FoundStrategy
@@ -37,14 +37,14 @@ def test_an_exact_patch_equals_git_apply(tmp_path: Path) -> None:
     plain = 0
     for case in range(CASES):
         if case % 30 == 0:
-            files = patchlab.random_files(random)
+            files = random_patches.random_files(random)
             before = oracle.write_tree(files)
         if case % 5 == 0:
-            edited = patchlab.edited_files(random, files)
+            edited = random_patches.edited_files(random, files)
             after = oracle.write_tree(edited)
-        name = random.choice([*patchlab.MUTATIONS, "nothing", "nothing"])
-        patch = oracle.diff(before, after, *random.choice(patchlab.OPTIONS))
-        patch = patchlab.MUTATIONS[name](random, patch).removesuffix(b"\n") + b"\n"
+        name = random.choice([*random_patches.MUTATIONS, "nothing", "nothing"])
+        patch = oracle.diff(before, after, *random.choice(random_patches.OPTIONS))
+        patch = random_patches.MUTATIONS[name](random, patch).removesuffix(b"\n") + b"\n"
         reverse = random.random() < 0.3
         wanted = oracle.apply(after if reverse else before, patch, reverse=reverse)
         if wanted and (SYMLINK, EMPTY) in wanted.values():  # git's index takes such a link
@@ -106,17 +106,17 @@ def test_fuzz_equals_gnu_patch(tmp_path: Path) -> None:
     oracle = Oracle(tmp_path / "oracle")
     taken = 0
     for case in range(CASES):
-        text = patchlab.random_text(random)
+        text = random_patches.random_text(random)
         before = oracle.write_tree({b"f": File(REGULAR, text)})
-        after = oracle.write_tree({b"f": File(REGULAR, patchlab.edited_text(random, text))})
+        after = oracle.write_tree({b"f": File(REGULAR, random_patches.edited_text(random, text))})
         patch = oracle.diff(before, after, random.choice(["-U3", "-U3", "-U1", "-U5"]))
         if b"\n@@ " not in patch:
             continue
         patch = patch[patch.index(b"--- ") :]
         for name in random.choices(["shifted", "context", "context", "nothing"], k=2):
-            patch = patchlab.MUTATIONS[name](random, patch)
+            patch = random_patches.MUTATIONS[name](random, patch)
         if random.random() < 0.4:  # a file that has changed since
-            text = patchlab.edited_text(random, text)
+            text = random_patches.edited_text(random, text)
         wanted = gnu_patch(tmp_path, text, patch)
         try:
             got = splice_fuzzily(text, parse(patch)[0].hunks)
@@ -181,14 +181,14 @@ def test_a_patch_that_swe_bench_takes_gives_its_tree(tmp_path: Path) -> None:
     taken = 0
     for case in range(CASES // 3):
         if case % 10 == 0:
-            made = patchlab.random_files(random)
-            files = {name: made[name] for name in patchlab.NAMES if made[name].data}
+            made = random_patches.random_files(random)
+            files = {name: made[name] for name in random_patches.NAMES if made[name].data}
             before = oracle.write_tree(files)
-        edited = patchlab.edited_files(random, files)
+        edited = random_patches.edited_files(random, files)
         patch = oracle.diff(before, oracle.write_tree(edited), "--no-renames")
         names = random.choices(spoilers, k=2)
         for name in names:
-            patch = patchlab.MUTATIONS[name](random, patch)
+            patch = random_patches.MUTATIONS[name](random, patch)
         wanted = oracle.apply_as_graders(before, patch)
         tree = MemoryTree(files)
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from accounts import accounts
 from anyone import python
-from checkoutlab import passable_directory
+from checkout_parts import passable_directory
 from daemons import Daemon, daemon
 from forgedtar import END, ROOT, sparse
 from gitrepos import Upstream

@@ -17,7 +17,7 @@ import installed
 import nspawn
 import pytest
 from gitrepos import Upstream
-from packagelab import recipe, wheel
+from python_packages import recipe, wheel
 from redteam.__main__ import ATTACKS
 
 REASON = nspawn.why_not() or installed.why_not()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import Upstream
-from templatelab import NAME, Store, assert_equals_commit, disk_bytes, run
+from template_parts import NAME, Store, assert_equals_commit, disk_bytes, run
 
 from mirrord.errors import CheckoutBusyError
 from mirrord.model import CommitId, History

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from gitrepos import ENV, Upstream
-from mountlab import busy
-from templatelab import NAME, Mounted, Store, assert_equals_commit, run
+from mounted_templates import busy
+from template_parts import NAME, Mounted, Store, assert_equals_commit, run
 
 from mirrord.errors import CommitNotFoundError, CommitUnservableError
 from mirrord.templates.layers import build_layer, read_record

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gitrepos import Upstream
-from templatelab import Store, assert_equals_commit, disk_bytes, run
+from template_parts import Store, assert_equals_commit, disk_bytes, run
 
 pytestmark = pytest.mark.root
 

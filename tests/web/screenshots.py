@@ -19,7 +19,7 @@ from pathlib import Path
 
 from browser import Browser, browser
 from gitrepos import Upstream
-from weblab import page_daemon
+from web_daemon import page_daemon
 
 from mirrord import Client
 from mirrord.cli.main import run

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from browser import Browser, browser, why_no_browser
-from weblab import World, furnished, walk
+from web_daemon import World, furnished, walk
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ import anyio
 import pytest
 from daemons import Daemon, daemon, parse_response
 from waiting import until
-from weblab import (
+from web_daemon import (
     IMAGE,
     SCRIPT,
     World,

@@ -17,7 +17,7 @@ from pathlib import Path
 import anyio
 import pytest
 import structlog
-from workerlab import (
+from worker_calls import (
     LONG,
     add,
     die,
@@ -308,7 +308,7 @@ def test_workers_die_with_the_daemon(tmp_path: Path) -> None:
         import anyio
         from datetime import timedelta
         from mirrord.workers.pool import Workers
-        from workerlab import hang
+        from worker_calls import hang
         async def main():
             workers = Workers(size=1)
             await workers.run(hang, {str(tmp_path / "pid")!r}, timeout=timedelta(seconds=30))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from workerlab import add, hang, is_gone, nice_and_pid, until
+from worker_calls import add, hang, is_gone, nice_and_pid, until
 
 from mirrord.git.command import low_priority, priority_prefix
 from mirrord.workers.coalesce import Coalescer

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gitrepos import Upstream, git
-from heallab import House, refs_of
+from heal_parts import House, refs_of
 
 from mirrord.config import UpstreamSettings
 from mirrord.model import CommitId, MirrorName
@@ -56,7 +56,7 @@ class Truth:
         return found
 
 
-class Patient(House):
+class DamagedMirror(House):
     """What is to be healed; `pristine` has the two shapes of its mirror."""
 
     def __init__(self, root: Path) -> None:

@@ -1,4 +1,4 @@
-"""A client with a uid of its own, for the crowd: checks out, looks, writes, resets, releases. `python -m faults.visitor`.
+"""A client with a uid of its own, for the crowd: checks out, looks, writes, resets, releases. `python -m faults.client`.
 
 Reads its orders as JSON from stdin and ends with a line of JSON: how often it went well, and what was wrong.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     with Client(orders["socket"]) as client:
         while time.monotonic() < end and not wrong:
             try:
-                _visit(client, orders["trees"], choices)
+                _use(client, orders["trees"], choices)
                 done += 1
             except (CheckoutBusyError, TooManyCheckoutsError):
                 continue
@@ -35,11 +35,11 @@ def main() -> None:
     print(json.dumps({"done": done, "wrong": wrong}))
 
 
-def _visit(client: Client, trees: dict[str, str], choices: random.Random) -> None:
+def _use(client: Client, trees: dict[str, str], choices: random.Random) -> None:
     commit = choices.choice(sorted(trees))
     with client.checkout(f"o__r@{commit}") as checkout:
         must_be(Path(checkout.path), commit, trees)
-        (Path(checkout.path) / "README").write_text("a visitor's\n")
+        (Path(checkout.path) / "README").write_text("a user's\n")
         checkout.reset()
         must_be(Path(checkout.path), commit, trees)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from daemons import Daemon, daemon
-from volumelab import put_environment, write_tasks
+from volume_driver import put_environment, write_tasks
 from waiting import until
 
 from mirrord import Client

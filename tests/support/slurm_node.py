@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from waiting import until
-from weblab import free_port
+from web_daemon import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 _CONF = """\

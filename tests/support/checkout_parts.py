@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from gitrepos import ENV, Upstream, git
-from mountlab import unmount_below
+from mounted_templates import unmount_below
 
 from mirrord.catalog import Catalog
 from mirrord.checkouts.backend import CheckoutBackend

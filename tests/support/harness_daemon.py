@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from daemons import Daemon
 from gitrepos import Upstream
-from packagelab import building, recipe
+from python_packages import building, recipe
 
 from mirrord import Client, Sandbox
 

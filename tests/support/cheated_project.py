@@ -15,8 +15,8 @@ from typing import Any
 from cheats import Cheat
 from daemons import daemon
 from gitrepos import Upstream
-from gradinglab import AGENT, GRADER, give_away, write
-from packagelab import recipe, wheel
+from graded_project import AGENT, GRADER, give_away, write
+from python_packages import recipe, wheel
 
 from mirrord import Checkout, Client
 from mirrord.client._sync.testrun import build_environment, run_tests

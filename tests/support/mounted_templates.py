@@ -97,7 +97,7 @@ def unmount_below(directory: Path) -> None:
 
 
 @contextmanager
-def mountlab(uid: int = 0) -> Iterator[Lab]:
+def mounted_templates(uid: int = 0) -> Iterator[Lab]:
     state = Path(tempfile.mkdtemp(prefix="mm-"))
     state.chmod(0o711)
     os.chown(state, uid, uid)
