@@ -137,7 +137,7 @@ class _Command(click.Command):
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         module, _, name = self._verb.at.partition(":")
-        function = getattr(importlib.import_module(f".{module}", __package__), name)
+        function = getattr(importlib.import_module(f".verbs.{module}", __package__), name)
         if details := inspect.getdoc(function):
             self.help = f"{self._verb.summary}\n\n{details}"
         self.epilog = f"\b\nExit status:\n{exit_lines((0, 1, 2, *self._verb.ends))}"

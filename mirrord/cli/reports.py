@@ -23,9 +23,9 @@ from ..errors import UsageError
 from ..model import ReportKind, utc_now
 from ..protocol import FAULTS_MAX, AddReport, Progress, to_bytes
 from ..quoting import as_utf8, legible, quote_name
-from .operations import watching
 from .output import count, when
 from .session import Session
+from .waiting import watching
 
 PAGES = {".html", ".htm"}
 

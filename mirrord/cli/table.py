@@ -31,7 +31,7 @@ GROUPS = {
 
 
 class Verb(NamedTuple):
-    """`at` is module:function below mirrord.cli; `ends` are exit statuses besides 0, 1 and 2."""
+    """`at` is module:function in `verbs`; `ends` are exit statuses besides 0, 1 and 2."""
 
     name: str
     at: str
@@ -71,8 +71,8 @@ instance show; datasets:show_instance; 3459; Show one instance.
 pin; mirrors:pin; 34689; Pin a commit of a mirror.
 unpin; mirrors:unpin; 349; Remove a pin.
 pins; mirrors:pins; 349; List the pins of a mirror, or of all.
-audit; audits:audit; 34789; Check that every recorded commit can be served.
-heal; audits:heal; 346789; Repair missing and damaged objects of mirrors.
+audit; upkeep:audit; 34789; Check that every recorded commit can be served.
+heal; upkeep:heal; 346789; Repair missing and damaged objects of mirrors.
 checkout; checkouts:checkout; 346789; Lease a working tree and print its path.
 reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance.
 fork; checkouts:fork; 345789; Lease a copy of a checkout and print its path.
@@ -93,8 +93,8 @@ exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.
 rehearse; rehearse:rehearse; 3456789; Test instances: checkout, seal, patches, reset.
 fleet; status:fleet; 39; Show the daemons that share mirrors with this one.
-du; disk:du; 379; Show disk usage, and how much of it gc can free.
-gc; disk:gc; 379; Remove caches that are not in use.
+du; upkeep:du; 379; Show disk usage, and how much of it gc can free.
+gc; upkeep:gc; 379; Remove caches that are not in use.
 refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
 refs diff; mirrors:refs_diff; 349; Show what changed between two records.
 refs restore; mirrors:refs_restore; 34579; Restore a mirror's refs from a record.

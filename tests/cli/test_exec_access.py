@@ -19,7 +19,7 @@ from gitrepos import Upstream
 from procsearch import command as search
 from waiting import until
 
-from mirrord.cli.execute import _forwarding
+from mirrord.cli.verbs.execute import _forwarding
 
 pytestmark = pytest.mark.root
 

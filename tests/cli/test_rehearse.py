@@ -22,7 +22,7 @@ from waiting import until
 
 from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
-from mirrord.cli.rehearse import Results
+from mirrord.cli.verbs.rehearse import Results
 from mirrord.client.rehearsing import Candidate
 from mirrord.errors import UsageError
 

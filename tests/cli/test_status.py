@@ -14,8 +14,8 @@ from daemons import Daemon, daemon
 
 from mirrord import protocol
 from mirrord.cli.attention import problems_of
-from mirrord.cli.status import _status_lines
 from mirrord.cli.table import VERBS
+from mirrord.cli.verbs.status import _status_lines
 from mirrord.model import AuditLevel, Backend
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -20,7 +20,7 @@ from waiting import until
 
 from mirrord import Client, protocol
 from mirrord.cli.output import ago
-from mirrord.cli.top import render
+from mirrord.cli.verbs.top import render
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 

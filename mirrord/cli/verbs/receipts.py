@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ..errors import IntegrityError, ResourceError, UsageError
-from ..protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
+from ...errors import IntegrityError, ResourceError, UsageError
+from ...protocol import MalformedError, Mismatch, Receipt, ReceiptReport, canonical
+from ..session import Argument, Option, Session, print_line, read_file
 from .checkouts import ID_HELP, find_id
-from .session import Argument, Option, Session, print_line, read_file
 
 _NAMESPACE = "mirrord-receipt"
 _SIGN_HELP = "SSH key to sign it with; for a public key the SSH agent has the private one."

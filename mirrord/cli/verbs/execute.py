@@ -23,15 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from .. import errors
-from ..host.processes import hide_argument
-from ..model import Bind, View, shown
-from ..sandbox.box import become, end, find_started
-from ..sandbox.calls import box_of
-from ..sandbox.room import Limits
-from ..units import parse_size
-from .checkouts import Environment, Layer, find_id, is_id
-from .session import (
+from ... import errors
+from ...host.processes import hide_argument
+from ...model import Bind, View, shown
+from ...sandbox.box import become, end, find_started
+from ...sandbox.calls import box_of
+from ...sandbox.room import Limits
+from ...units import parse_size
+from ..session import (
     Argument,
     BackendOption,
     HistoryOption,
@@ -42,9 +41,10 @@ from .session import (
     read_duration,
     read_owner,
 )
+from .checkouts import Environment, Layer, find_id, is_id
 
 if TYPE_CHECKING:
-    from .. import Checkout
+    from ... import Checkout
 
 # renewed at a third of it; after a killed `mirrord exec` the tree is gone within three minutes
 _LEASE_TTL = timedelta(minutes=3)

@@ -1,10 +1,10 @@
-"""Wait for operations, with a progress bar on a terminal; and `mirrord operations …`."""
+"""Wait for operations, with a progress bar on a terminal; and exit as their verbs do."""
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from ..errors import (
     IntegrityError,
@@ -24,12 +24,10 @@ from ..protocol import (
     Progress,
     Restored,
 )
-from .output import cell, facts_of, listing
-from .session import Argument, Option, Session, as_json, print_line
+from .output import listing
+from .session import Session
 
 A = TypeVar("A", bound=Answer)
-
-Id = Annotated[str, Argument("Id of an operation, as in `mirrord operations list`.", "ID")]
 
 
 @contextmanager
@@ -137,64 +135,12 @@ def _status_of(result: Answer | None) -> int:
     return 0
 
 
-def _exit_as_verb(ended: Operation) -> None:
+def exit_as_verb(ended: Operation) -> None:
     """Exit as the verb does that started an operation."""
     kind = RESULTS.get(ended.kind)
     exit_as(kind.from_json(ended.result) if kind and ended.result is not None else None)
 
 
-# -- verbs
-
-
-def list_all(
-    session: Session,
-    running: Annotated[bool, Option("Only running operations.")] = False,
-) -> None:
-    """Users see their own operations, administrators all. A restart clears the list."""
-    known = [o for o in session.client.list_operations() if not running or o.state == "running"]
-    session.answer(known, operation_table(known))
-
-
 def operation_table(operations: Iterable[Operation]) -> Iterator[str]:
     columns = "OPERATION=id KIND SUBJECT STATE PROGRESS STARTED=started_at"
     return listing(operations, columns, PROGRESS=lambda found: amount(found.progress))
-
-
-def show(session: Session, operation_id: Id) -> None:
-    """With --json, the result is included."""
-    found = session.client.get_operation(operation_id)
-    names = "operation=id kind subject state progress started=started_at ended=finished_at"
-    names += " problem=error.detail hint=error.hint"
-    session.answer(found, facts_of(found, names, progress=amount(found.progress) or None))
-
-
-def watch(session: Session, operation_id: Id) -> None:
-    """Prints a line for each change. The exit status is that of the verb that started it."""
-    printed = ""
-
-    def show_change(found: Operation) -> None:
-        nonlocal printed
-        line = as_json(found) if session.json else _line(found)
-        if line != printed:
-            printed = line
-            print_line(line)
-
-    _exit_as_verb(session.client.wait(operation_id, progress=show_change))
-
-
-def _line(found: Operation) -> str:
-    facts = found.kind, cell(found.subject), found.state, amount(found.progress)
-    return " ".join(filter(None, facts))
-
-
-def wait(session: Session, operation_id: Id) -> None:
-    """The exit status is that of the verb that started it."""
-    ended = finish(session, session.client.get_operation(operation_id))
-    session.answer(ended, [_line(ended)])
-    _exit_as_verb(ended)
-
-
-def cancel(session: Session, operation_id: Id) -> None:
-    """Finished parts (mirrors, pins, rows) stay."""
-    found = session.client.cancel_operation(operation_id)
-    session.answer(found, [_line(found)])

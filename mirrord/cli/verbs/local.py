@@ -9,20 +9,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from .. import config, errors, places
-from ..config import Settings
-from ..doctor import Check, examine, installer
-from ..doctor.checks import Step
-from ..doctor.repairs import Repaired, repair
-from ..model import History, MirrorName, parse_commit
-from ..places import Layout
-from ..protocol import RootReport, SealReport
-from ..quoting import legible, quote_name
-from ..seal.scan import scan_root
-from ..seal.verify import verify_seal as verify_repository
-from ..telemetry import masked
-from .output import count, size
-from .session import Argument, Option, Session, print_line
+from ... import config, errors, places
+from ...config import Settings
+from ...doctor import Check, examine, installer
+from ...doctor.checks import Step
+from ...doctor.repairs import Repaired, repair
+from ...model import History, MirrorName, parse_commit
+from ...places import Layout
+from ...protocol import RootReport, SealReport
+from ...quoting import legible, quote_name
+from ...seal.scan import scan_root
+from ...seal.verify import verify_seal as verify_repository
+from ...telemetry import masked
+from ..output import count, size
+from ..session import Argument, Option, Session, print_line
 
 _ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}

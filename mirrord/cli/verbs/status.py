@@ -10,12 +10,12 @@ from datetime import timedelta
 from itertools import islice
 from typing import Annotated
 
-from ..errors import IntegrityError, NoDaemonError, ResourceError, UsageError
-from ..protocol import Event, Mirror, Operation, Status
-from . import operations
-from .attention import Attention, attention_lines, problems_of
-from .output import count, facts, facts_of, listing, problem_of, size, when
-from .session import Option, Session, as_json, print_line, read_duration
+from ...errors import IntegrityError, NoDaemonError, ResourceError, UsageError
+from ...protocol import Event, Mirror, Operation, Status
+from ..attention import Attention, attention_lines, problems_of
+from ..output import count, facts, facts_of, listing, problem_of, size, when
+from ..session import Option, Session, as_json, print_line, read_duration
+from ..waiting import operation_table
 
 # while a daemon starts; nothing tells that its socket will exist
 _POLL_S = 0.1
@@ -120,7 +120,7 @@ def _status_lines(
     if problems:
         yield ""
     yield from _summary(found)
-    yield from _first_rows(operations.operation_table(running), len(running), every)
+    yield from _first_rows(operation_table(running), len(running), every)
     all_mirrors = every or len(found.mirrors) <= _ROWS_SHOWN
     mirrors = [each for each in found.mirrors if all_mirrors or problem_of(each)]
     columns = "MIRROR=name STATE REFS=ref_count PINS=pin_count SIZE=size_bytes SYNCED=synced_at"

@@ -1,7 +1,6 @@
 """The verbs of checkouts, such as `mirrord checkout`, `reset`, `diff`, `grade` and `release`."""
 
 import base64
-import importlib
 import os
 import re
 import sys
@@ -9,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
-from ..model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
-from ..protocol import Grade, RestoreAnswer
-from ..quoting import quote_name, unquote_name
-from .output import listing, table, when
-from .session import (
+from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
+from ...model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
+from ...protocol import Grade, RestoreAnswer
+from ...quoting import quote_name, unquote_name
+from ..output import listing, table, when
+from ..session import (
     Argument,
     BackendOption,
     HistoryOption,
@@ -390,7 +389,8 @@ def grade(
         if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
             hint = "remove the ID, --patch, --layer, --environment and --strategy"
             raise UsageError("cannot combine --predictions with another target", hint=hint)
-        predictions_module = importlib.import_module(".predictions", __package__)  # loads asyncio
+        from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
+
         jobs = read_jobs(concurrency, "--concurrency")
         common |= {"dataset": dataset, "history": history, "logs": logs}
         common |= {"run_for": read_duration(timeout, "--timeout") if run else None}

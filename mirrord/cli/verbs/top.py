@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 import mirrord
 
-from ..errors import MirrordError, NoDaemonError, ResourceError
-from ..protocol import Activity, EndpointActivity
-from .operations import amount
-from .output import ago, cell, count, seconds, size, table
-from .session import Option, Session, as_json, print_line, read_duration
+from ...errors import MirrordError, NoDaemonError, ResourceError
+from ...protocol import Activity, EndpointActivity
+from ..output import ago, cell, count, seconds, size, table
+from ..session import Option, Session, as_json, print_line, read_duration
+from ..waiting import amount
 
 Line = tuple[str, str]
 """A line and its style in rich."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ..errors import AccessError, UsageError
-from ..model import UNREAD_LIST, CommitRole, View
-from ..protocol import (
+from ...errors import AccessError, UsageError
+from ...model import UNREAD_LIST, CommitRole, View
+from ...protocol import (
     Dataset,
     DatasetDiff,
     DatasetImported,
@@ -18,12 +18,12 @@ from ..protocol import (
     Prewarmed,
     UnpinnedCommit,
 )
-from .operations import conclude, exit_as, watching
-from .output import count, facts, facts_of, listing, short
-from .session import Argument, NoWait, Option, Session
+from ..output import count, facts, facts_of, listing, short
+from ..session import Argument, NoWait, Option, Session
+from ..waiting import conclude, exit_as, watching
 
 if TYPE_CHECKING:
-    from ..sources.opening import Source
+    from ...sources.opening import Source
 
 Name = Annotated[str, Argument("Name of the dataset.", "NAME")]
 NameOption = Annotated[
@@ -42,7 +42,7 @@ _SHOWN_MIRRORS = 20
 
 def open_sources(words: list[str]) -> Source:
     """Read the rows of sources; loads the readers, which other verbs do not need."""
-    from ..sources import opening  # noqa: PLC0415
+    from ...sources import opening  # noqa: PLC0415
 
     return opening.open_sources(words)
 

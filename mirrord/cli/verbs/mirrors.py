@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated
 
-from ..errors import IntegrityError, MirrordError, UsageError, from_problem
-from ..protocol import Mirror, Operation, RefDiff
-from .operations import conclude, finish_all
-from .output import facts_of, listing, problem_of
-from .session import Argument, MirrorArgument, NoWait, Option, Session
+from ...errors import IntegrityError, MirrordError, UsageError, from_problem
+from ...protocol import Mirror, Operation, RefDiff
+from ..output import facts_of, listing, problem_of
+from ..session import Argument, MirrorArgument, NoWait, Option, Session
+from ..waiting import conclude, finish_all
 
 Repos = Annotated[list[str], Argument("owner/name; [upstream] url is the upstream.", "REPO...")]
 RecordArgument = Annotated[str, Argument("A record, by id or time (ISO 8601).")]

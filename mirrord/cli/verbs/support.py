@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from .. import __version__, config, errors
-from ..client.primitives_sync import whole_file
-from ..config import Settings
-from ..doctor import examine
-from ..doctor.checks import run
-from ..doctor.units import NAMES
-from ..errors import full_disk_named
-from ..host.mounts import find_mount, mounts_below
-from ..places import Layout
-from ..telemetry import masked
+from ... import __version__, config, errors
+from ...client.primitives_sync import whole_file
+from ...config import Settings
+from ...doctor import examine
+from ...doctor.checks import run
+from ...doctor.units import NAMES
+from ...errors import full_disk_named
+from ...host.mounts import find_mount, mounts_below
+from ...places import Layout
+from ...telemetry import masked
+from ..session import Argument, Session
 from .local import find_config
-from .session import Argument, Session
 
 # A report is attached to an issue: it has the newest of each.
 _EVENTS_MAX = 1000

@@ -13,16 +13,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar
 
-from .. import protocol
-from ..client._async import AsyncClient
-from ..client.rehearsing import Candidate
-from ..errors import UsageError, from_problem
-from ..jsontext import loads
-from ..model import Readiness, ReportKind
-from ..quoting import legible
-from . import reports
-from .output import cell, count, listing, table
-from .session import (
+from ... import protocol
+from ...client._async import AsyncClient
+from ...client.rehearsing import Candidate
+from ...errors import UsageError, from_problem
+from ...jsontext import loads
+from ...model import Readiness, ReportKind
+from ...quoting import legible
+from .. import reports
+from ..output import cell, count, listing, table
+from ..session import (
     Argument,
     Option,
     OwnerOption,

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from ..errors import UsageError
-from ..protocol import BuildReport, Environment
-from .operations import conclude, exit_as
-from .output import count, facts_of, listing, short, size
-from .session import Argument, NoWait, Option, Session
+from ...errors import UsageError
+from ...protocol import BuildReport, Environment
+from ..output import count, facts_of, listing, short, size
+from ..session import Argument, NoWait, Option, Session
+from ..waiting import conclude, exit_as
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
 Name = Annotated[str, Argument(_NAME_HELP, "KEY")]

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from ..errors import UsageError, from_problem
-from ..protocol import BundleImported, Restored
-from .audits import audit_lines
+from ...errors import UsageError, from_problem
+from ...protocol import BundleImported, Restored
+from ..output import count, facts_of
+from ..session import Argument, MirrorArgument, NoWait, Option, Session
+from ..waiting import conclude, exit_as, finish, started, watching
 from .checkouts import restore_paths
-from .operations import conclude, exit_as, finish, started, watching
-from .output import count, facts_of
-from .session import Argument, MirrorArgument, NoWait, Option, Session
+from .upkeep import audit_lines
 
 
 def bundle(

@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-from ..client.primitives_sync import write
-from ..errors import MirrordError, NoDaemonError, UsageError
-from ..git.objects.repository import describe
-from ..host.files import FOR_READING, open_beneath, open_directory, opened
-from ..model import MirrorName
-from ..protocol import Progress
-from ..sources.derive import Column, Derived, Deriver, Row
-from ..sources.pullrequests import SplitRule
-from ..sources.versions import Version, find_version
+from ...client.primitives_sync import write
+from ...errors import MirrordError, NoDaemonError, UsageError
+from ...git.objects.repository import describe
+from ...host.files import FOR_READING, open_beneath, open_directory, opened
+from ...model import MirrorName
+from ...protocol import Progress
+from ...sources.derive import Column, Derived, Deriver, Row
+from ...sources.pullrequests import SplitRule
+from ...sources.versions import Version, find_version
+from ..output import cell, count, table
+from ..session import Argument, Option, Session
+from ..waiting import watching
 from .datasets import open_sources
-from .operations import watching
-from .output import cell, count, table
-from .session import Argument, Option, Session
 
 _ONLY_HELP = "Column to derive; repeatable; default: all. Only `version` needs a daemon."
 _RULE_HELP = "Rule that separates tests from the solution."
