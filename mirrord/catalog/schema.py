@@ -27,7 +27,7 @@ from ..model import (
 from ..protocol import AuditPart, Receipt, RowFault
 from ..quoting import as_utf8, quote_name, unquote_name
 
-HEAD = "0009"  # the newest migration
+HEAD = "0001"  # the newest migration
 
 _ABBREVIATED_DIGITS = 7  # git's shortest abbreviation by default
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sqlite3
 import stat
@@ -21,6 +22,7 @@ from typing import Any
 
 import anyio
 import pytest
+from next_release import add_revisions
 from postgresql import Server, running
 from sqlalchemy import inspect
 
@@ -749,8 +751,13 @@ def test_an_unknown_revision_is_refused_and_migrations_run_in_a_worker(tmp_path:
     anyio.run(work)
 
 
-def test_a_migration_keeps_the_last_two_catalogs_and_needs_room_for_one(tmp_path: Path) -> None:
-    place = tmp_path / "catalog.sqlite3"
+def test_a_migration_keeps_the_last_two_catalogs_and_needs_room_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, migrations = tmp_path / "catalog.sqlite3", tmp_path / "migrations"
+    shutil.copytree(MIGRATIONS, migrations)
+    add_revisions(migrations, range(2, 6))
+    monkeypatch.setattr("mirrord.catalog.database.MIGRATIONS", migrations)
     for revision in ("0001", "0002", "0003", "0004"):
         migrate(str(place), revision)
     assert [path.name for path in sorted(tmp_path.glob("catalog-*"))] == [
@@ -759,7 +766,7 @@ def test_a_migration_keeps_the_last_two_catalogs_and_needs_room_for_one(tmp_path
     ]
     (tmp_path / "catalog-0004.new").mkdir()
     with pytest.raises(ResourceError, match="cannot back up the catalog"):
-        migrate(str(place))
+        migrate(str(place), "0005")
     with closing(sqlite3.connect(place)) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("0004",)
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from daemons import Daemon, daemon
-from faults.on_catalog import make_old
 from gitrepos import Upstream
+from next_release import NEXT, next_release
 from waiting import until
 
 from mirrord.catalog.schema import HEAD
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
-OLDER = "catalog-0001.sqlite3"
+OLDER = f"catalog-{HEAD}.sqlite3"
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,6 @@ def _content(running: Daemon) -> dict[str, Any]:
     }
 
 
-def _grow_old(state: Path) -> None:
-    """As the first schema had it, before there were versions."""
-    make_old(state)
-    (state / "state_version").unlink()
-
-
 def _ended(running: Daemon) -> tuple[int, str]:
     running.log_path.unlink()
     running.start(wait=False)
@@ -109,7 +103,8 @@ def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
     """By the schema of the catalog; a refusal changes nothing."""
     before = _content(running)
     running.stop()
-    _grow_old(running.state_dir)
+    (running.state_dir / "state_version").unlink()  # as before there were versions
+    running.upgrade(next_release())
     running.start()
     assert _content(running) == before
     assert (running.state_dir / "state_version").read_text() == "1\n"
@@ -126,7 +121,7 @@ def test_an_older_state_opens_and_a_later_one_is_refused_with_the_way_back(
         connection.commit()
     status, log = _ended(running)
     assert status == 5
-    assert f"does not know its schema 9999, only {HEAD} and older" in log
+    assert f"does not know its schema 9999, only {NEXT} and older" in log
     assert f"remove {state}/catalog.sqlite3* and move {older} to {state}/catalog.sqlite3" in log
     for file in state.glob("catalog.sqlite3*"):
         file.unlink()

@@ -1,7 +1,7 @@
-"""The migration of the catalog as an operation: a daemon starts on one that an older mirrord left.
+"""The migration of the catalog as an operation: the next release starts on one that this one left.
 
-That catalog is made by the older migrations themselves and holds the rows there are. The daemon waits, stopped, before its first
-step, so that whoever strikes is there from the beginning: all of a start is struck, not the migration alone.
+The daemon waits, stopped, before its first step, so that whoever strikes is there from the beginning: all of a start is struck, not
+the migration alone.
 """
 
 from __future__ import annotations
@@ -16,31 +16,19 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
+from next_release import NEXT, next_release
 
-from mirrord.catalog.database import MIGRATIONS, Database
 from mirrord.catalog.schema import HEAD
 
 from .lab import Lab, Refused
 from .operation import AFTER, BEFORE, Operation
 
-_OLD = "0001"
 _STOPPED = ("sh", "-c", 'kill -STOP $$; exec "$@"', "sh")
 _FILES = ("catalog.sqlite3", "catalog.sqlite3-wal", "catalog.sqlite3-shm")
 _START_S = 30.0
 _BUG = 1
-_NOTED = {("mirrors", "error"), ("mirrors", "history")}
-_NOTED |= {
-    ("instances", name)
-    for name in (
-        *("public_id", "revision", "environment", "python_version", "version"),
-        *("created_at", "history", "rules", "install_config"),
-    )
-}
-"""What a start notes of a git that failed, and what only newer schemas have."""
-_DROPPED = {"audits", "judgements"}
-"""What a migration leaves to the next audit."""
+_NOTED = {("mirrors", "error"), ("mirrors", "history"), ("instances", f"note_{NEXT}")}
+"""What a start notes of a git that failed, and what only the newer schema has."""
 
 Rows = dict[str, list[tuple[object, ...]]]
 
@@ -52,7 +40,9 @@ class Migration(Operation):
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab)
         lab.daemon.stop()
-        self._rows = make_old(lab.state)
+        lab.daemon.upgrade(next_release())
+        with _copied(lab.state) as catalog:
+            self._rows = _read(catalog)[1]
         self._left = ""
         lab.daemon.start(wait=False, prefix=_STOPPED)
         _wait_until_stopped(lab.daemon.pid)
@@ -70,12 +60,12 @@ class Migration(Operation):
 
     def look(self) -> None:
         """The whole old schema or the whole new one, and every row."""
-        self._left = {_OLD: BEFORE, HEAD: AFTER}[self._revision()]
+        self._left = {HEAD: BEFORE, NEXT: AFTER}[self._revision()]
 
     def outcome(self) -> str:
         """A start that goes well has migrated it."""
         revision = self._revision()
-        assert revision == HEAD, f"started on a catalog of revision {revision}"
+        assert revision == NEXT, f"started on a catalog of revision {revision}"
         return self._left or AFTER
 
     def _revision(self) -> str:
@@ -90,48 +80,9 @@ class Migration(Operation):
         assert self.outcome() == AFTER
 
 
-def make_old(state: Path) -> Rows:
-    """Replace the catalog by one of the oldest revision with the same rows; answers those."""
-    catalog = state / _FILES[0]
-    with closing(sqlite3.connect(catalog)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    new = catalog.rename(state / "new.sqlite3")
-    try:
-        _migrate_to(_OLD, catalog)
-        with closing(sqlite3.connect(catalog)) as connection:
-            connection.execute("ATTACH ? AS new", (str(new),))
-            for table in _tables(connection):
-                names = ", ".join(json.dumps(name) for name in _columns(connection, table))
-                connection.execute(f"INSERT INTO {table} ({names}) SELECT {names} FROM new.{table}")
-            connection.commit()
-            connection.execute("DETACH new")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        return _read(catalog)[1]
-    finally:
-        new.unlink()
-        for name in _FILES[1:]:
-            (state / name).unlink(missing_ok=True)
-
-
-def _migrate_to(revision: str, catalog: Path) -> None:
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    database = Database(catalog)
-    try:
-        with database.write() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, revision)
-    finally:
-        database.close()
-
-
 def _tables(connection: sqlite3.Connection) -> list[str]:
     found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return sorted(
-        name
-        for (name,) in found
-        if not name.startswith(("sqlite_", "alembic_")) and name not in _DROPPED
-    )
+    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")))
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
@@ -153,16 +104,22 @@ def _rows_of(connection: sqlite3.Connection, table: str) -> list[tuple[object, .
 
 @contextmanager
 def _copied(state: Path) -> Iterator[Path]:
-    """To look at it changes nothing."""
+    """To look at it changes nothing. Copied again where a checkpoint came between the files."""
     place = state.parent / "looked-at"
     place.mkdir()
     try:
-        for name in _FILES:
-            if (state / name).exists():
+        before = None
+        while before != (before := _stamps(state)):
+            for name in before:
                 shutil.copyfile(state / name, place / name)
         yield place / _FILES[0]
     finally:
         shutil.rmtree(place)
+
+
+def _stamps(state: Path) -> dict[str, tuple[int, int]]:
+    stats = {name: (state / name).stat() for name in _FILES if (state / name).exists()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def _wait_until_stopped(pid: int) -> None:

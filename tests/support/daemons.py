@@ -46,6 +46,10 @@ class Daemon:
         self._environment = {**os.environ, "PYTHONWARNINGS": "", **(environment or {})}
         self.write_config(text)
 
+    def upgrade(self, release: Path) -> None:
+        """Start the release in a directory from now on."""
+        self._environment["PYTHONPATH"] = str(release)
+
     def write_config(self, text: str) -> None:
         """Everything but the two paths is the test's."""
         self.config.write_text(f'state_dir = "{self.state_dir}"\nsocket = "{self.socket}"\n{text}')
@@ -53,7 +57,7 @@ class Daemon:
     @property
     def command(self) -> list[str]:
         python = [sys.executable] if self.user is None else anyone.python()
-        return [*python, "-m", "mirrord.daemon", "--config", str(self.config)]
+        return [*python, "-P", "-m", "mirrord.daemon", "--config", str(self.config)]
 
     @property
     def _can_be_forked(self) -> bool:
