@@ -1,4 +1,4 @@
-"""The contract of a backend, kept by every method of `pool.py` and `overlay.py`.
+"""The contract of a backend, kept by every method of `pool` and `overlay.py`.
 
 - **Cancel.** The caller may be cancelled at any await. What `create` had begun stays in the two
   directories of the lease, where `take_down` finds it. A `reset` that ends early leaves the lease
@@ -15,12 +15,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from ..changes.copying import CopyRule, Taken
 from ..model import Backend, Target
 from ..protocol import Proof
 
@@ -34,39 +34,6 @@ DIFF_TIMEOUT = timedelta(seconds=60)
 
 ChangedPaths = Callable[[], list[bytes]]
 """Lists the paths that may differ; picklable, because it runs in a worker."""
-
-
-class CopyRule(NamedTuple):
-    """What to copy of a checkout.
-
-    With `git`, the refs, logs, index and objects of the tree's own `.git`, and nested repositories
-    whole; without, nothing of any `.git`.
-    """
-
-    of_environment: bool = False
-    git: bool = True
-
-
-class Taken(NamedTuple):
-    """A copy of a checkout as it was at `taken_at`.
-
-    `left_out` counts by kind what is not in the copy: pipes, sockets, devices, and files of `.git`.
-    Without `git` the copy has the base's own `.git`. With `is_same` an earlier copy is equal, and
-    no new one was made.
-    """
-
-    taken_at: datetime
-    files: int
-    size_bytes: int
-    left_out: dict[str, int]
-    git: bool
-    is_same: bool
-
-    def plus(self, other: Taken) -> Taken:
-        """Add the counts of another copy."""
-        files, size = self.files + other.files, self.size_bytes + other.size_bytes
-        left_out = dict(Counter(self.left_out) + Counter(other.left_out))
-        return self._replace(files=files, size_bytes=size, left_out=left_out)
 
 
 class CheckoutBackend(Protocol):

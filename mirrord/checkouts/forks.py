@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from ..changes.copying import CopyRule, Taken
 from ..errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
     TooManySnapshotsError,
 )
 from ..model import CheckoutId, LayerId, shown
-from .backend import CheckoutBackend, CopyRule, Taken
+from .backend import CheckoutBackend
 from .layers import Layers
 from .lease import Lease, SavedState
 from .leases import Leases

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import anyio.to_thread
 
 from .. import errors
+from ..changes.copying import CopyRule, Taken
+from ..changes.survey import OverlayPaths, copy_overlay, overlay_changes
 from ..errors import full_disk_named, host_error
 from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
@@ -36,8 +38,7 @@ from ..templates.environments import EnvironmentStore
 from ..templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
 from ..trees.proof import must_prove
 from ..workers.pool import Workers
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
-from .changes import OverlayPaths, copy_overlay, overlay_changes
+from .backend import DIFF_TIMEOUT, ChangedPaths
 from .layers import layer_path, objects_path
 from .lease import Directories, Lease, LeaseState, resetting
 from .leases import Leases

@@ -19,6 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from .. import errors
+from ..changes.copying import CopyRule, Taken
 from ..errors import full_disk_named
 from ..host.files import opened, read_plain, sync_directory, sync_tree, write_all
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
@@ -28,7 +29,7 @@ from ..protocol import Copied, PreparedLayer
 from ..telemetry import log
 from ..templates.environments import EnvironmentStore
 from ..workers.pool import Workers
-from .backend import ChangedPaths, CopyRule, Taken
+from .backend import ChangedPaths
 from .layers import Layers
 from .lease import Lease, SavedLayer, from_json, to_json
 from .leases import Leases

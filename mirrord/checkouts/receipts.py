@@ -29,7 +29,7 @@ from ..templates.store import SealedStore
 from ..workers.pool import Workers
 from ..workers.turns import Turns
 from .lease import Lease
-from .resolve import ResolvedRequest
+from .requests.resolve import ResolvedRequest
 
 _TIMEOUT = timedelta(minutes=10)
 _CACHED = 1024

@@ -33,7 +33,6 @@ from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
 from ..templates.store import StoreKey, find_leaks
 from ..workers.pool import Workers
-from .admission import Leasing, checkout_fields, copied_of, must_be_live, must_mount, snapshot_of
 from .backend import CheckoutBackend
 from .forks import Forks
 from .layers import Layers, objects_path
@@ -41,12 +40,19 @@ from .lease import Base, Lease, LeaseState, Volume
 from .leases import Leases
 from .lifecycle import Lifecycle
 from .patching import DiffAnswer, Patches
-from .pool import PoolBackend
+from .pool.backend import PoolBackend
 from .prepared import LayerRecord, PreparedLayers
-from .quotas import Quotas
 from .receipts import Receipts, report
-from .resolve import Resolver
-from .sync_errors import SyncErrors
+from .requests.admission import (
+    Leasing,
+    checkout_fields,
+    copied_of,
+    must_be_live,
+    must_mount,
+    snapshot_of,
+)
+from .requests.quotas import Quotas
+from .requests.resolve import Resolver
 from .volumes import Volumes
 
 
@@ -103,7 +109,6 @@ class Checkouts:
             settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
             self.patches.complete, has_overlay=bool(self.overlay),
         )  # fmt: skip
-        self.sync_errors = SyncErrors(leases)
         self.volumes = Volumes(leasing, self.checkout, self.fork)
 
     async def open(self) -> None:

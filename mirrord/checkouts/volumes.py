@@ -16,8 +16,8 @@ from ..errors import CheckoutBusyError, ConflictError, InvalidRequestError, NotF
 from ..host.peers import Peer
 from ..host.processes import boot_id
 from ..model import shown
-from .admission import Leasing
 from .lease import Lease, Volume
+from .requests.admission import Leasing
 
 
 class Existing(NamedTuple):

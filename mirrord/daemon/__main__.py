@@ -24,7 +24,7 @@ os.umask(0o022)  # as git expects for a checkout's files; private files set thei
 FORK_SERVER.start(
     [
         "mirrord.templates.layers",
-        "mirrord.checkouts.changes",
+        "mirrord.changes.survey",
         "mirrord.patches.diff",
         "mirrord.grading.prepare",
     ]

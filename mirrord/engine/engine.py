@@ -52,6 +52,7 @@ from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING, Askers
 from .activity import ActivityMonitor, HealthMonitor, HealthReport, Traffic
 from .storage import Storage
+from .sync_errors import SyncErrors
 from .timetable import Cleanup, Schedule, Timetable
 from .work import BackgroundWork, Prewarm
 
@@ -222,7 +223,7 @@ class Engine:
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)
-        self.health.degrade_by(self.checkouts.sync_errors.problems)
+        self.health.degrade_by(SyncErrors(self.checkouts.leases).problems)
         place, service = self.layout.environments, self._settings.socket.parent / "build.sock"
         builds = Builds(
             place=place, service=service,

@@ -15,10 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkouts.admission import Admitted, Leasing
 from ..checkouts.backend import DIFF_TIMEOUT
 from ..checkouts.layers import Layers
-from ..checkouts.resolve import ResolvedRequest
+from ..checkouts.requests.admission import Admitted, Leasing
+from ..checkouts.requests.resolve import ResolvedRequest
 from ..environments.probing import Answer, Probes, Question
 from ..errors import ResourceError
 from ..host.peers import own_process

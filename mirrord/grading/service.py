@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from .. import protocol
 from ..catalog import InstanceRow
-from ..checkouts.admission import Admitted, Leasing, checkout_fields, must_mount
 from ..checkouts.layers import Layers, objects_path
 from ..checkouts.lease import Base, Graded, SavedLayer, SavedState
 from ..checkouts.patching import Patches
-from ..checkouts.resolve import ResolvedRequest, Resolver
+from ..checkouts.requests.admission import Admitted, Leasing, checkout_fields, must_mount
+from ..checkouts.requests.resolve import ResolvedRequest, Resolver
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.probing import Probes

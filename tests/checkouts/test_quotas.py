@@ -11,7 +11,7 @@ from checkout_parts import ROOT_PEER, USER, USER_PEER, Service, running_service
 from gitrepos import Upstream
 
 from mirrord import errors
-from mirrord.checkouts import quotas
+from mirrord.checkouts.requests import quotas
 from mirrord.host.peers import Peer
 from mirrord.model import Backend
 from mirrord.protocol import (

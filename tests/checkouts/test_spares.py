@@ -26,7 +26,7 @@ from checkout_parts import (
 )
 from gitrepos import Upstream, git
 
-from mirrord.checkouts import spares
+from mirrord.checkouts.pool import spares
 from mirrord.model import Backend, History
 from mirrord.protocol import StartCheckout
 

@@ -24,7 +24,7 @@ from mirrord.checkouts.backend import CheckoutBackend
 from mirrord.checkouts.lease import Base, Directories, Lease, Terms
 from mirrord.checkouts.leases import Leases
 from mirrord.checkouts.overlay import find_overlay
-from mirrord.checkouts.pool import PoolBackend
+from mirrord.checkouts.pool.backend import PoolBackend
 from mirrord.checkouts.service import Checkouts
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets

@@ -331,8 +331,8 @@ def test_workers_import_neither_settings_nor_a_database() -> None:
     of_git = ("command", "objects.repository", "objects.trees", "objects.text")
     others = (
         "workers.forkserver",
-        "checkouts.changes",
-        "checkouts.pool",
+        "changes.survey",
+        "checkouts.pool.backend",
         "grading.prepare",
         "templates.layers",
     )

@@ -8,11 +8,11 @@ fsync in it tells of its own file.
 import time
 from dataclasses import dataclass
 
+from ..checkouts.lease import Lease, LeaseState
+from ..checkouts.leases import Leases
 from ..host.mounts import has_sync_error
 from ..model import Backend, CheckoutId
 from ..telemetry import log
-from .lease import Lease, LeaseState
-from .leases import Leases
 
 _EACH_S = 1.0
 _SHARE = 200  # at most half a percent of the event loop's time: 15 µs a checkout

@@ -16,18 +16,18 @@ from weakref import WeakKeyDictionary
 import anyio
 import anyio.to_thread
 
-from .. import errors, protocol
-from ..config import Settings
-from ..host.mounts import Visible, shares_mounts
-from ..host.peers import Access, Owners, Peer, Process, Role
-from ..host.processes import Owner, may_give_files_away
-from ..host.trash import Trash
-from ..jobs.events import Events
-from ..model import Backend, Bind, History, MirrorName, View, new_checkout_id
-from ..units import format_duration
-from .lease import Base, Lease, LeaseState, SavedState, Terms
-from .leases import Leases, not_found
-from .lifecycle import Expiry, Lifecycle
+from ... import errors, protocol
+from ...config import Settings
+from ...host.mounts import Visible, shares_mounts
+from ...host.peers import Access, Owners, Peer, Process, Role
+from ...host.processes import Owner, may_give_files_away
+from ...host.trash import Trash
+from ...jobs.events import Events
+from ...model import Backend, Bind, History, MirrorName, View, new_checkout_id
+from ...units import format_duration
+from ..lease import Base, Lease, LeaseState, SavedState, Terms
+from ..leases import Leases, not_found
+from ..lifecycle import Expiry, Lifecycle
 from .quotas import Quotas
 from .resolve import Naming
 

@@ -25,8 +25,7 @@ from ..trees.manifest import Manifest
 from ..trees.pooled import has_top
 from ..trees.reader import TreeReader, open_top, parents
 from ..trees.scan import is_control, scan
-from .backend import CopyRule, Taken
-from .copying import HIDDEN, Piece, Pieces, Where, copy_layer, hidden_by
+from .copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer, hidden_by
 
 # -- overlays --------------------------------------------------------------------------------------
 #

@@ -14,6 +14,7 @@ import pytest
 from checkout_parts import USER_PEER, Service, running_service
 from gitrepos import Upstream
 
+from mirrord.engine.sync_errors import SyncErrors
 from mirrord.model import Backend
 from mirrord.protocol import ResetCheckout, StartCheckout
 
@@ -63,21 +64,22 @@ def test_a_disk_error_is_told_for_each_checkout_that_it_touched(
     """Not for a pool tree, nor for a checkout made later."""
     monkeypatch.setattr(tempfile, "tempdir", str(thin / "disk"))
     with running_service(rich, with_overlay=True) as service:
+        sync_errors = SyncErrors(service.checkouts.leases)
         overlays = [start(service, Backend.OVERLAY) for _ in range(2)]
         start(service, Backend.POOL)
-        assert service.checkouts.sync_errors.problems() == []
+        assert sync_errors.problems() == []
         fail_a_write(thin, overlays[0].path)
         later = start(service, Backend.OVERLAY)
-        service.checkouts.sync_errors._next_at = 0.0
-        problems = service.checkouts.sync_errors.problems()
+        sync_errors._next_at = 0.0
+        problems = sync_errors.problems()
         assert [fsync_fails(each.path) for each in (*overlays, later)] == [True, True, False]
         assert len(problems) == 2
         assert all(each.id in "".join(problems) for each in overlays)
         for each in overlays:
             service.call(service.checkouts.reset, each.id, ResetCheckout(), USER_PEER)
             assert not fsync_fails(each.path)
-        service.checkouts.sync_errors._next_at = 0.0
-        assert service.checkouts.sync_errors.problems() == []
+        sync_errors._next_at = 0.0
+        assert sync_errors.problems() == []
 
 
 def start(service: Service, backend: Backend) -> Any:

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from .. import errors
-from ..catalog import InstanceRow
-from ..datasets.service import Datasets
-from ..host.peers import Peer
-from ..mirrors.service import Mirrors
-from ..model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
-from ..protocol import ResetCheckout, StartCheckout
-from ..quoting import unquote_name
-from ..templates.environments import EnvironmentStore
-from .lease import Base, Lease
-from .prepared import PreparedLayers
+from ... import errors
+from ...catalog import InstanceRow
+from ...datasets.service import Datasets
+from ...host.peers import Peer
+from ...mirrors.service import Mirrors
+from ...model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
+from ...protocol import ResetCheckout, StartCheckout
+from ...quoting import unquote_name
+from ...templates.environments import EnvironmentStore
+from ..lease import Base, Lease
+from ..prepared import PreparedLayers
 
 _CACHED = 100_000
 

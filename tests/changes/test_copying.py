@@ -11,9 +11,8 @@ from typing import NoReturn
 import pytest
 
 from mirrord import errors
-from mirrord.checkouts import copying
-from mirrord.checkouts.backend import CopyRule, Taken
-from mirrord.checkouts.copying import HIDDEN, Piece, Pieces, Where, copy_layer
+from mirrord.changes import copying
+from mirrord.changes.copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
 from mirrord.trees.manifest import clock_ns

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,6 @@ from ..trees.layer import is_whiteout, read_attributes
 from ..trees.manifest import clock_ns
 from ..trees.reader import TreeReader, parents
 from ..trees.scan import is_control
-from .backend import CopyRule, Taken
 
 _ROUNDS = 5
 _BATCH = 64
@@ -55,6 +55,39 @@ _OF_GIT = re.compile(
 )
 # of any repository in the tree, in any spelling: git accepts `.GIT` on some systems
 _IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
+
+
+class CopyRule(NamedTuple):
+    """What to copy of a checkout.
+
+    With `git`, the refs, logs, index and objects of the tree's own `.git`, and nested repositories
+    whole; without, nothing of any `.git`.
+    """
+
+    of_environment: bool = False
+    git: bool = True
+
+
+class Taken(NamedTuple):
+    """A copy of a checkout as it was at `taken_at`.
+
+    `left_out` counts by kind what is not in the copy: pipes, sockets, devices, and files of `.git`.
+    Without `git` the copy has the base's own `.git`. With `is_same` an earlier copy is equal, and
+    no new one was made.
+    """
+
+    taken_at: datetime
+    files: int
+    size_bytes: int
+    left_out: dict[str, int]
+    git: bool
+    is_same: bool
+
+    def plus(self, other: "Taken") -> "Taken":
+        """Add the counts of another copy."""
+        files, size = self.files + other.files, self.size_bytes + other.size_bytes
+        left_out = dict(Counter(self.left_out) + Counter(other.left_out))
+        return self._replace(files=files, size_bytes=size, left_out=left_out)
 
 
 class Where(Enum):

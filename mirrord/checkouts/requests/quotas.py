@@ -10,15 +10,15 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from .. import errors
-from ..config import Settings
-from ..host.peers import Access
-from ..jobs.events import Events
-from ..trees.reader import weigh
-from ..workers.pool import Workers
-from .layers import Layers
-from .leases import Leases
-from .prepared import PreparedLayers
+from ... import errors
+from ...config import Settings
+from ...host.peers import Access
+from ...jobs.events import Events
+from ...trees.reader import weigh
+from ...workers.pool import Workers
+from ..layers import Layers
+from ..leases import Leases
+from ..prepared import PreparedLayers
 
 _WEIGHING_TIME = timedelta(seconds=20)  # of a walk; what is not reached weighs what it did
 

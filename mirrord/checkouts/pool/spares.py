@@ -17,12 +17,12 @@ from datetime import timedelta
 
 import anyio
 
-from ..errors import MirrordError
-from ..host.trash import Trash
-from ..model import new_checkout_id
-from ..telemetry import log
-from ..workers.turns import Askers
-from .lease import Directories, Lease
+from ...errors import MirrordError
+from ...host.trash import Trash
+from ...model import new_checkout_id
+from ...telemetry import log
+from ...workers.turns import Askers
+from ..lease import Directories, Lease
 
 _EACH_MAX, _MAX = 2, 32  # of one owner and mirror; in all
 # A tree of 5,000 files is written in half a second. A spare that takes longer waits for its turn,

@@ -20,26 +20,27 @@ from typing import TYPE_CHECKING
 
 import anyio.to_thread
 
-from .. import errors
-from ..host.files import mounted_on
-from ..host.mounts import Visible, mounts_below, visible_to
-from ..host.trash import Trash, find_trash, new_trash
-from ..model import Backend, History, MirrorName, Target
-from ..patches import journal
-from ..protocol import Proof
-from ..telemetry import elapsed_s, log
-from ..trees import dotgit
-from ..trees.pooled import _LAID, PoolPaths, make, make_clean
-from .backend import DIFF_TIMEOUT, ChangedPaths, CopyRule, Taken
-from .changes import PoolTree, copy_pool, pool_changes
-from .layers import layer_path
-from .lease import Directories, Lease, LeaseState, resetting
-from .leases import Leases
+from ... import errors
+from ...changes.copying import CopyRule, Taken
+from ...changes.survey import PoolTree, copy_pool, pool_changes
+from ...host.files import mounted_on
+from ...host.mounts import Visible, mounts_below, visible_to
+from ...host.trash import Trash, find_trash, new_trash
+from ...model import Backend, History, MirrorName, Target
+from ...patches import journal
+from ...protocol import Proof
+from ...telemetry import elapsed_s, log
+from ...trees import dotgit
+from ...trees.pooled import _LAID, PoolPaths, make, make_clean
+from ..backend import DIFF_TIMEOUT, ChangedPaths
+from ..layers import layer_path
+from ..lease import Directories, Lease, LeaseState, resetting
+from ..leases import Leases
 from .spares import Spares
 
 if TYPE_CHECKING:  # workers load this module, and need neither
-    from ..templates.builder import StoreBuilder
-    from ..workers.pool import Workers
+    from ...templates.builder import StoreBuilder
+    from ...workers.pool import Workers
 
 _TIMEOUT = timedelta(minutes=10)
 

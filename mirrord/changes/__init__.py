@@ -1,0 +1,1 @@
+"""What a live checkout has over its base: listed, and copied into layers."""

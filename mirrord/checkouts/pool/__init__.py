@@ -1,0 +1,1 @@
+"""The pool backend: plain trees, changed in place, and the spare ones written ahead."""
