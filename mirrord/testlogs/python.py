@@ -1,27 +1,12 @@
-"""Test logs: the outcome of each test, compared with what a dataset expects.
-
-The rules are those of SWE-bench's grading, with their quirks, because they read the test ids in
-datasets from logs. For example, an id ends at its first space, and a parameter that is a path loses
-its directories. Standard library only; no I/O.
+"""Logs of Python's runners, by the rules of SWE-bench's grading, with their quirks: the test ids in
+datasets were read from logs by them. For example, an id ends at its first space, and a parameter
+that is a path loses its directories.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
-from typing import NamedTuple
+from collections.abc import Iterator
 
-
-class Outcome(StrEnum):
-    """The outcome of a test in a log; an expected failure has passed."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-    ERROR = "error"
-
-
-Outcomes = dict[str, Outcome]
-Parser = Callable[[str], Outcomes]
+from .outcomes import Outcome, Outcomes, Parser
 
 _WORDS = {each.name: each for each in Outcome} | {"XFAIL": Outcome.PASSED}
 _COUNT = re.compile(r"\[\d+\]")
@@ -133,8 +118,12 @@ def _unittest(log: str) -> Outcomes:
     return found | dict.fromkeys(_INTERRUPTED.findall(log), Outcome.PASSED)
 
 
+_HEAD_MAX = 1000  # on a line of 100,000 characters the pattern below takes a minute
+
+
 def _sympy(log: str) -> Outcomes:
-    pairs = re.findall(r"_* (.*)\.py:(.*) _*", log)
+    heads = [line for line in log.split("\n") if ".py:" in line and len(line) <= _HEAD_MAX]
+    pairs = re.findall(r"_* (.*)\.py:(.*) _*", "\n".join(heads))
     found: Outcomes = {f"{path}.py:{name}": Outcome.FAILED for path, name in pairs}
     ends = {" E": Outcome.ERROR, " F": Outcome.FAILED, " ok": Outcome.PASSED}
     for raw in log.split("\n"):
@@ -145,7 +134,7 @@ def _sympy(log: str) -> Outcomes:
     return found
 
 
-_PARSERS: dict[str, Parser] = {
+PARSERS: dict[str, Parser] = {
     "pytest": _pytest,
     "pytest_options": _pytest_paths,
     "pytest_v2": _pytest_full_ids,
@@ -159,97 +148,3 @@ _PARSERS: dict[str, Parser] = {
     **dict.fromkeys(("pydicom", "pylint", "requests"), _pytest_paths),
     **dict.fromkeys(("astropy", "scikit", "sphinx"), _pytest_full_ids),
 }
-_REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
-
-
-def find_parser(name: str) -> Parser | None:
-    """Find a parser by name, with or without SWE-bench's prefix `parse_log_`."""
-    return _PARSERS.get(name.removeprefix("parse_log_"))
-
-
-def parser_of_repo(repo: str) -> str:
-    """Return the name of the parser that SWE-bench uses for a repository."""
-    name = repo.lower().rpartition("/")[2]
-    name = _REPOSITORIES.get(name, name)
-    return name if name in _PARSERS else "pytest"
-
-
-_RULE = re.compile(r"_{4,} .* _{4,}$|(?:FAIL|ERROR): ")
-"""The first line of a report on one test in pytest, sympy and unittest."""
-_END = re.compile(r"={4,}|-{4,} Captured ")
-# the end of a report on a test names the assertion
-_LINES_MAX = 8
-
-
-class Want(StrEnum):
-    """The expectation for a test.
-
-    A test that is not in the log counts as failed. A skipped test satisfies KEEP but not PASS.
-    """
-
-    FAIL = "fail"
-    PASS = "pass"  # noqa: S105
-    KEEP = "keep"
-
-
-class Miss(NamedTuple):
-    """A test that misses its expectation, with its outcome; None if it is not in the log."""
-
-    test: str
-    outcome: Outcome | None
-
-
-_WANTED: dict[Want, set[Outcome | None]] = {
-    Want.FAIL: {Outcome.FAILED, Outcome.ERROR, Outcome.SKIPPED, None},
-    Want.PASS: {Outcome.PASSED},
-    Want.KEEP: {Outcome.PASSED, Outcome.SKIPPED},
-}
-
-_NO_TESTS = (
-    *(".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml"),
-    ".toml",
-)
-
-
-def arguments_of(test_patch: str, repo: str) -> list[str]:
-    """Return SWE-bench's arguments of the test command: files of a patch, modules for Django."""
-    paths = re.findall(r"diff --git a/.* b/(.*)", test_patch)
-    paths = [path for path in paths if not path.endswith(_NO_TESTS)]
-    if repo.lower() != "django/django":
-        return paths
-    return [path.removesuffix(".py").removeprefix("tests/").replace("/", ".") for path in paths]
-
-
-def outcome_of(test: str, found: Mapping[str, Outcome]) -> Outcome | None:
-    """Return the outcome of a dataset's test.
-
-    An id may be cut off inside a parameter. Then it means all ids that it is a prefix of, if their
-    outcomes agree.
-    """
-    if test in found or test.count("[") <= test.count("]"):
-        return found.get(test)
-    matches = [outcome for name, outcome in found.items() if name.startswith(test)]
-    agree = len({outcome is Outcome.PASSED for outcome in matches}) == 1
-    return matches[0] if agree else None
-
-
-def iter_misses(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> Iterator[Miss]:
-    """Iterate the tests that miss their expectation."""
-    for test in tests:
-        outcome = outcome_of(test, found)
-        if outcome not in _WANTED[want]:
-            yield Miss(test, outcome)
-
-
-def lines_about(log: str, test: str) -> list[str]:
-    """Return the last lines about a failed test, or of the log if it does not mention the test."""
-    name = test.rpartition("::")[2].partition(" ")[0]
-    lines = [line.rstrip() for line in log.splitlines()]
-    heads = [at for at, line in enumerate(lines) if _RULE.match(line) and name in line]
-    if heads:
-        lines = lines[heads[-1] + 1 :]
-        ends = (at for at, line in enumerate(lines) if _RULE.match(line) or _END.match(line))
-        lines = lines[: next(ends, None)]
-    elif summary := [line for line in lines if name in line and line.startswith(_STATUSES)]:
-        lines = summary
-    return [line[:300] for line in lines if line.strip(" _=-")][-_LINES_MAX:]

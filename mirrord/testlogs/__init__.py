@@ -1,0 +1,49 @@
+"""Test logs: the outcome of each test. Standard library only; no I/O."""
+
+from . import documents, lines, python
+from .outcomes import (
+    Miss,
+    Outcome,
+    Outcomes,
+    Parser,
+    Want,
+    arguments_of,
+    iter_misses,
+    lines_about,
+    outcome_of,
+)
+
+__all__ = [
+    "Miss",
+    "Outcome",
+    "Outcomes",
+    "Parser",
+    "Want",
+    "arguments_of",
+    "find_parser",
+    "iter_misses",
+    "lines_about",
+    "outcome_of",
+    "parser_names",
+    "parser_of_repo",
+]
+
+_PARSERS: dict[str, Parser] = {**python.PARSERS, **lines.PARSERS, **documents.PARSERS}
+_REPOSITORIES = {"pvlib-python": "pvlib", "scikit-learn": "scikit"}
+
+
+def find_parser(name: str) -> Parser | None:
+    """Find a parser by name, with or without SWE-bench's prefix `parse_log_`."""
+    return _PARSERS.get(name.removeprefix("parse_log_"))
+
+
+def parser_names() -> list[str]:
+    """Return the names that `find_parser` knows, sorted."""
+    return sorted(_PARSERS)
+
+
+def parser_of_repo(repo: str) -> str:
+    """Return the name of the parser that SWE-bench uses for a repository."""
+    name = repo.lower().rpartition("/")[2]
+    name = _REPOSITORIES.get(name, name)
+    return name if name in python.PARSERS else "pytest"
