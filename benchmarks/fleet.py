@@ -164,7 +164,10 @@ def failover(fleet: Fleet, upstream: Upstream, times: int) -> None:
     took: list[float] = []
     while len(took) < times:
         holder = eventually(partial(fleet.server.execute_in, fleet.catalog, query))[0][0]
-        known = {it["holder"]: it["id"] for it in fleet.nodes[0].json("GET", "/v1/fleet")["nodes"]}
+        known = {
+            it["holder"]: it["id"]
+            for it in fleet.nodes[0].json("GET", "/v1/status")["fleet"]["nodes"]
+        }
         found = [
             it
             for it in fleet.nodes

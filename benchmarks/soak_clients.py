@@ -136,11 +136,11 @@ class _Worker:
             self._tally.broken.append("reset: a file that was written is still there")
 
     def _snapshot(self, checkout: Checkout, backend: str) -> None:
-        self._tally.ask("snapshot", lambda: checkout.snapshot("kept"))
+        self._tally.ask("snapshot create", lambda: checkout.snapshot("kept"))
         self._tally.ask(f"reset to a snapshot ({backend})", lambda: checkout.reset(to="kept"))
         if not (checkout.path / _WRITTEN).exists():
             self._tally.broken.append("reset to a snapshot: a file that it has is missing")
-        self._tally.ask("snapshot --remove", lambda: checkout.remove_snapshot("kept"))
+        self._tally.ask("snapshot remove", lambda: checkout.remove_snapshot("kept"))
 
     def _fork(self, checkout: Checkout, _: str) -> None:
         fork = self._tally.ask("fork", lambda: checkout.fork(ttl=_LEASE))
@@ -148,9 +148,9 @@ class _Worker:
 
     def _save(self, checkout: Checkout, _: str) -> None:
         name = f"{self._name}-{self._count}"
-        layer = self._tally.ask("save", lambda: checkout.save(name))
+        layer = self._tally.ask("layer save", lambda: checkout.save(name))
         self._tally.ask("reset", checkout.reset)
-        self._tally.ask("layers --remove", lambda: self._client.remove_layer(layer.id))
+        self._tally.ask("layer remove", lambda: self._client.remove_layer(layer.id))
 
     def _apply(self, checkout: Checkout, _: str) -> None:
         patch = self._tally.ask("diff", checkout.diff)

@@ -156,7 +156,7 @@ def test_a_mirror_is_shown_as_text(world: World) -> None:
     assert world.client.get_mirror(NAME).default_branch == "caf\udce9"
     assert '"caf\\351"' in world.cli("mirror", "show", NAME)
     assert world.cli_json("mirror", "show", NAME)["default_branch"] == '"caf\\351"'
-    for words in (["mirror", "list"], ["status"], ["refs", "log", NAME], ["operations", "list"]):
+    for words in (["mirror", "list"], ["status"], ["ref", "log", NAME], ["operation", "list"]):
         world.cli(*words)
         world.cli_json(*words)
     for path in ("/v1/mirrors", "/v1/status", "/v1/operations", "/v1/activity", "/v1/openapi.json"):
@@ -182,8 +182,8 @@ def test_changes_are_recorded_kept_and_restored(world: World) -> None:
     newest, oldest, *_ = world.client.log_refs(NAME)
     found = world.client.diff_refs(NAME, oldest.id, newest.id)
     assert {encode_name(each.ref) for each in found.changes} == REFS
-    assert RefDiff.from_json(world.cli_json("refs", "diff", NAME, oldest.id, newest.id)) == found
-    shown = world.cli("refs", "diff", NAME, oldest.id, newest.id)
+    assert RefDiff.from_json(world.cli_json("ref", "diff", NAME, oldest.id, newest.id)) == found
+    shown = world.cli("ref", "diff", NAME, oldest.id, newest.id)
     assert all(f" {quote_name(ref)}\n" in shown for ref in REFS)
     moved = RefDiff.from_json(world.wait(world.client.restore_refs(NAME, oldest.id)))
     assert {encode_name(each.ref) for each in moved.changes} == REFS

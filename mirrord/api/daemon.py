@@ -36,21 +36,13 @@ async def health(call: Call) -> Response:
 async def get_status(call: Call) -> protocol.Status:
     """Return the state of the daemon. Members see no error texts, which can contain commit ids."""
     status = await call.engine.status()
+    if call.engine.fleet:
+        status = replace(status, fleet=await call.engine.fleet.status())
     if call.is_admin:
         return status
     mirrors = [visible_mirror(call, mirror) for mirror in status.mirrors]
     jobs = [replace(job, last_error=None) for job in status.jobs]
     return replace(status, mirrors=mirrors, jobs=jobs)
-
-
-async def get_fleet(call: Call) -> protocol.FleetStatus:
-    """Return the nodes of the fleet and their work; empty without a store."""
-    fleet = call.engine.fleet
-    if fleet is None:
-        return protocol.FleetStatus(
-            node="", store="", generations=0, behind=[], nodes=[], claims=[]
-        )
-    return await fleet.status()
 
 
 async def get_configuration(call: Call) -> protocol.Configuration:

@@ -173,7 +173,7 @@ async def _get_pin(call: Call, name: MirrorName, commit: CommitId, owner: str) -
             return pin
     raise PinNotFoundError(
         f"cannot find a pin of {owner} on {commit} in {name}: no such pin",
-        hint=f"see `mirrord pins {name}`",
+        hint=f"see `mirrord pin list {name}`",
     )
 
 

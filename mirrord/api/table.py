@@ -124,7 +124,6 @@ ENDPOINTS = (
     _get(f"{API}/health", OPEN, daemon.health, answer=Health, early=True),
     _get(f"{API}/status", MEMBER, daemon.get_status),
     _get(f"{API}/activity", MEMBER, daemon.get_activity),
-    _get(f"{API}/fleet", MEMBER, daemon.get_fleet),
     _get(f"{API}/config", ADMIN, daemon.get_configuration),
     _post(f"{API}/reload", ADMIN, daemon.reload_configuration),
     _get(f"{API}/usage", OWNER, daemon.get_usage),

@@ -96,7 +96,7 @@ class Forks:
                 return snapshot
         raise SnapshotNotFoundError(
             f"cannot find snapshot {shown(name)}: checkout {lease.id} has none of this name",
-            hint=f"see `mirrord snapshots {lease.id}`",
+            hint=f"see `mirrord snapshot list {lease.id}`",
         )
 
     def remove(self, lease: Lease, name: str) -> None:

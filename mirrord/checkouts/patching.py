@@ -97,7 +97,7 @@ class Patches:
         if not any(pin.commit == commit for pin in await self.mirrors.list_pins(lease.mirror)):
             raise CommitNotFoundError(
                 f"cannot restore from commit {commit}: it is not pinned in {lease.mirror}",
-                hint=f"run `mirrord pin {lease.mirror} {commit}`",
+                hint=f"run `mirrord pin add {lease.mirror} {commit}`",
             )
         wanted = [encode_name(path) for path in request.paths]
         async with self._completed(lease):

@@ -158,7 +158,7 @@ class PreparedLayers:
             raise errors.LayerNotFoundError(
                 f"cannot find layer {shown(name)}: you have none of this name for"
                 f" {mirror}@{commit[:12]} with history {history}",
-                hint="see `mirrord layers`; `mirrord save ID NAME` makes one",
+                hint="see `mirrord layer list`; `mirrord layer save ID NAME` makes one",
             )
         if record is None:
             return None
@@ -265,7 +265,7 @@ class PreparedLayers:
         if record is None or not self.may_see(record, uid):
             raise errors.LayerNotFoundError(
                 f"cannot find layer {shown(layer)}: you have no layer of this id",
-                hint="see `mirrord layers`",
+                hint="see `mirrord layer list`",
             )
         return record
 
@@ -321,7 +321,7 @@ class PreparedLayers:
         if len(own) >= LAYERS_LIMIT and not self.is_admin(uid):
             raise errors.TooManyLayersError(
                 f"cannot save layer {name}: you have {LAYERS_LIMIT}",
-                hint="remove some; see `mirrord layers`",
+                hint="remove some; see `mirrord layer list`",
                 max=LAYERS_LIMIT,
             )
         if lease.base.saved and len(lease.base.saved.layers) >= _STACK_LIMIT:

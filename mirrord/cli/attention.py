@@ -43,7 +43,7 @@ def problems_of(found: Status) -> Iterator[Attention]:
     for job in found.jobs:
         if job.last_error and not job.name.startswith("sync/"):  # a problem of its mirror
             yield Attention(
-                "problem", f"job {job.name}: {job.last_error}", "mirrord operations list"
+                "problem", f"job {job.name}: {job.last_error}", "mirrord operation list"
             )
     if found.checkout_count > found.checkout_max * _NEARLY_FULL:
         fact = f"{found.checkout_count:,} of at most {found.checkout_max:,} checkouts are held"

@@ -22,10 +22,13 @@ GROUPS = {
     "environment": "Build and manage environments that instances run in.",
     "dataset": "Import and manage datasets of instances.",
     "instance": "List and show instances.",
-    "refs": "Show and restore the ref history of a mirror.",
-    "operations": "List, follow and cancel background work of the daemon.",
+    "pin": "Keep commits alive that no dataset records.",
+    "snapshot": "Save states of a checkout, to go back to or to fork.",
+    "layer": "Save changes of a checkout for other checkouts.",
+    "ref": "Show and restore the ref history of a mirror.",
+    "operation": "List, await and cancel background work of the daemon.",
     "bundle": "Write and read mirrors as single files.",
-    "config": "Check and show the configuration.",
+    "config": "Check, show and reload the configuration.",
     "service": "Install and remove the systemd service.",
 }
 
@@ -50,6 +53,7 @@ mirror list; mirrors:list_all; 39; List all mirrors.
 mirror show; mirrors:show; 349; Show one mirror.
 mirror sync; mirrors:sync; 34679; Sync mirrors with upstream.
 mirror remove; mirrors:remove; 3459; Remove a mirror without pins and checkouts.
+mirror restore; mirrors:restore_mirrors; 345789; Restore mirrors, pins and rows from the store.
 credential check; mirrors:check_credential; 369; Try the credential of a URL on its upstream.
 dataset import; datasets:add; 36789; Import a dataset; mirror its repositories and pin its commits.
 dataset list; datasets:list_all; 39; List all datasets.
@@ -68,22 +72,24 @@ environment log; environments:log; 349; Print the log of a build.
 environment remove; environments:remove; 3459; Remove environments that no checkout uses.
 instance list; datasets:list_instances; 349; List the ids of instances.
 instance show; datasets:show_instance; 3459; Show one instance.
-pin; mirrors:pin; 34689; Pin a commit of a mirror.
-unpin; mirrors:unpin; 349; Remove a pin.
-pins; mirrors:pins; 349; List the pins of a mirror, or of all.
+pin add; mirrors:pin; 34689; Pin a commit of a mirror.
+pin list; mirrors:list_pins; 349; List the pins of a mirror, or of all.
+pin remove; mirrors:unpin; 349; Remove a pin.
 audit; upkeep:audit; 34789; Check that every recorded commit can be served.
 heal; upkeep:heal; 346789; Repair missing and damaged objects of mirrors.
 checkout; checkouts:checkout; 346789; Lease a working tree and print its path.
 reset; checkouts:reset; 345789; Reset a checkout, or move it to another instance.
 fork; checkouts:fork; 345789; Lease a copy of a checkout and print its path.
-snapshot; checkouts:snapshot; 34579; Save the content of a checkout under a name.
-snapshots; checkouts:snapshots; 349; List the snapshots of a checkout.
-save; checkouts:save; 34579; Save the changes of a checkout as a prepared layer.
-layers; checkouts:layers; 34579; List or remove prepared layers.
+snapshot create; checkouts:create_snapshot; 34579; Save the content of a checkout under a name.
+snapshot list; checkouts:list_snapshots; 349; List the snapshots of a checkout.
+snapshot remove; checkouts:remove_snapshot; 349; Remove a snapshot.
+layer save; checkouts:save_layer; 34579; Save the changes of a checkout as a prepared layer.
+layer list; checkouts:list_layers; 349; List prepared layers.
+layer remove; checkouts:remove_layers; 3459; Remove prepared layers that no checkout uses.
 diff; checkouts:diff; 3479; Print the changes since the base commit, as a patch.
 apply; checkouts:apply; 3459; Apply a patch to a checkout.
-restore; bundles:restore; 345789; Restore files in a checkout, or mirrors from the store.
-grade; checkouts:grade; 3456789; Lease a tree with an agent's change and the tests.
+restore; checkouts:restore; 34579; Restore files of a pinned commit in a checkout.
+grade; grades:grade; 3456789; Lease a tree with an agent's change and the tests.
 attach; checkouts:attach; 34579; Attach a checkout to a path of a mount namespace.
 release; checkouts:release; 3459; Release checkouts.
 renew; checkouts:renew; 349; Renew the lease of a checkout.
@@ -92,27 +98,25 @@ receipt; receipts:receipt; 345789; Print or verify the receipt of a checkout.
 exec; execute:execute; 346789; Run a command in a sandbox that shows a checkout.
 verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.
 rehearse; rehearse:rehearse; 3456789; Test instances: checkout, seal, patches, reset.
-fleet; status:fleet; 39; Show the daemons that share mirrors with this one.
 du; upkeep:du; 379; Show disk usage, and how much of it gc can free.
 gc; upkeep:gc; 379; Remove caches that are not in use.
-refs log; mirrors:refs_log; 349; List the records of a mirror's ref history.
-refs diff; mirrors:refs_diff; 349; Show what changed between two records.
-refs restore; mirrors:refs_restore; 34579; Restore a mirror's refs from a record.
-bundle create; bundles:bundle; 34789; Write a mirror, its pins and its records into one file.
-bundle import; bundles:bundle_import; 345789; Create a mirror from a bundle, or merge it into one.
-operations list; operations:list_all; 39; List operations.
-operations show; operations:show; 349; Show one operation.
-operations watch; operations:watch; 3456789; Print an operation's progress until it ends.
-operations wait; operations:wait; 3456789; Wait until an operation ends.
-operations cancel; operations:cancel; 349; Cancel an operation.
+ref log; mirrors:log_refs; 349; List the records of a mirror's ref history.
+ref diff; mirrors:diff_refs; 349; Show what changed between two records.
+ref restore; mirrors:restore_refs; 34579; Restore a mirror's refs from a record.
+bundle create; mirrors:create_bundle; 34789; Write a mirror, its pins and its records into one file.
+bundle import; mirrors:import_bundle; 345789; Create a mirror from a bundle, or merge it into one.
+operation list; operations:list_all; 39; List operations.
+operation show; operations:show; 349; Show one operation.
+operation wait; operations:wait; 3456789; Wait until an operation ends.
+operation cancel; operations:cancel; 349; Cancel an operation.
 doctor; local:doctor; 7; Check what this host can and cannot do for mirrord.
 support-bundle; support:support_bundle; 57; Write diagnostics for a bug report into one file.
 service install; local:install; 357; Install units, users and directories, and start the daemon.
 service uninstall; local:uninstall; 37; Stop the daemon and remove its units.
-reload; status:reload; 39; Reload the daemon's configuration.
 events; status:events; 39; Print recent events; with --follow, also new ones.
 config check; local:config_check; ; Check a configuration file.
 config show; local:config_show; ; Print the configuration in effect, defaults included.
+config reload; status:reload; 39; Reload the daemon's configuration.
 """
 
 

@@ -87,7 +87,7 @@ def finish_all(session: Session, operations: list[Operation]) -> tuple[list[Oper
 
 
 def _print_running(operation: Operation) -> None:
-    wait, cancel = (f"`mirrord operations {verb} {operation.id}`" for verb in ("wait", "cancel"))
+    wait, cancel = (f"`mirrord operation {verb} {operation.id}`" for verb in ("wait", "cancel"))
     fact = f"operation {operation.id} is still running: {wait} waits for it, {cancel} cancels it"
     print(fact, file=sys.stderr)
 

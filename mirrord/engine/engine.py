@@ -387,7 +387,7 @@ class Engine:
 
     def _file_warnings(self) -> list[str]:
         """Return health warnings, without the reasons, which quote rows: health is public."""
-        hint = "`mirrord operations show` says why"
+        hint = "`mirrord operation show` says why"
         return [
             f"{path.name} in datasets: cannot import it ({code}); {hint}"
             for path, code in self._refused_files.items()

@@ -111,12 +111,18 @@ class Fleet(Sharing):
         return [self.fault] if self.fault else []
 
     async def status(self) -> protocol.FleetStatus:
-        nodes = await self.catalog.list_nodes()
-        held = await self.catalog.list_claims()
+        """Without the catalog, say so in `fault`; nodes and claims are then empty."""
+        try:
+            nodes = await self.catalog.list_nodes()
+            held = await self.catalog.list_claims()
+        except errors.CatalogUnavailableError as error:
+            nodes, held, lost = [], [], [error.message]
+        else:
+            lost = []
         return protocol.FleetStatus(
             node=self.catalog.node,
             store=self.store.shown,
-            fault=next(iter([*self.outages(), *self.catalog.outages()]), None),
+            fault=next(iter([*self.outages(), *self.catalog.outages(), *lost]), None),
             generations=len(self.generations),
             behind=sorted(self.behind),
             nodes=[

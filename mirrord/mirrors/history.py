@@ -177,7 +177,7 @@ async def get_record(repository: Repository, at: str) -> RefRecord:
     records = await list_records(repository, limit=EVERY_RECORD)
     if at == "latest" and records:
         return records[0]
-    hint = "`mirrord refs log NAME` lists them"
+    hint = "`mirrord ref log NAME` lists them"
     failure = f"cannot find ref record {shown(at)} of mirror {repository.name}"
     if re.fullmatch(r"[0-9a-f]{7,40}", at):
         match [record for record in records if record.id.startswith(at)]:

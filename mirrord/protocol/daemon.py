@@ -152,6 +152,44 @@ class JobState(Answer):
     last_error: str | None = None
 
 
+class FleetNode(Answer):
+    """A daemon of a fleet. `holder` is its name in claims, `fault` why it cannot use the store."""
+
+    id: str
+    name: str
+    version: str
+    age_s: float
+    mirrors: int
+    behind: int
+    holder: str
+    fault: str | None = None
+
+
+class FleetClaim(Answer):
+    """Work claimed by one daemon, for another `left_s` seconds unless it renews the claim."""
+
+    work: str
+    holder: str
+    epoch: int
+    left_s: float
+
+
+class FleetStatus(Answer):
+    """A fleet, as this node sees it. `generations` counts published mirrors.
+
+    `behind` are mirrors that are not up to date on this node. `nodes` are the daemons seen within a
+    month, the most recent first.
+    """
+
+    node: str
+    store: str
+    generations: int
+    behind: list[str]
+    nodes: list[FleetNode]
+    claims: list[FleetClaim]
+    fault: str | None = None
+
+
 class Status(Answer):
     version: str
     pid: int
@@ -169,6 +207,7 @@ class Status(Answer):
     last_audit: AuditSummary | None = None
     jobs: list[JobState] = []
     operations_queued: int = 0
+    fleet: FleetStatus | None = None
 
 
 UsageKind = Literal[
@@ -240,44 +279,6 @@ class Garbage(Answer):
     dry_run: bool
     freed_bytes: int
     dropped: list[Dropped]
-
-
-class FleetNode(Answer):
-    """A daemon of a fleet. `holder` is its name in claims, `fault` why it cannot use the store."""
-
-    id: str
-    name: str
-    version: str
-    age_s: float
-    mirrors: int
-    behind: int
-    holder: str
-    fault: str | None = None
-
-
-class FleetClaim(Answer):
-    """Work claimed by one daemon, for another `left_s` seconds unless it renews the claim."""
-
-    work: str
-    holder: str
-    epoch: int
-    left_s: float
-
-
-class FleetStatus(Answer):
-    """A fleet, as this node sees it. `generations` counts published mirrors.
-
-    `behind` are mirrors that are not up to date on this node. `nodes` are the daemons seen within a
-    month, the most recent first.
-    """
-
-    node: str
-    store: str
-    generations: int
-    behind: list[str]
-    nodes: list[FleetNode]
-    claims: list[FleetClaim]
-    fault: str | None = None
 
 
 class Configuration(Answer):

@@ -186,7 +186,7 @@ class EnvironmentStore:
             record = self._records[digest]
             raise EnvironmentInUseError(
                 f"cannot remove environment {record.name}: a checkout or a prepared layer uses it",
-                hint="release its checkouts; see `mirrord layers`",
+                hint="release its checkouts; see `mirrord layer list`",
             )
         self._records.pop(digest, None)
         self._discard(digest)

@@ -218,7 +218,6 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("GET", "/v1/config"): [("config", None)],
         ("GET", "/v1/activity"): [("activity", None), ("activity?history=true", None)],
         ("POST", "/v1/reload"): [("reload", {})],
-        ("GET", "/v1/fleet"): [("fleet", None)],
         ("GET", "/v1/usage"): [("usage", None), ("usage?verbose=true", None)],
         ("POST", "/v1/gc"): [("gc", {}), ("gc", {"dry_run": True})],
         ("GET", "/v1/mirrors"): [("mirrors", None)],

@@ -28,7 +28,16 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = str(Path(sys.executable).parent / "mirrord")
 STARTS = {"script": [SCRIPT], "module": [sys.executable, "-P", "-m", "mirrord"]}
-OF_CHECKOUTS = ("diff", "fork", "grade", "receipt", "renew", "reset", "snapshot", "snapshots")
+OF_CHECKOUTS = (
+    "diff",
+    "fork",
+    "grade",
+    "receipt",
+    "renew",
+    "reset",
+    "snapshot create",
+    "snapshot list",
+)
 PROGRAMS = (
     "git",
     "setpriv",
@@ -152,16 +161,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             identity = json.loads(taken.stdout)["id"]
             operation = running.json("GET", "/v1/operations")[0]["id"]
             given = {
-                "pin": ["a/b", last], "unpin": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
+                "pin add": ["a/b", last], "pin remove": ["a/b", last], "dataset import": [str(rows), "--name", "d"],
                 "dataset diff": ["d", "d"], "dataset derive": [str(rows)],
                 "environment import": [str(recipes)], "environment build": ["k"],
                 "apply": [identity, str(patch)], "restore": [identity, "--commit", first, name], "release": [identity], "attach": [identity, "/nonexistent"],
-                "refs diff": ["a/b", "latest", "latest"], "refs restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
+                "ref diff": ["a/b", "latest", "latest"], "ref restore": ["a/b", "latest"], "exec": ["i", "--", "/bin/true"],
                 "bundle create": ["a/b", str(root / "bundle")], "bundle import": [str(root / "bundle")],
                 "verify-seal": [str(upstream.path), "--base", last], "mirror set-url": ["a/b", str(upstream.path)],
                 **{name: [identity] for name in OF_CHECKOUTS},
-                "save": [identity, "name"],
-                **{f"operations {name}": [operation] for name in ("show", "watch", "wait", "cancel")},
+                "layer save": [identity, "name"], "snapshot remove": [identity, "s1"],
+                **{f"operation {name}": [operation] for name in ("show", "wait", "cancel")},
             }  # fmt: skip
             yield World(trap, running, {**ARGUMENTS, **given})
         finally:
@@ -219,9 +228,11 @@ def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
         "doctor": {0, 7},
         "attach": {4},
         "credential check": {6},
-        "save": {3},
+        "layer save": {3},
+        "layer remove": {4},
+        "mirror restore": {2},
         "mirror remove": {0, 5},
-        "operations cancel": {0, 5},
+        "operation cancel": {0, 5},
         "service install": {0, 5, 7},
     }.get(verb.name, {0, 8})
     assert done.returncode in expected, done.stderr

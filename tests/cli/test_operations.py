@@ -74,27 +74,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_what_ran_is_listed_shown_and_waited_for(site: Site) -> None:
     """By anybody who knows the id, also after it has ended."""
     identity = site.run("mirror", "add", "a/b", "--no-wait")[1].splitlines()[1].split()[0]
-    status, out, _ = site.run("operations", "wait", identity)
+    status, out, _ = site.run("operation", "wait", identity)
     assert (status, out.split()[:3]) == (0, ["mirror.add", "a__b", "done"])
-    assert identity in site.run("operations", "list")[1]
-    assert identity not in site.run("operations", "list", "--running")[1]
-    assert "state      done" in site.run("operations", "show", identity)[1]
-    shown = json.loads(site.run("operations", "show", identity, "--json")[1])
+    assert identity in site.run("operation", "list")[1]
+    assert identity not in site.run("operation", "list", "--running")[1]
+    assert "state      done" in site.run("operation", "show", identity)[1]
+    shown = json.loads(site.run("operation", "show", identity, "--json")[1])
     assert (shown["state"], shown["result"] is None) == ("done", False)
-    assert site.run("operations", "watch", identity)[0] == 0
-    assert site.run("operations", "show", "nosuchid")[0] == 4
+    assert site.run("operation", "wait", "--follow", identity)[0] == 0
+    assert site.run("operation", "show", "nosuchid")[0] == 4
 
 
 def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
     """By its id: to wait for it, or to end it; and status says that it runs."""
     process = site.start("mirror", "add", "c/stuck", "--url", site.silent_url)
-    until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
+    until(lambda: "c__stuck" in site.run("operation", "list", "--running")[1])
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     found = re.search(
-        r"operation (\w+) is still running: `mirrord operations wait \1` waits for it, `mirrord operations cancel \1` cancels it",
+        r"operation (\w+) is still running: `mirrord operation wait \1` waits for it, `mirrord operation cancel \1` cancels it",
         err,
     )
     assert found is not None, err
@@ -102,32 +102,34 @@ def test_ctrl_c_leaves_the_work_and_says_how_to_come_back(site: Site) -> None:
         line.split()[:4] == [found[1], "mirror.add", "c__stuck", "running"]
         for line in site.run("status")[1].splitlines()
     )
-    status, out, _ = site.run("operations", "cancel", found[1])
+    status, out, _ = site.run("operation", "cancel", found[1])
     assert (status, out.split()[:3]) == (0, ["mirror.add", "c__stuck", "cancelled"])
-    assert site.run("operations", "wait", found[1])[0] == 5
+    assert site.run("operation", "wait", found[1])[0] == 5
     assert found[1] not in site.run("status")[1]
 
 
 def test_ctrl_c_names_every_operation_that_continues(site: Site) -> None:
     """Not those that have ended."""
     process = site.start("mirror", "sync", "a/b", "c/stuck")
-    until(lambda: "c__stuck" in site.run("operations", "list", "--running")[1])
-    until(lambda: "a__b" not in site.run("operations", "list", "--running")[1])
+    until(lambda: "c__stuck" in site.run("operation", "list", "--running")[1])
+    until(lambda: "a__b" not in site.run("operation", "list", "--running")[1])
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     (identity,) = re.findall(r"operation (\w+) is still running", err)
-    assert site.run("operations", "cancel", identity)[0] == 0
+    assert site.run("operation", "cancel", identity)[0] == 0
 
 
 def test_watching_ends_as_the_work_does(site: Site) -> None:
     """With a line for each change, or an object."""
     identity = site.start_stuck("d/stuck")
-    watchers = [site.start("operations", "watch", identity, *json_) for json_ in ([], ["--json"])]
+    watchers = [
+        site.start("operation", "wait", "--follow", identity, *json_) for json_ in ([], ["--json"])
+    ]
     for watcher in watchers:
         assert watcher.stdout is not None
         assert identity in (line := watcher.stdout.readline()) or "d__stuck running" in line
-    site.run("operations", "cancel", identity)
+    site.run("operation", "cancel", identity)
     for watcher in watchers:
         _, err = watcher.communicate(timeout=20)
         assert watcher.returncode == 5
@@ -160,21 +162,21 @@ def test_status_waits_for_a_daemon_that_is_starting(site: Site) -> None:
 def test_a_printed_time_is_read_back_anywhere(
     site: Site, zone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`refs log`'s own AT names its record, whatever the reader's zone."""
+    """`ref log`'s own AT names its record, whatever the reader's zone."""
     monkeypatch.setenv("TZ", zone)
     site.run("mirror", "add", "a/b")
-    row = site.run("refs", "log", "a/b")[1].splitlines()[1].split()
+    row = site.run("ref", "log", "a/b")[1].splitlines()[1].split()
     record, at = row[0], row[1]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", at)
-    found = json.loads(site.run("refs", "diff", "a/b", at, "latest", "--json")[1])
+    found = json.loads(site.run("ref", "diff", "a/b", at, "latest", "--json")[1])
     assert found["a"] == record
-    assert site.run("refs", "restore", "a/b", at)[0] == 0
+    assert site.run("ref", "restore", "a/b", at)[0] == 0
     assert f"synced          {at[:10]}T" in site.run("mirror", "show", "a/b")[1]
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["status"], ["operations", "list"], ["events"], ["config", "show"], ["doctor"]],
+    [["--help"], ["status"], ["operation", "list"], ["events"], ["config", "show"], ["doctor"]],
     ids=" ".join,
 )
 def test_a_reader_that_hangs_up_ends_a_verb_quietly(site: Site, words: list[str]) -> None:

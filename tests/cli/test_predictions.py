@@ -677,7 +677,7 @@ def test_a_run_that_is_ended_leaves_no_checkout(
 ) -> None:
     """And the rows that it had, each whole; asked to end, also the totals."""
     file = predict(tmp_path / "p.jsonl", [world.gold] * 40)
-    words = command(world, file, "--report", files[0], "--concurrency", "4")
+    words = command(world, file, "--report", files[0], "--jobs", "4")
     process = subprocess.Popen([sys.executable, "-m", "mirrord", *words])
     while not files[0].exists() or files[0].read_text().count("\n") < 4:
         assert process.poll() is None
@@ -695,8 +695,8 @@ def test_a_run_that_is_ended_leaves_no_checkout(
     ("words", "status"),
     [
         (["--dataset", "none"], 4),
-        (["--concurrency", "0"], 2),
-        (["--concurrency", "x"], 2),
+        (["--jobs", "0"], 2),
+        (["--jobs", "x"], 2),
         (["--report", "report.txt"], 2),
         (["--patch", "p"], 2),
         (["demo__project-1"], 2),

@@ -257,8 +257,8 @@ def test_a_dataset_goes_out_as_lines_and_comes_back(world: World, tmp_path: Path
         (["instance", "show", "demo__project-1", "--view", "grader"], "fail to pass"),
         (["du", "--verbose"], "demo__project"),
         (["gc", "--dry-run"], "would free"),
-        (["pins", "demo/project"], "dataset/demo"),
-        (["refs", "log", "demo/project"], "RECORD"),
+        (["pin", "list", "demo/project"], "dataset/demo"),
+        (["ref", "log", "demo/project"], "RECORD"),
         (["audit"], "at level closure"),
         (["heal"], "at level"),
         (["events"], "dataset.imported"),
@@ -458,8 +458,8 @@ def test_a_reset_goes_on_to_another_instance_or_commit(world: World, tree: Path)
         (["reset", "a" * 16], 4),
         (["release", "nonsense"], 4),
         (["release", "/etc"], 4),
-        (["pin", "demo/project", "c" * 40], 4),
-        (["pin", "demo/project", "abc"], 2),
+        (["pin", "add", "demo/project", "c" * 40], 4),
+        (["pin", "add", "demo/project", "abc"], 2),
         (["audit", "no/such"], 4),
         (["dataset", "import", "/no/such/file"], 2),
     ],
@@ -493,10 +493,12 @@ def test_a_bug_of_the_daemon_and_a_limit_end_with_one_and_seven(upstream_of_two:
 
 def test_pins_have_an_owner_and_a_way_out(world: World) -> None:
     """A person's own."""
-    assert world.run("pin", "demo/project", world.commits[4], "--reason", "a paper").status == 0
-    assert "a paper" in world.run("pins", "demo__project").out
-    assert world.run("unpin", "demo/project", world.commits[4]).status == 0
-    assert world.run("unpin", "demo/project", world.commits[4]).status == 4
+    assert (
+        world.run("pin", "add", "demo/project", world.commits[4], "--reason", "a paper").status == 0
+    )
+    assert "a paper" in world.run("pin", "list", "demo__project").out
+    assert world.run("pin", "remove", "demo/project", world.commits[4]).status == 0
+    assert world.run("pin", "remove", "demo/project", world.commits[4]).status == 4
 
 
 def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> None:
@@ -585,11 +587,14 @@ def test_a_session_forks_and_goes_back_from_the_command_line(world: World) -> No
     """Each prints what a script needs next: a path or a name."""
     tree = Path(world.run("checkout", "demo__project-1").out.strip())
     (tree / "README").write_text("one\n")
-    assert world.run("snapshot", tree, "first").out == "first\n"
+    assert world.run("snapshot", "create", tree, "first").out == "first\n"
     (tree / "README").write_text("two\n")
-    assert world.run("snapshot", tree).out == "s1\n"
-    assert [each["name"] for each in world.run("snapshots", tree, "--json").json] == ["first", "s1"]
-    assert world.run("snapshots", tree).out.splitlines()[1].split()[0] == "first"
+    assert world.run("snapshot", "create", tree).out == "s1\n"
+    assert [each["name"] for each in world.run("snapshot", "list", tree, "--json").json] == [
+        "first",
+        "s1",
+    ]
+    assert world.run("snapshot", "list", tree).out.splitlines()[1].split()[0] == "first"
     fork = Path(world.run("fork", tree, "--ttl", "5m").out.strip())
     old = world.run("fork", tree, "--from", "first", "--json").json
     assert (fork / "README").read_text() == "two\n"
@@ -597,11 +602,11 @@ def test_a_session_forks_and_goes_back_from_the_command_line(world: World) -> No
     assert (old["parent"], old["snapshot"]) == (tree.parent.name, "first")
     assert world.run("reset", tree, "--to", "first", "--json").json["proof"]["snapshot"] == "first"
     assert (tree / "README").read_text() == "one\n"
-    assert world.run("snapshot", tree, "first").status == 5
-    assert world.run("snapshot", tree, "not/a name").status == 2
-    assert world.run("snapshot", tree, "--remove").status == 2
-    assert world.run("snapshot", tree, "s1", "--remove").status == 0
-    assert world.run("snapshot", tree, "s1", "--remove").status == 4
+    assert world.run("snapshot", "create", tree, "first").status == 5
+    assert world.run("snapshot", "create", tree, "not/a name").status == 2
+    assert world.run("snapshot", "remove", tree).status == 2
+    assert world.run("snapshot", "remove", tree, "s1").status == 0
+    assert world.run("snapshot", "remove", tree, "s1").status == 4
     assert world.run("reset", tree, "--to", "s1").status == 4
     assert world.run("reset", tree, "demo__project-2", "--to", "first").status == 2
     world.run("release", tree, fork, old["id"])
@@ -611,9 +616,9 @@ def test_a_session_saves_a_layer_and_starts_with_it(world: World) -> None:
     """What it holds is in no patch; who has it is listed, and it goes when nobody does."""
     tree = Path(world.run("checkout", "demo__project-1").out.strip())
     (tree / "README").write_text("installed\n")
-    assert world.run("save", tree, "tools").out == "tools\n"
-    assert world.run("save", tree, "tools").status == 5
-    assert world.run("save", tree, "not/a name").status == 2
+    assert world.run("layer", "save", tree, "tools").out == "tools\n"
+    assert world.run("layer", "save", tree, "tools").status == 5
+    assert world.run("layer", "save", tree, "not/a name").status == 2
     on_it = world.run("checkout", "demo__project-1", "--layer", "tools", "--json").json
     assert on_it["layer"] == "tools"
     assert (Path(on_it["path"]) / "README").read_text() == "installed\n"
@@ -623,20 +628,20 @@ def test_a_session_saves_a_layer_and_starts_with_it(world: World) -> None:
     assert (Path(on_it["path"]) / "README").read_text() == "installed\n"
     assert world.run("reset", tree, "--layer", "tools", "--json").json["layer"] == "tools"
     assert world.run("receipt", tree, "--json").json["layer"]["name"] == "tools"
-    assert world.run("layers").out.splitlines()[1].split()[1] == "tools"
-    [layer] = world.run("layers", on_it["mirror"], "--json").json
+    assert world.run("layer", "list").out.splitlines()[1].split()[1] == "tools"
+    [layer] = world.run("layer", "list", on_it["mirror"], "--json").json
     assert (layer["checkouts"], layer["shared"]) == (2, True)
-    assert world.run("layers", "--remove", layer["id"]).status == 5
+    assert world.run("layer", "remove", layer["id"]).status == 5
     graded = world.run(
         "grade", "demo__project-1", "--patch", "-", "--layer", "tools", "--json",
         stdin="--- a/README\n+++ b/README\n@@ -1 +1 @@\n-installed\n+graded\n",
     ).json  # fmt: skip
     assert (Path(graded["path"]) / "README").read_text() == "graded\n"
     world.run("release", tree, on_it["id"], graded["id"])
-    assert world.run("layers", "--remove", layer["id"]).status == 0
+    assert world.run("layer", "remove", layer["id"]).status == 0
     assert world.run("checkout", "demo__project-1", "--layer", "tools").status == 4
     assert world.run("checkout", "demo__project-1", "--environment", "absent").status == 4
-    assert world.run("layers", "--json").json == []
+    assert world.run("layer", "list", "--json").json == []
 
 
 def test_both_clients_fork_and_go_back(world: World) -> None:

@@ -107,7 +107,7 @@ def test_secrets_are_shown_and_stored_nowhere(
             "status",
             "config show",
             "events",
-            "operations list",
+            "operation list",
             "doctor",
         ):
             run(["--config", str(running.config), *words.split(), "--json"])

@@ -100,8 +100,8 @@ def test_health_says_what_cannot_be_served(tmp_path: Path) -> None:
             running, "dataset", "import", f"{tmp_path}/rows.jsonl", "--no-wait", "--json"
         )
         operation = json.loads(sent.stdout)["id"]
-        assert _mirrord(running, "operations", "wait", operation).returncode == 8
-        assert _mirrord(running, "operations", "watch", operation).returncode == 8
+        assert _mirrord(running, "operation", "wait", operation).returncode == 8
+        assert _mirrord(running, "operation", "wait", "--follow", operation).returncode == 8
 
         reason = (
             "dataset rows: 3 of 5 instances cannot be served:"
@@ -133,7 +133,7 @@ def test_reload_ends_as_the_daemon_judges() -> None:
     with daemon("[checkouts]\nmax = 5\n[datasets]\nwatch = false\n") as running:
         running.write_config("[checkouts]\nmax = 6\n[datasets]\nwatch = false\n")
         _other_state_dir(running)
-        done = _mirrord(running, "reload")
+        done = _mirrord(running, "config", "reload")
         assert (done.returncode, done.stderr) == (0, "state_dir needs a restart\n")
         assert done.stdout in (
             "checkouts.max\n",
@@ -141,7 +141,7 @@ def test_reload_ends_as_the_daemon_judges() -> None:
         )  # the daemon that watches the file may have been first
         assert running.json("GET", "/v1/status")["checkout_max"] == 6
         running.write_config("[checkouts]\nmax = 0\n")
-        done = _mirrord(running, "reload")
+        done = _mirrord(running, "config", "reload")
         assert (done.returncode, done.stdout) == (2, "")
         assert "checkouts.max: must be greater than or equal to 1" in done.stderr
         assert running.json("GET", "/v1/status")["checkout_max"] == 6
@@ -187,7 +187,7 @@ def test_config_show_prints_what_runs_else_the_file(tmp_path: Path) -> None:
         '[checkouts]\nmax = 5\n[[mirror]]\nrepo = "a/b"\nurl = "https://me:hunter2@127.0.0.1:1/b.git"\n'
     ) as running:
         _other_state_dir(running)
-        _mirrord(running, "reload")
+        _mirrord(running, "config", "reload")
         for named in ([], ["--config", str(running.config)]):
             shown = _mirrord(running, "config", "show", *named)
             assert "https://***@127.0.0.1:1/b.git" in shown.stdout

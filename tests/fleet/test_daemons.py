@@ -33,7 +33,7 @@ def test_a_second_daemon_serves_what_the_first_one_mirrored(
     assert status == 201, body
     eventually(lambda: refs(b) == refs(a), 20)
     assert "refs/mirrord/pins/dataset/d" in refs(b)
-    known = b.json("GET", "/v1/fleet")
+    known = b.json("GET", "/v1/status")["fleet"]
     assert len(known["nodes"]) == 2
     assert known["behind"] == []
 
@@ -160,7 +160,7 @@ def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> Non
     other = upstream.git("rev-parse", "HEAD~1")
     unlisted = a.json("POST", "/v1/checkouts", {"mirror": "owner/name", "commit": other})
     a.get(f"/v1/checkouts/{unlisted['id']}/receipt")
-    eventually(lambda: len(b.json("GET", "/v1/fleet")["nodes"]) == 2)
+    eventually(lambda: len(b.json("GET", "/v1/status")["fleet"]["nodes"]) == 2)
 
     def page(path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as answer:
@@ -180,7 +180,7 @@ def test_any_page_shows_the_whole_fleet(fleet: Fleet, upstream: Upstream) -> Non
     assert "(this one)" not in page("/receipts")
     paths = re.findall(r"/receipts/[0-9a-f]{64}", page("/receipts"))
     assert other not in "".join(page(path) for path in paths)
-    words = ["--config", str(b.config), "fleet"]
+    words = ["--config", str(b.config), "status", "--all"]
     listed = subprocess.run(
         [sys.executable, "-m", "mirrord", *words], check=True, capture_output=True, text=True
     ).stdout
@@ -253,7 +253,7 @@ url = "file://{upstream.path.parent}/{{owner}}+{{name}}"
         one.stop()
         one.start()
         done(one, "POST", "/v1/mirrors/owner__name/sync")
-        known = one.json("GET", "/v1/fleet")
+        known = one.json("GET", "/v1/status")["fleet"]
         assert known["generations"] == 1
         assert [it["id"] for it in known["nodes"]] in ([], [known["node"]])
 

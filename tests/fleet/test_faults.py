@@ -80,8 +80,10 @@ def test_another_daemon_takes_over_what_a_killed_one_synced(
         web.delay_s = 2.0
         query = "SELECT node FROM claims WHERE key = 'mirror/owner__name' AND node IS NOT NULL"
         holder = eventually(lambda: fleet.server.execute_in(fleet.catalog, query))[0][0]
-        nodes = {it["holder"]: it["id"] for it in a.json("GET", "/v1/fleet")["nodes"]}
-        first = next(n for n in (a, b) if n.json("GET", "/v1/fleet")["node"] == nodes[holder])
+        nodes = {it["holder"]: it["id"] for it in a.json("GET", "/v1/status")["fleet"]["nodes"]}
+        first = next(
+            n for n in (a, b) if n.json("GET", "/v1/status")["fleet"]["node"] == nodes[holder]
+        )
         first.kill()
         web.delay_s = 0.0
         commit = upstream.commit({"new": "line\n"})
@@ -155,7 +157,7 @@ def test_bytes_that_the_store_has_not_kept_move_no_ref(
     os.kill(b.pid, signal.SIGCONT)
     eventually(lambda: "mirror.behind" in b.log, 40)
     assert refs(b) == before
-    assert b.json("GET", "/v1/fleet")["behind"] == ["owner__name"]
+    assert b.json("GET", "/v1/status")["fleet"]["behind"] == ["owner__name"]
     fresh.write_bytes(whole)
     eventually(lambda: commit in refs(b), 30)
     daemon_fleet.sound(b)

@@ -1,4 +1,4 @@
-"""`mirrord restore --from-store` on a machine that lost everything, with a real daemon."""
+"""`mirrord mirror restore --from-store` on a machine that lost everything, with a real daemon."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def run(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
     """Refs, their history, pins with reasons, rows, URLs; without any upstream. Twice is harmless."""
     with daemon(lost.config) as new:
-        ended = run(new, "restore", "--from-store")
+        ended = run(new, "mirror", "restore", "--from-store")
         assert ended.returncode == 0, ended.stderr
         assert state_of(new) == lost.state
         assert "created mirror o__one: 2 created, 0 kept, 3 pins" in ended.stdout
@@ -134,7 +134,7 @@ def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
         taken = new.request("POST", "/v1/checkouts", {"instance": "o__two-1"})
         assert taken[0] == 201
         assert (Path(json.loads(taken[2])["path"]) / "README").is_file()
-        again = run(new, "restore", "--from-store", "o/two", "--json")
+        again = run(new, "mirror", "restore", "--from-store", "o/two", "--json")
         assert again.returncode == 0
         result = json.loads(again.stdout)
         assert [it["mirror"] for it in result["mirrors"]] == ["o__two"]
@@ -146,7 +146,7 @@ def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:
 def test_a_heal_brings_a_mirror_back_that_was_deleted(lost: Lost) -> None:
     """Without an upstream, while the daemon runs."""
     with daemon(lost.config) as new:
-        assert run(new, "restore", "--from-store").returncode == 0
+        assert run(new, "mirror", "restore", "--from-store").returncode == 0
         shutil.rmtree(new.state_dir / "mirrors/o__one")
         healed = run(new, "heal", "o/one")
         assert healed.returncode == 0, healed.stdout
@@ -158,7 +158,7 @@ def test_a_mirror_that_is_damaged_in_the_store_is_named_and_costs_no_other(lost:
     content = file.read_bytes()
     file.write_bytes(content[:-1])
     with daemon(lost.config) as new:
-        ended = run(new, "restore", "--from-store", "--json")
+        ended = run(new, "mirror", "restore", "--from-store", "--json")
         assert ended.returncode == 8
         assert "o__one" in ended.stderr
         result = json.loads(ended.stdout)
@@ -168,7 +168,7 @@ def test_a_mirror_that_is_damaged_in_the_store_is_named_and_costs_no_other(lost:
         assert [it["name"] for it in new.json("GET", "/v1/mirrors")] == ["o__two"]
         assert new.request("POST", "/v1/checkouts", {"instance": "o__two-0"})[0] == 201
         file.write_bytes(content)
-        assert run(new, "restore", "--from-store").returncode == 0
+        assert run(new, "mirror", "restore", "--from-store").returncode == 0
         assert state_of(new) == lost.state
 
 
@@ -180,7 +180,7 @@ def test_an_older_generation_is_restored_where_the_newest_is_damaged(
     root, name = Path(lost.store.shown.removeprefix("file://")), NAMES[0]
     kept = {*lost.packs(name)}
     with daemon(lost.config) as old:
-        assert run(old, "restore", "--from-store").returncode == 0
+        assert run(old, "mirror", "restore", "--from-store").returncode == 0
         head = json.loads(run(old, "mirror", "show", "o/one", "--json").stdout)["name"]
         assert head == "o__one"
         commit = git(old.state_dir / "mirrors/o__one", "rev-parse", "HEAD~2")
@@ -193,7 +193,7 @@ def test_an_older_generation_is_restored_where_the_newest_is_damaged(
         (key,) = {*lost.packs(name)} - kept
     (root / key).write_bytes(b"")
     with daemon(lost.config) as new:
-        ended = run(new, "restore", "--from-store", "--json")
+        ended = run(new, "mirror", "restore", "--from-store", "--json")
         assert ended.returncode == 8
         named = [f"{it.epoch}-{it.number}" for it in (newest, older)]
         assert (
@@ -209,12 +209,12 @@ def test_an_older_generation_is_restored_where_the_newest_is_damaged(
 
 def test_what_the_store_does_not_have_is_told(lost: Lost) -> None:
     with daemon(lost.config) as new:
-        ended = run(new, "restore", "--from-store", "o/three", "o/one")
+        ended = run(new, "mirror", "restore", "--from-store", "o/three", "o/one")
         assert ended.returncode == 4
         assert "cannot restore mirror o__three: the store has nothing of that name" in ended.stderr
         assert [it["name"] for it in new.json("GET", "/v1/mirrors")] == ["o__one"]
     with daemon() as none:
-        ended = run(none, "restore", "--from-store")
+        ended = run(none, "mirror", "restore", "--from-store")
         assert ended.returncode == 2
         assert "no store is configured" in ended.stderr
         assert "[store] url" in ended.stderr
@@ -226,7 +226,7 @@ def test_a_store_that_cannot_be_reached_ends_the_restoration(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     with daemon('[store]\nurl = "s3://bucket/prefix"\n') as new:
-        ended = run(new, "restore", "--from-store")
+        ended = run(new, "mirror", "restore", "--from-store")
         assert ended.returncode == 7
         assert "cannot list mirrors/ in store s3://bucket/prefix" in ended.stderr
 

@@ -105,7 +105,7 @@ def test_a_full_store_delays_news_and_nothing_else(
         # said by the daemons that met it, and on the others of them
         assert _NO_ROOM in _health(b)
         assert _NO_ROOM in _health(c)
-        eventually(lambda: _command(a, "fleet").count(_NO_ROOM) == 2)
+        eventually(lambda: _command(a, "status", "--all").count(_NO_ROOM) == 2)
         # all is served that was, here what upstream has too
         assert checkout(b, mirror="owner/name", commit=commit)
         for node in (a, c, d):
@@ -153,7 +153,7 @@ def _fill_and_empty(disk: SmallDisk, fleet: daemon_fleet.Fleet, upstream: Upstre
     failed = ended(nodes[1], "POST", path, large)
     assert failed["error"]["code"] == "catalog-full", failed
     assert "the catalog's database has no room" in _health(nodes[1])
-    assert "the catalog's database has no room" in _command(nodes[1], "fleet")
+    assert "the catalog's database has no room" in _command(nodes[1], "status")
     with pytest.raises(psycopg.OperationalError):
         for _ in range(20):
             fleet.server.execute("SELECT pg_switch_wal()", "CREATE TABLE t (n int)", "DROP TABLE t")

@@ -170,7 +170,7 @@ def test_what_enters_a_mirror_and_what_is_checked_out(
     assert stat.S_IMODE((paths["set-uid"] / "a").stat().st_mode) == 0o755
     assert list((paths["submodule"] / "-u").iterdir()) == []
     must_be_whole(running)
-    for words in (["mirror", "show", "up/stream"], ["refs", "log", "up/stream"], ["status"]):
+    for words in (["mirror", "show", "up/stream"], ["ref", "log", "up/stream"], ["status"]):
         _must_be_printable(running, *words)
     assert all(line.isprintable() for line in running.log.splitlines())
 

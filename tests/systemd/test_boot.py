@@ -567,7 +567,7 @@ def test_the_doctor_and_a_support_bundle_know_the_units(host: Host) -> None:
 
 
 def test_a_reload_of_a_bad_configuration_fails(host: Host, scratch: Path) -> None:
-    """In the words of `mirrord reload`, and the daemon goes on as it is."""
+    """In the words of `mirrord config reload`, and the daemon goes on as it is."""
     before = host.pid()
     file = scratch / "etc" / "config.toml"
     try:

@@ -240,7 +240,7 @@ def test_every_documented_command_runs_on_the_package(host: Host) -> None:
     before = host.shell("cat /etc/mirrord/config.toml; usermod -aG mirrord bob")
     host.shell("systemctl start mirrord-build.socket")
     offline = '[environments]\nindex = "/srv/wheels"\nnetwork = false'
-    host.shell(f"echo '{offline}' >>/etc/mirrord/config.toml; mirrord reload")
+    host.shell(f"echo '{offline}' >>/etc/mirrord/config.toml; mirrord config reload")
     root = host.bash()
     firstsession.prepare(root, "/srv/upstreams")
     for ran in firstsession.type_session(root, host.bases, owner="agent"):
@@ -268,7 +268,7 @@ def test_every_documented_command_runs_on_the_package(host: Host) -> None:
         "mirrord release $(mirrord checkouts --json | jq -r '.[] | select(.owner_uid != 12345) | .id')"
     )
     root.run(
-        f"printf '%s\\n' '{before}' >/etc/mirrord/config.toml; mirrord reload; kill $(cat /tmp/container)"
+        f"printf '%s\\n' '{before}' >/etc/mirrord/config.toml; mirrord config reload; kill $(cat /tmp/container)"
     )
     root.close()
     assert "Traceback" not in host.machine.journal("mirrord.service")

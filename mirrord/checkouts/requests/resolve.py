@@ -92,7 +92,7 @@ class Resolver:
                 found = await self._resolve_base(row)
                 return found.of_instance(row)
             name, _, commitish = request.instance.partition("@")
-            commitish = unquote_name(commitish)  # as `mirrord refs` prints it
+            commitish = unquote_name(commitish)  # as `mirrord ref` prints it
             if request.dataset or not commitish:
                 fact = "no dataset has it"
                 if request.dataset:

@@ -1,4 +1,4 @@
-"""The verbs of checkouts, such as `mirrord checkout`, `reset`, `diff`, `grade` and `release`."""
+"""The verbs of checkouts, such as `mirrord checkout`, `reset`, `diff` and `release`."""
 
 import base64
 import os
@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ...model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
-from ...protocol import Grade, RestoreAnswer
+from ...protocol import RestoreAnswer
 from ...quoting import quote_name, unquote_name
-from ..output import listing, table, when
+from ..output import count, listing, when
 from ..session import (
     Argument,
     BackendOption,
@@ -25,7 +25,6 @@ from ..session import (
     ViewOption,
     read_duration,
     read_file,
-    read_jobs,
     read_owner,
     read_pid,
 )
@@ -132,60 +131,64 @@ def fork(
     session.answer(handle.lease, [handle.lease.path])
 
 
-def snapshot(
+SnapshotName = Annotated[str, Argument("Name of a snapshot.", "NAME")]
+
+
+def create_snapshot(
     session: Session,
     checkout_id: Id,
     name: Annotated[str | None, Argument("Letters, digits, '.', '_' and '-'.", "[NAME]")] = None,
-    remove: Annotated[bool, Option("Remove the snapshot.")] = False,
 ) -> None:
     """Prints the name, by default s1, s2 and so on. `mirrord reset ID --to NAME` goes back to the
     snapshot, `mirrord fork ID --from NAME` copies it. It is removed with its checkout.
     """
-    found = find_id(session, checkout_id)
-    if not remove:
-        made = session.client.make_snapshot(found, name)
-        session.answer(made, [made.name])
-    elif name is None:
-        raise UsageError("cannot remove a snapshot: no name given", hint="add its NAME")
-    else:
-        session.client.remove_snapshot(found, name)
-        session.answer(None, [])
+    made = session.client.make_snapshot(find_id(session, checkout_id), name)
+    session.answer(made, [made.name])
 
 
-def snapshots(session: Session, checkout_id: Id) -> None:
+def list_snapshots(session: Session, checkout_id: Id) -> None:
     """Oldest first."""
     made = session.client.list_snapshots(find_id(session, checkout_id))
     columns = "NAME COMMIT=commit:short TAKEN=copied.taken_at FILES=copied.files"
     session.answer(made, listing(made, columns))
 
 
-def save(
+def remove_snapshot(session: Session, checkout_id: Id, name: SnapshotName) -> None:
+    """The checkout keeps its content."""
+    session.client.remove_snapshot(find_id(session, checkout_id), name)
+    session.answer(None, [])
+
+
+def save_layer(
     session: Session,
     checkout_id: Id,
     name: Annotated[str, Argument("Letters, digits, '.', '_' and '-'.", "NAME")],
 ) -> None:
     """The layer has the changes of the tree, ignored files included, and of the environment, but
     nothing of .git. `mirrord checkout --layer NAME` starts with it; reset and diff are relative to
-    it. Layers of administrators are for all users. A layer never changes; `mirrord layers --remove`
-    removes it.
+    it. Layers of administrators are for all users. A layer never changes.
     """
     made = session.client.save_layer(find_id(session, checkout_id), name)
     session.answer(made, [made.name])
 
 
-def layers(
+def list_layers(
     session: Session,
     mirror: Annotated[str | None, Argument("Only layers of this mirror.", "[NAME]")] = None,
-    remove: Annotated[list[str] | None, Option("Layer to remove; repeatable.", "ID")] = None,
 ) -> None:
     """Users see the layers that they may use, administrators all; oldest first."""
-    if remove:
-        session.each(remove, session.client.remove_layer)
-        session.answer(None, [])
-        return
-    found = session.client.list_layers(mirror)
+    made = session.client.list_layers(mirror)
     columns = "ID NAME MIRROR COMMIT=commit:short HISTORY ENVIRONMENT UID=saved_by"
-    session.answer(found, listing(found, f"{columns} FILES=copied.files CHECKOUTS"))
+    session.answer(made, listing(made, f"{columns} FILES=copied.files CHECKOUTS"))
+
+
+def remove_layers(
+    session: Session,
+    layer_ids: Annotated[list[str], Argument("As in `mirrord layer list`.", "ID...")],
+) -> None:
+    """A layer that a checkout uses is kept, with status 5."""
+    session.each(layer_ids, session.client.remove_layer)
+    session.answer(None, [])
 
 
 def diff(
@@ -241,8 +244,18 @@ def apply(
     session.answer(answer, [answer.path])
 
 
-def restore_paths(session: Session, checkout_id: str, commit: str, paths: list[str]) -> None:
-    """Paths may be in git's quotes, as other verbs print those that are not plain text."""
+def restore(
+    session: Session,
+    checkout_id: Id,
+    paths: Annotated[list[str], Argument("From the top of the commit's tree.", "PATH...")],
+    commit: Annotated[
+        str, Option("Pinned commit, or a role of the instance's commits, such as gold.", "SHA")
+    ],
+) -> None:
+    """Needs a checkout in the grader view. Prints the paths.
+
+    Paths may be in git's quotes, as other verbs print those that are not plain text.
+    """
     wanted = map(unquote_name, paths)
     written = session.client.restore_paths(find_id(session, checkout_id), commit, *wanted)
     session.answer(RestoreAnswer(paths=written), map(quote_name, written))
@@ -281,15 +294,21 @@ def release(
         list[str] | None, Argument("Ids or paths of checkouts.", "[ID]...")
     ] = None,
     label: Annotated[str | None, Option("Release all checkouts with this label.", "LABEL")] = None,
+    every: Annotated[bool, Option("Release all checkouts that you own.", flags="--all")] = False,
 ) -> None:
     """Unsaved changes are lost; save them with `mirrord diff` first."""
-    if (label is None) == (not checkout_ids):
-        raise UsageError("cannot release checkouts: give ids or paths, or --label")
+    if (label is not None) + bool(checkout_ids) + every != 1:
+        hint = "give ids or paths, or --label, or --all"
+        raise UsageError("cannot tell which checkouts to release", hint=hint)
     client, ids = session.client, checkout_ids or []
-    if label is not None:
-        ids = [each.id for each in client.list_checkouts(label)]
+    if not ids:
+        own = os.getuid()
+        held = client.list_checkouts(label)
+        ids = [each.id for each in held if label is not None or each.owner_uid == own]
     session.each(ids, lambda text: client.release_checkout(find_id(session, text)))
     session.answer(None, [])
+    if every:
+        session.note(f"released {count(len(ids), 'checkout')}")
 
 
 def renew(session: Session, checkout_id: Id, ttl: Ttl = None) -> None:
@@ -335,99 +354,3 @@ def find_id(session: Session, text: str) -> str:
     if not os.path.lexists(path) and "/" not in text:
         message = f"cannot find checkout {shown(text)}: it is neither an id nor a path"
     raise CheckoutNotFoundError(message, hint="see `mirrord checkouts`")
-
-
-_TARGET_HELP = "Id or path of a checkout; with --patch an instance, or NAME@COMMITISH."
-_POLICY_HELP = (
-    "report, drop or refuse what could steer the tests, or KIND=… for a kind of rule; repeatable."
-)
-_PREDICTIONS_HELP = "Grade each prediction of a file, or of a directory of ID.patch."
-_RUN_HELP = "Run the tests of each prediction in its instance's environment."
-_REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
-
-
-def grade(
-    session: Session,
-    target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
-    patch: Annotated[
-        str | None, Option("The agent's change, for an instance; - is standard input.", "FILE")
-    ] = None,
-    predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "PATH")] = None,
-    strategy: Annotated[
-        ApplyStrategy,
-        Option("How the patch may apply: as git does, or as SWE-bench's grader does."),
-    ] = ApplyStrategy.EXACT,
-    policy: Annotated[list[str] | None, Option(_POLICY_HELP, "POLICY")] = None,
-    dataset: Dataset = None,
-    history: HistoryOption = None,
-    backend: BackendOption = None,
-    ttl: Ttl = None,
-    owner: OwnerOption = None,
-    layer: Layer = None,
-    environment: Environment = None,
-    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
-    concurrency: Annotated[str, Option("Predictions to grade at a time.", "N")] = "8",
-    keep: Annotated[
-        bool, Option("Keep the checkouts of the predictions; the report lists them.")
-    ] = False,
-    run: Annotated[bool, Option(_RUN_HELP)] = False,
-    logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None,
-    timeout: Annotated[
-        str, Option("Limit of a run of the tests (with --run).", "DURATION")
-    ] = "30m",
-) -> None:
-    """The tree has the base commit, the content of the agent's change, and the tests. Prints its
-    path; changes that could steer the tests are listed on stderr. Run the tests as another user
-    than the agent (--owner).
-
-    With --predictions the exit status is 0 if each has a grade, else that of the first without one.
-    """
-    common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
-    common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
-    common |= {"auto_renew": False}
-    if predictions is not None:
-        if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
-            hint = "remove the ID, --patch, --layer, --environment and --strategy"
-            raise UsageError("cannot combine --predictions with another target", hint=hint)
-        from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
-
-        jobs = read_jobs(concurrency, "--concurrency")
-        common |= {"dataset": dataset, "history": history, "logs": logs}
-        common |= {"run_for": read_duration(timeout, "--timeout") if run else None}
-        predictions_module.grade_all(session, predictions, report or [], jobs, keep=keep, **common)
-        return
-    if report or keep or run:
-        hint = "add --predictions FILE"
-        raise UsageError("cannot use --report, --keep or --run without --predictions", hint=hint)
-    if target is None:
-        hint = "name a checkout, or an instance with --patch, or give --predictions"
-        raise UsageError("cannot tell what to grade", hint=hint)
-    if patch is None:
-        if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
-            hint = "remove --dataset, --history, --layer, --environment and --strategy, or add"
-            hint += " --patch FILE and name an instance"
-            raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
-        handle = session.client.grade_checkout(find_id(session, target), **common)
-    else:
-        choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
-        choices |= {"layer": layer, "environment": environment}
-        handle = session.client.grade(target, read_file(patch), **choices, **common)
-    for line in _remarks(handle.report):
-        session.note(line)
-    session.answer(handle.report, [handle.report.path])
-
-
-def _remarks(grade: Grade) -> list[str]:
-    lines: list[str] = []
-    if grade.steering:
-        rows = [
-            (each.action, each.rule, quote_name(each.path), each.detail) for each in grade.steering
-        ]
-        lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
-    if not grade.changed:
-        lines.append("the change is empty")
-    if grade.tests is None:
-        lines.append("no tests: it has no instance, or the instance has no test patch")
-    if grade.judged_by == "names":
-        lines.append("judged by names of paths: no environment said what it loads")
-    return lines

@@ -1,14 +1,16 @@
-"""`mirrord mirror …`, `refs …`, `pin`, `unpin`, `pins`."""
+"""`mirrord mirror …`, `pin …`, `ref …`, `bundle …`, `credential …`."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from ...errors import IntegrityError, MirrordError, UsageError, from_problem
-from ...protocol import Mirror, Operation, RefDiff
-from ..output import facts_of, listing, problem_of
+from ...protocol import BundleImported, Mirror, Operation, RefDiff, Restored
+from ..output import count, facts_of, listing, problem_of
 from ..session import Argument, MirrorArgument, NoWait, Option, Session
-from ..waiting import conclude, finish_all
+from ..waiting import conclude, exit_as, finish, finish_all, started, watching
+from .upkeep import audit_lines
 
 Repos = Annotated[list[str], Argument("owner/name; [upstream] url is the upstream.", "REPO...")]
 RecordArgument = Annotated[str, Argument("A record, by id or time (ISO 8601).")]
@@ -150,7 +152,7 @@ def pin(
     session: Session,
     name: MirrorArgument,
     commit: CommitArgument,
-    reason: Annotated[str, Option("Reason, shown by `mirrord pins`.", "REASON")] = "",
+    reason: Annotated[str, Option("Reason, shown by `mirrord pin list`.", "REASON")] = "",
 ) -> None:
     """Fetches the commit if the mirror lacks it, and pins it once its closure is verified."""
     made = session.client.pin(name, commit, reason)
@@ -172,7 +174,7 @@ def unpin(
     session.note(f"unpinned {commit} of {name}")
 
 
-def pins(
+def list_pins(
     session: Session,
     name: Annotated[str | None, Argument("Mirror; default: all.", "[NAME]")] = None,
 ) -> None:
@@ -180,18 +182,18 @@ def pins(
     session.answer(found, listing(found, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
 
 
-def refs_log(session: Session, name: MirrorArgument) -> None:
+def log_refs(session: Session, name: MirrorArgument) -> None:
     """Newest first. Each sync that changes a ref makes a record."""
     records = session.client.log_refs(name)
     session.answer(records, listing(records, "RECORD=id AT REFS=ref_count SUMMARY"))
 
 
-def refs_diff(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
+def diff_refs(session: Session, name: MirrorArgument, a: RecordArgument, b: RecordArgument) -> None:
     found = session.client.diff_refs(name, a, b)
     session.answer(found, _change_lines(found))
 
 
-def refs_restore(
+def restore_refs(
     session: Session, name: MirrorArgument, at: RecordArgument, no_wait: NoWait = False
 ) -> None:
     """Prints the moved refs. Their old tips are kept. The next sync follows upstream again."""
@@ -201,3 +203,85 @@ def refs_restore(
 def _change_lines(found: RefDiff) -> Iterator[str]:
     columns = "CHANGE=kind OLD=old:short NEW=new:short OLD_TIP REF=ref:name"
     return listing(found.changes, columns, OLD_TIP=lambda each: "kept" if each.kept else None)
+
+
+def create_bundle(
+    session: Session,
+    name: MirrorArgument,
+    file: Annotated[Path, Argument("File to write; it appears once it is complete.")],
+    since: Annotated[
+        str | None,
+        Option("Only what is newer than this record: an id, a time, or latest.", "RECORD"),
+    ] = None,
+) -> None:
+    """The file has refs, pins, kept refs, ref history, and the dataset rows of the mirror. It is as
+    private as the mirror: rows have patches. git can verify it, clone it and fetch from it. Prints
+    the record to name in the next --since.
+    """
+    if not file.parent.is_dir():
+        fact = f"there is no directory {file.parent}"
+        raise UsageError(f"cannot write {file}: {fact}", hint="create it first")
+    if file.is_dir():
+        raise UsageError(f"cannot write {file}: it is a directory", hint="name a file in it")
+    with watching(session, f"bundling {name}") as watch:
+        made = session.client.create_bundle(name, file, since=since, progress=watch)
+    session.answer(made, facts_of(made, "file mirror size=size_bytes record since"))
+
+
+def import_bundle(
+    session: Session,
+    file: Annotated[Path, Argument("A bundle of mirrord or git.")],
+    mirror: Annotated[
+        str | None, Option("Mirror to import into; default: the bundle's.", "NAME")
+    ] = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Creates a missing mirror. In an existing one refs are added or fast-forwarded; refs that
+    differ otherwise become kept refs. A damaged or hostile file changes nothing.
+    """
+    if not file.is_file():
+        raise UsageError(f"cannot import {file}: it is not a file", hint="name a bundle file")
+    with watching(session, f"sending {file.name}") as watch:
+        operation = session.client.import_bundle(file, mirror=mirror, progress=watch)
+    conclude(session, operation, no_wait, BundleImported, _bundle_lines)
+
+
+def _bundle_lines(result: BundleImported) -> Iterator[str]:
+    verb = "created" if result.created else "merged into"
+    counts = f"{len(result.kept)} kept, {count(result.pins, 'pin')}"
+    yield f"{verb} mirror {result.mirror}: {result.summary}, {counts}"
+    for name, rows in result.datasets.items():
+        yield f"dataset {name}: {count(rows, 'instance')} added"
+    for name in result.datasets_refused:
+        yield f"dataset {name}: another dataset has this name; you own its pins now"
+
+
+def restore_mirrors(
+    session: Session,
+    names: Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")] = None,
+    from_store: Annotated[bool, Option("From [store] url; the only source there is.")] = False,
+    no_wait: NoWait = False,
+) -> None:
+    """Restores mirrors, pins and rows. Existing data stays, and the restored mirrors are audited. A
+    failed mirror does not stop the others; run the command again to retry it.
+    """
+    if not from_store:
+        hint = "add --from-store; `mirrord bundle import` restores a mirror from a file"
+        raise UsageError("cannot restore mirrors: no source is named", hint=hint)
+    operation = session.client.start_restore(*names or ())
+    if no_wait:
+        session.answer(operation, started(operation))
+        return
+    result = Restored.from_json(finish(session, operation).result)
+    for each in result.failed:
+        session.fail(from_problem(each.error.to_json()))
+    session.answer(result, _restore_lines(result))
+    exit_as(result)
+
+
+def _restore_lines(result: Restored) -> Iterator[str]:
+    for each in result.mirrors:
+        yield from _bundle_lines(each)
+    if result.audit:
+        yield from audit_lines(result.audit)
+        yield f"audit {result.audit.id}"

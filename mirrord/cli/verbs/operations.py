@@ -1,4 +1,4 @@
-"""`mirrord operations …`."""
+"""`mirrord operation …`."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from ..output import cell, facts_of
 from ..session import Argument, Option, Session, as_json, print_line
 from ..waiting import amount, exit_as_verb, finish, operation_table
 
-Id = Annotated[str, Argument("Id of an operation, as in `mirrord operations list`.", "ID")]
+Id = Annotated[str, Argument("Id of an operation, as in `mirrord operation list`.", "ID")]
 
 
 def list_all(
@@ -27,30 +27,36 @@ def show(session: Session, operation_id: Id) -> None:
     session.answer(found, facts_of(found, names, progress=amount(found.progress) or None))
 
 
-def watch(session: Session, operation_id: Id) -> None:
-    """Prints a line for each change. The exit status is that of the verb that started it."""
+def wait(
+    session: Session,
+    operation_id: Id,
+    follow: Annotated[bool, Option("Print a line for each change.", flags="--follow -f")] = False,
+) -> None:
+    """The exit status is that of the verb that started it."""
+    if follow:
+        ended = _follow(session, operation_id)
+    else:
+        ended = finish(session, session.client.get_operation(operation_id))
+        session.answer(ended, [_line(ended)])
+    exit_as_verb(ended)
+
+
+def _follow(session: Session, operation_id: str) -> Operation:
     printed = ""
 
-    def show_change(found: Operation) -> None:
+    def show_change(operation: Operation) -> None:
         nonlocal printed
-        line = as_json(found) if session.json else _line(found)
+        line = as_json(operation) if session.json else _line(operation)
         if line != printed:
             printed = line
             print_line(line)
 
-    exit_as_verb(session.client.wait(operation_id, progress=show_change))
+    return session.client.wait(operation_id, progress=show_change)
 
 
-def _line(found: Operation) -> str:
-    facts = found.kind, cell(found.subject), found.state, amount(found.progress)
-    return " ".join(filter(None, facts))
-
-
-def wait(session: Session, operation_id: Id) -> None:
-    """The exit status is that of the verb that started it."""
-    ended = finish(session, session.client.get_operation(operation_id))
-    session.answer(ended, [_line(ended)])
-    exit_as_verb(ended)
+def _line(operation: Operation) -> str:
+    words = operation.kind, cell(operation.subject), operation.state, amount(operation.progress)
+    return " ".join(filter(None, words))
 
 
 def cancel(session: Session, operation_id: Id) -> None:

@@ -59,7 +59,7 @@ def rehearse(
     Status 8 if an instance fails. An instance is "ready, but" if it works and another commit of its
     row cannot be served. Ctrl-C releases all checkouts and leaves a report of finished instances.
     """
-    parallel = read_jobs(jobs, "--jobs")
+    parallel = read_jobs(jobs)
     tests: dict[str, Any] = {"run": run, "test_timeout": read_duration(timeout, "--timeout")}
     tests["owner"] = read_owner(owner)
     tests["logs"] = _log_directory(logs, [*(report or ()), *([resume] if resume else [])])

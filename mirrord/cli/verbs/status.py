@@ -1,4 +1,4 @@
-"""`status`, `fleet`, `serve`, `reload`, `events`."""
+"""`status`, `serve`, `config reload`, `events`."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from itertools import islice
 from typing import Annotated
 
 from ...errors import IntegrityError, NoDaemonError, ResourceError, UsageError
-from ...protocol import Event, Mirror, Operation, Status
+from ...protocol import Event, FleetStatus, Mirror, Operation, Status
 from ..attention import Attention, attention_lines, problems_of
-from ..output import count, facts, facts_of, listing, problem_of, size, when
+from ..output import count, facts, listing, problem_of, size, when
 from ..session import Option, Session, as_json, print_line, read_duration
 from ..waiting import operation_table
 
@@ -64,29 +64,6 @@ def status(
         print_line("\x1b[H\x1b[2J" if sys.stdout.isatty() else "")
 
 
-def fleet(session: Session) -> None:
-    """They share catalog and store; also lists their claims."""
-    found = session.client.fleet()
-    if not found.store:
-        session.answer(found, ["not a fleet: [store] url is not set"])
-        return
-    node_names = {node.holder: node.name for node in found.nodes}
-    lines = [*facts_of(found, "node store fault generations behind"), ""]
-    columns = "node=name id version seen mirrors behind fault"
-    lines += listing(found.nodes, columns, seen=lambda node: f"{node.age_s:.0f} s")
-    if found.claims:
-        lines += [
-            "",
-            *listing(
-                found.claims,
-                "work node epoch left",
-                left=lambda claim: f"{claim.left_s:.0f} s",
-                node=lambda claim: node_names.get(claim.holder, claim.holder),
-            ),
-        ]
-    session.answer(found, lines)
-
-
 def _wait_for_status(session: Session, wait: str | None) -> Status:
     patience = read_duration(wait, "--wait") or timedelta()
     deadline = time.monotonic() + patience.total_seconds()
@@ -134,6 +111,33 @@ def _status_lines(
     jobs = [job for job in found.jobs if every or job.last_error]
     lines = listing(jobs, "JOB=name NEXT=next_at LAST=last_at PROBLEM=last_error")
     yield from _first_rows(lines, len(jobs), every)
+    if found.fleet:
+        yield from _fleet_lines(found.fleet, every)
+
+
+def _fleet_lines(fleet: FleetStatus, every: bool) -> Iterator[str]:
+    lines = listing(
+        fleet.nodes,
+        "NODE=name ID VERSION SEEN MIRRORS BEHIND FAULT",
+        SEEN=lambda node: f"{node.age_s:.0f} s",
+    )
+    yield from _first_rows(lines, len(fleet.nodes), every)
+    node_names = {node.holder: node.name for node in fleet.nodes}
+    lines = listing(
+        fleet.claims,
+        "CLAIM=work NODE EPOCH LEFT",
+        LEFT=lambda claim: f"{claim.left_s:.0f} s",
+        NODE=lambda claim: node_names.get(claim.holder, claim.holder),
+    )
+    yield from _first_rows(lines, len(fleet.claims), every)
+
+
+def _describe_fleet(fleet: FleetStatus | None) -> str | None:
+    if fleet is None:
+        return None
+    text = f"{count(len(fleet.nodes), 'node')}, this one is {fleet.node}, store {fleet.store}"
+    text += f"; {count(fleet.generations, 'published mirror')}, {len(fleet.behind):,} behind here"
+    return f"{text}; {fleet.fault}" if fleet.fault else text
 
 
 def _summary(found: Status) -> Iterator[str]:
@@ -153,6 +157,7 @@ def _summary(found: Status) -> Iterator[str]:
             ("operations", f"{found.operations_running:,} running, {queued}"),
             ("last audit", _describe_audit(found)),
             ("jobs", _describe_jobs(found)),
+            ("fleet", _describe_fleet(found.fleet)),
         ]
     )
 

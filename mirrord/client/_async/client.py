@@ -91,10 +91,6 @@ class AsyncClient:
         """Return current activity; `history` adds a point for each minute of the last day."""
         return await self._get(protocol.Activity, "activity", history=history)
 
-    async def fleet(self) -> protocol.FleetStatus:
-        """Return the nodes of the daemon's fleet; none if it has no store."""
-        return await self._get(protocol.FleetStatus, "fleet")
-
     async def configuration(self) -> protocol.Configuration:
         """Return the settings in effect; for administrators."""
         return await self._get(protocol.Configuration, "config")

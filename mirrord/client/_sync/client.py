@@ -92,10 +92,6 @@ class Client:
         """Return current activity; `history` adds a point for each minute of the last day."""
         return self._get(protocol.Activity, "activity", history=history)
 
-    def fleet(self) -> protocol.FleetStatus:
-        """Return the nodes of the daemon's fleet; none if it has no store."""
-        return self._get(protocol.FleetStatus, "fleet")
-
     def configuration(self) -> protocol.Configuration:
         """Return the settings in effect; for administrators."""
         return self._get(protocol.Configuration, "config")

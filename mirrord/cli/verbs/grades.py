@@ -1,0 +1,121 @@
+"""`mirrord grade`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from ...errors import UsageError
+from ...model import ApplyStrategy
+from ...protocol import Grade
+from ...quoting import quote_name
+from ..output import table
+from ..session import (
+    Argument,
+    BackendOption,
+    HistoryOption,
+    Option,
+    OwnerOption,
+    Session,
+    Ttl,
+    read_duration,
+    read_file,
+    read_jobs,
+    read_owner,
+)
+from .checkouts import Dataset, Environment, Layer, find_id
+
+_TARGET_HELP = "Id or path of a checkout; with --patch an instance, or NAME@COMMITISH."
+_POLICY_HELP = (
+    "report, drop or refuse what could steer the tests, or KIND=… for a kind of rule; repeatable."
+)
+_PREDICTIONS_HELP = "Grade each prediction of a file, or of a directory of ID.patch."
+_RUN_HELP = "Run the tests of each prediction in its instance's environment."
+_REPORT_HELP = "Write the results as .jsonl or .html, by the suffix; repeatable."
+
+
+def grade(
+    session: Session,
+    target: Annotated[str | None, Argument(_TARGET_HELP, "[ID|INSTANCE]")] = None,
+    patch: Annotated[
+        str | None, Option("The agent's change, for an instance; - is standard input.", "FILE")
+    ] = None,
+    predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "PATH")] = None,
+    strategy: Annotated[
+        ApplyStrategy,
+        Option("How the patch may apply: as git does, or as SWE-bench's grader does."),
+    ] = ApplyStrategy.EXACT,
+    policy: Annotated[list[str] | None, Option(_POLICY_HELP, "POLICY")] = None,
+    dataset: Dataset = None,
+    history: HistoryOption = None,
+    backend: BackendOption = None,
+    ttl: Ttl = None,
+    owner: OwnerOption = None,
+    layer: Layer = None,
+    environment: Environment = None,
+    report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
+    jobs: Annotated[str, Option("Predictions to grade at a time.", "N")] = "8",
+    keep: Annotated[
+        bool, Option("Keep the checkouts of the predictions; the report lists them.")
+    ] = False,
+    run: Annotated[bool, Option(_RUN_HELP)] = False,
+    logs: Annotated[Path | None, Option("Directory for the logs of tests (with --run).")] = None,
+    timeout: Annotated[
+        str, Option("Limit of a run of the tests (with --run).", "DURATION")
+    ] = "30m",
+) -> None:
+    """The tree has the base commit, the content of the agent's change, and the tests. Prints its
+    path; changes that could steer the tests are listed on stderr. Run the tests as another user
+    than the agent (--owner).
+
+    With --predictions the exit status is 0 if each has a grade, else that of the first without one.
+    """
+    common: dict[str, Any] = {"policy": ",".join(policy) if policy else None, "backend": backend}
+    common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
+    common |= {"auto_renew": False}
+    if predictions is not None:
+        if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "remove the ID, --patch, --layer, --environment and --strategy"
+            raise UsageError("cannot combine --predictions with another target", hint=hint)
+        from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
+
+        at_once = read_jobs(jobs)
+        common |= {"dataset": dataset, "history": history, "logs": logs}
+        common |= {"run_for": read_duration(timeout, "--timeout") if run else None}
+        predictions_module.grade_all(
+            session, predictions, report or [], at_once, keep=keep, **common
+        )
+        return
+    if report or keep or run:
+        hint = "add --predictions FILE"
+        raise UsageError("cannot use --report, --keep or --run without --predictions", hint=hint)
+    if target is None:
+        hint = "name a checkout, or an instance with --patch, or give --predictions"
+        raise UsageError("cannot tell what to grade", hint=hint)
+    if patch is None:
+        if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
+            hint = "remove --dataset, --history, --layer, --environment and --strategy, or add"
+            hint += " --patch FILE and name an instance"
+            raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
+        handle = session.client.grade_checkout(find_id(session, target), **common)
+    else:
+        choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
+        choices |= {"layer": layer, "environment": environment}
+        handle = session.client.grade(target, read_file(patch), **choices, **common)
+    for line in _remarks(handle.report):
+        session.note(line)
+    session.answer(handle.report, [handle.report.path])
+
+
+def _remarks(grade: Grade) -> list[str]:
+    lines: list[str] = []
+    if grade.steering:
+        rows = [
+            (each.action, each.rule, quote_name(each.path), each.detail) for each in grade.steering
+        ]
+        lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
+    if not grade.changed:
+        lines.append("the change is empty")
+    if grade.tests is None:
+        lines.append("no tests: it has no instance, or the instance has no test patch")
+    if grade.judged_by == "names":
+        lines.append("judged by names of paths: no environment said what it loads")
+    return lines
