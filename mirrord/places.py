@@ -1,6 +1,7 @@
 """Paths: defaults of configuration, state and socket; the state directory; inside a sandbox."""
 
 import os
+import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,24 @@ ENVIRONMENT = "/opt/miniconda3/envs/testbed"
 ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
 PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
+_SYSTEM = re.compile(r"/(?:bin|boot|dev|etc|lib[0-9a-z]*|proc|sbin|sys|usr)(?:/|$)")
+_OWN = (ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED, "/run/x", "/tmp/x", "/var/tmp/x")  # noqa: S108
+
+
+def read_workdir(text: str) -> str:
+    """Return the path at which a sandbox shows the tree, normalised; ValueError says why not.
+
+    A path in the tree, such as /testbed/docs, is a directory to work in.
+    """
+    path = os.path.normpath(text).replace("//", "/")
+    if not text.startswith("/") or not text.isprintable() or len(text) > 200:
+        raise ValueError("is not an absolute path of at most 200 printable characters")
+    above = next((own for own in _OWN if f"{own}/".startswith(f"{path}/") and own != path), None)
+    inside = next((own for own in _OWN[:3] if f"{path}/".startswith(f"{own}/")), None)
+    if path == "/" or _SYSTEM.match(path) or above or inside or path.startswith("/var/tmp/"):  # noqa: S108
+        raise ValueError("would hide what a sandbox needs")
+    return path
+
 
 STATE_VERSION = 1
 """The format of a state directory: incremented when an older mirrord would misread it. The catalog

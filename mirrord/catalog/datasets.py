@@ -326,6 +326,7 @@ def _read_instances(
 PLAIN_COLUMNS = (
     *("id", "revision", "environment", "python_version", "version", "created_at"),
     "install_config",
+    "workdir",
 )
 """Columns of `instances` that an InstanceRow has unconverted."""
 

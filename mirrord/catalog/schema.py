@@ -141,6 +141,7 @@ instances = sa.Table(
     sa.Column("environment", Text),
     sa.Column("python_version", Text),
     sa.Column("version", Text),
+    sa.Column("workdir", Text),
     sa.Column("created_at", UtcTime),
     sa.Column("history", sa.String(16)),
     sa.Column("rules", sa.JSON),
@@ -384,7 +385,7 @@ class InstanceRow:
     `revision` is the branch of a row that names no base commit; `base_commit` is None until the
     mirror has that branch. `history` limits what agents see: the past of a SWE-smith instance is
     its answer. `environment` and `python_version` say where it runs, `install_config` how that is
-    built, `rules` how its values were interpreted.
+    built, `workdir` where the tree is, `rules` how its values were interpreted.
     """
 
     id: str
@@ -405,6 +406,7 @@ class InstanceRow:
     history: History | None = None
     rules: tuple[str, ...] = ()
     install_config: dict[str, Any] | None = None
+    workdir: str | None = None
 
     @property
     def repo(self) -> str:

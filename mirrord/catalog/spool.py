@@ -18,6 +18,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from ..jsontext import loads
 from ..model import CommitId, CommitRole, Direction, History, MirrorName, parse_commit
+from ..places import read_workdir
 from ..protocol import DatasetChange, InstanceChange, RowsChange
 from .changes import note_changes
 from .database import Database, lock
@@ -36,7 +37,8 @@ _MEMBERS = {
     "commits": "commits", "patch": "patch", "test_patch": "test_patch", "fail_to_pass": "fail",
     "pass_to_pass": "pass", "revision": "revision", "environment": "environment",
     "python_version": "python", "version": "version", "created_at": "created",
-    "history": "history", "install_config": "install", "rules": "rules",
+    "history": "history", "install_config": "install", "workdir": "workdir",
+    "rules": "rules",
 }  # fmt: skip
 """The member of a line for each field of a row."""
 
@@ -47,6 +49,8 @@ def encode_row(row: InstanceRow) -> bytes:
     value |= {"mirror": str(row.mirror), "commits": sorted(row.commits)}
     if not row.install_config:
         del value["install"]
+    if not row.workdir:
+        del value["workdir"]
     return _line(value)
 
 
@@ -71,7 +75,7 @@ def row_digest(line: bytes) -> bytes:
 def decode_row(line: bytes) -> InstanceRow:
     """Decode an untrusted line; raises ValueError, KeyError or TypeError."""
     value = loads(line)
-    optional = ("revision", "environment", "python", "version", "created", "history")
+    optional = ("revision", "environment", "python", "version", "workdir", "created", "history")
     value = dict.fromkeys((*optional, "install")) | {"rules": []} | value
     texts = [value["id"], *value["fail"], *value["pass"], *value["rules"]]
     texts += [value[n] for n in ("patch", "test_patch", *optional) if value[n] is not None]
@@ -87,6 +91,7 @@ def decode_row(line: bytes) -> InstanceRow:
         "commits": tuple(dict.fromkeys(commits)),
         "created_at": datetime.fromisoformat(value["created"]) if value["created"] else None,
         "history": History(value["history"]) if value["history"] else None,
+        "workdir": read_workdir(value["workdir"]) if value["workdir"] else None,
     }
     lists = {name: tuple(members[name]) for name in ("fail_to_pass", "pass_to_pass", "rules")}
     return InstanceRow(dataset="", **(members | converted | lists))
@@ -304,7 +309,7 @@ _COLUMNS = {
     "pass_to_pass": "PASS_TO_PASS", "environment": "image_name",
     **{name: name for name in ("base_commit", "revision", "direction", "patch", "test_patch")},
     **{name: name for name in ("python_version", "version", "created_at", "history")},
-    "install_config": "install_config",
+    "install_config": "install_config", "workdir": "workdir",
 }  # fmt: skip
 
 

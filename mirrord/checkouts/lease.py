@@ -68,7 +68,8 @@ class Base:
 
     Over the commit, whose git tree is `tree`, the checkout has the prepared layer `saved`, to which
     diffs and resets are relative, and over that `layer`, the content of a fork, snapshot or grade
-    (`layers.py`); `environment_layer` is likewise over the environment.
+    (`layers.py`); `environment_layer` is likewise over the environment. A sandbox shows the
+    tree at `workdir` too.
     """
 
     commit: CommitId
@@ -79,6 +80,7 @@ class Base:
     layer: LayerId | None = None
     environment: EnvironmentName | None = None
     environment_layer: LayerId | None = None
+    workdir: str | None = None
 
     @property
     def clean_tree(self) -> str:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidCommitError, InvalidMappingError, InvalidNameError
 from ..jsontext import loads
 from ..model import UNREAD_LIST, CommitId, Direction, History, MirrorName, parse_commit, shown
+from ..places import read_workdir
 from .testlists import is_absent, is_encodable, read_names
 
 RawFields = Mapping[str, Any]
@@ -75,7 +76,7 @@ class Columns:
 _SELF_NAMED = (
     *("instance_id", "repo", "base_commit", "revision", "environment_setup_commit", "gold_commits"),
     *("patch", "test_patch", "direction", "history", "python_version", "version", "created_at"),
-    *("install_config", "log_parser"),
+    *("install_config", "log_parser", "workdir"),
 )
 STANDARD = Columns(
     {
@@ -324,6 +325,15 @@ class Fields:
             self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")
             return None
         return found or None
+
+    def workdir(self) -> str | None:
+        """Read where the tree is in a sandbox; a path that cannot be used is noted."""
+        text = self.text("workdir")
+        try:
+            return read_workdir(text) if text else None
+        except ValueError as error:
+            self.note(f"workdir {shown(str(text), 40)}: it {error}, left out")
+            return None
 
     def _required(self, field: str) -> tuple[str, str]:
         name, text = self._text(field)

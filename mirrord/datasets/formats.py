@@ -92,6 +92,7 @@ def normalise(fields: Fields) -> InstanceRow:
         created_at=fields.time("created_at"),
         history=fields.choice("history", History),
         install_config=fields.install_config(),
+        workdir=fields.workdir(),
         rules=tuple(dict.fromkeys(fields.rules)),
     )
 

@@ -425,7 +425,8 @@ class Datasets:
             return agent_view
         scalars = (
             *("id", "public_id", "direction", "patch", "test_patch", "environment"),
-            *("python_version", "version", "created_at", "history", "revision"),
+            *("python_version", "version", "workdir", "created_at", "history"),
+            "revision",
         )
         answer: dict[str, Any] = {name: getattr(row, name) for name in scalars}
         for name in ("fail_to_pass", "pass_to_pass", "rules"):

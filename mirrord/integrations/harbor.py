@@ -4,7 +4,7 @@
         --environment-import-path mirrord.integrations.harbor:MirrordEnvironment
 
 The name of the task is the id of the instance. A task's Dockerfile is not built: the tree is the
-checkout at /testbed, and packages are those of its environment.
+checkout at /testbed and at the task's workdir, and packages are those of its environment.
 """
 
 import io
@@ -20,7 +20,6 @@ from harbor.environments.tar_transfer import pack_dir_to_bytes
 from harbor.models.task.config import NetworkMode
 
 from .. import AsyncSandbox
-from ..places import TESTBED
 from . import open_sandbox
 
 
@@ -60,6 +59,8 @@ class MirrordEnvironment(BaseEnvironment):
         }
         if self.task_env_config.memory_mb:
             limits["memory_bytes"] = self.task_env_config.memory_mb * 1024**2
+        if self.task_env_config.workdir:
+            limits["workdir"] = self.task_env_config.workdir
         opening = open_sandbox(
             self._instance,
             socket=self._socket,
@@ -88,9 +89,8 @@ class MirrordEnvironment(BaseEnvironment):
         user: str | int | None = None,
     ) -> ExecResult:
         """Run a command as the checkout's owner; `user` is ignored."""
-        where = cwd or self.task_env_config.workdir or TESTBED
         done = await self.sandbox.exec(
-            command, cwd=where, variables=self._merge_env(env), timeout=timeout_sec
+            command, cwd=cwd, variables=self._merge_env(env), timeout=timeout_sec
         )
         out, error = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
         if done.struck:

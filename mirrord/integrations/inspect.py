@@ -25,7 +25,6 @@ from inspect_ai.util import (
 from pydantic import BaseModel
 
 from .. import AsyncSandbox, PathNotFoundError
-from ..places import TESTBED
 from . import open_sandbox
 
 
@@ -89,7 +88,7 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
         done = await self.sandbox.exec(
             cmd,
             input=input.encode() if isinstance(input, str) else input,
-            cwd=os.path.join(TESTBED, cwd or ""),
+            cwd=cwd,
             variables=env,
             timeout=timeout,
         )
@@ -104,11 +103,11 @@ class MirrordSandboxEnvironment(SandboxEnvironment):
     async def write_file(self, file: str, contents: str | bytes) -> None:
         data = contents.encode() if isinstance(contents, str) else contents
         with _as_os_error(file):
-            await self.sandbox.write(os.path.join(TESTBED, file), data)
+            await self.sandbox.write(file, data)
 
     async def read_file(self, file: str, text: bool = True) -> Any:
         with _as_os_error(file):
-            data = await self.sandbox.read(os.path.join(TESTBED, file))
+            data = await self.sandbox.read(file)
         if len(data) > SandboxEnvironmentLimits.MAX_READ_FILE_SIZE:
             raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None)
         return data.decode() if text else data

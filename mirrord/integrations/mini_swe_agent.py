@@ -14,17 +14,19 @@ from minisweagent.environments.local import LocalEnvironment
 from pydantic import BaseModel
 
 from .. import Bind, Client, MirrordError, Sandbox
-from ..places import TESTBED
 
 
 class MirrordEnvironmentConfig(BaseModel):
-    """`environment` of a configuration; `timeout` is in seconds, `env` is for each command."""
+    """`environment` of a configuration; `timeout` is in seconds, `env` is for each command.
+
+    Commands start in `cwd`, by default where the sandbox shows the tree.
+    """
 
     instance: str = ""
     socket: str | None = None
     checkout: dict[str, Any] = {}
     sandbox: dict[str, Any] = {}
-    cwd: str = TESTBED
+    cwd: str = ""
     env: dict[str, str] = {}
     timeout: int = 30
 
@@ -47,6 +49,7 @@ class MirrordEnvironment(LocalEnvironment):
             self.sandbox = stack.enter_context(Sandbox(held, **self.config.sandbox))
             self._held = stack.pop_all()
         self.config.instance = instance
+        self.config.cwd = self.config.cwd or self.sandbox.workdir
 
     def execute(
         self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None

@@ -19,7 +19,6 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from .. import AsyncSandbox, CheckoutNotFoundError, MirrordError
-from ..places import TESTBED
 from . import open_sandbox
 
 Held = tuple[AsyncExitStack, AsyncSandbox]  # `raw` of a handle
@@ -67,9 +66,7 @@ class MirrordProvider:
         user: str | int | None = None,
     ) -> SandboxExecResult:
         """Run a command as the checkout's owner; `user` is ignored."""
-        done = await _box(handle).exec(
-            command, cwd=cwd or TESTBED, variables=env, timeout=timeout_s
-        )
+        done = await _box(handle).exec(command, cwd=cwd, variables=env, timeout=timeout_s)
         return SandboxExecResult(
             stdout=done.stdout.decode(errors="replace"),
             stderr=done.stderr.decode(errors="replace"),

@@ -16,7 +16,6 @@ from swerex.runtime import abstract as rex
 from swerex.runtime.local import LocalRuntime, Session
 
 from .. import AsyncSandbox
-from ..places import TESTBED
 from . import open_sandbox
 
 # The shell reads lines from a pipe that never ends, and evaluates the file `command`.
@@ -46,7 +45,7 @@ class SandboxSession(Session):
         self._directory = f"/run/swe-rex/{secrets.token_hex(8)}"
 
     async def start(self) -> rex.CreateBashSessionResponse:
-        await self._bash(_OPEN, TESTBED)
+        await self._bash(_OPEN, self._box.workdir)
         source = "; ".join(f"source {path}" for path in self._request.startup_source)
         started = await self._evaluate(source, self._request.startup_timeout)
         return rex.CreateBashSessionResponse(output=started[0])

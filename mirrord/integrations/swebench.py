@@ -24,7 +24,6 @@ from docker.models.containers import ExecResult
 from swebench.harness import docker_utils, run_evaluation
 
 from .. import Bind, Client, InstanceNotFoundError, Sandbox
-from ..places import TESTBED
 
 Start = Callable[[str, ExitStack], Sandbox]
 
@@ -48,7 +47,7 @@ class Container:
         argv = shlex.split(cmd) if isinstance(cmd, str) else cmd
         assert self._sandbox is not None
         merged = ["bash", "-c", 'exec "$@" 2>&1', "bash", *argv]
-        done = self._sandbox.exec(merged, cwd=workdir or TESTBED)
+        done = self._sandbox.exec(merged, cwd=workdir)
         return ExecResult(done.exit_code, done.stdout)
 
     def put_archive(self, path: str, data: bytes) -> bool:

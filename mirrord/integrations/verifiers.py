@@ -26,7 +26,7 @@ from . import open_sandbox
 
 
 class MirrordRuntime(Runtime):
-    """A checkout at /testbed, the working directory; settings are those of all adapters."""
+    """A checkout in a sandbox, whose workdir commands start in; settings are all adapters'."""
 
     def __init__(self, instance: str, name: str | None = None, **settings: Any) -> None:
         super().__init__(name)

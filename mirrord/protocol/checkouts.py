@@ -132,6 +132,7 @@ class Checkout(Answer):
     follows every reset. Resets and diffs are relative to the prepared `layer`. `taken_by` is the
     uid that asked for the checkout; it and `owner_uid` may use and release it. `parent` is the
     checkout that this one was forked from or grades. `volumes` are its names in docker or podman.
+    `workdir` is where the instance's row wants the tree in a sandbox.
     """
 
     id: str
@@ -155,6 +156,7 @@ class Checkout(Answer):
     resets: int = 0
     layer: str | None = None
     environment: str | None = None
+    workdir: str | None = None
     label: str | None = None
     timings: dict[str, float] = {}
 

@@ -265,6 +265,7 @@ class Instance(Answer):
     environment: str | None = None
     python_version: str | None = None
     version: str | None = None
+    workdir: str | None = None
     created_at: datetime | None = None
     history: model.History | None = None
     revision: str | None = None

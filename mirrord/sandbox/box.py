@@ -55,7 +55,8 @@ class Box:
 
     `owner` is a uid with its gid, by default the caller's. The environment is writable unless it is
     shared. `readable` and `writable` map further paths inside to paths of the host. Files of the
-    tree that are `frozen` are read-only, and cannot be replaced. `files` are made inside, and
+    tree that are `frozen` are read-only, and cannot be replaced. The tree is at /testbed, and at
+    `workdir`, where commands start, unless that is below /testbed. `files` are made inside, and
     executable if they begin with #!, and in PROGRAMS found by name. All else, such as HOME, /tmp
     and /, is in memory, up to `scratch_bytes`.
     """
@@ -69,6 +70,7 @@ class Box:
     readable: Mapping[str, Path] = field(default_factory=dict)
     writable: Mapping[str, Path] = field(default_factory=dict)
     frozen: Sequence[str] = ()
+    workdir: str = TESTBED
     files: Mapping[str, bytes] = field(default_factory=dict)
     scratch_bytes: int = 4 * 1024**3
 
@@ -97,7 +99,7 @@ class Box:
             for path, content in self._files():
                 mode = "0555" if content.startswith(b"#!") else "0444"
                 arguments += "--perms", mode, "--file", give(content), path
-            arguments += "--seccomp", give(seccomp.program()), "--chdir", TESTBED
+            arguments += "--seccomp", give(seccomp.program()), "--chdir", self.workdir
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             program = [*become(self.owner), *_GUARD, find_bwrap()]
             argv = [*before, *program, "--args", packed, "--", *command]
@@ -136,10 +138,13 @@ class Box:
         if self.environment:
             how = "--ro-bind" if self.is_environment_shared else "--bind"
             yield from (how, str(self.environment), ENVIRONMENT)
-        for inside, shown in {TESTBED: self.tree, **self.writable}.items():
+        is_within = f"{self.workdir}/".startswith(f"{TESTBED}/")
+        places = (TESTBED,) if is_within else (TESTBED, self.workdir)
+        for inside, shown in {**dict.fromkeys(places, self.tree), **self.writable}.items():
             yield from ("--bind", str(shown), inside)
-        for path in self.frozen:
-            yield from ("--ro-bind-try", str(self.tree / path), f"{TESTBED}/{path}")
+        for place in places:
+            for path in self.frozen:
+                yield from ("--ro-bind-try", str(self.tree / path), f"{place}/{path}")
         yield "--clearenv"
         for name, value in {**self._variables(), **self.variables}.items():
             yield from ("--setenv", name, value)
@@ -153,6 +158,7 @@ class Box:
             "USER": _NAME,
             "LOGNAME": _NAME,
             "LANG": "C.UTF-8",
+            "MIRRORD_WORKDIR": self.workdir,
             **(active if self.environment else {}),
         }
 

@@ -25,7 +25,7 @@ from ..errors import (
     UsageError,
 )
 from ..model import shown
-from ..places import ACTIVATE, PROGRAMS, TESTBED
+from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
 from . import gitremote
 from .archive import Capped
 from .box import Box
@@ -119,8 +119,9 @@ def box_of(
     network: bool,
     variables: Mapping[str, str],
     frozen: Sequence[str] = (),
+    workdir: str | None = None,
 ) -> Box:
-    """Return the box of a checkout, by default with the checkout's environment."""
+    """Return the box of a checkout, by default with the checkout's environment and workdir."""
     is_own = lease.owner_uid == os.geteuid()
     facts = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
     facts |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
@@ -132,6 +133,7 @@ def box_of(
         network=network,
         variables={**facts, **variables},
         frozen=frozen,
+        workdir=workdir or lease.workdir or TESTBED,
         files=_git_files(network=network),
     )
 
@@ -145,6 +147,17 @@ def _git_files(*, network: bool) -> dict[str, bytes]:
         f"{PROGRAMS}/git-remote-mirrord": Path(gitremote.__file__).read_bytes(),
         "/etc/gitconfig": _IDENTITY if network else _IDENTITY + _FORGE,
     }
+
+
+def choose_workdir(given: str | None) -> str | None:
+    """Return the caller's path for the tree; raises UsageError."""
+    if given is None:
+        return None
+    try:
+        return read_workdir(given)
+    except ValueError as error:
+        hint = "name a directory such as /app or /workspace/NAME"
+        raise UsageError(f"cannot use workdir {shown(given)}: it {error}", hint=hint) from error
 
 
 def environment_of(lease: protocol.Checkout) -> Path | None:
@@ -243,7 +256,7 @@ class SandboxCall:
                 for name, value in (variables or {}).items()
             ),
             *(reporter.setup if reporter else ()),
-            f"cd -- {TESTBED} && cd -- {shlex.quote(cwd or '.')} || exit 126",
+            f'cd -- "$MIRRORD_WORKDIR" && cd -- {shlex.quote(cwd or ".")} || exit 126',
             f"exec {shlex.join(words)}",
         ]
         self.script = os.fsencode("\n".join(lines) + "\n")

@@ -212,6 +212,7 @@ def _read_harbor(folder: _Folder) -> dict[str, Any]:
         "base_commit": _named(tables, _BASE_KEYS) or _first(_CHECKOUT, dockerfile),
         "version": metadata.get("version"),
         "image_name": image,
+        "workdir": _table(config, "environment").get("workdir"),
         "patch": folder.find_patch("solution") or _first(_HERE_DOCUMENT, solver),
         "test_patch": folder.find_patch("tests"),
         "problem_statement": None if folder.has("steps") else folder.text("instruction.md"),

@@ -22,7 +22,7 @@ from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 from waiting import until
 
-from mirrord import AsyncClient, Client
+from mirrord import AsyncClient, Client, Sandbox
 from mirrord.cli.main import run
 from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError
 from mirrord.model import DiffFormat, View
@@ -519,6 +519,48 @@ def test_exec_leaves_the_patch_and_no_checkout(world: World, tmp_path: Path) -> 
     directory, held = ran.out.split()
     assert directory == "/testbed"
     assert held not in world.run("checkouts").out
+
+
+def test_exec_shows_the_tree_where_it_is_asked_to(world: World) -> None:
+    """Writable, at /testbed too; a path that a sandbox needs is refused before a checkout."""
+    shell = "sh", "-c", "pwd; echo more >>README; cmp README /testbed/README && echo same"
+    for path in ("/app", "/workspace/project", "/home/user/project"):
+        ran = _spawn(world.daemon, "exec", "demo__project-1", "--workdir", path, "--", *shell)
+        assert (ran.status, ran.out.split()) == (0, [path, "same"]), ran
+    for path in ("app", "/", "/usr/local/src", "/opt", "/home/testbed", "/tmp", "/proc/1"):
+        ran = _spawn(world.daemon, "exec", "demo__project-1", "--workdir", path, "--", "true")
+        assert (ran.status, "cannot use workdir" in ran.err) == (2, True), ran
+    ran = _spawn(
+        world.daemon, "exec", "demo__project-1", "--workdir", "/a", "--keep-access", "--", "true"
+    )
+    assert (ran.status, "cannot use --workdir" in ran.err) == (2, True), ran
+
+
+def test_a_row_names_its_workdir(world: World, tmp_path: Path) -> None:
+    """It comes with the checkout; a reset to another instance has that one's."""
+    row = {"repo": "demo/project", "base_commit": world.commits[2]}
+    rows = [{"instance_id": "wd-1", "workdir": "/app", **row}]
+    rows += [{"instance_id": "wd-2", **row}, {"instance_id": "wd-3", "workdir": "/usr", **row}]
+    rows += [{"instance_id": "wd-4", "workdir": "/testbed/..//srv/", **row}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert world.run("dataset", "import", tmp_path / "rows.json").status == 0
+    facts = json.loads(world.run("dataset", "show", "rows", "--json").out)
+    assert any("workdir '/usr'" in rule for rule in facts["rules"]), facts["rules"]
+    found = {}
+    for each in ("wd-1", "wd-2", "wd-3", "wd-4"):
+        ran = _spawn(world.daemon, "exec", each, "--", "sh", "-c", "pwd; test -e README")
+        assert ran.status == 0, ran
+        found[each] = ran.out.strip()
+    assert found == {"wd-1": "/app", "wd-2": "/testbed", "wd-3": "/testbed", "wd-4": "/srv"}
+    with Client(world.daemon.socket) as client, client.checkout("wd-1") as checkout:
+        with Sandbox(checkout, frozen=["README"]) as sandbox:
+            assert (sandbox.workdir, sandbox.exec("pwd").stdout) == ("/app", b"/app\n")
+            assert sandbox.exec("echo x >/app/README").exit_code, "frozen at every place"
+            sandbox.reset("wd-2")
+            assert (sandbox.workdir, sandbox.exec("pwd").stdout) == ("/testbed", b"/testbed\n")
+        with Sandbox(checkout, workdir="/b") as sandbox:
+            assert sandbox.exec("pwd").stdout == b"/b\n"
+    assert world.run("dataset", "remove", "rows").status == 0
 
 
 def test_a_killed_exec_gives_its_checkout_back(world: World) -> None:

@@ -188,9 +188,7 @@ def test_the_row_that_an_adapter_left_is_taken(tmp_path: Path) -> None:
 
 
 def test_repository_commit_and_patch_are_found_where_tasks_name_them(tmp_path: Path) -> None:
-    metadata = (
-        f'[metadata.repo2env]\nrepo = "o/n"\nref = "{BASE}"\n[environment]\ndocker_image = "i"'
-    )
+    metadata = f'[metadata.repo2env]\nrepo = "o/n"\nref = "{BASE}"\n[environment]\ndocker_image = "i"\nworkdir = "/app"'
     harbor(tmp_path / "a", "o__n-1", {"task.toml": metadata, "solution/patch.diff": GOLD})
     deepswe = f'[metadata]\nrepository_url = "https://x.org/o/n"\nbase_commit_hash = "{BASE}"\n'
     harbor(tmp_path / "c", "deep", {"task.toml": deepswe})
@@ -209,6 +207,7 @@ def test_repository_commit_and_patch_are_found_where_tasks_name_them(tmp_path: P
     for row in (first, second):
         assert (row["repo"], row["base_commit"], row["patch"]) == ("o/n", BASE, GOLD)
     assert (first["instance_id"], first["image_name"]) == ("o__n-1", "i")
+    assert (first["workdir"], "workdir" in second) == ("/app", False)
     assert second["test_patch"] == TEST
 
 

@@ -360,6 +360,7 @@ def checkout_fields(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "label": terms.label,
         "layer": base.saved.name if base.saved else None,
         "environment": str(base.environment) if base.environment else None,
+        "workdir": base.workdir,
         "owner_uid": terms.owner_uid,
         "owner_gid": terms.owner_gid,
         "taken_by": terms.taken_by,

@@ -48,7 +48,7 @@ class ResolvedRequest(NamedTuple):
     base: Base
 
     def of_instance(self, row: InstanceRow) -> "ResolvedRequest":
-        base = replace(self.base, instance=row.public_id, dataset=row.dataset)
+        base = replace(self.base, instance=row.public_id, dataset=row.dataset, workdir=row.workdir)
         return self._replace(base=base)
 
 

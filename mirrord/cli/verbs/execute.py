@@ -27,7 +27,7 @@ from ... import errors
 from ...host.processes import hide_argument
 from ...model import Bind, View, shown
 from ...sandbox.box import become, end, find_started
-from ...sandbox.calls import box_of
+from ...sandbox.calls import box_of, choose_workdir
 from ...sandbox.room import Limits
 from ...units import parse_size
 from ..session import (
@@ -82,11 +82,15 @@ def execute(
     ] = None,
     memory: Annotated[str | None, Option("Limit of memory, such as 2GiB.", "SIZE")] = None,
     processes: Annotated[str | None, Option("Limit of processes.", "NUMBER")] = None,
+    workdir: Annotated[
+        str | None, Option("Where the tree is, besides /testbed; default: as the row says.", "PATH")
+    ] = None,
     keep_access: Annotated[
         bool, Option("Run it without a sandbox, with access to the whole host.")
     ] = False,
 ) -> None:
-    """The tree is at /testbed and its environment is active. HOME and /tmp are private. The command
+    """The tree is at /testbed, and where the instance's row or --workdir says; the command starts
+    there. Its environment is active. HOME and /tmp are private. The command
     sees the host's /usr, but no other process, network, file or socket. The exit status is that of
     the command, or 128 plus the number of the signal that ended it.
 
@@ -110,7 +114,11 @@ def execute(
         _read_limits(memory, processes),
         [Path(path).absolute() for path in show],
         dict(map(_read_variable, variable)),
+        choose_workdir(workdir),
     )
+    if keep_access and workdir:
+        fact = "cannot use --workdir with --keep-access: the command sees the host's paths"
+        raise errors.UsageError(fact, hint="name one of them")
     with _checkout(session, target, given, view) as checkout:
         if checkout.lease.owner_uid == 0 and not keep_access:
             session.note("mirrord: the command runs as root; name another user with --owner")
@@ -153,6 +161,7 @@ class _Run(NamedTuple):
     limits: Limits
     shown_paths: list[Path]
     variables: dict[str, str]
+    workdir: str | None
 
     def in_checkout(self, checkout: Checkout, session: Session) -> int:
         """Run the command, note the limits that it met, and return its exit status."""
@@ -179,7 +188,9 @@ class _Run(NamedTuple):
     def _start(self, checkout: Checkout) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which forwards it.
         options: dict[str, Any] = {"start_new_session": True}
-        box = box_of(checkout.lease, network=self.network, variables=self.variables)
+        box = box_of(
+            checkout.lease, network=self.network, variables=self.variables, workdir=self.workdir
+        )
         try:
             if self.is_sandboxed:
                 command, paths = self._find_program(box.environment)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
+from ...places import TESTBED
 from ...sandbox.archive import Capped, pack, unpack
 from ...sandbox.calls import (
     Executed,
@@ -18,6 +19,7 @@ from ...sandbox.calls import (
     SandboxCall,
     box_of,
     choose_environment,
+    choose_workdir,
     environment_of,
 )
 from ...sandbox.verdicts import Report, Reporter, can_report
@@ -49,7 +51,8 @@ class Sandbox:
 
     The checkout's environment is writable until a reset. `environment` is the KEY or KEY@DIGEST
     that it must have, or a directory to show read-only instead. `frozen` are files of the tree that
-    commands cannot change.
+    commands cannot change. The tree is also at `workdir`, by default the one that the instance's
+    row names; commands start there.
     """
 
     def __init__(
@@ -62,13 +65,20 @@ class Sandbox:
         processes: int | None = None,
         variables: Mapping[str, str] | None = None,
         frozen: Sequence[str] = (),
+        workdir: str | None = None,
     ) -> None:
         self._checkout = checkout
         own = choose_environment(checkout.lease, environment)
+        self._workdir = choose_workdir(workdir)
         self._keeper = Keeper(
             lambda: checkout.lease,
             lambda lease: box_of(
-                lease, own, network=network, variables=variables or {}, frozen=frozen
+                lease,
+                own,
+                network=network,
+                variables=variables or {},
+                frozen=frozen,
+                workdir=self._workdir,
             ),
             memory_bytes,
             processes,
@@ -78,6 +88,11 @@ class Sandbox:
     def checkout(self) -> Checkout:
         """The checkout that commands see."""
         return self._checkout
+
+    @property
+    def workdir(self) -> str:
+        """The directory in which commands start, as they see it."""
+        return self._workdir or self._checkout.lease.workdir or TESTBED
 
     def exec(
         self,

@@ -83,6 +83,7 @@ def _create_datasets() -> None:
         sa.Column("environment", sa.Text),
         sa.Column("python_version", sa.Text),
         sa.Column("version", sa.Text),
+        sa.Column("workdir", sa.Text),
         sa.Column("created_at", sa.DateTime(timezone=True)),
         sa.Column("history", sa.String(16)),
         sa.Column("rules", sa.JSON),
