@@ -35,7 +35,7 @@ from mirrord.catalog import (
     ReceiptRow,
     encode_row,
 )
-from mirrord.catalog.database import MIGRATIONS, Database, migrate
+from mirrord.catalog.database import MIGRATIONS, Database, migrate, read_revision
 from mirrord.catalog.schema import HEAD, metadata
 from mirrord.errors import (
     CatalogTooNewError,
@@ -769,6 +769,29 @@ def test_a_migration_keeps_the_last_two_catalogs_and_needs_room_for_one(
         migrate(str(place), "0005")
     with closing(sqlite3.connect(place)) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == ("0004",)
+
+
+def test_a_migration_changes_every_row_or_nothing(
+    using: Any, place: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both databases, one that fails in its last statement is undone, and repeated."""
+    using(lambda catalog: put(catalog, tmp_path, [instance("a"), instance("b")]))
+    migrations = tmp_path / "migrations"
+    shutil.copytree(MIGRATIONS, migrations)
+    add_revisions(migrations, [2])
+    monkeypatch.setattr("mirrord.catalog.database.MIGRATIONS", migrations)
+    (newest,) = (migrations / "versions").glob("0002*")
+    whole = newest.read_text()
+    newest.write_text(whole + '    raise RuntimeError("failed at the end")\n')
+    with pytest.raises(RuntimeError, match="failed at the end"):
+        migrate(str(place), "0002")
+    assert read_revision(str(place)) == HEAD
+    using(lambda catalog: put(catalog, tmp_path, [instance("a"), instance("b"), instance("c")]))
+    newest.write_text(whole)
+    migrate(str(place), "0002")
+    with closing(Database(place)) as database, database.read() as connection:
+        notes = connection.exec_driver_sql("SELECT note_0002 FROM instances ORDER BY id").scalars()
+        assert notes.all() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("damage", ["not-a-database", "broken-page", "empty-schema"])
