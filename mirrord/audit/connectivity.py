@@ -21,7 +21,7 @@ from .graph import ancestors, first_absent_ancestor, oldest_first, read_graph
 from .reading import OBJECT_ID, look_up, object_kinds, read_objects, run_git
 
 
-class Verdict(NamedTuple):
+class CommitVerdict(NamedTuple):
     """The state of a commit, with examples of the `objects` that it lacks."""
 
     state: CommitState
@@ -31,16 +31,16 @@ class Verdict(NamedTuple):
 
 def judge_closures(
     git_dir: Path, commits: Sequence[CommitId], damage: Damage
-) -> dict[CommitId, Verdict]:
+) -> dict[CommitId, CommitVerdict]:
     """Judge the `commits` whose closures are not whole; others get no verdict."""
-    verdicts: dict[CommitId, Verdict] = {}
+    verdicts: dict[CommitId, CommitVerdict] = {}
     proven: list[str] = []  # never walked again
     if not commits or _probe(git_dir, commits, proven, damage) is None:
         return verdicts
     graph = read_graph(git_dir, commits)
     for oid, absent in first_absent_ancestor(graph, commits).items():
         detail = f"commit {absent}, an ancestor, is missing"
-        verdicts[CommitId(oid)] = Verdict(CommitState.INCOMPLETE, (absent,), detail)
+        verdicts[CommitId(oid)] = CommitVerdict(CommitState.INCOMPLETE, (absent,), detail)
     remaining = oldest_first(graph, [oid for oid in commits if oid not in verdicts])
     while remaining and _probe(git_dir, remaining, proven, damage) is not None:
         good, bad = 0, len(remaining)  # bisect to the first that fails
@@ -52,7 +52,9 @@ def judge_closures(
             else:
                 bad = middle
         culprit = remaining[good]
-        verdict = _probe(git_dir, [culprit], proven, damage) or Verdict(CommitState.INCOMPLETE)
+        verdict = _probe(git_dir, [culprit], proven, damage) or CommitVerdict(
+            CommitState.INCOMPLETE
+        )
         failing = {culprit}  # and its descendants
         for oid in oldest_first(graph, graph.keys()):
             if any(parent in failing for parent in graph[oid]):
@@ -64,7 +66,7 @@ def judge_closures(
 
 def _probe(
     git_dir: Path, commits: Sequence[str], proven: Sequence[str], damage: Damage
-) -> Verdict | None:
+) -> CommitVerdict | None:
     """Walk the closures of `commits`, except those of `proven`; None when they are whole."""
     with tempfile.NamedTemporaryFile(prefix="mirrord-audit-") as listing:
         path = Path(listing.name if damage.objects else "/dev/null")
@@ -76,11 +78,11 @@ def _probe(
             signs = r"is corrupt|inflate|mismatch"
             is_corrupt = look_up(git_dir, named) or re.search(signs, error.message)
             state = CommitState.CORRUPT if is_corrupt else CommitState.INCOMPLETE
-            return Verdict(state, named, error.message)
+            return CommitVerdict(state, named, error.message)
         hit = sorted(damage.objects.intersection(listing.read().decode().split("\n")))
     if not hit:
         return None
-    return Verdict(CommitState.CORRUPT, tuple(hit[:10]), f"{len(hit)} damaged objects")
+    return CommitVerdict(CommitState.CORRUPT, tuple(hit[:10]), f"{len(hit)} damaged objects")
 
 
 def find_hole(git_dir: Path, tips: Iterable[str], proven: Iterable[str] = ()) -> str | None:

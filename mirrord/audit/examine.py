@@ -38,7 +38,7 @@ from ..model import (
 from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
 from ..quoting import encode_name, quote_name
 from . import connectivity
-from .connectivity import Verdict
+from .connectivity import CommitVerdict
 from .damage import Damage, Fsck, find_damage, run_fsck, unreadable
 from .defects import BadFile, Defect
 from .graph import ancestors, read_graph
@@ -75,7 +75,7 @@ class Examined:
     commit. `unknown` are pins that the catalog lacks.
     """
 
-    verdicts: dict[CommitId, Verdict] = field(default_factory=dict)
+    verdicts: dict[CommitId, CommitVerdict] = field(default_factory=dict)
     reached: Reached = field(default_factory=lambda: Reached("", {}, {}))
     defects: dict[str, Defect] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
@@ -149,9 +149,9 @@ def _examine(
             proven = [oid for oid in commits if oid not in verdicts]
             wrong = connectivity.incomplete_refs(repository, found.refs, level, proven) | wrong
     pinned = {oid for ref, oid in refs.items() if ref.startswith(PINS) and ref.endswith(oid)}
-    unpinned = Verdict(CommitState.UNPINNED, detail="no pin keeps it")
+    unpinned = CommitVerdict(CommitState.UNPINNED, detail="no pin keeps it")
     for oid in commits:
-        verdicts.setdefault(oid, Verdict(CommitState.OK) if oid in pinned else unpinned)
+        verdicts.setdefault(oid, CommitVerdict(CommitState.OK) if oid in pinned else unpinned)
     judged = [*bad_files, *wrongly_peeled(found, objects), *found.bad]
     bad = {one.name: one.defect for one in judged}
     packs = {name: Defect(FindingKind.PACK, reason) for name, reason in damage.packs.items()}
@@ -190,19 +190,21 @@ def _prove(repository: Path, commits: Sequence[str], level: AuditLevel) -> tuple
 
 def _absent(
     repository: Path, commits: Sequence[CommitId], objects: Mapping[str, BatchObject]
-) -> dict[CommitId, Verdict]:
+) -> dict[CommitId, CommitVerdict]:
     """Judge the commits that are missing, are no commits, or have no tree."""
-    verdicts: dict[CommitId, Verdict] = {}
+    verdicts: dict[CommitId, CommitVerdict] = {}
     without_tree = []
     for oid in commits:
         if oid not in objects or objects[oid].kind != "commit":
-            verdicts[oid] = Verdict(CommitState.MISSING, (oid,), "the commit is not in the mirror")
+            verdicts[oid] = CommitVerdict(
+                CommitState.MISSING, (oid,), "the commit is not in the mirror"
+            )
         elif f"{oid}^{{tree}}" not in objects:
             without_tree.append(oid)
-    incomplete = Verdict(CommitState.INCOMPLETE, (), "its tree is missing")
+    incomplete = CommitVerdict(CommitState.INCOMPLETE, (), "its tree is missing")
     verdicts |= dict.fromkeys(without_tree, incomplete)
     for oid in map(CommitId, unreadable(repository, without_tree)):
-        verdicts[oid] = Verdict(CommitState.CORRUPT, (oid,), "it is damaged")
+        verdicts[oid] = CommitVerdict(CommitState.CORRUPT, (oid,), "it is damaged")
     return verdicts
 
 
@@ -343,7 +345,7 @@ def borrow_from(repository: Path, *lenders: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class MirrorJudgement:
     """The audit of one mirror: its recorded commits and what was found.
 
     `unresolved` are the instances without a base commit, because the mirror lacks their branches;
@@ -391,7 +393,7 @@ class AuditRun:
         )  # fmt: skip
 
 
-def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
+def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
     """Make the part of one mirror; `stores` are damaged templates and stores, with their fate.
 
     Commits that only persons pinned are not counted, but have findings.
@@ -424,15 +426,15 @@ def part_of(judged: Judged, stores: Mapping[str, str]) -> AuditPart:
 
 def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
     """Make the finding of a mirror that could not be examined; its commits are not counted."""
-    judged = Judged(name, (), Examined(), accept)
+    judged = MirrorJudgement(name, (), Examined(), accept)
     return _finding(judged, FindingKind.UNJUDGED, detail=f"it could not be judged: {reason}")
 
 
-def is_sound(judged: Judged) -> bool:
+def is_sound(judged: MirrorJudgement) -> bool:
     return all(finding.accepted for finding in findings_of(judged))
 
 
-def findings_of(judged: Judged) -> Iterator[Finding]:
+def findings_of(judged: MirrorJudgement) -> Iterator[Finding]:
     """Iterate over a finding for each bad commit, then for each defect of the mirror."""
     verdicts = sorted(judged.examined.verdicts.items())
     bad = [(oid, verdict) for oid, verdict in verdicts if verdict.state is not CommitState.OK]
@@ -455,7 +457,7 @@ def findings_of(judged: Judged) -> Iterator[Finding]:
         )
 
 
-def _finding(judged: Judged, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
+def _finding(judged: MirrorJudgement, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
     is_accepted = False
     for line in judged.accept:  # `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, with `*`
         accepted, mirror, pattern = (*line.split(), "", "")[:3]

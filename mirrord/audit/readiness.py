@@ -85,7 +85,7 @@ class Unserved:
         return f"{self.summary}: {', '.join(named)}"
 
 
-class Readiness:
+class ReadinessCount:
     """The last count. Belongs to the event loop's thread."""
 
     def __init__(self, mirrors: Mirrors, audits: Audits) -> None:

@@ -24,12 +24,21 @@ from ..mirrors.repository import PINS
 from ..mirrors.service import Mirrors
 from ..model import AuditLevel, CommitState, FindingKind, MirrorName, Reach, shown, utc_now
 from ..telemetry import log
-from .connectivity import Verdict
+from .connectivity import CommitVerdict
 from .defects import Defect
-from .examine import AuditRun, Examined, Judged, Reached, examine, is_sound, part_of, unjudged
+from .examine import (
+    AuditRun,
+    Examined,
+    MirrorJudgement,
+    Reached,
+    examine,
+    is_sound,
+    part_of,
+    unjudged,
+)
 from .layout import no_directory
 
-Repairer = Callable[[Judged, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
+Repairer = Callable[[MirrorJudgement, protocol.ProgressSink | None], Awaitable[protocol.Repair]]
 Scrubber = Callable[[MirrorName], Awaitable[Mapping[str, str]]]
 SERVABLE = {CommitState.OK, CommitState.UNPINNED}
 
@@ -242,7 +251,9 @@ class Audits:
         is_deep = run.level is AuditLevel.CONTENT
         return part_of(judged, await self.scrub(name) if self.scrub and is_deep else {})
 
-    async def _examine(self, name: MirrorName, dataset: str | None, level: AuditLevel) -> Judged:
+    async def _examine(
+        self, name: MirrorName, dataset: str | None, level: AuditLevel
+    ) -> MirrorJudgement:
         """Examine a mirror in a worker, with what is recorded now, of one dataset or of all.
 
         Without a dataset, also commits that only pins record, a person's or adopted ones.
@@ -260,13 +271,13 @@ class Audits:
         accept = tuple(self.settings().audit.accept)
         if not path.is_dir():
             absent = f"there is no mirror {name}, or it was never synced"
-            verdict = Verdict(CommitState.NOT_MIRRORED, detail=absent)
+            verdict = CommitVerdict(CommitState.NOT_MIRRORED, detail=absent)
             reached = Reached("", dict.fromkeys(commits, Reach.NOTHING), {})
             examined = Examined(dict.fromkeys(commits, verdict), reached)
             has_existed = record or pins or os.path.lexists(path)
             if has_existed and (wrong := no_directory(path)):
                 examined.defects["mirror"] = Defect(FindingKind.LAYOUT, wrong)
-            return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
+            return MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)
         owned = [f"{pin.owner}/{pin.commit}" for pin in pins]
         known = self._reached.get(name.key)
         limit = timedelta(hours=12)
@@ -275,7 +286,7 @@ class Audits:
         )
         self._reached[name.key] = examined.reached
         await self._judge_pins(name, examined)
-        return Judged(name, rows, examined, accept, row=mirror, unresolved=unresolved)
+        return MirrorJudgement(name, rows, examined, accept, row=mirror, unresolved=unresolved)
 
     async def _judge_pins(self, name: MirrorName, examined: Examined) -> None:
         """Compare pins with the catalog again, because the examination may have taken hours.
@@ -302,7 +313,7 @@ class Audits:
             reason = "the catalog does not have it"
             defects |= dict.fromkeys(left, Defect(FindingKind.PIN_UNKNOWN, reason))
 
-    async def _mark(self, judged: Judged) -> None:
+    async def _mark(self, judged: MirrorJudgement) -> None:
         """Record in the mirror's row whether git can open it."""
         if judged.row is None:
             return

@@ -15,7 +15,7 @@ Result = tuple[Verdict, str, str]
 """A verdict, the fact behind it, and a remedy unless it is ok."""
 
 
-class Step(NamedTuple):
+class HostStep(NamedTuple):
     """A change of the host; `what` is imperative, such as `remove …`."""
 
     what: str

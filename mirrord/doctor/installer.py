@@ -15,7 +15,7 @@ from pathlib import Path
 from ..client.primitives_sync import whole_file
 from ..errors import AccessError, ConflictError, ResourceError
 from ..host.mounts import mounts_below, umount
-from .checks import Step, run
+from .checks import HostStep, run
 from .units import NAMES, PLACES, RUNNING
 
 _PACKAGE = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ _USE_OPT = (
 _START_TIMEOUT_S = 330.0  # more than TimeoutStartSec=
 
 
-def plan_install(environment: Path) -> list[Step]:
+def plan_install(environment: Path) -> list[HostStep]:
     """Return the steps of an installation or upgrade; raises if it could not work."""
     refuse_environment(environment)
     for place in PLACES[2:]:
@@ -56,16 +56,16 @@ def plan_install(environment: Path) -> list[Step]:
     return [*_write_steps(environment), *_link_steps(environment), *_start_steps()]
 
 
-def plan_uninstall(environment: Path) -> list[Step]:
+def plan_uninstall(environment: Path) -> list[HostStep]:
     """Return the steps that stop the service and remove all but configuration and state."""
     units = [name for name in NAMES if (UNITS / name).exists()]
     links = [_LINKS / name for name in _PROGRAMS if _is_link_into(environment, _LINKS / name)]
     fragments = [path for path in _FRAGMENTS.values() if path.exists()]
     removed = [*(UNITS / name for name in units), *fragments, *links]
-    steps = [Step(f"remove {path}", path.unlink) for path in removed]
+    steps = [HostStep(f"remove {path}", path.unlink) for path in removed]
     if units:
         stop = _run("systemctl", "disable", "--now", *(name for name in units if "@" not in name))
-        unmount = Step(f"unmount everything below {STATE}", _unmount_all)
+        unmount = HostStep(f"unmount everything below {STATE}", _unmount_all)
         steps = [stop, *steps, _run("systemctl", "daemon-reload"), unmount]
     return steps
 
@@ -112,7 +112,7 @@ def render_unit(text: str, environment: Path) -> str:
     return text.replace(f"={_UNITS_ENVIRONMENT}/bin/", f"={environment}/bin/")
 
 
-def _write_steps(environment: Path) -> Iterator[Step]:
+def _write_steps(environment: Path) -> Iterator[HostStep]:
     for name in NAMES:
         text = render_unit((SHARE / "systemd" / name).read_text(), environment)
         yield _write(UNITS / name, text)
@@ -124,26 +124,26 @@ def _write_steps(environment: Path) -> Iterator[Step]:
         yield _write(CONFIG, (SHARE / "config.toml").read_text(), 0o640)
 
 
-def _link_steps(environment: Path) -> Iterator[Step]:
+def _link_steps(environment: Path) -> Iterator[HostStep]:
     for name in _PROGRAMS:
         link, program = _LINKS / name, environment / "bin" / name
         if link.resolve() != program.resolve() and (link.is_symlink() or not link.exists()):
-            yield Step(f"link {link} to {program}", partial(_link, link, program))
+            yield HostStep(f"link {link} to {program}", partial(_link, link, program))
 
 
-def _start_steps() -> Iterator[Step]:
+def _start_steps() -> Iterator[HostStep]:
     yield _run("systemctl", "daemon-reload")
     yield _run("systemctl", "enable", *ENABLED)
     yield _run("systemctl", "start", *(name for name in ENABLED if name.endswith(".socket")))
     yield _run("systemctl", "restart", *_SERVICES)
 
 
-def _run(*command: str) -> Step:
-    return Step(f"run {' '.join(command)}", partial(run, *command, timeout_s=_START_TIMEOUT_S))
+def _run(*command: str) -> HostStep:
+    return HostStep(f"run {' '.join(command)}", partial(run, *command, timeout_s=_START_TIMEOUT_S))
 
 
-def _write(path: Path, text: str, mode: int = 0o644) -> Step:
-    return Step(f"write {path}", partial(_replace, path, text, mode))
+def _write(path: Path, text: str, mode: int = 0o644) -> HostStep:
+    return HostStep(f"write {path}", partial(_replace, path, text, mode))
 
 
 def _replace(path: Path, text: str, mode: int) -> None:

@@ -24,7 +24,7 @@ from ..host.trash import find_trash, remove_tree
 from ..places import Layout
 from ..sandbox.box import sweep_scratch
 from ..telemetry import masked
-from .checks import Result, Step, entries, existing, judge, run
+from .checks import HostStep, Result, entries, existing, judge, run
 from .disk import SCRATCH_PREFIX
 from .units import find_unit
 
@@ -43,7 +43,7 @@ class Repaired(NamedTuple):
     detail: str = ""
 
 
-def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[Step]:
+def find_repairs(settings: Settings, config_path: Path | None, *, alone: bool) -> list[HostStep]:
     """Return the repairs. Leftovers are last: removing them may need repaired modes.
 
     `alone` is what `no_daemon` yields.
@@ -88,7 +88,7 @@ def config_file(settings: Settings, path: Path | None) -> Result:
     return "ok", fact, ""
 
 
-def _config_mode(path: Path | None) -> Iterator[Step]:
+def _config_mode(path: Path | None) -> Iterator[HostStep]:
     """Yield a repair of a mode that lets others change the file or read credentials in URLs."""
     with suppress(OSError):
         if path is None:
@@ -102,35 +102,35 @@ def _config_mode(path: Path | None) -> Iterator[Step]:
             yield _set_mode(path, wanted)
 
 
-def _accounts(settings: Settings) -> Iterator[Step]:
+def _accounts(settings: Settings) -> Iterator[HostStep]:
     """Yield repairs of missing users and groups, for root; with systemd-sysusers if installed."""
     if os.geteuid() != 0:
         return
     if _installed(_SYSUSERS) and not _exists(pwd.getpwnam, "mirrord"):
         make = partial(run, "systemd-sysusers", "mirrord.conf")
-        yield Step("make mirrord's users with systemd-sysusers", make)
+        yield HostStep("make mirrord's users with systemd-sysusers", make)
     name = settings.access.group
     if not _exists(grp.getgrnam, name) and not (name == "mirrord" and _installed(_SYSUSERS)):
-        yield Step(f"make group {name}", partial(run, "groupadd", "--system", name))
+        yield HostStep(f"make group {name}", partial(run, "groupadd", "--system", name))
 
 
-def _directories(settings: Settings) -> Iterator[Step]:
+def _directories(settings: Settings) -> Iterator[HostStep]:
     if _installed(_TMPFILES) and os.geteuid() == 0 and find_unit("mirrord.service"):
         missing = [each for each in ("/run/mirrord", "/var/lib/mirrord") if not os.path.isdir(each)]
         if missing:
             what = f"make {' and '.join(missing)} with systemd-tmpfiles"
-            yield Step(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
+            yield HostStep(what, partial(run, "systemd-tmpfiles", "--create", "mirrord.conf"))
             return
     if not settings.state_dir.exists() and os.access(existing(settings.state_dir), os.W_OK):
         layout = Layout(settings.state_dir)
-        yield Step(f"make {layout.root} with mode 0711", layout.make_root)
+        yield HostStep(f"make {layout.root} with mode 0711", layout.make_root)
     above = settings.socket.parent
     if not above.exists() and os.access(existing(above), os.W_OK):
         make = partial(above.mkdir, mode=0o755, parents=True)
-        yield Step(f"make {above} with mode 0755", make)
+        yield HostStep(f"make {above} with mode 0755", make)
 
 
-def _modes(settings: Settings) -> Iterator[Step]:
+def _modes(settings: Settings) -> Iterator[HostStep]:
     """Yield repairs of directories' modes, as a start sets them, if this process may."""
     layout = Layout(settings.state_dir)
     for directory, wanted in layout.modes().items():
@@ -141,7 +141,7 @@ def _modes(settings: Settings) -> Iterator[Step]:
                 yield _set_mode(directory, wanted, os.O_DIRECTORY | os.O_NOFOLLOW)
 
 
-def _set_mode(path: Path, mode: int, flags: int = 0) -> Step:
+def _set_mode(path: Path, mode: int, flags: int = 0) -> HostStep:
     """Set a mode without following links: the daemon's user could lead root elsewhere."""
 
     def act() -> None:
@@ -149,7 +149,7 @@ def _set_mode(path: Path, mode: int, flags: int = 0) -> Step:
             os.fchmod(fd, mode)
 
     now = stat.S_IMODE(path.stat().st_mode)
-    return Step(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
+    return HostStep(f"set the mode of {path} from {now:04o} to {mode:04o}", act)
 
 
 def _installed(name: Path) -> bool:
@@ -188,10 +188,10 @@ def no_daemon(settings: Settings) -> Iterator[bool]:
             yield True
 
 
-def find_leftovers(settings: Settings, *, alone: bool) -> list[Step]:
+def find_leftovers(settings: Settings, *, alone: bool) -> list[HostStep]:
     """Return the removal of leftovers, those of the state directory only if `alone`."""
     sandboxes = [
-        Step(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
+        HostStep(f"remove {path}, left by a killed sandbox", partial(sweep_scratch))
         for path in sweep_scratch(dry_run=True)
     ]
     return [*_state_leftovers(settings), *sandboxes] if alone else sandboxes
@@ -205,7 +205,7 @@ def remaining(settings: Settings) -> Result:
     return judge(not found, f"to do: {fact}" if found else "none", remedy, otherwise="warn")
 
 
-def _state_leftovers(settings: Settings) -> Iterator[Step]:
+def _state_leftovers(settings: Settings) -> Iterator[HostStep]:
     layout = Layout(settings.state_dir)
     above = existing(settings.state_dir)
     scratches = [Path(entry.path) for entry in entries(above) if _is_scratch(entry)]
@@ -213,21 +213,23 @@ def _state_leftovers(settings: Settings) -> Iterator[Step]:
     for root in (top, *map(str, scratches)):  # first: a mount point cannot be removed
         for point in mounts_below(root):
             if point != top and not _has_lease(layout, Path(point)):
-                yield Step(f"unmount {point}, which belongs to no checkout", partial(umount, point))
+                yield HostStep(
+                    f"unmount {point}, which belongs to no checkout", partial(umount, point)
+                )
     for directory in (
         *(layout.mirrors, layout.quarantine, layout.checkouts, layout.leases, layout.templates),
         *layout.templates.glob("[!.]*"),
         *layout.templates.glob("[!.]*/*"),
     ):
         for path in find_trash(directory):
-            yield Step(
+            yield HostStep(
                 f"remove {path}, which an earlier daemon discarded", partial(remove_tree, path)
             )
     for path in scratches:
-        yield Step(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
+        yield HostStep(f"remove {path}, left by a killed doctor", partial(remove_tree, path))
     if settings.socket.is_socket() and _is_dead(settings.socket):
         what = f"remove {settings.socket}, which has no listener"
-        yield Step(what, settings.socket.unlink)
+        yield HostStep(what, settings.socket.unlink)
 
 
 def _is_scratch(entry: os.DirEntry[str]) -> bool:

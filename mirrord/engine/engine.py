@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import anyio.to_thread
 
 from .. import __version__, config, telemetry
-from ..audit.readiness import Readiness
+from ..audit.readiness import ReadinessCount
 from ..audit.service import Audits
 from ..catalog import Catalog
 from ..checkouts.overlay import find_overlay
@@ -274,7 +274,7 @@ class Engine:
         # an audit passes its findings to the heals, and has the mirror's templates scrubbed
         self.audits = Audits(self.mirrors, self.heals.repair, self.templates.scrub_mirror)
         await self.audits.open()
-        self.readiness = Readiness(self.mirrors, self.audits)
+        self.readiness = ReadinessCount(self.mirrors, self.audits)
         self.health.degrade_by(self.readiness.reasons)
 
     async def _open_jobs(self) -> None:

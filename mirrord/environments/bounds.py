@@ -25,7 +25,7 @@ command of a build needs a process of an earlier one: each has a sandbox of its 
 """
 
 
-class Bounds:
+class BuildBounds:
     """Watches a step of a build in a thread. `reason` is set if the step was ended."""
 
     def __init__(self, child: Started, paths: Iterable[str], say: Callable[[str], None]) -> None:
@@ -34,7 +34,7 @@ class Bounds:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Bounds":
+    def __enter__(self) -> "BuildBounds":
         self._thread.start()
         return self
 

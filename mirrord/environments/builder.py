@@ -30,7 +30,7 @@ from ..host.processes import Owner, may_give_files_away
 from ..jsontext import loads
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 from ..sandbox.box import Box
-from .bounds import Bounds
+from .bounds import BuildBounds
 
 USER = "mirrord-build"
 UID = 60815
@@ -217,7 +217,7 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
             with open(os.devnull, "rb") as nothing:
                 child = box.start(step.command, stdin=nothing, stdout=writing, stderr=writing)
             os.close(writing)
-            with Bounds(child, (order.environment, order.scratch), say) as bounds:
+            with BuildBounds(child, (order.environment, order.scratch), say) as bounds:
                 while piece := output.readline(_LINE):
                     say(piece)
                 status = child.wait()

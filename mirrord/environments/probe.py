@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    Place = tuple[str, str]
+    ModulePlace = tuple[str, str]
     """A file as it is named, and after all links."""
 
 MARKER = "mirrord-probe: "
@@ -213,7 +213,7 @@ def _specs(place: str, names: list[str]) -> Iterator[machinery.ModuleSpec]:
         directories = list(spec.submodule_search_locations or [])
 
 
-def _chain(place: str, names: list[str]) -> list[Place]:
+def _chain(place: str, names: list[str]) -> list[ModulePlace]:
     """Return the files that an import of a dotted name in a directory would load."""
     return [
         _place(spec.origin)
@@ -222,7 +222,7 @@ def _chain(place: str, names: list[str]) -> list[Place]:
     ]
 
 
-def _helpers(paths: list[str], places: list[str]) -> Iterator[tuple[str, Place]]:
+def _helpers(paths: list[str], places: list[str]) -> Iterator[tuple[str, ModulePlace]]:
     """Iterate over the files of the tree that imports of tests and conftests lead to."""
     imported = {(place, name) for path in paths for place, name in _imports_of(path, places)}
     for place, name in sorted(imported):
@@ -232,7 +232,7 @@ def _helpers(paths: list[str], places: list[str]) -> Iterator[tuple[str, Place]]
                 yield _key(place, "/".join(names[:depth])), _place(spec.origin)
 
 
-def _found(places: list[str], names: Any, installed: dict[str, bool]) -> dict[str, Place]:
+def _found(places: list[str], names: Any, installed: dict[str, bool]) -> dict[str, ModulePlace]:
     """Return the file of each name in each directory. One without `__init__` takes a name only from
     an installed one without.
     """
@@ -250,7 +250,7 @@ def _found(places: list[str], names: Any, installed: dict[str, bool]) -> dict[st
     return found
 
 
-def _loaded(test: str) -> tuple[str, list[Place]]:
+def _loaded(test: str) -> tuple[str, list[ModulePlace]]:
     """Return the module that pytest makes of a test file, and the files that its import loads."""
     base, names = _base_of(test)
     return ".".join(names), _chain(base, names)
@@ -390,7 +390,7 @@ def _key(directory: str, name: str) -> str:
     return os.path.normpath(os.path.join(_relative(directory), name))
 
 
-def _place(path: str) -> Place:
+def _place(path: str) -> ModulePlace:
     return _relative(path), _relative(os.path.realpath(path))
 
 

@@ -24,11 +24,11 @@ _ANSWER_BYTES = 64 << 20
 _AT_ONCE = 2
 
 
-Place = list[str]
+ModulePlace = list[str]
 """A file as it is named, and after all links; relative to the tree, or absolute."""
 
 
-class Answer(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """What a runner reads and imports in a tree.
 
     `modules` are names that the environment, Python or the tests have, each in a directory of the
@@ -40,13 +40,13 @@ class Answer(NamedTuple):
 
     python: str
     pytest: str | None
-    modules: dict[str, Place]
-    helpers: dict[str, Place]
-    tests: dict[str, tuple[str, list[Place]]]
+    modules: dict[str, ModulePlace]
+    helpers: dict[str, ModulePlace]
+    tests: dict[str, tuple[str, list[ModulePlace]]]
     config: dict[str, Any]
     distributions: dict[str, str]
-    conftests: list[Place]
-    plugins: list[Place]
+    conftests: list[ModulePlace]
+    plugins: list[ModulePlace]
 
 
 class Question(NamedTuple):
@@ -74,7 +74,7 @@ class Probes:
     def _program(self) -> str:
         return Path(__file__).with_name("probe.py").read_text()
 
-    async def ask(self, checkout: Path, question: Question) -> Answer:
+    async def ask(self, checkout: Path, question: Question) -> ProbeAnswer:
         """Ask about the tree and the environment of a checkout. Raises ResourceError."""
         recipe = question.recipe
         asked = {
@@ -113,13 +113,13 @@ class _Output:
         lines = "".join(self._pieces[-20:]).strip().splitlines()
         return lines[-1][:300] if lines else ""
 
-    def answer(self) -> Answer | None:
+    def answer(self) -> ProbeAnswer | None:
         """Return the answer; None if there is none that can be read."""
         _, marker, text = "".join(self._pieces).rpartition(f"\n{MARKER}")
         try:
             facts: dict[str, Any] = json.loads(text) if marker else {}
             tests = {path: (loaded[0], loaded[1]) for path, loaded in facts.pop("tests").items()}
-            return Answer(**facts, tests=tests)
+            return ProbeAnswer(**facts, tests=tests)
         except (ValueError, TypeError, KeyError, IndexError):
             return None
 

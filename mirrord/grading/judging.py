@@ -19,7 +19,7 @@ from ..checkouts.backend import DIFF_TIMEOUT
 from ..checkouts.layers import Layers
 from ..checkouts.requests.admission import Admitted, Leasing
 from ..checkouts.requests.resolve import ResolvedRequest
-from ..environments.probing import Answer, Probes, Question
+from ..environments.probing import ProbeAnswer, Probes, Question
 from ..errors import ResourceError
 from ..host.peers import own_process
 from ..model import LayerId, Policy, View
@@ -59,7 +59,7 @@ class Judge:
     layers: Layers
     leasing: Leasing
     probes: Probes
-    _bases: OrderedDict[tuple[object, ...], Answer] = field(default_factory=OrderedDict)
+    _bases: OrderedDict[tuple[object, ...], ProbeAnswer] = field(default_factory=OrderedDict)
 
     async def prepare(
         self,
@@ -116,7 +116,7 @@ class Judge:
         )  # fmt: skip
         return admitted._replace(terms=terms)
 
-    async def _ask_base(self, place: _Place, job: GradeJob, tests: Sequence[bytes]) -> Answer:
+    async def _ask_base(self, place: _Place, job: GradeJob, tests: Sequence[bytes]) -> ProbeAnswer:
         """Return the answer for the base with the tests, from the cache."""
         patch = hashlib.sha256(job.test_patch or b"").digest()
         key = (
@@ -141,7 +141,7 @@ class Judge:
 
     async def _ask(
         self, place: _Place, layer: LayerId, tests: Sequence[bytes], stack: ExitStack
-    ) -> Answer:
+    ) -> ProbeAnswer:
         question = Question(tuple(map(decode_name, tests)), place.recipe)
         async with self._checkout(place, layer, stack) as directory:
             return await self.probes.ask(directory, question)

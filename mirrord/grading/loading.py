@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..environments.probing import Answer, Place
+from ..environments.probing import ModulePlace, ProbeAnswer
 from ..quoting import encode_name, quote_name
 from ..trees.reader import parents
 from .context import is_test
@@ -29,14 +29,14 @@ class Loaded(NamedTuple):
     detail: str
 
 
-def compare(base: Answer, graded: Answer, changed: Iterable[bytes]) -> Iterator[Loaded]:
+def compare(base: ProbeAnswer, graded: ProbeAnswer, changed: Iterable[bytes]) -> Iterator[Loaded]:
     """Iterate over what the runner loads differently than in the base."""
     return _Comparison(base, graded, frozenset(changed)).iter_loaded()
 
 
 class _Comparison(NamedTuple):
-    base: Answer
-    graded: Answer
+    base: ProbeAnswer
+    graded: ProbeAnswer
     changed: frozenset[bytes]
 
     def iter_loaded(self) -> Iterator[Loaded]:
@@ -74,7 +74,9 @@ class _Comparison(NamedTuple):
                 paths = (*self._above([path, path]), *self._below(encode_name(path)))
                 yield Loaded("loaded-plugin", path, paths, "entry points")
 
-    def _files(self, rule: str, before: list[Place], after: list[Place]) -> Iterator[Loaded]:
+    def _files(
+        self, rule: str, before: list[ModulePlace], after: list[ModulePlace]
+    ) -> Iterator[Loaded]:
         """Iterate over the files of either that the change made, changed or removed."""
         for place in _unique([*before, *after]):
             if paths := self._above(place):
@@ -114,7 +116,7 @@ class _Comparison(NamedTuple):
 
     # -- the paths of the change -------------------------------------------------------------------
 
-    def _above(self, place: Place) -> tuple[bytes, ...]:
+    def _above(self, place: ModulePlace) -> tuple[bytes, ...]:
         """Return the path of the change that makes a file what it is: it, or a link above it."""
         for path in map(encode_name, place):
             for each in (*parents(path), path):
@@ -122,7 +124,7 @@ class _Comparison(NamedTuple):
                     return (each,)
         return ()
 
-    def _made_by(self, place: Place) -> tuple[bytes, ...]:
+    def _made_by(self, place: ModulePlace) -> tuple[bytes, ...]:
         """Return the paths of the change that make a module: of a package, all that it has."""
         path = encode_name(place[0])
         above, _, name = path.rpartition(b"/")
@@ -146,5 +148,5 @@ def _unique_paths(groups: Iterable[tuple[bytes, ...]]) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys(path for group in groups for path in group))
 
 
-def _unique(places: list[Place]) -> list[Place]:
+def _unique(places: list[ModulePlace]) -> list[ModulePlace]:
     return [list(place) for place in dict.fromkeys(map(tuple, places))]

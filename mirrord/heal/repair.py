@@ -23,7 +23,13 @@ from anyio import to_thread
 from .. import errors
 from ..audit.connectivity import Missing, find_missing
 from ..audit.defects import TIMEOUT, BadFile, Defect, FileKind
-from ..audit.examine import Judged, borrow_from, is_readable_link, make_repository, make_stand_in
+from ..audit.examine import (
+    MirrorJudgement,
+    borrow_from,
+    is_readable_link,
+    make_repository,
+    make_stand_in,
+)
 from ..audit.object_files import find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
 from ..catalog import MirrorRow
@@ -368,7 +374,7 @@ class Heals:
         finally:
             self._lent.remove(bundle)
 
-    async def repair(self, judged: Judged, progress: ProgressSink | None = None) -> Repair:
+    async def repair(self, judged: MirrorJudgement, progress: ProgressSink | None = None) -> Repair:
         """Heal what an audit found, as far as donors allow; the result has errors too."""
         name = judged.name
         try:
@@ -396,7 +402,7 @@ class Heals:
         at = time.monotonic() + backoff.next().total_seconds()
         self._unhealed[name.key] = (name, backoff, at)
 
-    async def _repair(self, judged: Judged, progress: ProgressSink | None) -> Repair:
+    async def _repair(self, judged: MirrorJudgement, progress: ProgressSink | None) -> Repair:
         row = await self.catalog.find_mirror(judged.name.key)
         if row is None and not await self.catalog.list_recorded(judged.name.key):
             return Repair(mirror=str(judged.name))  # it was removed since the audit

@@ -45,9 +45,9 @@ class Reporter:
             f'export PYTEST_ADDOPTS="${{PYTEST_ADDOPTS:+$PYTEST_ADDOPTS }}-p {self.module}"',
         ]
 
-    def read(self, lines: bytes) -> Report:
+    def read(self, lines: bytes) -> PluginReport:
         """Read what came through the pipe; other lines than the plugin's are a finding."""
-        report = Report()
+        report = PluginReport()
         for line in lines.splitlines():
             key, _, text = line.partition(b" ")
             if key == self.key:
@@ -74,7 +74,7 @@ def can_report(environment: Path | None) -> bool:
     return False
 
 
-class Report:
+class PluginReport:
     """What the plugin reported: the phases of each test, notes, and pytest's exit status."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Verdict(NamedTuple):
 
 def judge_run(
     command: str,
-    report: Report | None,
+    report: PluginReport | None,
     log: str,
     exit_status: int,
     parser: Parser,
@@ -162,7 +162,11 @@ def judge_run(
 
 
 def _contradictions(
-    report: Report, outcomes: Outcomes, logged: Outcomes, exit_status: int, tests: Collection[str]
+    report: PluginReport,
+    outcomes: Outcomes,
+    logged: Outcomes,
+    exit_status: int,
+    tests: Collection[str],
 ) -> Iterator[str]:
     if not report.began:
         yield "pytest sent no report"

@@ -19,7 +19,7 @@ from .repository import TIMEOUT, TRIVIAL_BYTES, borrow, locate, read_closure
 _WALK = ("rev-list", "--objects", "--missing=allow-any")
 
 
-class Place(NamedTuple):
+class FirstSeen(NamedTuple):
     """The first commit with an object, and its path there; None if no ref leads to it."""
 
     commit: str | None = None
@@ -81,10 +81,10 @@ class Future:
         rows = (line.split() for line in listed.lines)
         return {bytes.fromhex(row[0]): (row[1], int(row[2])) for row in rows if len(row) == 3}
 
-    def places(self, ids: Collection[bytes]) -> dict[bytes, Place]:
+    def places(self, ids: Collection[bytes]) -> dict[bytes, FirstSeen]:
         """Find where each of `ids` appears first, from the oldest commit on."""
         wanted, commit = {oid.hex().encode() for oid in ids}, None
-        found = dict[bytes, Place]()
+        found = dict[bytes, FirstSeen]()
         listing = self._scratch / "listing"
         # --in-commit-order lists an object after the first commit that has it; commits have no name
         order = ("--in-commit-order", "--reverse", "--all", "--not", self.base)
@@ -99,5 +99,5 @@ class Future:
                     commit = oid.decode()
                 elif oid in wanted:
                     name = decode_name(line[41:-1])
-                    found.setdefault(bytes.fromhex(oid.decode()), Place(commit, name))
+                    found.setdefault(bytes.fromhex(oid.decode()), FirstSeen(commit, name))
         return found

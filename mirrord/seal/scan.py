@@ -20,7 +20,7 @@ from ..protocol import RootLeak, RootReport
 from ..quoting import decode_name
 from .contents import Contents, read_archive, read_directory
 from .foreign import is_foreign, own_names
-from .future import Future, Place
+from .future import FirstSeen, Future
 from .images import RootFilesystem, take_out, views_of
 from .leads import Lead, find_leads, resolve
 from .repository import repository_at
@@ -96,7 +96,7 @@ class _Scan:
         own = own_names(project_of(self._future.mirror), self._future.names) if outside else set()
         foreign = set[str]()
         for oid in outside:
-            commit, name = place = places.get(oid, Place())
+            commit, name = place = places.get(oid, FirstSeen())
             for kind, view, number, path, label in seen[oid]:
                 if _is_licence(label, place):
                     continue
@@ -208,7 +208,7 @@ class _Scan:
         )
 
 
-def _is_licence(path: str, place: Place) -> bool:
+def _is_licence(path: str, place: FirstSeen) -> bool:
     """Return whether both names are of licences and the like, which many projects share."""
     return bool(_LICENCE.fullmatch(path) and place.name and _LICENCE.fullmatch(place.name))
 

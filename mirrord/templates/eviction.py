@@ -137,7 +137,9 @@ class Eviction:
             found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
         return found
 
-    async def _evict_store(self, inventory: "_Stored", path: Path, used_at: float) -> int | None:
+    async def _evict_store(
+        self, inventory: "_MirrorStores", path: Path, used_at: float
+    ) -> int | None:
         """Evict a store with its layers; returns their bytes, None where it was used or is held."""
         templates = inventory.templates
         async with templates.changes.turn():
@@ -156,7 +158,7 @@ class Eviction:
         await self.registry.sweep()
         return freed
 
-    async def _evict_orphans(self, inventory: "_Stored") -> int:
+    async def _evict_orphans(self, inventory: "_MirrorStores") -> int:
         """Evict layers without a store, which a failed build left; returns their bytes."""
         templates, freed = inventory.templates, 0
         for layer in inventory.orphans() if self.knows_all() else ():
@@ -167,7 +169,7 @@ class Eviction:
         await self.registry.sweep()
         return freed
 
-    def _discard_layers(self, inventory: "_Stored", tree: str | None) -> None:
+    def _discard_layers(self, inventory: "_MirrorStores", tree: str | None) -> None:
         """Discard a layer and those below it, down to the first that is needed."""
         templates = inventory.templates
         while (
@@ -181,24 +183,26 @@ class Eviction:
             self.registry.discard(templates, tree)
             tree = base
 
-    def _publish(self, inventories: "Sequence[_Stored]", count: int) -> None:
+    def _publish(self, inventories: "Sequence[_MirrorStores]", count: int) -> None:
         self.evicted += count
         if count:
             left = sum(each.size_bytes for each in inventories)
             self.events.publish("templates.evicted", count=count, size_bytes=left)
 
-    async def _inventories(self) -> "list[_Stored]":
+    async def _inventories(self) -> "list[_MirrorStores]":
         await self.registry.measure()
         found = []
         for name in self.registry.names():
             templates, stores = self.registry.get(name), await self.stores.list_stores(name)
             used_at = {store.path: self.stores.used_at[store.path] for store in stores}
-            found.append(await anyio.to_thread.run_sync(_Stored, name, templates, stores, used_at))
+            found.append(
+                await anyio.to_thread.run_sync(_MirrorStores, name, templates, stores, used_at)
+            )
         self.size_bytes = sum(each.size_bytes for each in found)
         return found
 
 
-class _Stored:
+class _MirrorStores:
     """The stores of one mirror, their last uses, and how many stores need each layer and pack.
 
     `needed` counts by tree of a layer and name of a pack. Made in a thread: there may be many.
@@ -256,7 +260,7 @@ class _Stored:
 
 
 def _weighed(
-    inventory: _Stored,
+    inventory: _MirrorStores,
     keep: Collection[StoreKey],
     held: Collection[Path],
     packs: Mapping[str, int],

@@ -50,7 +50,7 @@ class Askers:
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _Turn:
     askers: Askers
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     uid: int | None = None
@@ -66,14 +66,14 @@ class Turns:
 
     def __init__(self, most: int = 1, *, each: int = 1, background: int = 1) -> None:
         self._most, self._each, self._background = most, each, background
-        self._waiting: list[_Place] = []
-        self._running: list[_Place] = []
+        self._waiting: list[_Turn] = []
+        self._running: list[_Turn] = []
         self._served: dict[int | None, int] = {}
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[int | None]:
         """Wait for a turn, and hold it inside the block. Yields the user it counts for."""
-        turn = _Place(Askers.present())
+        turn = _Turn(Askers.present())
         self._waiting.append(turn)
         turn.askers.queues.append(self)
         try:
@@ -104,10 +104,10 @@ class Turns:
         if not self._waiting and not self._running:
             self._served.clear()
 
-    def _choose(self) -> tuple[_Place, int | None] | None:
+    def _choose(self) -> tuple[_Turn, int | None] | None:
         """Return the next turn and the user it counts for; None if none may begin."""
         running = [turn.uid for turn in self._running]
-        best: tuple[tuple[bool, int, int], _Place, int | None] | None = None
+        best: tuple[tuple[bool, int, int], _Turn, int | None] | None = None
         for turn in self._waiting:
             for uid in turn.askers.uids or (None,):
                 held = running.count(uid)

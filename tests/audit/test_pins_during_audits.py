@@ -14,7 +14,7 @@ import pytest
 from gitrepos import Upstream, git
 from heal_parts import House, refs_of
 
-from mirrord.audit.examine import Judged
+from mirrord.audit.examine import MirrorJudgement
 from mirrord.audit.service import Audits, Repairer, Scrubber
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.model import AuditLevel, CommitId, MirrorName
@@ -75,7 +75,7 @@ async def heal_while(
                 await anyio.sleep(0.001)
             await change()
 
-        async def repair(judged: Judged, progress: ProgressSink | None) -> Repair:
+        async def repair(judged: MirrorJudgement, progress: ProgressSink | None) -> Repair:
             if when == "before":
                 await change()
             else:
@@ -190,7 +190,7 @@ async def test_a_mirror_that_was_removed_during_an_audit_is_not_added_again(
     await house.mirrors.sync(OTHER)
     git(house.mirrors.path(OTHER), "update-ref", "-d", "refs/mirrord/history")
 
-    async def remove_first(judged: Judged, progress: ProgressSink | None) -> Repair:
+    async def remove_first(judged: MirrorJudgement, progress: ProgressSink | None) -> Repair:
         await house.mirrors.remove(OTHER)
         return await house.heals.repair(judged, progress)
 

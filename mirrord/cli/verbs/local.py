@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from ... import config, errors, places
 from ...config import Settings
 from ...doctor import Check, examine, installer
-from ...doctor.checks import Step
+from ...doctor.checks import HostStep
 from ...doctor.repairs import Repaired, repair
 from ...model import History, MirrorName, parse_commit
 from ...places import Layout
@@ -255,7 +255,7 @@ def uninstall(session: Session, *, dry_run: DryRun = False) -> None:
         session.note(f"kept: {', '.join(kept)}")
 
 
-def _perform(session: Session, steps: list[Step], *, dry_run: bool) -> None:
+def _perform(session: Session, steps: list[HostStep], *, dry_run: bool) -> None:
     for step in steps:
         if not session.json:
             print_line(step.what)

@@ -21,7 +21,7 @@ from ...sandbox.calls import (
     choose_workdir,
     environment_of,
 )
-from ...sandbox.verdicts import Report, Reporter, can_report
+from ...sandbox.verdicts import PluginReport, Reporter, can_report
 from ..primitives_async import async_in_thread, async_to_end
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class AsyncSandbox:
 
     async def exec_tests(
         self, command: str, *, timeout: float | None = None
-    ) -> tuple[Executed, Report | None]:
+    ) -> tuple[Executed, PluginReport | None]:
         """Run a command as `exec` does; returns the report of the pytest that it starts, too.
 
         The report is None where the checkout has no environment whose pytest can report. Standard

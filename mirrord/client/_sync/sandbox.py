@@ -22,7 +22,7 @@ from ...sandbox.calls import (
     choose_workdir,
     environment_of,
 )
-from ...sandbox.verdicts import Report, Reporter, can_report
+from ...sandbox.verdicts import PluginReport, Reporter, can_report
 from ..primitives_sync import in_thread
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Sandbox:
 
     def exec_tests(
         self, command: str, *, timeout: float | None = None
-    ) -> tuple[Executed, Report | None]:
+    ) -> tuple[Executed, PluginReport | None]:
         """Run a command as `exec` does; returns the report of the pytest that it starts, too.
 
         The report is None where the checkout has no environment whose pytest can report. Standard
