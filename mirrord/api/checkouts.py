@@ -1,5 +1,6 @@
 """Handlers of checkouts, snapshots, prepared layers, grades and receipts."""
 
+import json
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
@@ -129,13 +130,18 @@ async def diff_checkout(call: Call, query: DiffQuery) -> Response:
     """Return the changes since the base commit, as `git diff` prints them.
 
     A long patch is streamed from an unlinked file. The header x-mirrord-diff-by says `libgit2`, or
-    `git` with the reason why libgit2 could not print it.
+    `git` with the reason why libgit2 could not print it. The header x-mirrord-diff-notes has a JSON
+    list of sentences: what no patch records, and which paths are below a submodule.
     """
-    content, made_by = await call.engine.checkouts.diff(call.path["id"], call.peer, query.format)
+    content, made_by, notes = await call.engine.checkouts.diff(
+        call.path["id"], call.peer, query.format
+    )
     headers = {
         "content-type": _DIFF if query.format is DiffFormat.PATCH else "text/plain",
         "x-mirrord-diff-by": made_by,
     }
+    if notes:
+        headers["x-mirrord-diff-notes"] = json.dumps(notes)
     if isinstance(content, bytes):
         return Response(content, headers=headers)
     try:

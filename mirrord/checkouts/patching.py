@@ -38,10 +38,13 @@ from .lease import Lease
 
 
 class DiffAnswer(NamedTuple):
-    """A diff, a long one as a file; `made_by` is `libgit2` or `git; reason=…`."""
+    """A diff, a long one as a file; `made_by` is `libgit2` or `git; reason=…`; `notes` say
+    what it does not record.
+    """
 
     content: bytes | Path
     made_by: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +63,7 @@ class Patches:
         quarantine, began = self.mirrors.quarantine, time.perf_counter()
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
-            content, reason, files = await self.workers.run(
+            content, reason, files, notes = await self.workers.run(
                 diff, self.job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
             )
         except BaseException:
@@ -71,7 +74,7 @@ class Patches:
         duration_s = round(time.perf_counter() - began, 6)
         facts = {"files": files, "made_by": made_by, "duration_s": duration_s}
         log.debug("checkout.diffed", checkout=lease.id, **facts)
-        return DiffAnswer(spool if content is None else content, made_by)
+        return DiffAnswer(spool if content is None else content, made_by, notes)
 
     async def apply(
         self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy

@@ -108,6 +108,8 @@ def _beside(change: Change, context: Context, name: str) -> str | None:
 
 
 def _submodule(change: Change, context: Context) -> str | None:
+    if below := context.base.submodule_above(change.path):
+        return f"below submodule {quote_name(below)}"
     was = change.old is not None and change.old.is_submodule
     return "" if was or change.mode == SUBMODULE else None
 

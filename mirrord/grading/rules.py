@@ -158,7 +158,7 @@ git-attributes (git): git: filters, line ends, encodings of other files
   .gitattributes
 git-modules (git): git submodule
   .gitmodules
-submodule (git): git submodule; the grade has an empty directory
+submodule (git): git submodule; the grade has only the files that are named
   **
   if submodule
 git-directory (git): git, run by anybody in the agent's tree: hooks, filters, attributes, excludes

@@ -21,7 +21,7 @@ from ..host.files import open_directory, opened, shown_path
 from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..trees.manifest import blob_id
-from ..trees.reader import TreeReader, parents
+from ..trees.reader import TreeReader
 from .change import Change, Expected
 from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
 from .parse import EXECUTABLE, REGULAR, SUBMODULE
@@ -99,7 +99,7 @@ def recover(job: PatchJob) -> None:
 
 
 class CheckoutFiles:
-    """The files of a checkout as a `Tree`, except those in a `.git` or a submodule.
+    """The files of a checkout as a `Tree`, except those in a `.git`.
 
     `stats` has the lstat of each path that was read, None where there was nothing.
     """
@@ -118,9 +118,7 @@ class CheckoutFiles:
     def _iswithin(self, path: bytes) -> bool:
         if not is_within_limits(path):
             return False
-        is_odd = any(part.lower() in _NOT_IN_A_TREE for part in path.split(b"/"))
-        entries = map(self._worktree.base.find, () if is_odd else parents(path))
-        return not is_odd and not any(entry.is_submodule for entry in entries if entry)
+        return not any(part.lower() in _NOT_IN_A_TREE for part in path.split(b"/"))
 
     def _read(self, path: bytes) -> File | None:
         if not self._iswithin(path):

@@ -7,20 +7,19 @@ what `printing.py` leaves to it. A long answer goes to a file. Sync; runs in wor
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DiffTooLargeError, full_disk_named
 from ..git.command import run_git_sync
-from ..git.objects.trees import ScratchObjects, TreeEntry, make_repository
+from ..git.objects.trees import BaseTree, ScratchObjects, TreeEntry, make_repository
 from ..git.patterns import Ignores
-from ..host.files import write_all
+from ..host.files import shown_path, write_all
 from ..host.trash import remove_tree
 from ..model import DiffFormat
 from ..trees.manifest import blob_id
-from ..trees.reader import parents
 from .fit import Change
 from .parse import NeedsGitError
 from .printing import Renderer, find_renames
@@ -37,11 +36,15 @@ _OPTIONS = {
 
 
 class Diff(NamedTuple):
-    """`content` is None where it is in the spool file; `reason` says why git made it, if it did."""
+    """`content` is None where it is in the spool file; `reason` says why git made it, if it did.
+
+    `notes` are sentences about what no patch records, and about paths below submodules.
+    """
 
     content: bytes | None
     reason: str | None
     files: int
+    notes: tuple[str, ...] = ()
 
 
 def diff(
@@ -52,7 +55,9 @@ def diff(
     A long diff is written to `spool`.
     """
     with open_worktree(job) as worktree:
-        changes = collect(worktree, list_changed())
+        left_out: list[bytes] = []
+        changes = collect(worktree, list_changed(), left_out)
+        notes = (*_special(left_out), *_below_submodules(worktree.base, changes))
         renderer = Renderer(worktree.objects, worktree.attributes)
 
         def print_some(some: list[Change]) -> bytes | None:
@@ -78,7 +83,31 @@ def diff(
             renderer.reason = error.reason
             with full_disk_named("a private copy of the changes"):
                 content = _by_git(job, worktree, changes, form, spool)
-        return Diff(content, renderer.reason, len(changes))
+        return Diff(content, renderer.reason, len(changes), notes)
+
+
+_NAMED = 10  # paths of a note
+
+
+def _special(paths: list[bytes]) -> Iterator[str]:
+    if paths:
+        yield f"no patch records pipes, sockets and devices: {_names(paths)}"
+
+
+def _below_submodules(base: BaseTree, changes: Iterable[Change]) -> Iterator[str]:
+    """Say which changes are below a submodule, where `git apply` takes them but no `--index`."""
+    below: dict[bytes, list[bytes]] = {}
+    for change in changes:
+        if submodule := base.submodule_above(change.path):
+            below.setdefault(submodule, []).append(change.path)
+    for submodule, paths in sorted(below.items()):
+        name = shown_path(submodule)
+        yield f"below submodule {name}, by their paths in this tree: {_names(paths)}"
+
+
+def _names(paths: list[bytes]) -> str:
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return ", ".join(map(shown_path, paths[:_NAMED])) + more
 
 
 def _spooled(pieces: Iterable[bytes], spool: Path) -> bytes | None:
@@ -113,6 +142,9 @@ def _by_git(
         rules.mkdir(parents=True, mode=0o700)
         scratch = ScratchObjects(job.scratch / "objects")
         edits = _edits(scratch, changes)
+        # A tree has no files below a submodule: neither side has one that got some.
+        gone = filter(None, map(worktree.base.submodule_above, edits))
+        before = scratch.write_tree(worktree.base, dict.fromkeys(gone))
         for directory, content in worktree.attribute_files(edits):
             above = rules / os.fsdecode(directory)
             above.mkdir(parents=True, exist_ok=True)
@@ -120,7 +152,7 @@ def _by_git(
         run_git_sync(
             "diff-tree", "-r", *_OPTIONS[form], "-M", "--no-ext-diff", "--no-textconv",
             "--src-prefix=a/", "--dst-prefix=b/",
-            job.tree, scratch.write_tree(worktree.base, edits),
+            before, scratch.write_tree(worktree.base, edits),
             git_dir=job.mirror, work_tree=rules, quarantine_objects=job.scratch / "objects",
             stdout_path=spool, timeout=_TIMEOUT,
         )  # fmt: skip
@@ -177,12 +209,15 @@ _DOT_GIT = re.compile(rb"(?:^|/)(?:\.git|git~1)[ .]*(?:[\\:/]|\Z)", re.IGNORECAS
 _GIT_MODULES = re.compile(rb"(?:.*/)?\.gitmodules", re.IGNORECASE | re.DOTALL)
 
 
-def collect(worktree: Worktree, changed: Iterable[bytes]) -> list[Change]:
+def collect(
+    worktree: Worktree, changed: Iterable[bytes], left_out: list[bytes] | None = None
+) -> list[Change]:
     """Return the changes of an open checkout, by path: what `git add --all` would record.
 
     `changed` has every path that may differ; a new directory stands for all in it, and so does a
     directory of the base commit that is gone. Only the tree's own `.gitignore` files, as they are
-    now, are applied. The files of a nested repository count, its history does not.
+    now, are applied. The files of a nested repository and of a submodule count, its history does
+    not. Pipes, sockets and devices are added to `left_out`.
     """
     base = {path: worktree.base.find(path) for path in changed}
     worktree.changed = base.keys()
@@ -190,6 +225,8 @@ def collect(worktree: Worktree, changed: Iterable[bytes]) -> list[Change]:
     with worktree.owner:
         for path in sorted(base):
             collector.classify(path, base[path])
+    if left_out is not None:
+        left_out += collector.special
     changes = []
     for path in list(collector.found):
         raw, before = collector.found.pop(path)
@@ -209,6 +246,7 @@ class _Collector:
         self.found: dict[bytes, tuple[RawFile, TreeEntry | None]] = {}
         self.removed: dict[bytes, TreeEntry] = {}
         self.removed_directories: list[bytes] = []
+        self.special: list[bytes] = []
         self._worktree = worktree
         self._reader = worktree.reader
         self._ignores = Ignores(
@@ -239,10 +277,18 @@ class _Collector:
                 return
         if before:
             self.removed[path] = before
+        if kind and not is_directory and not self._is_out_of_bounds(path):
+            self._note_special(path)
         if is_directory and not self._is_out_of_bounds(path):
             for below, kind in self._reader.iter_below(path, self._refuse, self._enters):
                 if kind in (stat.S_IFREG, stat.S_IFLNK):
                     self._add(below, kind)
+                elif kind != stat.S_IFDIR:
+                    self._note_special(below)
+
+    def _note_special(self, path: bytes) -> None:
+        if not self._ignores.match(path):
+            self.special.append(path)
 
     def _enters(self, directory: bytes) -> bool:
         """Skip a nested `.git`, and an ignored directory with all in it."""
@@ -278,11 +324,8 @@ class _Collector:
             raise error
 
     def _is_out_of_bounds(self, path: bytes) -> bool:
-        """Return whether a path is in a `.git`, or below a submodule of the base."""
-        if any(part.lower() == b".git" for part in path.split(b"/")):
-            return True
-        entries = map(self._worktree.base.find, parents(path))
-        return any(entry.is_submodule for entry in entries if entry)
+        """Return whether a path is in a `.git`."""
+        return any(part.lower() == b".git" for part in path.split(b"/"))
 
 
 def _is_git(path: bytes) -> bool:

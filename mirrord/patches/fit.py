@@ -209,7 +209,8 @@ def find_obstacle(tree: Tree, results: Results) -> bytes | None:
         if found is None:
             for above in reversed(parents(path)):
                 at = tree.read(above)
-                if at and at.mode != DIRECTORY and results.get(above, at) is not None:
+                is_tree = at is None or at.mode in (DIRECTORY, SUBMODULE)
+                if not is_tree and results.get(above, at) is not None:
                     return above
         elif found.mode == DIRECTORY:
             if any(results.get(below, found) is not None for below in tree.iter_below(path)):

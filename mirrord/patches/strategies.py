@@ -198,10 +198,15 @@ class _Application:
         self.scratch.mkdir(mode=0o700)
         try:
             repository = ScratchRepository(self.scratch / "git")
+            named = named_paths(patch)
+            # git's index has no files below a submodule, but a patch of a diff may
+            directories = {above for path in named for above in parents(path)}
             before = {
                 path: file
-                for path in named_paths(patch)
-                if (file := self.tree.read(path)) and file.mode not in (DIRECTORY, UNTRACKED)
+                for path in named
+                if (file := self.tree.read(path))
+                and file.mode not in (DIRECTORY, UNTRACKED)
+                and not (file.mode == SUBMODULE and path in directories)
             }
             entries = [
                 TreeEntry(path, file.mode, _stored(repository, file))

@@ -25,11 +25,11 @@ from mirrord.errors import (
     PathNotFoundError,
     PathOutsideCheckoutError,
 )
-from mirrord.model import ApplyStrategy, CommitId, FoundStrategy, View
+from mirrord.model import ApplyStrategy, CommitId, DiffFormat, FoundStrategy, View
 from mirrord.patches.apply import apply as apply_in_worker
 from mirrord.patches.apply import restore as restore_in_worker
 from mirrord.patches.worktree import PatchJob
-from mirrord.protocol import ApplyAnswer, Checkout, RestorePaths, StartCheckout
+from mirrord.protocol import ApplyAnswer, Checkout, ResetCheckout, RestorePaths, StartCheckout
 
 pytestmark = pytest.mark.root
 
@@ -49,7 +49,6 @@ CHANGES = {
     "empty files": ": >blank; mkdir d; : >d/blank; echo x >empty",
     "commits and staged edits": "echo x >>README; git commit -qam x; echo 1 >s; git add s; git rm -q --cached run.sh",
     "nothing": "touch README; mkdir nothing",
-    "a submodule filled": "echo 1 >vendor/sub/f",
     "a submodule deleted": "rm -rf vendor",
 }
 
@@ -134,6 +133,36 @@ def test_the_diff_has_the_files_of_a_nested_repository(
     patch = service.diff(checkout)
     assert b"nested/f" in patch
     assert b"nested/.git" not in patch
+
+
+def test_the_diff_has_what_is_below_a_submodule(
+    service: Service, checkout: Checkout, rich: Upstream, tmp_path: Path
+) -> None:
+    """By its path in the tree, where `git apply` and an apply take it; and says so, as of a pipe."""
+    made = checkout
+    script = "mkdir vendor/sub/d; echo 1 >vendor/sub/d/f; echo 2 >>README; mkfifo pipe d.o; mkdir d; mkfifo d/p"
+    run_as(USER_PEER.uid, script, Path(made.path), service)
+    answer = service.call(service.checkouts.diff, made.id, USER_PEER)
+    assert answer.notes == (
+        "no patch records pipes, sockets and devices: 'd/p', 'pipe'",
+        "below submodule 'vendor/sub', by their paths in this tree: 'vendor/sub/d/f'",
+    )
+    assert b"+++ b/vendor/sub/d/f\n" in answer.content
+    assert b"Subproject" not in answer.content
+    forms = {
+        form: service.call(service.checkouts.diff, made.id, USER_PEER, form).content.split()
+        for form in (DiffFormat.STAT, DiffFormat.NAME_STATUS)
+    }
+    assert forms[DiffFormat.NAME_STATUS] == [b"M", b"README", b"A", b"vendor/sub/d/f"]
+    assert (b"vendor/sub/d/f" in forms[DiffFormat.STAT], b"vendor/sub" in forms[DiffFormat.STAT]) == (True, False)  # fmt: skip
+    git(tmp_path, "clone", "--quiet", "--no-checkout", rich.url, "clone")
+    git(tmp_path / "clone", "checkout", "--quiet", "--detach", "v2")
+    git(tmp_path / "clone", "apply", "-", stdin=answer.content)
+    assert (tmp_path / "clone/vendor/sub/d/f").read_text() == "1\n"
+    service.call(service.checkouts.reset, made.id, ResetCheckout(), USER_PEER)
+    assert list((Path(made.path) / "vendor/sub").iterdir()) == []
+    apply(service, made, answer.content)
+    assert (Path(made.path) / "vendor/sub/d/f").read_text() == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +365,7 @@ def test_a_patch_leaves_other_files_alone(
         b"--- a/docs/%b\n+++ /dev/null\n@@ -1 +0,0 @@\n-%b\n" % names
         for names in ((b"page.txt", b"page"), (b"new2.txt", b"2"))
     )
-    for patch in (gone + new % b"docs", new % b"pipe", new % b"y.o", new % b"README/x", new % b"vendor/sub/f", new % b"vendor/sub/g"):  # fmt: skip
+    for patch in (gone + new % b"docs", new % b"pipe", new % b"y.o", new % b"README/x", new % b"vendor/sub/f"):  # fmt: skip
         with pytest.raises(PatchConflictError):
             apply(service, checkout, patch, strategy=strategy)
     assert (tree / "docs/x.o").read_text() == "1\n"

@@ -265,7 +265,7 @@ class Service:
 
     def diff(self, checkout: Any) -> bytes:
         """The patch of a checkout, long or short."""
-        patch, _ = self.call(self.checkouts.diff, checkout.id, USER_PEER)
+        patch = self.call(self.checkouts.diff, checkout.id, USER_PEER).content
         return patch if isinstance(patch, bytes) else patch.read_bytes()
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:

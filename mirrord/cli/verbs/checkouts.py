@@ -206,17 +206,22 @@ def diff(
     if stat and name_status:
         raise UsageError("cannot print both --stat and --name-status", hint="give one of them")
     form = DiffFormat.STAT if stat else DiffFormat.NAME_STATUS if name_status else DiffFormat.PATCH
-    content = session.client.diff_checkout(find_id(session, checkout_id), format=form)
+    notes: list[str] = []
+    content = session.client.diff_checkout(
+        find_id(session, checkout_id), format=form, note=notes.append
+    )
+    for sentence in notes:
+        session.note(f"mirrord: {sentence}")
     if not session.json:
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return
     name = form.replace("-", "_")
     try:
-        answer = {name: content.decode(), "encoding": "utf-8"}
+        answer: dict[str, Any] = {name: content.decode(), "encoding": "utf-8"}
     except UnicodeDecodeError:
         answer = {name: base64.b64encode(content).decode(), "encoding": "base64"}
-    session.print_json(answer)
+    session.print_json(answer | ({"notes": notes} if notes else {}))
 
 
 def apply(

@@ -1,6 +1,7 @@
 """The client: one method per endpoint. Methods that start long work return its operation."""
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
@@ -500,9 +501,14 @@ class AsyncClient:
         checkout: str,
         *,
         format: model.DiffFormat = model.DiffFormat.PATCH,  # noqa: A002
+        note: Callable[[str], object] = str,
     ) -> bytes:
+        """Return the changes; `note` is called with what no patch records, a sentence each."""
         path = ("checkouts", checkout, "diff")
-        return (await self._connection.request("GET", *path, format=format)).body
+        answer = await self._connection.request("GET", *path, format=format)
+        for sentence in json.loads(answer.head.headers.get("x-mirrord-diff-notes", "[]")):
+            note(sentence)
+        return answer.body
 
     async def apply_patch(
         self,

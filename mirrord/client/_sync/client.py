@@ -2,6 +2,7 @@
 """The client: one method per endpoint. Methods that start long work return its operation."""
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -499,9 +500,14 @@ class Client:
         checkout: str,
         *,
         format: model.DiffFormat = model.DiffFormat.PATCH,  # noqa: A002
+        note: Callable[[str], object] = str,
     ) -> bytes:
+        """Return the changes; `note` is called with what no patch records, a sentence each."""
         path = ("checkouts", checkout, "diff")
-        return (self._connection.request("GET", *path, format=format)).body
+        answer = self._connection.request("GET", *path, format=format)
+        for sentence in json.loads(answer.head.headers.get("x-mirrord-diff-notes", "[]")):
+            note(sentence)
+        return answer.body
 
     def apply_patch(
         self,

@@ -132,6 +132,16 @@ class BaseTree:
             mode = 0o100755 if mode & 0o100 else 0o100644
         return TreeEntry(path, mode, oid)
 
+    def submodule_above(self, path: bytes) -> bytes | None:
+        """Return the submodule that a path is below."""
+        at = path.find(b"/")
+        while at >= 0:
+            entry = self.find(path[:at])
+            if entry is None or not entry.is_tree:
+                return path[:at] if entry and entry.is_submodule else None
+            at = path.find(b"/", at + 1)
+        return None
+
     def iter_files(self, directory: bytes) -> Iterator[TreeEntry]:
         """Iterate every file, link and submodule below a directory."""
         for name in sorted(self.names_in(directory)):
