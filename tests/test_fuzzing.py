@@ -32,7 +32,7 @@ from mirrord.errors import (
 )
 from mirrord.mirrors.bundle_file import read_header
 from mirrord.patches.parse import NeedsGitError, named_paths, parse
-from mirrord.patches.strategies import recount, to_lf, unwrap
+from mirrord.patches.repairs import recount, to_lf, unwrap
 
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(

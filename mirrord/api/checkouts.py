@@ -180,7 +180,7 @@ async def verify_receipt(
 
 class ApplyQuery(Query):
     reverse: bool = False
-    strategy: ApplyStrategy = ApplyStrategy.EXACT
+    strategy: ApplyStrategy | None = None
     named: str | None = Field(None, pattern="^@(patch|test_patch)$")
 
 
@@ -217,7 +217,7 @@ async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grad
 class GradeQuery(Query):
     instance: str = Field(min_length=1, max_length=500)
     dataset: str | None = Field(None, min_length=1, max_length=500)
-    strategy: ApplyStrategy = ApplyStrategy.EXACT
+    strategy: ApplyStrategy = ApplyStrategy.TOLERANT
     policy: str | None = Field(None, min_length=1, max_length=500)
     history: History | None = None
     backend: Backend | None = None

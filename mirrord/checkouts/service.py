@@ -384,15 +384,17 @@ class Checkouts:
         patch: bytes | Path | None,
         named: str | None = None,
         reverse: bool = False,
-        strategy: ApplyStrategy = ApplyStrategy.EXACT,
+        strategy: ApplyStrategy | None = None,
     ) -> protocol.ApplyAnswer:
         """Apply a patch to the files, all of it or nothing.
 
         Without a patch, apply the instance's own one that is `named`: `@patch`, in the direction
-        that fixes the bug, or `@test_patch` (grader view).
+        that fixes the bug, or `@test_patch` (grader view); by default tolerantly, as it was
+        recorded by others.
         """
         async with self.leasing.held(checkout, peer, live=True) as lease:
             backwards = reverse
+            strategy = strategy or (ApplyStrategy.EXACT if patch else ApplyStrategy.TOLERANT)
             if patch is None:
                 self.leasing.must_be_admin(peer, "apply the instance's own patch")
                 patch, direction = await self.patches.named_patch(lease, named or "")

@@ -86,6 +86,7 @@ class GradedPrediction:
             "model": self.model,
             "state": self.state,
             "strategy": grade.strategy if grade else None,
+            "tests_strategy": grade.tests_strategy if grade else None,
             "changed": grade.changed if grade else None,
             "touched_tests": self.touched_tests,
             "steering": grade.steering if grade else [],
@@ -160,6 +161,9 @@ class GradingReport(RunReport[GradedPrediction]):
             "dataset": self.dataset,
             **super().totals(),
             "strategies": dict(Counter(grade.strategy for _, grade in graded if grade.strategy)),
+            "tests_strategies": dict(
+                Counter(grade.tests_strategy for _, grade in graded if grade.tests_strategy)
+            ),
             "touched_tests": sum(bool(each.touched_tests) for each, _ in graded),
             "steering": dict(rules.most_common()),
             "dropped": sum(bool(grade.dropped) for _, grade in graded),

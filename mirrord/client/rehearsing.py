@@ -5,11 +5,12 @@ import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .. import errors, protocol, testlogs
-from ..model import UNREAD_LIST, History, Readiness
+from ..model import UNREAD_LIST, FoundStrategy, History, Readiness
 from ..sandbox.verdicts import Verdict, VerdictBy
 from ..testlogs import Want
 
@@ -48,6 +49,13 @@ PATCHES = ("@test_patch", "@patch")
 """In the order of a grader."""
 
 
+@dataclass
+class Step:
+    """What a running step is told about itself."""
+
+    strategy: FoundStrategy | None = None
+
+
 class Record:
     """The steps of an instance, and the first error."""
 
@@ -62,11 +70,11 @@ class Record:
         self.contradictions: list[str] = []
 
     @contextmanager
-    def step(self, name: str, *, needed: bool = False) -> Iterator[None]:
+    def step(self, name: str, *, needed: bool = False) -> Iterator[Step]:
         """Time and record a step; a failure is raised only if later steps need it."""
-        began = time.perf_counter()
+        began, step = time.perf_counter(), Step()
         try:
-            yield
+            yield step
         except FATAL:
             raise
         except errors.MirrordError as error:
@@ -75,7 +83,9 @@ class Record:
             if needed:
                 raise
         else:
-            self.add(name, "ok", "", began)
+            is_noted = step.strategy not in (None, FoundStrategy.EXACT)
+            detail = f"applied by strategy {step.strategy}" if is_noted else ""
+            self.add(name, "ok", detail, began, step.strategy)
 
     def add(
         self,
@@ -83,10 +93,14 @@ class Record:
         outcome: Literal["ok", "nothing", "failed", "but"],
         detail: str,
         began: float | None = None,
+        strategy: FoundStrategy | None = None,
     ) -> None:
         took = round(time.perf_counter() - began, 6) if began else 0.0
-        step = protocol.RehearsalStep(name=name, outcome=outcome, detail=detail, duration_s=took)
-        self.steps.append(step)
+        self.steps.append(
+            protocol.RehearsalStep(
+                name=name, outcome=outcome, detail=detail, duration_s=took, strategy=strategy
+            )
+        )
 
     def add_verdict(self, step: str, verdict: Verdict) -> None:
         """Add the findings of a run of tests; the verdict is by the log if one of them is."""

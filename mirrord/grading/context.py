@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from ..git.objects.trees import BaseTree
+from ..model import FoundStrategy
 from ..patches.fit import Change
 from ..trees.reader import parents
 
@@ -27,12 +28,13 @@ class InstanceTests:
     """The changes of an instance's test patch to the base tree.
 
     `imports` are the modules that the patched files import at the base commit, `new_imports` those
-    that they import only after the patch.
+    that they import only after the patch. `strategy` is how the patch applied.
     """
 
     changes: list[Change] = field(default_factory=list)
     imports: frozenset[str] = frozenset()
     new_imports: frozenset[str] = frozenset()
+    strategy: FoundStrategy | None = None
 
 
 @dataclass(frozen=True)

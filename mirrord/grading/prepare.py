@@ -83,7 +83,7 @@ class ModelPatch(NamedTuple):
     """The change is a patch for the base commit; a long one is in a file."""
 
     patch: bytes | Path
-    strategy: ApplyStrategy = ApplyStrategy.EXACT
+    strategy: ApplyStrategy = ApplyStrategy.TOLERANT
 
 
 class Prepared(NamedTuple):
@@ -96,6 +96,7 @@ class Prepared(NamedTuple):
     steering: list[Steering]
     tests: list[str] | None
     strategy: FoundStrategy | None
+    tests_strategy: FoundStrategy | None
     files: int
     size_bytes: int
     kept: list[bytes]
@@ -135,6 +136,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         steering=sifted.steering,
         tests=[decode_name(change.path) for change in tests.changes] if tests else None,
         strategy=strategy,
+        tests_strategy=context.tests.strategy,
         files=len(written),
         size_bytes=sum(len(change.data) for change in written),
         kept=[change.path for change in sifted.changes],
@@ -207,17 +209,20 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
     found = _tests_cache.pop(key, None)
     if found is None:
         base = BaseFiles(objects, job.tree)
+        tolerant = ApplyStrategy.TOLERANT  # eight public sets have rows that git refuses
         try:
-            changes = apply_patch(base, job.test_patch, scratch=job.scratch).changes
+            applied = apply_patch(base, job.test_patch, scratch=job.scratch, strategy=tolerant)
         except (errors.ConflictError, errors.UsageError) as error:
             raise errors.PatchConflictError(
                 f"cannot apply the tests of the instance: {error.message}",
                 hint="its test patch does not fit its base commit; try `mirrord rehearse`",
             ) from error
+        changes = applied.changes
         old = (change.old for change in changes)
         before = set[str]().union(*(imports_of(objects.read_blob(e.oid)) for e in old if e))
         after = set[str]().union(*(imports_of(change.data) for change in changes))
-        found = InstanceTests(changes, frozenset(before), frozenset(after - before))
+        imports = frozenset(before), frozenset(after - before)
+        found = InstanceTests(changes, *imports, applied.strategy)
     _tests_cache[key] = found
     while len(_tests_cache) > _CACHED:
         _tests_cache.popitem(last=False)

@@ -245,12 +245,14 @@ class Steering(Answer):
 class Grade(Checkout):
     """A checkout for the grader. `strategy` is how a patch applied, None for a checkout's change.
 
-    `changed` counts the paths of the agent's change, `dropped` lists those missing in the grade.
-    `tests` are the paths of the instance's test patch, None if it has none. It was `judged_by` what
-    its environment loads, or without an environment by `names` of paths and modules.
+    `tests_strategy` is how the instance's test patch applied, None if it has none. `changed` counts
+    the paths of the agent's change, `dropped` lists those missing in the grade. `tests` are the
+    paths of the instance's test patch, None if it has none. It was `judged_by` what its environment
+    loads, or without an environment by `names` of paths and modules.
     """
 
     strategy: model.FoundStrategy | None = None
+    tests_strategy: model.FoundStrategy | None = None
     changed: int
     dropped: list[GitName] = []
     steering: list[Steering] = []
@@ -284,7 +286,7 @@ class ResetAnswer(Checkout):
 
 
 class ApplyAnswer(Checkout):
-    """`strategy` is how the patch applied: `exact`, unless a tolerant apply was asked for."""
+    """`strategy` is how the patch applied: `exact`, unless the apply was tolerant."""
 
     strategy: model.FoundStrategy
 

@@ -106,12 +106,16 @@ class Environment(Answer):
 
 
 class RehearsalStep(Answer):
-    """One check of a rehearsal. `nothing`: the row has no such patch."""
+    """One check of a rehearsal. `nothing`: the row has no such patch.
+
+    `strategy` is how its patch applied.
+    """
 
     name: str
     outcome: Literal["ok", "nothing", "failed", "but"]
     detail: str = ""
     duration_s: float = 0.0
+    strategy: model.FoundStrategy | None = None
 
 
 class UnexpectedTest(Answer):

@@ -319,7 +319,7 @@ def test_a_patch_is_the_body_or_a_name(path: Path) -> None:
         assert checkout.apply(b"diff", strategy=ApplyStrategy.TOLERANT) is FoundStrategy.CRLF
         assert checkout.apply("@test_patch", reverse=True) is FoundStrategy.EXACT
     assert [request.body for request in server.seen[1:]] == [b"diff", b""]
-    query = "reverse=true&named=%40test_patch&strategy=exact"
+    query = "reverse=true&named=%40test_patch"
     assert server.asked[-1] == ("POST", f"{CHECKOUT}/apply?{query}")
     assert b'"ttl":60' in server.seen[0].body
 

@@ -230,8 +230,9 @@ def apply(
     patch: PatchArgument,
     reverse: Annotated[bool, Option("Apply it in reverse.", flags="--reverse -R")] = False,
     strategy: Annotated[
-        ApplyStrategy, Option("How it may apply: as git does, or as SWE-bench's grader does.")
-    ] = ApplyStrategy.EXACT,
+        ApplyStrategy | None,
+        Option("As git applies, or as SWE-bench's grader; default: exact, tolerant for @names."),
+    ] = None,
 ) -> None:
     """The whole patch is applied, or nothing.
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import UsageError
-from ...model import ApplyStrategy
+from ...model import ApplyStrategy, FoundStrategy
 from ...protocol import Grade
 from ...quoting import quote_name
 from ..output import table
@@ -40,9 +40,9 @@ def grade(
     ] = None,
     predictions: Annotated[Path | None, Option(_PREDICTIONS_HELP, "PATH")] = None,
     strategy: Annotated[
-        ApplyStrategy,
-        Option("How the patch may apply: as git does, or as SWE-bench's grader does."),
-    ] = ApplyStrategy.EXACT,
+        ApplyStrategy | None,
+        Option("How the patch may apply: as git does, or (default) as SWE-bench's grader does."),
+    ] = None,
     policy: Annotated[list[str] | None, Option(_POLICY_HELP, "POLICY")] = None,
     dataset: Dataset = None,
     history: HistoryOption = None,
@@ -72,7 +72,7 @@ def grade(
     common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     common |= {"auto_renew": False}
     if predictions is not None:
-        if target or patch or layer or environment or strategy is not ApplyStrategy.EXACT:
+        if target or patch or layer or environment or strategy:
             hint = "remove the ID, --patch, --layer, --environment and --strategy"
             raise UsageError("cannot combine --predictions with another target", hint=hint)
         from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
@@ -91,13 +91,14 @@ def grade(
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)
     if patch is None:
-        if dataset or history or layer or environment or strategy is not ApplyStrategy.EXACT:
+        if dataset or history or layer or environment or strategy:
             hint = "remove --dataset, --history, --layer, --environment and --strategy, or add"
             hint += " --patch FILE and name an instance"
             raise UsageError("cannot grade a checkout with options of a patch", hint=hint)
         handle = session.client.grade_checkout(find_id(session, target), **common)
     else:
-        choices: dict[str, Any] = {"dataset": dataset, "history": history, "strategy": strategy}
+        choices: dict[str, Any] = {"dataset": dataset, "history": history}
+        choices |= {"strategy": strategy or ApplyStrategy.TOLERANT}
         choices |= {"layer": layer, "environment": environment}
         handle = session.client.grade(target, read_file(patch), **choices, **common)
     for line in _remarks(handle.report):
@@ -114,6 +115,12 @@ def _remarks(grade: Grade) -> list[str]:
         lines += table(("ACTION", "RULE", "PATH", "DETAIL"), rows, bold=False)
     if not grade.changed:
         lines.append("the change is empty")
+    hows = {"the patch": grade.strategy, "the test patch": grade.tests_strategy}
+    lines += (
+        f"{name} applied by strategy {how}"
+        for name, how in hows.items()
+        if how not in (None, FoundStrategy.EXACT)
+    )
     if grade.tests is None:
         lines.append("no tests: it has no instance, or the instance has no test patch")
     if grade.judged_by == "names":

@@ -15,10 +15,10 @@ from typing import Annotated, Any, BinaryIO, ClassVar
 
 from ... import protocol
 from ...client._async import AsyncClient
-from ...client.rehearsing import Candidate
+from ...client.rehearsing import PATCHES, Candidate
 from ...errors import UsageError, from_problem
 from ...jsontext import loads
-from ...model import Readiness, ReportKind
+from ...model import FoundStrategy, Readiness, ReportKind
 from ...quoting import legible
 from .. import reports
 from ..output import cell, count, listing, table
@@ -153,13 +153,16 @@ class Results(reports.RunReport[protocol.Rehearsed]):
             counts = groups.setdefault((row.dataset or "-", row.repo or "-"), Counter())
             counts[row.status] += 1
             counts.update(step.name for step in row.steps if step.outcome == "nothing")
+            counts.update(f"{step.name} {step.strategy}" for step in row.steps if step.strategy)
         repositories = [
             {
                 "dataset": dataset,
                 "repo": repo,
                 "states": {str(state): counts[state] for state in Readiness if counts[state]},
-                "nothing_to_apply": {
-                    name: counts[name] for name in ("@test_patch", "@patch") if counts[name]
+                "nothing_to_apply": {name: counts[name] for name in PATCHES if counts[name]},
+                "strategies": {
+                    name: {str(how): n for how in FoundStrategy if (n := counts[f"{name} {how}"])}
+                    for name in PATCHES
                 },
             }
             for (dataset, repo), counts in sorted(groups.items())
@@ -188,9 +191,15 @@ class Results(reports.RunReport[protocol.Rehearsed]):
             counts = [group["states"].get(state, 0) for state in Readiness]
             rows.append((group["dataset"], group["repo"], sum(counts), *counts))
         yield from table(header, rows)
-        for name in ("@test_patch", "@patch"):
+        for name in PATCHES:
             if without := sum(g["nothing_to_apply"].get(name, 0) for g in totals["repositories"]):
                 yield f"{count(without, 'instance')} without {name}: nothing to apply"
+            hows = Counter[str]()
+            for group in totals["repositories"]:
+                hows.update(group["strategies"][name])
+            if hows.keys() - {FoundStrategy.EXACT}:
+                by_name = ", ".join(f"{hows[how]:,} {how}" for how in FoundStrategy if hows[how])
+                yield f"{name} applied by strategy: {by_name}"
         if bad := self.bad():
             yield ""
             yield from listing(bad, "INSTANCE RESULT=status REASON")

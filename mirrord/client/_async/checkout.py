@@ -149,12 +149,12 @@ class AsyncCheckout:
         patch: bytes | str,
         *,
         reverse: bool = False,
-        strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
+        strategy: model.ApplyStrategy | None = None,
     ) -> model.FoundStrategy:
         """Apply a patch, or `@test_patch` or `@patch` of the instance (grader view).
 
-        All of it is applied, or PatchConflictError is raised. Returns the strategy that applied it,
-        `exact` unless `strategy` is `tolerant`.
+        All of it is applied, or PatchConflictError is raised. By default a patch applies exactly,
+        one of the instance tolerantly. Returns the strategy that applied it.
         """
         answer = await self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
         self.lease = answer
@@ -261,6 +261,11 @@ class AsyncGrade(AsyncCheckout):
     def strategy(self) -> model.FoundStrategy | None:
         """The strategy that applied the patch; None for the grade of a checkout."""
         return self.report.strategy
+
+    @property
+    def tests_strategy(self) -> model.FoundStrategy | None:
+        """The strategy that applied the instance's test patch; None if it has none."""
+        return self.report.tests_strategy
 
 
 class AsyncRenewal:

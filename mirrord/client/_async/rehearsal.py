@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import errors, protocol
-from ...model import AuditLevel, Bind, CommitState, History, View, utc_now
+from ...model import AuditLevel, Bind, CommitState, FoundStrategy, History, View, utc_now
 from .. import rehearsing
 from .testrun import build_environment, run_tests
 
@@ -191,7 +191,7 @@ class AsyncRehearsal:
     ) -> None:
         """Run all checks, even after failures of others that they do not need.
 
-        An empty diff proves both that the tree was that of its commit, and that the patches were
+        An empty diff proves both that the tree was that of its commit, and that exact patches were
         reversed.
         """
         with record.step("seal"):
@@ -199,18 +199,22 @@ class AsyncRehearsal:
             if not report.sealed:
                 leaks = "; ".join(f"{leak.kind}: {leak.detail}" for leak in report.leaks[:3])
                 raise errors.ProofFailedError(f"cannot prove the seal: {leaks}")
-        applied = []
+        applied, is_exact = list[str](), True
         for named in rehearsing.PATCHES:
             if named not in candidate.patches:
                 record.add(named, "nothing", "the row has none: nothing to apply")
                 continue
-            with record.step(named):
-                await checkout.apply(named)
+            with record.step(named) as step:
+                step.strategy = await checkout.apply(named)
                 applied.append(named)
+                is_exact &= step.strategy is FoundStrategy.EXACT
         with record.step("tree"):
             rehearsing.require_equal("its commit", checkout.commit, candidate.base_commit)
-            for named in reversed(applied):
-                await checkout.apply(named, reverse=True)
+            if is_exact:
+                for named in reversed(applied):
+                    await checkout.apply(named, reverse=True)
+            else:  # what its files have and the patch has not is not put back by the reverse
+                await checkout.reset()
             await _must_be_clean(checkout, applied)
         with record.step("reset"):
             for named in applied[:1]:

@@ -148,12 +148,12 @@ class Checkout:
         patch: bytes | str,
         *,
         reverse: bool = False,
-        strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
+        strategy: model.ApplyStrategy | None = None,
     ) -> model.FoundStrategy:
         """Apply a patch, or `@test_patch` or `@patch` of the instance (grader view).
 
-        All of it is applied, or PatchConflictError is raised. Returns the strategy that applied it,
-        `exact` unless `strategy` is `tolerant`.
+        All of it is applied, or PatchConflictError is raised. By default a patch applies exactly,
+        one of the instance tolerantly. Returns the strategy that applied it.
         """
         answer = self._client.apply_patch(self.id, patch, reverse=reverse, strategy=strategy)
         self.lease = answer
@@ -260,6 +260,11 @@ class Grade(Checkout):
     def strategy(self) -> model.FoundStrategy | None:
         """The strategy that applied the patch; None for the grade of a checkout."""
         return self.report.strategy
+
+    @property
+    def tests_strategy(self) -> model.FoundStrategy | None:
+        """The strategy that applied the instance's test patch; None if it has none."""
+        return self.report.tests_strategy
 
 
 class Renewal:

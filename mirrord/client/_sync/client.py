@@ -515,9 +515,12 @@ class Client:
         patch: bytes | str,
         *,
         reverse: bool = False,
-        strategy: model.ApplyStrategy = model.ApplyStrategy.EXACT,
+        strategy: model.ApplyStrategy | None = None,
     ) -> protocol.ApplyAnswer:
-        """Apply a patch, or `@test_patch` or `@patch` of the instance."""
+        """Apply a patch, or `@test_patch` or `@patch` of the instance.
+
+        By default a patch applies exactly, one of the instance tolerantly.
+        """
         named = patch if isinstance(patch, str) and patch.startswith("@") else None
         query: dict[str, Any] = {"reverse": reverse, "named": named, "strategy": strategy}
         query["content"] = None if named else http.patch_bytes(patch)
@@ -551,7 +554,7 @@ class Client:
         patch: bytes | str,
         *,
         dataset: str | None = None,
-        strategy: model.ApplyStrategy | str = model.ApplyStrategy.EXACT,
+        strategy: model.ApplyStrategy | str = model.ApplyStrategy.TOLERANT,
         policy: model.Policy | str | Mapping[str, str] | None = None,
         history: model.History | None = None,
         backend: model.Backend | None = None,
@@ -566,8 +569,8 @@ class Client:
         """Lease a tree with a patch for an instance, or NAME@COMMITISH, and the instance's tests.
 
         `policy` is "report", "drop" or "refuse", or one for each kind of rule: {"tests": "drop"}.
-        With `strategy` "tolerant" the patch applies as `patch` with fuzz does. The rest is as for
-        `checkout`. Raises PatchConflictError, SteeringRefusedError.
+        With `strategy` "exact" the patch must apply as `git apply` does, else as SWE-bench's own
+        commands do. The rest is as for `checkout`. Raises PatchConflictError, SteeringRefusedError.
         """
         query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
         query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
