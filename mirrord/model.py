@@ -40,13 +40,15 @@ class Resolved(NamedTuple):
     """A commit in a mirror.
 
     `line` is the commit and its next first parents, newest first; empty if one cannot be read.
-    `time` is the committer's, in seconds since the epoch.
+    `time` is the committer's, in seconds since the epoch. `refused` are objects of its tree that
+    may not be served unless the finding about them is accepted, each with the reason.
     """
 
     commit: CommitId
     tree: str
     time: int
     line: tuple[CommitId, ...]
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 class History(StrEnum):
@@ -182,6 +184,7 @@ class FindingKind(StrEnum):
     REF_INCOMPLETE = "ref-incomplete"
     PIN_LOST = "pin-lost"
     PIN_UNKNOWN = "pin-unknown"
+    REFUSED = "object-refused"
     HEAD = "head-changed"
     CONFIG = "config-changed"
     PLANTED = "planted"

@@ -1,23 +1,24 @@
 """Objects whose content does not match their ids, and the packs that hold them."""
 
 import hashlib
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..git.fsck import RULES, Blemish, Severity, read_complaint
 from ..git.packs import packs_in
 from .defects import TIMEOUT, BadFile, FileKind
 from .reading import OBJECT_ID, read_objects, run_git
 
 
 class Fsck(NamedTuple):
-    """The result of an fsck; `named` are the objects in its complaints."""
+    """The result of an fsck; `named` are the objects in its complaints about damage."""
 
     is_sound: bool
     named: set[str]
+    blemishes: list[Blemish]
 
 
 class Damage(NamedTuple):
@@ -25,12 +26,6 @@ class Damage(NamedTuple):
 
     objects: set[str]
     packs: dict[str, str]
-
-
-# Wrong authors, dates and modes, which real histories have. Broken links have no such message id.
-_HARMLESS = re.compile(
-    r"notice: |(?:error|warning) in (?:commit|tree|tag|blob) [0-9a-f]{40}: [a-z][A-Za-z]+: "
-)
 
 
 def run_fsck(git_dir: Path) -> Fsck:
@@ -45,12 +40,15 @@ def run_fsck(git_dir: Path) -> Fsck:
         before = set(packs_in(packs, ".pack"))
         done = run_git(git_dir, "fsck", *command, ok=range(256))
         output = f"{done.stderr}\n{done.stdout.decode('utf-8', 'replace')}".splitlines()
-        complaints = [line for line in output if line and not _HARMLESS.match(line)]
+        blemishes = [found for line in output if (found := read_complaint(line))]
+        said = (line for line in output if line and not line.startswith("notice: "))
+        complaints = [line for line in said if not read_complaint(line)]
         # status 1 is a bad object and 4 a bad pack; both may stand for harmless complaints
         is_sound = not done.status & ~(1 | 4) and not complaints
         if is_sound or before <= set(packs_in(packs, ".pack")):
             break
-    return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))))
+    grave = [each for each in blemishes if RULES.get(each.rule) is not Severity.IGNORED]
+    return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))), grave)
 
 
 def find_damage(git_dir: Path, bad_files: Collection[BadFile], named: Collection[str]) -> Damage:

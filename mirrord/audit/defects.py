@@ -4,7 +4,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..model import FindingKind
+from ..model import CommitId, FindingKind
 
 TIMEOUT = timedelta(hours=1)
 """Of one git of an audit or a heal; the largest repositories take minutes."""
@@ -28,10 +28,14 @@ class FileKind(StrEnum):
 
 
 class Defect(NamedTuple):
-    """A defect of a mirror; `reason` follows "<subject>: "."""
+    """A defect of a mirror; `reason` follows "<subject>: ".
+
+    It stands in the way of `commits`, though nothing of them is missing or damaged.
+    """
 
     kind: FindingKind
     reason: str
+    commits: tuple[CommitId, ...] = ()
 
 
 class BadFile(NamedTuple):

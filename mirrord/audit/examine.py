@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..catalog import MirrorRow, RecordedRow
+from ..config.values import is_accepted
 from ..git.command import BatchObject
 from ..git.packs import packs_in
 from ..host.processes import lower_priority
@@ -38,6 +38,7 @@ from ..model import (
 from ..protocol import Audit, AuditPart, Finding, ProgressSink, Repair, StartAudit
 from ..quoting import encode_name, quote_name
 from . import connectivity
+from .blemishes import judge_blemishes
 from .connectivity import CommitVerdict
 from .damage import Damage, Fsck, find_damage, run_fsck, unreadable
 from .defects import BadFile, Defect
@@ -159,7 +160,8 @@ def _examine(
     bad_commits = {oid for oid, verdict in verdicts.items() if verdict.state is not CommitState.OK}
     lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
     lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
-    defects = dict.fromkeys(lost, lost_pin) | reached.lost | packs | lying | bad | wrong
+    refused = judge_blemishes(git_dir, fsck.blemishes, commits) if fsck and is_whole else {}
+    defects = refused | dict.fromkeys(lost, lost_pin) | reached.lost | packs | lying | bad | wrong
     unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
     return Examined(verdicts, reached, defects, unknown)
 
@@ -412,6 +414,12 @@ def part_of(judged: MirrorJudgement, stores: Mapping[str, str]) -> AuditPart:
     open_ = [finding for finding in findings if not finding.accepted]
     broken = {finding.commit for finding in open_ if finding.state not in servable}
     bases = (row for row in judged.rows if row.role is CommitRole.BASE)
+    broken |= {
+        commit
+        for subject, defect in judged.examined.defects.items()
+        if defect.commits and not _is_accepted(judged, defect.kind, subject)
+        for commit in defect.commits
+    }
     unservable = {row.instance for row in bases if row.commit in broken}
     return AuditPart(
         mirror=str(judged.name),
@@ -431,16 +439,20 @@ def unjudged(name: MirrorName, reason: str, accept: Collection[str]) -> Finding:
 
 
 def is_sound(judged: MirrorJudgement) -> bool:
-    return all(finding.accepted for finding in findings_of(judged))
+    """True if a heal has nothing to do: what fsck refuses is whole, as upstream made it."""
+    return all(
+        finding.accepted or finding.kind is FindingKind.REFUSED for finding in findings_of(judged)
+    )
 
 
 def findings_of(judged: MirrorJudgement) -> Iterator[Finding]:
     """Iterate over a finding for each bad commit, then for each defect of the mirror."""
     verdicts = sorted(judged.examined.verdicts.items())
     bad = [(oid, verdict) for oid, verdict in verdicts if verdict.state is not CommitState.OK]
-    instances: dict[str, set[str]] = {oid: set() for oid, _ in bad}
-    roles: dict[str, set[CommitRole]] = {oid: set() for oid, _ in bad}
-    for row in judged.rows if bad else ():
+    blemished = {oid for defect in judged.examined.defects.values() for oid in defect.commits}
+    instances: dict[str, set[str]] = {oid: set() for oid in {*blemished, *(oid for oid, _ in bad)}}
+    roles: dict[str, set[CommitRole]] = {oid: set() for oid in instances}
+    for row in judged.rows if instances else ():
         if row.commit in instances:
             instances[row.commit].add(row.instance)
             roles[row.commit].add(row.role)
@@ -452,19 +464,21 @@ def findings_of(judged: MirrorJudgement) -> Iterator[Finding]:
             objects=list(verdict.objects), detail=verdict.detail,
         )  # fmt: skip
     for subject, defect in sorted(judged.examined.defects.items()):
+        affected = {instance for oid in defect.commits for instance in instances[oid]}
         yield _finding(
-            judged, defect.kind, subject, detail=f"{quote_name(subject)}: {defect.reason}"
-        )
+            judged, defect.kind, subject, instances=sorted(affected),
+            objects=[subject] if defect.kind is FindingKind.REFUSED else [],
+            detail=f"{quote_name(subject)}: {defect.reason}",
+        )  # fmt: skip
+
+
+def _is_accepted(judged: MirrorJudgement, kind: FindingKind, subject: str) -> bool:
+    return is_accepted(judged.accept, kind, judged.name, quote_name(subject))
 
 
 def _finding(judged: MirrorJudgement, kind: FindingKind, subject: str = "", **more: Any) -> Finding:
-    is_accepted = False
-    for line in judged.accept:  # `KIND`, `KIND owner/name` or `KIND owner/name SUBJECT`, with `*`
-        accepted, mirror, pattern = (*line.split(), "", "")[:3]
-        is_of_mirror = not mirror or MirrorName.parse(mirror).key == judged.name.key
-        is_of_subject = not pattern or fnmatchcase(quote_name(subject), pattern)
-        is_accepted |= accepted == kind and is_of_mirror and is_of_subject
     more.setdefault("state", CommitState.CORRUPT)
     return Finding(
-        mirror=str(judged.name), kind=kind, subject=subject, accepted=is_accepted, **more
-    )
+        mirror=str(judged.name), kind=kind, subject=subject,
+        accepted=_is_accepted(judged, kind, subject), **more,
+    )  # fmt: skip

@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -130,6 +131,17 @@ def acceptance(value: str) -> str:
         guess = did_you_mean(words[0], kinds) or f": {', '.join(kinds)}"
         raise ValueError(f"{shown(words[0])} is no kind of finding{guess}")
     return " ".join([words[0], *map(repo, words[1:2]), *words[2:]])
+
+
+def is_accepted(lines: Iterable[str], kind: FindingKind, name: MirrorName, subject: str) -> bool:
+    """True if a line of `[audit] accept` names a finding; `*` in its subject matches anything."""
+    for line in lines:
+        accepted, mirror, pattern = (*line.split(), "", "")[:3]
+        is_of_mirror = not mirror or MirrorName.parse(mirror).key == name.key
+        is_of_subject = not pattern or fnmatchcase(subject, pattern)
+        if accepted == kind and is_of_mirror and is_of_subject:
+            return True
+    return False
 
 
 def path_pattern(value: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from ..host.processes import search_path
+from .fsck import FETCH
 
 _SAFE: tuple[tuple[str, str], ...] = (
     # no program that a repository's own configuration names may run
@@ -55,21 +56,10 @@ _SAFE: tuple[tuple[str, str], ...] = (
     ("fetch.fsckObjects", "true"),
 )
 
-_HARMLESS = (
-    "badDate", "badDateOverflow", "badEmail", "badName", "badTimezone", "missingAuthor",
-    "missingCommitter", "missingEmail", "missingNameBeforeEmail", "missingSpaceBeforeDate",
-    "missingSpaceBeforeEmail", "missingTaggerEntry", "multipleAuthors", "nulInCommit",
-    "zeroPaddedDate", "zeroPaddedFilemode",
-)  # fmt: skip
-"""fsck's names for faults in authors and dates, which real histories have; no tree is affected."""
-
-STRICT = "--strict=" + ",".join(f"{name}=ignore" for name in _HARMLESS)
-"""For `git index-pack`, which does not read `fetch.fsck.*`."""
-
 UNTRUSTING = ("-c", "core.commitGraph=false", "-c", "core.multiPackIndex=false")
 """Options of git: both files are optional, and each can hide that an object is missing."""
 
-_CONFIGURATION = (*_SAFE, *((f"fetch.fsck.{name}", "ignore") for name in _HARMLESS))
+_CONFIGURATION = (*_SAFE, *FETCH)
 
 
 def _as_variables(configuration: Sequence[tuple[str, str]]) -> dict[str, str]:

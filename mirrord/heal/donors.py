@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..fleet import with_obstore
 from ..git.command import Git, GitResult, lines_of, run_git_sync
-from ..git.configuration import STRICT
+from ..git.fsck import STRICT
 from ..git.packs import PackIndex, pack_is_whole, pack_trailer
 from ..mirrors.bundle_file import BundleHeader, index_bundle, read_header
 from ..mirrors.bundles import BundleRefs, sort_refs

@@ -18,7 +18,7 @@ from .. import errors
 from ..catalog import DatasetHead, MirrorRow, PinRow, decode_row, encode_row
 from ..errors import full_disk_named
 from ..git.command import lines_of
-from ..git.configuration import STRICT
+from ..git.fsck import STRICT
 from ..host.files import open_plain
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, parse_dataset_name, shown

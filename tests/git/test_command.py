@@ -222,7 +222,7 @@ def test_cancelling_kills_the_whole_group(
                 lambda: git.run("-c", f"alias.w={alias}", "w", git_dir=upstream.path / ".git")
             )
             with anyio.fail_after(20):
-                while not (tmp_path / "pid").exists():
+                while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
         await _gone(tmp_path / "pid")

@@ -62,7 +62,7 @@ class Trees:
 
 
 def refused(trees: Trees) -> dict[str, list[Entry]]:
-    """What must not enter a mirror."""
+    """What git's fsck refuses: it is mirrored, and not checked out."""
     names = {
         "dotgit": b".git", "upper": b".GIT", "dotdot": b"..", "dot": b".", "short": b"git~1",
         "ignorable": ".g\u200cit".encode(), "stream": b".git::$INDEX_ALLOCATION", "slash": b"a/b",
@@ -79,7 +79,12 @@ def refused(trees: Trees) -> dict[str, list[Entry]]:
         "module-path": [(FILE, b".gitmodules", trees.blob(_module("x", "path = -u./payload")))],
         "module-update": [(FILE, b".gitmodules", trees.blob(_module("y", "update = !id")))],
         "module-name": [(FILE, b".gitmodules", trees.blob(_module("../../x", "url = u")))],
-        # a directory of main's, called a file: this branch alone is to blame
+    }
+
+
+def confused(trees: Trees) -> dict[str, list[Entry]]:
+    """What enters no mirror: a directory of main's, called a file; this branch alone is to blame."""
+    return {
         "confused": [(FILE, b"a", bytes.fromhex(trees.upstream.git("rev-parse", "main:src")))],
     }
 
@@ -141,7 +146,7 @@ def test_what_enters_a_mirror_and_what_is_checked_out(
     upstream = make_upstream("up")
     upstream.commit({"README": "plain\n", "src/a.py": "a\n"})
     trees = Trees(upstream)
-    kinds = [refused(trees), unservable(trees), served(trees)]
+    kinds = [confused(trees), {**refused(trees), **unservable(trees)}, served(trees)]
     for branch, entries in [each for kind in kinds for each in kind.items()]:
         trees.branch(branch, *entries)
     (upstream.path / ".git/HEAD").write_text("ref: refs/heads/../../../etc/passwd\n")

@@ -15,10 +15,20 @@ from cachetools import LRUCache
 
 from ... import errors
 from ...catalog import InstanceRow
+from ...config.values import is_accepted
 from ...datasets.service import Datasets
 from ...host.peers import Peer
 from ...mirrors.service import Mirrors
-from ...model import CommitId, EnvironmentName, History, MirrorName, Resolved, View, shown
+from ...model import (
+    CommitId,
+    EnvironmentName,
+    FindingKind,
+    History,
+    MirrorName,
+    Resolved,
+    View,
+    shown,
+)
 from ...protocol import ResetCheckout, StartCheckout
 from ...quoting import unquote_name
 from ...templates.environments import EnvironmentStore
@@ -211,6 +221,17 @@ class Resolver:
         return self._cache(name, await self.mirrors.resolve(name, commitish))
 
     def _cache(self, name: MirrorName, found: Resolved) -> ResolvedRequest:
+        accept = self.mirrors.settings().audit.accept
+        for oid, reason in found.refused:
+            if not is_accepted(accept, FindingKind.REFUSED, name, oid):
+                raise errors.CommitUnservableError(
+                    f"cannot serve commit {found.commit}: git's fsck refuses object {oid} of its"
+                    f" tree: {reason}",
+                    hint=f'to serve it as it is, add "{FindingKind.REFUSED} {name.repo} {oid}" to'
+                    " [audit] accept; docs/security.md says what it could do",
+                    commit=found.commit,
+                    objects=[oid],
+                )
         self.learn(name, found)
         self._trees[name.key, found.commit] = found.tree
         return ResolvedRequest(name, Base(commit=found.commit, tree=found.tree))

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from itertools import takewhile
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ...model import FIRST_PARENTS_LIMIT, CommitId, Resolved, shown
 from ...quoting import encode_name, quote_name
 from ..command import run_git_sync
 from ..configuration import UNTRUSTING
+from ..modules import modules_blemishes
 from ..packs import PackIndex
 from ..packwriter import Packed, write_pack
 from ..special import must_be_plain
@@ -208,7 +209,23 @@ def resolve(git_dir: Path, commitish: str) -> Resolved:
             near = tuple(_first_parents(objects, found.commit, FIRST_PARENTS_LIMIT))
         except CorruptObjectError:
             near = ()
-        return Resolved(found.commit, found.tree, found.time, near)
+        refused = tuple(_refused(objects, git_dir, found.tree))
+        return Resolved(found.commit, found.tree, found.time, near, refused)
+
+
+def _refused(objects: Objects, git_dir: Path, tree: str) -> Iterator[tuple[str, str]]:
+    """Iterate what fsck refuses in the `.gitmodules` of a tree; names and modes are the tree's."""
+    try:
+        entries = tree_entries(objects.read(tree, ObjectType.TREE)) or []
+        modules = [(mode, oid.hex()) for mode, name, oid in entries if name == b".gitmodules"]
+        for mode, oid in modules:
+            if int(mode, 8) & 0o170000 != 0o100000:
+                yield oid, "gitmodulesBlob: it is no file"
+                continue
+            for blemish in modules_blemishes(git_dir, oid, objects.blob_size(oid)):
+                yield oid, str(blemish)
+    except CorruptObjectError:  # told when the tree is read
+        return
 
 
 def describe(git_dir: Path) -> str | None:
@@ -243,10 +260,9 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
     if len(base) == 40 and _HEX.fullmatch(base):
         try:
             starts = {_find(objects.repository, base)} - {None}
-        except CorruptObjectError:
-            if steps:
-                raise
-            return _info(base, objects.read(base, ObjectType.COMMIT))
+        except CorruptObjectError:  # or one that libgit2 (1.9) does not parse
+            objects.read(base, ObjectType.COMMIT)
+            starts = {base}
     else:
         names = (base, f"refs/tags/{base}", f"refs/heads/{base}")
         starts = {_find(objects.repository, name) for name in names}
@@ -256,12 +272,16 @@ def read_commit(objects: Objects, commitish: str) -> CommitInfo:
         raise _not_found(commitish, "it is ambiguous: it could mean two different commits", hint)
     if not starts:
         raise _not_found(commitish, "no commit of the mirror has that name")
-    try:
-        found = objects.repository.revparse_single(f"{starts.pop()}{steps}").peel(pygit2.Commit)
-    except (KeyError, ValueError, pygit2.GitError) as error:
-        raise _not_found(commitish, "its history does not go back that far") from error
-    parents = tuple(CommitId(str(parent)) for parent in found.parent_ids)
-    return CommitInfo(CommitId(str(found.id)), str(found.tree_id), parents, found.commit_time)
+    commit = str(starts.pop())
+    for sign, digits in re.findall(r"([~^])(\d*)", steps):
+        count = int(digits[:9] or 1)  # no history is as long
+        # ^0 is the commit itself
+        for number in repeat(0, count) if sign == "~" else range(count - 1, count or -1):
+            parents = _links(objects.read(commit, ObjectType.COMMIT))[1]
+            if number >= len(parents):
+                raise _not_found(commitish, "its history does not go back that far")
+            commit = parents[number].hex()
+    return _info(commit, objects.read(commit, ObjectType.COMMIT))
 
 
 def _info(commit: str, data: bytes) -> CommitInfo:
@@ -280,13 +300,23 @@ def _find(repository: pygit2.Repository, name: str) -> str | None:
         if "ambiguous" in str(error):
             fact = "several objects begin with these digits"
             raise _not_found(name, fact, "give the full id") from error
-        return None
-    except (KeyError, pygit2.InvalidSpecError):
+        if not isinstance(error, pygit2.GitError) or isinstance(error, pygit2.InvalidSpecError):
+            return None
+        with suppress(KeyError, ValueError, pygit2.GitError):  # a commit without an e-mail, say
+            oid = str(repository.lookup_reference(name).resolve().target)
+            if repository.odb.read_header(oid)[0] is ObjectType.COMMIT:
+                return oid
+        raise _unreadable(name, error) from error
+    except KeyError:
         return None
     except pygit2.GitError as error:
-        raise CorruptObjectError(
-            f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror"
-        ) from error
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> CorruptObjectError:
+    return CorruptObjectError(
+        f"cannot read commit {shown(name)}: {error}", hint="audit and heal the mirror"
+    )
 
 
 def _find_abbreviated(repository: pygit2.Repository, digits: str) -> str | None:

@@ -6,6 +6,7 @@ that would leave the tree or write into `.git` are refused here, for every user 
 
 import errno
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -228,6 +229,22 @@ def must_be_target(oid: str, data: bytes) -> None:
         )
 
 
+# What git's fsck takes for `.git` on some file system: HFS+ ignores these code points, NTFS blanks
+# and dots at the end, the name of a stream, and takes `\\` for a separator.
+_HFS = rb"(?:\xe2\x80[\x8c-\x8f\xaa-\xae]|\xe2\x81[\xaa-\xaf]|\xef\xbb\xbf)*"
+_NTFS_END = rb"[ .]*(?:[:\\].*)?"
+
+
+def _variants(name: bytes, short: bytes) -> re.Pattern[bytes]:
+    hfs = _HFS + _HFS.join(re.escape(name[at : at + 1]) for at in range(len(name))) + _HFS
+    ntfs = rb"(?:.*\\)?(?:%s|%s)%s" % (re.escape(name), short, _NTFS_END)
+    return re.compile(rb"%s|%s" % (hfs, ntfs), re.IGNORECASE | re.DOTALL)
+
+
+_DOTGIT = _variants(b".git", rb"git~1")
+_DOTGITMODULES = _variants(b".gitmodules", rb"(?:gitmod~[1-4]|gi7eba~[1-9])")
+
+
 def _parse(objects: Objects, tree: str | None) -> list[_RawEntry]:
     if tree is None:
         return []
@@ -236,6 +253,10 @@ def _parse(objects: Objects, tree: str | None) -> list[_RawEntry]:
         raise _unservable(tree, "it is malformed")
     if len({name for _, name, _ in entries}) != len(entries):
         raise _unservable(tree, "it has two entries of the same name")
+    # git sorts a directory as if its name ended with a slash
+    order = [name + b"/" if mode.lstrip(b"0") == b"40000" else name for mode, name, _ in entries]
+    if order != sorted(order):
+        raise _unservable(tree, "its entries are not sorted")
     return entries
 
 
@@ -250,11 +271,14 @@ def _entries(tree: str, raw: list[_RawEntry], above: bytes) -> list[TreeEntry]:
             raise _unservable(tree, f"its entry {_shown(name)} has mode {mode:o}")
         if b"/" in name or name in (b"", b".", b"..") or len(name) > NAME_LIMIT_BYTES:
             raise _unservable(tree, f"its entry {_shown(name)} is not a valid file name")
-        # git's verify_path refuses these in any letter case
-        if len(name) < 8 and name.lower() in (b".git", b"git~1"):
+        if _DOTGIT.fullmatch(name):
             raise _unservable(tree, f"its entry {_shown(name)} means git's own directory")
-        if mode == _SYMLINK and name.lower() == b".gitmodules":
+        if mode == _SYMLINK and _DOTGITMODULES.fullmatch(name):
             raise _unservable(tree, "its .gitmodules is a symbolic link")
+        if octal[:1] == b"0" and len(octal) > 1:
+            raise _unservable(tree, f"its entry {_shown(name)} has a zero before its mode")
+        if not any(oid):
+            raise _unservable(tree, f"its entry {_shown(name)} names no object")
         if len(above) + len(name) > TREE_PATH_LIMIT_BYTES:
             raise _too_large(tree, f"it has a path of more than {TREE_PATH_LIMIT_BYTES} bytes")
         entries.append(TreeEntry(above + name, mode, oid.hex()))
