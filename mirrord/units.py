@@ -42,6 +42,11 @@ def parse_duration(value: object) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def in_seconds(value: timedelta | float) -> float:
+    """Return a duration as seconds; a number is seconds."""
+    return value.total_seconds() if isinstance(value, timedelta) else value
+
+
 def format_duration(value: timedelta) -> str:
     """Format a duration in the largest unit that divides it, so that it parses back."""
     milliseconds = round(value.total_seconds() * 1000)

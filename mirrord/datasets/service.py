@@ -117,6 +117,11 @@ class QueryCache(Generic[K, T]):
             self._entries[key] = _CachedRow(value, size_bytes, version)
         return value
 
+    def add(self, key: K, value: T) -> None:
+        """Keep an answer that another key gave, unless there is one."""
+        if key not in self._entries and 0 < (size := self._size_of(value)) <= self._entry_max_bytes:
+            self._entries[key] = _CachedRow(value, size, self._version)
+
     def expire(self) -> None:
         """Make every entry stale, also those that are being loaded."""
         self._version += 1
@@ -393,7 +398,10 @@ class Datasets:
         Of several datasets with the same instance, the first imported one is taken. Raises
         InstanceAmbiguousError if they differ in repository or base commit.
         """
-        return await self._instances.find((identity, dataset))
+        row = await self._instances.find((identity, dataset))
+        if row is not None:  # a checkout of it asks by this name, also while the catalog is away
+            self._instances.add((row.public_id, row.dataset), row)
+        return row
 
     async def find_base_commit(self, name: MirrorName, digits: str) -> CommitId | None:
         """Find the only base commit of the mirror's instances with this prefix, cached."""

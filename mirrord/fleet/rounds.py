@@ -22,7 +22,7 @@ from anyio import to_thread
 from .. import __version__, errors
 from ..catalog import MIRROR, PINS, REPAIR, RESTORED, MirrorRow
 from ..datasets.service import Datasets
-from ..jobs.operations import Operations, Work
+from ..jobs.operations import Operations, Work, task_group, together
 from ..model import MirrorName, utc_now
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log
@@ -371,12 +371,10 @@ class Rounds:
                     await record()
 
         try:
-            async with anyio.create_task_group() as beside:
-                beside.start_soon(record_some)
-                async with anyio.create_task_group() as tasks:
-                    for hold in [*holds]:
-                        tasks.start_soon(sync, hold)
-                beside.cancel_scope.cancel()
+            async with task_group() as beside:
+                recording = beside.create_task(record_some())
+                await together(map(sync, [*holds]))
+                recording.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await record()

@@ -8,8 +8,16 @@ import asyncio
 import builtins
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterable,
+    Iterator,
+)
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -260,14 +268,21 @@ def answering() -> Iterator[None]:
         answered.set()
 
 
-async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Run all concurrently. The first failure cancels the others and is raised without a group."""
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group whose first failure cancels the others and is raised without a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
+            yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run all concurrently. The first failure cancels the others and is raised."""
+    async with task_group() as group:
+        for work in works:
+            group.create_task(work)
 
 
 class Deferred:

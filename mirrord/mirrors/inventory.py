@@ -24,6 +24,7 @@ from ..host.files import sync_directory
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash
 from ..jobs.events import Events
+from ..jobs.operations import task_group, together
 from ..model import MirrorName, shown, utc_now
 from ..protocol import Mirror, Problem, RefFault
 from ..telemetry import log, mask_url
@@ -78,7 +79,7 @@ class Inventory:
         gone = dict(rows)
         pins = await self.catalog.list_pin_keys()
         limiter = anyio.CapacityLimiter(4)
-        async with anyio.create_task_group() as tasks:
+        async with task_group() as tasks:
             for path, found in await self._survey():
                 # work on a mirror that is being removed may make its directory again
                 if found is None and Repository(self.git, MirrorName("", ""), path).is_stub():
@@ -101,7 +102,7 @@ class Inventory:
                     await self.catalog.put_mirror(row)
                     log.warning("mirror.adopted", mirror=str(name))
                 if row.history is None or found != pins.get(name.key, set()):
-                    tasks.start_soon(self._reconcile_at_start, name, limiter)
+                    tasks.create_task(self._reconcile_at_start(name, limiter))
         # never synced, or deleted by hand: the next sync clones it; in a fleet the first request
         for row in gone.values() if not self.sharing.is_fleet else ():
             for pin in await self.catalog.list_pins(row.name.key):
@@ -132,9 +133,8 @@ class Inventory:
                 pins = await self.workers.run(survey, batch, timeout=timedelta(minutes=10))
                 found.update(zip(batch, pins, strict=True))
 
-        async with anyio.create_task_group() as tasks:
-            for first in range(0, len(paths), SURVEY_BATCH):
-                tasks.start_soon(survey_batch, paths[first : first + SURVEY_BATCH])
+        firsts = range(0, len(paths), SURVEY_BATCH)
+        await together(survey_batch(paths[first : first + SURVEY_BATCH]) for first in firsts)
         return list(found.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:

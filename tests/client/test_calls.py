@@ -447,14 +447,15 @@ def test_waiting_for_an_operation_that_a_restart_ended_is_an_error(path: Path) -
             client.wait("op1")
 
 
-def test_waiting_has_a_bound_if_one_is_given(path: Path) -> None:
+@pytest.mark.parametrize("timeout", [timedelta(milliseconds=30), 0.03, 0])
+def test_waiting_has_a_bound_if_one_is_given(path: Path, timeout: timedelta | float) -> None:
     """The operation goes on."""
     with (
         serving(path, _operations({})),
-        Client(path) as client,
+        Client(path, timeout=60, patience=1) as client,
         pytest.raises(errors.DeadlineError, match="still running"),
     ):
-        client.wait("op1", timeout=timedelta(milliseconds=30))
+        client.wait("op1", timeout=timeout)
 
 
 def _events(*numbers: int) -> Any:

@@ -754,6 +754,27 @@ def test_an_instance_names_its_mirror_as_it_is_registered(
     house.run(body)
 
 
+def test_a_held_instance_is_found_by_its_dataset_while_the_catalog_is_away(
+    house: Builder, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout is asked for by the id alone; its reset and its grade name the dataset too."""
+    base = upstream.commit({"a": "1"})
+
+    async def body(house: House) -> None:
+        await house.take([row("a", base)])
+        assert (await house.datasets.find_instance("a")) is not None
+
+        async def away(*_: object) -> None:
+            raise CatalogUnavailableError("away")
+
+        monkeypatch.setattr(type(house.catalog), "find_instance", away)
+        held = await house.datasets.find_instance("a", "lite")
+        assert held is not None
+        assert held.base_commit == base
+
+    house.run(body)
+
+
 def test_the_cache_is_bounded_and_never_keeps_an_answer_older_than_a_change() -> None:
     from mirrord.catalog import InstanceRow
 

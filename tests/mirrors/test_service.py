@@ -18,6 +18,7 @@ from mirror_parts import NAME, Builder, House
 
 from mirrord.audit.refs import read_ref_files
 from mirrord.errors import (
+    CatalogUnavailableError,
     CommitNotFoundError,
     InvalidUrlError,
     MirrorExistsError,
@@ -275,6 +276,25 @@ def test_a_lost_catalog_is_rebuilt_from_the_mirrors(house: Builder, upstream: Up
     for file in (house.root / "state").glob("catalog.sqlite3*"):
         file.unlink()
     house.run(second)
+
+
+def test_a_catalog_that_goes_away_while_mirrors_open_is_told_as_such(
+    house: Builder, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a group of one error, which the daemon would end of with a traceback."""
+    house.synced()
+    for file in (house.root / "state").glob("catalog.sqlite3*"):
+        file.unlink()
+
+    async def away(*_: object) -> None:
+        raise CatalogUnavailableError("away")
+
+    async def never(_: House) -> None:
+        raise AssertionError("the mirrors are open")
+
+    monkeypatch.setattr("mirrord.catalog.Catalog.put_mirror", away)
+    with pytest.raises(CatalogUnavailableError):
+        house.run(never)
 
 
 def test_removal_waits_for_nobody_to_need_the_mirror(house: Builder, upstream: Upstream) -> None:

@@ -17,6 +17,7 @@ from typing import Self
 
 from ... import protocol
 from ...errors import ResourceError, StoppingError
+from ...units import in_seconds
 from .. import http
 from ..primitives_async import async_pause, async_readable, async_receive, async_send
 
@@ -43,12 +44,17 @@ class AsyncConnection:
     """
 
     def __init__(
-        self, socket: Path, *, timeout: timedelta, patience: timedelta, retries: int | None = None
+        self,
+        socket: Path,
+        *,
+        timeout: timedelta | float,
+        patience: timedelta | float,
+        retries: int | None = None,
     ) -> None:
         self.socket = socket
         self._retries = retries
-        self._timeout = timeout.total_seconds()
-        self._patience_seconds = patience.total_seconds()
+        self._timeout = in_seconds(timeout)
+        self._patience_seconds = in_seconds(patience)
         self._reached = False
         self._idle: list[AsyncChannel] = []
         self._pid = os.getpid()

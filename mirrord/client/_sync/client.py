@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from ... import errors, model, protocol
 from ...places import socket_path
+from ...units import in_seconds
 from .. import http, mounts
 from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
@@ -45,12 +46,12 @@ class Client:
         socket: Path | str | None = None,
         *,
         config: Path | str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
-        patience: timedelta = timedelta(seconds=10),
+        timeout: timedelta | float = timedelta(minutes=10),
+        patience: timedelta | float = timedelta(seconds=10),
         retries: int | None = None,
     ) -> None:
         self.socket = socket_path(socket, config)
-        self._patience = patience
+        self._patience_seconds = in_seconds(patience)
         self._connection = Connection(
             self.socket, timeout=timeout, patience=patience, retries=retries
         )
@@ -666,16 +667,16 @@ class Client:
         operation: protocol.Operation | str,
         *,
         progress: Callable[[protocol.Operation], None] | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
     ) -> protocol.Operation:
         """Wait for an operation and return it; raises the error of a failed one.
 
         Raises CancelledError if it was cancelled or the daemon restarted, DeadlineError after
-        `timeout`. `progress` is called with the operation at each poll.
+        `timeout`, a timedelta or seconds. `progress` is called with the operation at each poll.
         """
         known = not isinstance(operation, str)
         identity = operation if isinstance(operation, str) else operation.id
-        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        deadline = None if timeout is None else time.monotonic() + in_seconds(timeout)
         pauses = http.retry_pauses(_POLL_SECONDS)
         while True:
             try:
@@ -693,7 +694,7 @@ class Client:
                 progress(found)
             if found.state != "running":
                 break
-            if deadline and time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() > deadline:
                 raise errors.DeadlineError(
                     f"cannot wait longer for operation {identity}: it is still running",
                     hint="wait again",
@@ -715,7 +716,7 @@ class Client:
         after the events that the daemon remembers.
         """
         last = after
-        pauses = http.retry_pauses(self._patience.total_seconds())
+        pauses = http.retry_pauses(self._patience_seconds)
         while True:
             reader, headers = http.EventReader(), {"accept": "text/event-stream"}
             headers |= {"last-event-id": last} if last else {}
@@ -724,7 +725,7 @@ class Client:
                 with stream as (_, body):
                     for piece in body:
                         for event in reader.feed(piece):
-                            pauses = http.retry_pauses(self._patience.total_seconds())
+                            pauses = http.retry_pauses(self._patience_seconds)
                             last = f"{event.boot}:{event.id}"
                             yield event
                 if not follow:

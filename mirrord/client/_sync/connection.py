@@ -18,6 +18,7 @@ from typing import Self
 
 from ... import protocol
 from ...errors import ResourceError, StoppingError
+from ...units import in_seconds
 from .. import http
 from ..primitives_sync import pause, readable, receive, send
 
@@ -44,12 +45,17 @@ class Connection:
     """
 
     def __init__(
-        self, socket: Path, *, timeout: timedelta, patience: timedelta, retries: int | None = None
+        self,
+        socket: Path,
+        *,
+        timeout: timedelta | float,
+        patience: timedelta | float,
+        retries: int | None = None,
     ) -> None:
         self.socket = socket
         self._retries = retries
-        self._timeout = timeout.total_seconds()
-        self._patience_seconds = patience.total_seconds()
+        self._timeout = in_seconds(timeout)
+        self._patience_seconds = in_seconds(patience)
         self._reached = False
         self._idle: list[Channel] = []
         self._pid = os.getpid()
