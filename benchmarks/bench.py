@@ -39,6 +39,7 @@ from load import (
     tasks_of_streams,
 )
 from measured_daemon import MIRROR, Daemon
+from plain_trees import PlainTrees
 from rehearsals import rehearse
 from report import print_table, write_docs
 from resets import Holder, dirty_reset, held, holders, timed, to_and_fro
@@ -98,6 +99,11 @@ class Bench:
     def loop(self) -> None:
         self.sandboxes.loop()
         self._take_figures()
+
+    def plain(self) -> None:
+        trees = PlainTrees(self.daemon, self.git, self.line[0], self.compare)
+        trees.run()
+        self.figures += trees.figures
 
     def _take_figures(self) -> None:
         self.figures += self.sandboxes.figures
@@ -398,6 +404,7 @@ class Bench:
             "loop": self.loop,
             "near": self.near_checkout,
             "pool": self.pool_move,
+            "plain": self.plain,
             "throughput": self.throughput,
             "requests": partial(self.requests, tasks),
             "hold": partial(self.hold, 1000),

@@ -71,6 +71,14 @@ class Backend(StrEnum):
     POOL = "pool"
 
 
+class Objects(StrEnum):
+    """Where the `.git` of a pool tree has its objects: in the sealed store, or in a copy of it."""
+
+    AUTO = "auto"
+    SHARED = "shared"
+    PRIVATE = "private"
+
+
 class DiffFormat(StrEnum):
     """How a diff is printed: as `git diff --binary`, with `--stat`, or with `--name-status`."""
 

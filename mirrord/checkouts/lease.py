@@ -19,6 +19,7 @@ from ..model import (
     History,
     LayerId,
     MirrorName,
+    Objects,
     View,
 )
 
@@ -169,8 +170,8 @@ class Volume:
 class Lease:
     """The right to one checkout. `base` is what it has, while RESETTING what it gets.
 
-    Mirror, history, backend and owner stay the same for the whole lease. `parent` is the checkout
-    that it was forked from.
+    Mirror, history, backend, objects and owner stay the same for the whole lease. `parent` is the
+    checkout that it was forked from.
     """
 
     id: CheckoutId
@@ -180,6 +181,7 @@ class Lease:
     backend: Backend
     base: Base
     terms: Terms
+    objects: Objects = Objects.PRIVATE
     resets: int = 0
     reset_at: datetime | None = None
     parent: CheckoutId | None = None
@@ -216,6 +218,12 @@ class Lease:
         return self.mirror, self.base.commit, self.history
 
     @property
+    def borrows(self) -> bool:
+        """Whether `.git` borrows the objects of its sealed store."""
+        is_pool = self.backend is Backend.POOL and self.history is not History.LINKED
+        return is_pool and self.objects is Objects.SHARED
+
+    @property
     def is_grader(self) -> bool:
         """Whether to hide its instance from strangers, who must not learn that it is graded."""
         return self.terms.view is View.GRADER or self.graded is not None
@@ -223,6 +231,11 @@ class Lease:
     def until(self, expires_at: datetime) -> "Lease":
         """Return the lease with another deadline."""
         return replace(self, terms=replace(self.terms, expires_at=expires_at))
+
+    def with_volumes(self, *volumes: Volume) -> "Lease":
+        """Return the lease of a new checkout with volumes, whose container sees no store."""
+        objects = Objects.PRIVATE if volumes else self.objects
+        return replace(self, volumes=volumes, objects=objects)
 
     @property
     def bases(self) -> tuple[Base, ...]:
@@ -262,6 +275,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "history": History,
     "view": View,
     "backend": Backend,
+    "objects": Objects,
     "base": lambda value: Base(**from_json(Base, value)),
     "terms": lambda value: Terms(**from_json(Terms, value)),
     "bound_to": lambda value: Process(*value),

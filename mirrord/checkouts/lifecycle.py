@@ -186,14 +186,24 @@ class Lifecycle:
 
         self.trash.add(directories.private, directories.public, take_down=take_down)
 
+    async def complete_resets(self) -> int:
+        """Repeat the resets that failed half-way, and that nobody repeated; return how many."""
+        found = [each for each in self.leases if each.state is LeaseState.RESETTING]
+        for lease in found:
+            if not self.is_locked(lease.id):
+                await self._complete_reset(lease)
+        return len(found)
+
     async def _complete_reset(self, lease: Lease) -> None:
         async with self.locked(lease.id):
+            if self.leases.find(lease.id) != lease:
+                return
             try:
                 await self.make_clean(replace(lease, state=LeaseState.LIVE))
             except ProofFailedError:
                 return
             except (MirrordError, OSError) as error:
-                # as after a reset that failed: another reset completes it
+                # as after a reset that failed: the next turn, or another reset, completes it
                 log.warning("reset.unfinished", checkout=lease.id, error=str(error))
 
     def _report(self, lease: Lease, error: ProofFailedError) -> None:

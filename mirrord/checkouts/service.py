@@ -131,6 +131,10 @@ class Checkouts:
         """Release expired checkouts that are not in use; return how many."""
         return await self.leasing.expiry.expire()
 
+    async def complete_resets(self) -> int:
+        """Repeat the resets that failed half-way; return how many there were."""
+        return await self._lifecycle.complete_resets()
+
     @property
     def backend(self) -> Backend:
         """The backend of a request that names none."""
@@ -167,7 +171,7 @@ class Checkouts:
         admitted = admitted._replace(history=history)
         async with self.resolver.completed(request, found, history, peer) as found:
             resolved_s = elapsed_s(began)
-            draft = replace(self.leasing.draft(admitted, *found), volumes=volumes)
+            draft = self.leasing.draft(admitted, *found).with_volumes(*volumes)
             lease, timings = await self.leasing.begin(draft, admitted)
         timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
         self.leasing.publish("checkout.made", lease, duration_s=timings["total"])
@@ -197,8 +201,8 @@ class Checkouts:
                     )  # fmt: skip
                     draft = replace(
                         self.leases.like(parent, parent.backend), base=source.base, terms=terms,
-                        resets=0, reset_at=None, parent=parent.id, snapshots=(), volumes=volumes,
-                    )  # fmt: skip
+                        resets=0, reset_at=None, parent=parent.id, snapshots=(),
+                    ).with_volumes(*volumes)  # fmt: skip
                     lease, timings = await self.leasing.make(draft)
         timings = {"copy": copied_s, **timings, "total": elapsed_s(began)}
         facts = {"parent": parent.id, "snapshot": request.snapshot, "files": source.files}

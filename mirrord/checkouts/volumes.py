@@ -90,6 +90,7 @@ class Volumes:
             else:
                 async with self.leasing.held(self._id_of(source.checkout), peer) as lease:
                     _must_have_part(volume, lease.base.environment)
+                    _must_have_objects(lease)
                     self.leasing.leases.save(replace(lease, volumes=(*lease.volumes, volume)))
             self.leasing.publish("volume.made", self.get(name)[0], volume=name)
         finally:
@@ -148,6 +149,14 @@ class Volumes:
 def path_of(lease: Lease, volume: Volume) -> str:
     directory = str(lease.directory)
     return directory if volume.part == "directory" else f"{directory}/{volume.part}"
+
+
+def _must_have_objects(lease: Lease) -> None:
+    if lease.borrows:
+        raise InvalidRequestError(
+            f"cannot mount checkout {lease.id}: its .git borrows objects that no container sees",
+            hint='set checkouts.objects = "private", and make another checkout',
+        )
 
 
 def _must_have_part(volume: Volume, environment: object) -> None:

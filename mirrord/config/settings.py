@@ -19,6 +19,7 @@ from ..model import (
     AuditLevel,
     Backend,
     History,
+    Objects,
     Policy,
     SteeringKind,
 )
@@ -59,6 +60,7 @@ class MaintenanceSettings(Section):
 
 class CheckoutSettings(Section):
     backend: Backend = Backend.AUTO
+    objects: Objects = Objects.AUTO
     history: History = History.SEALED
     ttl: Period = timedelta(hours=2)
     max: Count = 1024

@@ -268,6 +268,7 @@ class Timetable:
             regular("disk.look", timedelta(seconds=2), self.storage.look),
             regular("templates.evict", timedelta(minutes=5), self._evict),
             regular("quotas.weigh", _MINUTE, self.checkouts.quotas.weigh),
+            regular("resets.complete", _MINUTE, self.checkouts.complete_resets),
             regular("memory.trim", _MINUTE, partial(anyio.to_thread.run_sync, trim_memory)),
             regular("heals.retry", _MINUTE, self._retry_heals),
         ]  # fmt: skip

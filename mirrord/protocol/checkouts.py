@@ -133,6 +133,9 @@ class Checkout(Answer):
     uid that asked for the checkout; it and `owner_uid` may use and release it. `parent` is the
     checkout that this one was forked from or grades. `volumes` are its names in docker or podman.
     `workdir` is where the instance's row wants the tree in a sandbox.
+    `.git` of a pool tree may borrow the objects of the directory `borrows`, which has to be shown
+    at the same path, read-only, wherever the tree is. `is_resetting` after a reset that failed
+    half-way: only another reset or a release works then.
     """
 
     id: str
@@ -153,7 +156,9 @@ class Checkout(Answer):
     expires_at: datetime
     parent: str | None = None
     volumes: list[str] = []
+    borrows: str | None = None
     resets: int = 0
+    is_resetting: bool = False
     layer: str | None = None
     environment: str | None = None
     workdir: str | None = None

@@ -134,6 +134,7 @@ def box_of(
         variables={**facts, **variables},
         frozen=frozen,
         workdir=workdir or lease.workdir or TESTBED,
+        readable={lease.borrows: Path(lease.borrows)} if lease.borrows else {},
         files=_git_files(network=network),
     )
 
@@ -166,11 +167,11 @@ def environment_of(lease: protocol.Checkout) -> Path | None:
 
 
 def _identify_mounts(lease: protocol.Checkout) -> object:
-    """Return what is mounted at a checkout; unique as long as a box uses the mounts."""
+    """Return what a box of a checkout shows; unique as long as a box uses the mounts."""
     environment = environment_of(lease)
     paths = [Path(lease.path), *([environment] if environment else [])]
     try:
-        return [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
+        return lease.borrows, [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
     except PermissionError:  # of a subordinate uid; mountinfo is readable
         names = {os.fsencode(path) for path in paths}
         with open("/proc/self/mountinfo", "rb") as mounts:

@@ -105,12 +105,22 @@ def _store(address: str) -> Iterator[Path]:
 
 
 def _sealed(git: Path) -> Path:
-    """Return a sealed store; raises AddressRefusedError for one with links, as to a mirror."""
+    """Return a sealed store; raises AddressRefusedError for one with links, as to a mirror.
+
+    The `.git` of a pool tree may borrow from one sealed store, which leads no further.
+    """
     objects = git / "objects"
-    leads_out = git.is_symlink() or objects.is_symlink() or (objects / "info/alternates").exists()
-    if leads_out or not objects.is_dir():
+    lenders = [Path(line) for line in _lines(objects / "info/alternates")]
+    leads_out = git.is_symlink() or objects.is_symlink() or not objects.is_dir()
+    if leads_out or len(lenders) > 1 or not all(map(_is_store, lenders)):
         raise AddressRefusedError(f"cannot serve {git}: it is not a sealed store")
     return git
+
+
+def _is_store(objects: Path) -> bool:
+    is_named = objects.is_absolute() and objects.parts[-2:] == (".git", "objects")
+    is_plain = objects.is_dir() and not (objects.is_symlink() or objects.parent.is_symlink())
+    return is_named and is_plain and not (objects / "info/alternates").exists()
 
 
 @contextmanager

@@ -17,7 +17,15 @@ from ..model import shown
 from ..protocol import SealLeak
 from ..quoting import decode_name
 from .index import read_index
-from .repository import PACKS, ForeignFile, ForeignRepository, read_bytes, read_text, walk
+from .repository import (
+    PACKS,
+    ForeignFile,
+    ForeignRepository,
+    read_bytes,
+    read_text,
+    repository_at,
+    walk,
+)
 
 _OID = re.compile(r"\b[0-9a-f]{40}\b")
 _ONE_ID = re.compile(r"[0-9a-f]{40}\n?")
@@ -28,6 +36,8 @@ _PACKED_REF = re.compile(r"([0-9a-f]{40}) (refs/[^\x00-\x20\x7f]+)|\^([0-9a-f]{4
 _SYMREF_DEPTH = 5
 # a ref that does not exist, in reflogs
 _ZERO = "0" * 40
+# beside its objects
+_OF_STORE = {"HEAD", "config", "packed-refs"}
 _TEMPLATES = Path("/usr/share/git-core/templates")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
@@ -102,11 +112,37 @@ def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
         yield leak("shared-store", f"this is a linked worktree: its objects are those of {common}")
     if (repository.common_dir / "objects").is_symlink():
         yield leak("shared-store", "objects is a symbolic link")
-    for line in repository.alternates:
-        yield leak("alternate", f"objects are also read from {line}")
+    if repository.lender is None:
+        for line in repository.alternates:
+            yield leak("alternate", f"objects are also read from {line}")
+    else:
+        yield from _judge_lender(repository.lender, private)
     for directory in repository.directories:
         for found in walk(directory, skip=frozenset({"objects"})):
             yield from _judge(found, private)
+
+
+def _judge_lender(git_dir: Path, private: Path) -> Judgement:
+    """Judge the sealed store that a repository borrows from; its objects count as its own."""
+    lender = repository_at(git_dir)
+    yield from (
+        leak("alternate", f"the alternate {git_dir} reads objects from {line}")
+        for line in lender.alternates
+    )
+    if lender.common_dir != git_dir or (git_dir / "objects").is_symlink():
+        yield leak("alternate", f"the alternate {git_dir} has its objects elsewhere")
+    if (head := resolve_head(lender)) is None:
+        yield leak("alternate", f"the alternate {git_dir} has no HEAD")
+    else:
+        yield Named("alternate", f"HEAD of {git_dir}", head)
+    for found in walk(git_dir, skip=frozenset({"objects"})):
+        if found.where not in _OF_STORE:
+            yield leak("alternate", f"{found.where} of the alternate is in no sealed store")
+        for each in _judge(found, private):
+            if isinstance(each, Named):
+                yield each._replace(where=f"{each.where} of the alternate")
+            else:
+                yield leak(each.kind, f"the alternate: {each.detail}")
 
 
 def _judge(found: ForeignFile, private: Path) -> Judgement:

@@ -42,7 +42,8 @@ class ForeignRepository(NamedTuple):
 
     `git_dir` has HEAD; `common_dir`, different in a linked worktree, refs and configuration.
     `stores` are its object directory and all alternates, recursively. `work_tree` is None if a
-    `.git` or a bare repository was named.
+    `.git` or a bare repository was named. `lender` is the git directory of its only alternate,
+    where that has the form of a sealed store's.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class ForeignRepository(NamedTuple):
     stores: tuple[Path, ...]
     alternates: tuple[str, ...]
     work_tree: Path | None
+    lender: Path | None = None
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -91,7 +93,19 @@ def repository_at(git_dir: Path, root: Path | None = None) -> ForeignRepository:
     pointer = (read_text(git_dir / "commondir") or "").strip()
     common_dir = _target(git_dir, pointer, root) if pointer else git_dir
     stores, alternates = _stores(_target(common_dir, "objects", root), root)
-    return ForeignRepository(git_dir, git_dir, common_dir, stores, alternates, None)
+    lender = _find_lender(stores) if root is None and len(alternates) == 1 else None
+    return ForeignRepository(git_dir, git_dir, common_dir, stores, alternates, None, lender)
+
+
+def _find_lender(stores: tuple[Path, ...]) -> Path | None:
+    """Return the git directory of a second store that is named as mirrord names a sealed one."""
+    if len(stores) != 2 or os.path.lexists(stores[0] / "info/http-alternates"):
+        return None
+    line = (read_text(stores[0] / "info/alternates") or "").removesuffix("\n")
+    is_exact = os.path.isabs(line) and os.path.normpath(line) == line == str(stores[1])
+    is_link = stores[1].is_symlink() or stores[1].parent.is_symlink()
+    is_store = stores[1].parts[-2:] == (".git", "objects") and not is_link
+    return stores[1].parent if is_exact and is_store else None
 
 
 def _git_dir(path: Path) -> Path | None:
@@ -231,8 +245,9 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
     contents = StoreContents()
     for number, store in enumerate(repository.stores):
         files = {found.where: found for found in walk(store)}
+        prefix = "the alternate's " if number else ""
         for found in files.values():
-            _read_file(found, files.keys(), contents)
+            _read_file(prefix, found, files.keys(), contents)
         if contents.leaks or not contents.graphed:
             continue
         directory = private / f"store{number}"
@@ -259,8 +274,10 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
     return contents
 
 
-def _read_file(found: ForeignFile, names: Collection[str], contents: StoreContents) -> None:
-    where, path = f"objects/{found.where}", found.path
+def _read_file(
+    prefix: str, found: ForeignFile, names: Collection[str], contents: StoreContents
+) -> None:
+    where, path = f"{prefix}objects/{found.where}", found.path
     if found.kind != "file":
         contents.leak("stray-file", f"{where} is not a regular file")
     elif loose := _LOOSE.fullmatch(found.where):

@@ -102,6 +102,7 @@ def judge(
             f"HEAD {head}",
             f"history {'squashed' if closure.squashed else 'sealed'}",
             f"objects {len(contents.ids)} hashed, of {len(contents.packs)} packs and loose files",
+            *([f"borrowed: the sealed store {repository.lender}"] if repository.lender else []),
             f"index {_digest(repository.git_dir / 'index')}",
             f"control files {_control_digest(repository)}",
             "every other file, by its exact form; other repositories in the working tree",

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
+_CHECK_TIMEOUT = timedelta(minutes=10)
 _DIRECTORIES = ("", "info", "objects", "objects/pack", "refs")
 
 
@@ -86,6 +88,7 @@ class StoreBuilder:
         self.held: Counter[Path] = Counter()
         self.used_at: dict[Path, float] = {}
         self.hits = self.misses = 0
+        self._stats: dict[Path, dict[str, disk.StoreStat]] = {}  # of stores known as intact
 
     async def open(self) -> None:
         """Remove what killed builds left."""
@@ -104,7 +107,7 @@ class StoreBuilder:
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
         """Return the finished store, None where it is not on disk."""
         key = (name.key, commit, history)
-        found = self._found.get(key) or disk.load(self._path(name, commit, history), name)
+        found = self._found.get(key) or disk.load(self.path(name, commit, history), name)
         if found is None or not found.git.exists():
             self._found.pop(key, None)
             return None
@@ -128,6 +131,28 @@ class StoreBuilder:
         return found or await self._builds.join(
             f"{name.key} {commit} {history}", lambda _: self._build(name, commit, history)
         )
+
+    async def ensure_intact(self, store: SealedStore) -> SealedStore:
+        """Return a store that checkouts borrow from, built again where it is damaged.
+
+        Root of a container that shows it may write to it. A file whose stat changed is read; that
+        of a pack also changes with each new link.
+        """
+        stats, before = disk.stats_of(store), self._stats.get(store.path, {})
+        if stats == before:
+            return store
+        changed = [path for path, seen in stats.items() if before.get(path) != seen]
+        damage = await self.workers.run(disk.find_damage, store, changed, timeout=_CHECK_TIMEOUT)
+        if damage:
+            log.warning("store.damaged", store=str(store.path), damage=damage[:3])
+            await self.remove(self.discard(store))
+            packs = {Path(path).stem for path in changed if path.endswith((".pack", ".idx"))}
+            for pack in packs:  # the closure's own, which is the same file
+                for file in self._closures.directory(store.mirror).glob(f"*/{pack}.*"):
+                    await self.remove(file.parent)
+            return await self.ensure(store.mirror, store.commit, store.history)
+        self._stats[store.path] = stats
+        return store
 
     async def oldest_first(self, name: MirrorName, commits: Collection[CommitId]) -> list[CommitId]:
         """Return the order in which stores share most; commits that the mirror lacks come last."""
@@ -166,6 +191,7 @@ class StoreBuilder:
         self._found.pop(store.key, None)
         self._stores.get(store.mirror.key, {}).pop(store.path, None)
         self.used_at.pop(store.path, None)
+        self._stats.pop(store.path, None)
         return discarded
 
     async def remove(self, path: Path) -> None:
@@ -175,13 +201,21 @@ class StoreBuilder:
     @contextmanager
     def holding(self, store: SealedStore) -> Iterator[None]:
         """Keep a store on disk inside. Await nothing between `find` and this."""
-        self.held[store.path] += 1
+        path = self.hold(store.path)
         try:
             yield
         finally:
-            self.held[store.path] -= 1
-            if not self.held[store.path]:
-                del self.held[store.path]
+            self.let_go(path)
+
+    def hold(self, path: Path) -> Path:
+        """Keep the store at a path on disk until `let_go`."""
+        self.held[path] += 1
+        return path
+
+    def let_go(self, path: Path) -> None:
+        self.held[path] -= 1
+        if not self.held[path]:
+            del self.held[path]
 
     async def evict_packs(self, name: MirrorName) -> int:
         """Remove closure packs of no store, unless a build may link one; returns their bytes."""
@@ -207,8 +241,8 @@ class StoreBuilder:
             with suppress(OSError):  # not empty
                 directory.rmdir()
 
-    def _path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
-        return self._directory(name) / f"{history}-{commit}"
+    def path(self, name: MirrorName, commit: CommitId, history: History) -> Path:
+        return disk.store_path(self.state_dir, name, commit, history)
 
     def _directory(self, name: MirrorName) -> Path:
         return self._root / str(name) / "gits"
@@ -222,7 +256,7 @@ class StoreBuilder:
 
     async def _build(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
         await self.room.ensure(f"seal {commit}")
-        directory, target = self._directory(name), self._path(name, commit, history)
+        directory, target = self._directory(name), self.path(name, commit, history)
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._building[name.key] += 1
         try:
@@ -250,6 +284,7 @@ class StoreBuilder:
                 control=control,
             )
             disk.save(store)
+            self._stats[target] = disk.stats_of(store)
             self._note(store)
         finally:
             self._building[name.key] -= 1

@@ -269,7 +269,9 @@ class Templates:
         """Remove templates and stores of a removed mirror; CheckoutBusyError while one is held."""
         templates = self._registry.get(name)
         async with templates.changes.turn():
-            if any(templates.files(tree) in self._registry.held for tree in templates.layers):
+            layers = {templates.files(tree) for tree in templates.layers}
+            stores = {store.path for store in await self.stores.list_stores(name)}
+            if layers & self._registry.held.keys() or stores & self.stores.held.keys():
                 raise CheckoutBusyError(
                     f"cannot remove the templates of {name}: a checkout uses them",
                     hint="release its checkouts",
@@ -305,7 +307,7 @@ class Templates:
             """Discard the pack layer or the store that has a bad file."""
             kind, stem, *_ = bad.relative_to(templates.directory).parts
             place = templates.directory / kind / stem
-            if place in self._registry.held:
+            if place in self._registry.held or place in self.stores.held:
                 return "checksum mismatch; a checkout holds it: release it, then scrub again"
             history, _, commit = stem.partition("-")
             store = None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import full_disk_named
 from ..git.graphs import graph_is_whole
-from ..git.packs import PackIndex, has_both_ends
+from ..git.packs import PackIndex, has_both_ends, pack_is_whole
 from ..host.files import read_plain
 from ..host.trash import Trash, find_trash
 from ..model import CommitId, History, MirrorName
@@ -35,9 +35,15 @@ CONFIG = (
 GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
+StoreStat = tuple[int, int, int, int]
 StoreKey = tuple[str, CommitId, History]
 """The key of a mirror, and the commit and history that identify its store and template."""
 _UNLINKABLE = {errno.EMLINK, errno.EXDEV, errno.EPERM}
+
+
+def store_path(state_dir: Path, name: MirrorName, commit: CommitId, history: History) -> Path:
+    """Return the directory of a store; its `.git` is in it."""
+    return state_dir / "templates" / str(name) / "gits" / f"{history}-{commit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,28 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
             inside = (commit for commit in secret if bytes.fromhex(commit) in pack)
             leaks += [SealLeak(kind="object", detail=f"{name} has commit {oid}") for oid in inside]
     return leaks
+
+
+def stats_of(store: SealedStore) -> dict[str, StoreStat]:
+    """Return the stat of each file below `.git`, which tells whether it was written since."""
+    found: dict[str, StoreStat] = {}
+    for above, _, names in os.walk(store.git):
+        for name in names:
+            seen = os.lstat(path := os.path.join(above, name))
+            found[path] = seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+    return found
+
+
+def find_damage(store: SealedStore, changed: Collection[str]) -> list[str]:
+    """Return what of a store is not as it was built; reads the files at the paths `changed`."""
+    damage = [leak.detail for leak in find_leaks(store, ())]
+    for path in map(Path, () if damage else changed):
+        is_pack = path.suffix in (".pack", ".idx")
+        if (is_pack and not pack_is_whole(path)) or (
+            path == store.git / GRAPH and not graph_is_whole(path)
+        ):
+            damage.append(f"{path.name}: checksum mismatch")
+    return damage
 
 
 def control_sum(contents: Iterable[bytes]) -> str:

@@ -1,7 +1,8 @@
 """The `.git` of pool checkouts: a copy of a sealed store, or a git worktree of the mirror.
 
-Small files are written; packs are copied, with shared blocks where the file system can. Packs are
-never hard links: root in a container could write the store through them. A file that the user wrote
+Small files are written. Packs are borrowed from the store, by an alternate, or copied, with shared
+blocks where the file system can. They are never hard links: root in a container could write the
+store through them. A file that the user wrote
 is never read, only replaced. The index is written from the manifest, so that git need not read any
 file. Sync; runs in workers. A crash leaves a `.git` that differs from its record, which the next
 call repairs.
@@ -31,18 +32,19 @@ from .writer import TreeWriter
 
 _GIT = b".git"
 _INDEX = b".git/index"
+_INFO = b".git/objects/info"
 
 
 class DotGit(NamedTuple):
-    """The content of a `.git`, by path from the root of the tree; packs by their source path."""
+    """The content of a `.git`, by path from the root of the tree; packs by their source path.
+
+    `pack_names` are those of the store, borrowed or copied.
+    """
 
     directories: list[bytes]
     contents: dict[bytes, bytes]
     packs: dict[bytes, Path]
-
-    @property
-    def pack_names(self) -> list[str]:
-        return [path.name for path in self.packs.values() if path.suffix == ".pack"]
+    pack_names: list[str]
 
     @property
     def refs(self) -> list[str]:
@@ -55,9 +57,12 @@ def refs_in(packed: bytes) -> list[str]:
     return [decode_name(line.partition(b" ")[2]) for line in lines]
 
 
-def read_store(source: Path) -> DotGit:
-    """Read a sealed `.git`, except an index, which belongs to another checkout."""
-    store = DotGit([], {}, {})
+def read_store(source: Path, *, borrows: bool = False) -> DotGit:
+    """Read a sealed `.git`, except an index, which belongs to another checkout.
+
+    With `borrows` the result has no objects of its own: its alternate is the store.
+    """
+    store = DotGit([], {}, {}, [])
     for above, _, names in os.walk(source):
         directory = os.fsencode(Path(".git") / Path(above).relative_to(source))
         store.directories.append(directory)
@@ -67,6 +72,12 @@ def read_store(source: Path) -> DotGit:
                 store.packs[path] = file
             elif path != _INDEX:
                 store.contents[path] = read_plain(file)
+    store.pack_names.extend(path.name for path in store.packs.values() if path.suffix == ".pack")
+    if borrows and b"\n" not in os.fsencode(source):  # git reads one alternate a line
+        store.packs.clear()
+        store.contents.pop(b".git/objects/info/commit-graph", None)  # git reads the store's
+        store.directories.extend({_INFO} - set(store.directories))
+        store.contents[_INFO + b"/alternates"] = b"%b/objects\n" % os.fsencode(source)
     return store
 
 

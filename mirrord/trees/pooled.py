@@ -32,7 +32,8 @@ _LAID = "manifest-laid"  # of the tree with prepared layers, which changes are r
 class PoolPaths(NamedTuple):
     """What a worker needs of a checkout.
 
-    `store` is the sealed `.git`; None links to the mirror. Everything that is taken away goes to
+    `store` is the sealed `.git`, which the checkout's own copies or `borrows` from; None links to
+    the mirror. Everything that is taken away goes to
     `trash`, which the caller removes. On the clean tree, which the manifest describes, are laid the
     prepared layers `below`, the lowest first, and on them `layer`.
     """
@@ -46,6 +47,7 @@ class PoolPaths(NamedTuple):
     trash: Path
     layer: Path | None = None
     below: tuple[Path, ...] = ()
+    borrows: bool = False
 
     @property
     def tree(self) -> Path:
@@ -73,7 +75,7 @@ def make(
         with closing(TrashDirectory(paths.trash)) as trash:
             manifest = _write_tree(paths, commit, tree, trash)
             tree_s, written = elapsed_s(began), time.perf_counter()
-            store = dotgit.read_store(paths.store) if paths.store else None
+            store = _read_store(paths)
             manifest = _converge(paths, store, commit, manifest, ScanResult(), trash)
         timings = {"tree": tree_s, "git": elapsed_s(written)}
         manifest.save(paths.manifest)
@@ -84,7 +86,7 @@ def make(
 def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     """Bring the tree to `commit`, whatever was done to it, and prove it."""
     with full_disk_named(f"checkout {paths.directory.name}"):
-        store = dotgit.read_store(paths.store) if paths.store else None
+        store = _read_store(paths)
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
@@ -202,6 +204,10 @@ def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory)
             seen=seen,
         )
     return manifest.settled(written_ns)
+
+
+def _read_store(paths: PoolPaths) -> dotgit.DotGit | None:
+    return dotgit.read_store(paths.store, borrows=paths.borrows) if paths.store else None
 
 
 def has_top(tree: Path, owner: tuple[int, int]) -> bool:

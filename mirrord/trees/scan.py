@@ -28,7 +28,7 @@ from ..host.files import (
     opened,
     shown_path,
 )
-from ..host.processes import ActingAs, Owner
+from ..host.processes import ActingAs, Owner, may_forge_ctimes
 from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
 from .reader import TreeReader, content_id, enter, open_top
 
@@ -71,10 +71,10 @@ def is_control(path: bytes) -> bool:
 def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> ScanResult:
     """Compare everything below `root` with the manifest.
 
-    `rehash` reads every file, whatever its stat; by default for a checkout of root, who can set the
-    clock.
+    `rehash` reads every file, whatever its stat; by default for a checkout of root, where root can
+    set a ctime.
     """
-    every = manifest.owner[0] == 0 if rehash is None else rehash
+    every = manifest.owner[0] == 0 and may_forge_ctimes() if rehash is None else rehash
     return _compare(root, manifest, None, every=every)
 
 

@@ -293,6 +293,7 @@ LIVE = {
     "audit.accept": ["missing"],
     "maintenance.interval": "1h",
     "checkouts.backend": "pool",
+    "checkouts.objects": "private",
     "checkouts.history": "squashed",
     "checkouts.ttl": "1h",
     "checkouts.max": 3,

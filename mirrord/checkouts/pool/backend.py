@@ -26,7 +26,7 @@ from ...changes.survey import PoolTree, copy_pool, pool_changes
 from ...host.files import mounted_on
 from ...host.mounts import Visible, mounts_below, visible_to
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, History, MirrorName, Target
+from ...model import Backend, CheckoutId, History, MirrorName, Target
 from ...patches import journal
 from ...protocol import Proof
 from ...telemetry import elapsed_s, log
@@ -59,6 +59,7 @@ class PoolBackend:
 
     def __post_init__(self) -> None:
         self.spares = Spares(self._write_spare, self.trash)
+        self._borrowed: dict[CheckoutId, Path] = {}  # the stores of checkouts that borrow
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
@@ -83,6 +84,7 @@ class PoolBackend:
             finally:
                 if spare is not None:
                     self.trash.add(*spare)
+            self._keep_store(lease)
         if spare is not None:
             self.spares.order(lease)
         return tree, {"seal": sealed_s} | timings
@@ -112,6 +114,7 @@ class PoolBackend:
             except errors.TreeTooLargeError:
                 leases.save(before or to)  # nothing was touched yet
                 raise
+            self._keep_store(to)
         journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
         leases.save(to)
         return proof
@@ -119,10 +122,26 @@ class PoolBackend:
     async def adopt(self, lease: Lease) -> None:
         for trash in find_trash(lease.directory):
             self.trash.add(trash)
+        self._keep_store(lease)
+        if lease.borrows and self.stores.find(*lease.template) is None:
+            try:  # templates are only a cache, which somebody may have removed
+                await self.stores.ensure(*lease.template)
+            except errors.MirrordError as error:
+                log.warning("objects.missing", checkout=lease.id, error=error.message)
         if lease.state is LeaseState.LIVE:  # a reset makes a tree anew, also without a manifest
             os.stat(lease.tree_path, follow_symlinks=False)
 
+    def _keep_store(self, lease: Lease) -> None:
+        """Keep the store that a checkout borrows, instead of the one that it borrowed before."""
+        before = self._borrowed.pop(lease.id, None)
+        if lease.borrows:
+            self._borrowed[lease.id] = self.stores.hold(self.stores.path(*lease.template))
+        if before is not None:
+            self.stores.let_go(before)
+
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
+        if lease is not None and (store := self._borrowed.pop(lease.id, None)) is not None:
+            self.stores.let_go(store)
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
                 dotgit.remove_worktree, self.mirrors_path(lease.mirror), lease.id
@@ -172,12 +191,15 @@ class PoolBackend:
             store, head = None, lease.base.commit
             if lease.history is not History.LINKED:
                 sealed = await self.stores.ensure(*lease.template)
+                if lease.borrows:
+                    sealed = await self.stores.ensure_intact(sealed)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
             try:
                 yield PoolPaths(
-                    *lease.directories, mirror, store, head, lease.owner, trash, layer, below
-                )
+                    *lease.directories, mirror, store, head, lease.owner, trash, layer, below,
+                    lease.borrows,
+                )  # fmt: skip
             finally:
                 if trash.exists():
                     self.trash.add(trash)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,8 @@ from ...host.peers import Access, Owners, Peer, Process, Role
 from ...host.processes import Owner, may_give_files_away
 from ...host.trash import Trash
 from ...jobs.events import Events
-from ...model import Backend, Bind, History, MirrorName, View, new_checkout_id
+from ...model import Backend, Bind, History, MirrorName, Objects, View, new_checkout_id
+from ...templates.store import store_path
 from ...units import format_duration
 from ..lease import Base, Lease, LeaseState, SavedState, Terms
 from ..leases import Leases, not_found
@@ -38,6 +40,7 @@ class Admitted(NamedTuple):
     backends: list[Backend]
     history: History
     terms: Terms
+    objects: Objects
 
 
 @dataclass(eq=False, repr=False)
@@ -253,7 +256,19 @@ class Leasing:
             owner_uid=owner[0], owner_gid=owner[1], taken_by=peer.uid, view=request.view,
             created_at=now, expires_at=now + ttl, bound_to=process, label=request.label,
         )  # fmt: skip
-        return Admitted(backends, history, terms)
+        return Admitted(backends, history, terms, self._choose_objects(owner, visible))
+
+    def _choose_objects(self, owner: Owner, visible: Visible) -> Objects:
+        """Return whether the `.git` of a pool tree may borrow: its reader must see the store.
+
+        Others than the daemon's own user may not enter `templates/`, another mount namespace need
+        not show it, and where overlays are to be had the pool is asked for containers.
+        """
+        wanted = self.settings().checkouts.objects
+        is_seen = owner[0] == os.geteuid() and visible is Visible.MOUNTS
+        if not is_seen or (wanted is Objects.AUTO and self.has_overlay):
+            return Objects.PRIVATE
+        return Objects.PRIVATE if wanted is Objects.PRIVATE else Objects.SHARED
 
     def draft(self, admitted: Admitted, mirror: MirrorName, base: Base) -> Lease:
         """Return the lease of a new checkout on the preferred backend."""
@@ -261,7 +276,7 @@ class Leasing:
         return Lease(
             id=checkout, directories=self.leases.directories(checkout), mirror=mirror,
             history=admitted.history, backend=admitted.backends[0], base=base,
-            terms=admitted.terms,
+            terms=admitted.terms, objects=admitted.objects,
         )  # fmt: skip
 
     async def begin(self, draft: Lease, admitted: Admitted) -> tuple[Lease, dict[str, float]]:
@@ -339,7 +354,7 @@ def must_be_live(lease: Lease) -> None:
     if lease.state is LeaseState.RESETTING:
         raise errors.CheckoutBusyError(
             f"cannot work on checkout {lease.id}: its last reset failed half-way",
-            hint="reset it again, or release it",
+            hint="reset it again, or release it; the daemon repeats the reset every minute",
         )
 
 
@@ -369,9 +384,17 @@ def checkout_fields(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "bind": Bind.PROCESS if terms.bound_to else Bind.LEASE,
         "parent": lease.parent,
         "resets": lease.resets,
+        "is_resetting": lease.state is LeaseState.RESETTING,
         "volumes": [volume.name for volume in lease.volumes],
+        "borrows": str(objects_of(lease)) if lease.borrows else None,
         "timings": timings,
     }
+
+
+def objects_of(lease: Lease) -> Path:
+    """Return the objects of the sealed store of a checkout."""
+    state_dir = lease.directory.parents[1]
+    return store_path(state_dir, *lease.template) / ".git/objects"
 
 
 def copied_of(state: SavedState) -> protocol.Copied:
