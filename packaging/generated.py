@@ -13,7 +13,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from mirrord import __version__
-from mirrord.cli.main import build
+from mirrord.cli.commands import build
 from mirrord.cli.table import EXIT_STATUSES, VERBS
 from mirrord.doctor.installer import SHARE, render_unit
 from mirrord.doctor.units import NAMES
@@ -24,6 +24,7 @@ COMPLETIONS = {
     "fish": "share/fish/vendor_completions.d/mirrord.fish",
 }
 ENDS = {verb.name: (0, 1, 2, *verb.ends) for verb in VERBS}
+EXAMPLES = {verb.name: verb.example for verb in VERBS}
 FILES = {
     "/etc/mirrord/config.toml": "The configuration; it has every key with its default.",
     "/var/lib/mirrord": "Mirrors, catalog, templates and checkouts.",
@@ -81,6 +82,8 @@ def page(
     yield from (".SH SYNOPSIS", f".B {quote(words)}")
     yield quote(" ".join(command.collect_usage_pieces(context)))
     yield from (".SH DESCRIPTION", *paragraphs(f"{summary}\n\n{details}"))
+    if example := EXAMPLES.get(words.partition(" ")[2]):
+        yield from (".SH EXAMPLE", f".B mirrord {quote(example)}")
     if below:
         prefix = f"{words} "
         yield ".SH COMMANDS"

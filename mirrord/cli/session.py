@@ -32,6 +32,7 @@ class Session:
     """The shared options and the client of one invocation; every verb's first argument."""
 
     json: bool = False
+    quiet: bool = False
     config: str | None = None
     socket: str | None = None
     debug: bool = False
@@ -59,8 +60,8 @@ class Session:
         print_line(as_json(value, indent=2))
 
     def note(self, text: str) -> None:
-        """Print a remark to stderr, but not with --json."""
-        if not self.json:
+        """Print a remark to stderr, but not with --json or --quiet."""
+        if not (self.json or self.quiet):
             _print_safely(text)
 
     def report(self, report: AddReport) -> None:
@@ -123,23 +124,31 @@ def read_file(path: str) -> bytes:
 
 
 class Argument(NamedTuple):
-    """A positional parameter; by default `metavar` is its name in capitals."""
+    """A positional parameter; by default `metavar` is its name in capitals.
+
+    Shells complete `names`, a kind of `completion`. A command takes all words that are left.
+    """
 
     help: str
     metavar: str | None = None
+    names: str = ""
+    is_command: bool = False
 
 
 class Option(NamedTuple):
-    """An option; by default `flags` is `--` and the parameter's name."""
+    """An option; by default `flags` is `--` and the parameter's name. `names` as for arguments."""
 
     help: str
     metavar: str | None = None
     flags: str = ""
+    names: str = ""
 
 
-MirrorArgument = Annotated[str, Argument("owner/name or owner__name, in any letter case.", "NAME")]
+_MIRROR_HELP = "owner/name or owner__name, in any letter case."
+MirrorArgument = Annotated[str, Argument(_MIRROR_HELP, "NAME", "mirror")]
 NoWait = Annotated[bool, Option("Print the operation instead of waiting for it.")]
-InstanceArgument = Annotated[str, Argument("An instance id, or NAME@COMMITISH.", "INSTANCE")]
+_INSTANCE_HELP = "An instance id, or NAME@COMMITISH."
+InstanceArgument = Annotated[str, Argument(_INSTANCE_HELP, "INSTANCE", "instance")]
 HistoryOption = Annotated[
     History | None, Option("How much of the past to show; default: as configured.")
 ]

@@ -33,7 +33,7 @@ A = TypeVar("A", bound=Answer)
 @contextmanager
 def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None]]:
     """Show a progress bar if stderr is a terminal; yields the function that updates it."""
-    if session.json or not sys.stderr.isatty():
+    if session.json or session.quiet or not sys.stderr.isatty():
         yield lambda progress: None
         return
     rich = importlib.import_module("rich.progress")  # takes 60 ms to load

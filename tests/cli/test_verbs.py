@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from canned import CHECKOUT, CHECKOUT_ROUTES, LEASE, OPERATION
 from gitrepos import Upstream
@@ -22,9 +24,10 @@ from verbs import ARGUMENTS, NEEDS_NO_DAEMON
 from waiting import until
 
 from mirrord import errors
-from mirrord.cli.main import build, run
+from mirrord.cli.commands import build
+from mirrord.cli.main import run
 from mirrord.cli.session import Session
-from mirrord.cli.table import EXIT_STATUSES, GROUPS, VERBS, Verb
+from mirrord.cli.table import EXIT_STATUSES, GROUPS, LOOP, SECTIONS, VERBS, Verb
 
 DESIGNED = [
     "serve",
@@ -82,6 +85,7 @@ DESIGNED = [
     "service-install",
     "service-uninstall",
     "exec",
+    "completion",
     "config-reload",
     "mirror-restore",
     *(f"pin-{verb}" for verb in ("add", "list", "remove")),
@@ -142,6 +146,124 @@ def test_every_verb_explains_itself_and_its_exit_statuses(
     assert all(option in text for option in ("--json", "--config", "--socket"))
     assert all(f"{status}  {EXIT_STATUSES[status]}" in text for status in (0, 1, 2, *verb.ends))
     assert not re.search(r"\w[.,]? {2,}\w", re.split("\nOptions|\nPositional arguments", text)[0])
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_the_help_of_a_verb_begins_with_an_example_that_can_be_typed(
+    verb: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its words are parsed as they are when the verb runs."""
+    run([*verb.name.split(), "--help"])
+    assert capsys.readouterr().out.startswith(f"Example: mirrord {verb.example}\n")
+    assert f"{verb.example} ".startswith(f"{verb.name} ")
+    _parse(verb.example)
+
+
+def _parse(example: str) -> None:
+    """Parse a command line as a shell and mirrord do, and run nothing."""
+    words = shlex.split(example.partition(" >")[0])
+    command: click.Command = build()
+    context = command.make_context("mirrord", list(words), obj=Session())
+    while isinstance(command, click.Group):
+        name, found, words = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
+        assert found is not None
+        command = found
+        context = command.make_context(name, words, parent=context)
+
+
+def test_the_help_has_a_session_and_then_four_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert [line.split("  ")[0] for line in lines[:5]] == [f"mirrord {words}" for words, _ in LOOP]
+    assert [line[:-1] for line in lines if line[:-1] in SECTIONS] == [
+        "Use",
+        "Data",
+        "Operate",
+        "Rare",
+    ]
+    assert all(len(line) <= 80 for line in lines)
+    for words, _ in LOOP:
+        _parse(words)
+    for name in {verb.name.split()[0] for verb in VERBS}:
+        assert len(re.findall(rf"^  {name} +[A-Z]", text, re.MULTILINE)) == 1, name
+    assert len({verb.name.split()[0] for verb in VERBS}) <= 60
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rm", "mirrord release"),
+        ("ls", "mirrord checkouts"),
+        ("ps", "mirrord checkouts"),
+        ("run", "mirrord exec"),
+        ("chekout", "mirrord checkout"),
+        ("pins", "mirrord pin"),
+        ("mirror rm a/b", "mirrord mirror remove"),
+        ("dataset ls", "mirrord dataset list"),
+        ("operation kill", "mirrord operation cancel"),
+        ("snapshot creat", "mirrord snapshot create"),
+    ],
+)
+def test_a_verb_that_is_not_there_is_answered_with_the_one_that_is_meant(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words.split()) == 2
+    told = capsys.readouterr().err
+    assert f"hint: did you mean `{expected}`" in told, told
+    assert run([*words.split(), "--json"]) == 2
+    assert expected in json.loads(capsys.readouterr().err)["hint"]
+
+
+def test_a_verb_that_nothing_is_like_is_answered_with_the_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["xyzzy"]) == 2
+    assert "hint: see `mirrord --help`" in capsys.readouterr().err
+
+
+def test_no_verb_of_before_is_left() -> None:
+    names = {verb.name for verb in VERBS}
+    for old in (
+        "unpin",
+        "pins",
+        "save",
+        "layers",
+        "snapshots",
+        "fleet",
+        "reload",
+        "refs",
+        "operations",
+    ):
+        assert not any(name.split()[0] == old for name in names)
+    for option in ("--concurrency", "--remove"):
+        assert option not in {flag for verb in VERBS for flag in _flags(verb)}
+
+
+def _flags(verb: Verb) -> list[str]:
+    context = click.Context(build())
+    command: click.Command = build()
+    for name in verb.name.split():
+        assert isinstance(command, click.Group)
+        found = command.get_command(context, name)
+        assert found is not None
+        command = found
+    command.make_context(verb.name, [], resilient_parsing=True)
+    return [flag for each in command.params for flag in each.opts]
+
+
+def test_an_option_means_one_thing_by_one_word() -> None:
+    """Options of the same value have the same name wherever they are."""
+    helps: dict[str, set[str]] = {}
+    for verb in VERBS:
+        for flag in _flags(verb):
+            helps.setdefault(flag, set()).add(verb.name)
+    assert {"grade", "rehearse"} <= helps["--jobs"]
+    assert {"checkout", "grade", "exec", "rehearse"} <= helps["--owner"]
+    assert helps["--from"] == {"fork"}
+    assert helps["--to"] == {"reset"}
 
 
 _LOADED = "import sys\nfrom mirrord.cli.main import run\nrun(sys.argv[1:])\nprint(*sys.modules, file=sys.stderr)"
@@ -217,6 +339,78 @@ def test_the_shell_completes_verbs_and_options(words: str, expected: str) -> Non
     }
     done = subprocess.run(_command(), capture_output=True, text=True, check=False, env=environment)
     assert f"plain,{expected}" in done.stdout.split()
+
+
+def test_the_shell_completes_what_the_daemon_knows(path: Path) -> None:
+    """As bash asks: mirrors, datasets, instances, checkouts; nothing without a daemon."""
+    routes = {
+        ("GET", "/v1/instances"): lambda h: h.answer(
+            [{"id": "psf__requests-1"}, {"id": "other-2"}]
+        ),
+        ("GET", "/v1/checkouts"): lambda h: h.answer([LEASE]),
+    }
+
+    def complete(words: str) -> list[str]:
+        environment = {**os.environ, "_MIRRORD_COMPLETE": "bash_complete", "COMP_WORDS": words}
+        environment["COMP_CWORD"] = str(len(words.split()) - 1)
+        done = subprocess.run(_command(), capture_output=True, text=True, env=environment)
+        return done.stdout.split()
+
+    with serving(path, routes):
+        at = f"mirrord --socket {path}"
+        assert complete(f"{at} checkout psf") == ["plain,psf__requests-1"]
+        assert complete(f"{at} diff a") == [f"plain,{ID}"]
+        assert complete(f"{at} exec p") == ["plain,psf__requests-1"]
+    assert complete(f"{at} checkout psf") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["completion", shell]) == 0
+    assert "_MIRRORD_COMPLETE" in capfd.readouterr().out
+    assert run(["completion", "csh"]) == 2
+
+
+_MIRROR = {"name": "psf__requests", "repo": "psf/requests", "url": "u", "state": "ready"}
+_DATASET = {
+    "name": "verified", "format": "swebench", "source": "s", "sha256": "0", "imported_at": "2026-01-01T00:00:00Z",
+    "instance_count": 1, "commit_count": 1, "mirrors": [], "fault_count": 0, "unpinned_count": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "route", "names", "expected"),
+    [
+        (
+            "instance-not-found", ["checkout", "psf__request-1"],
+            ("POST", "/v1/checkouts"), ("GET", "/v1/instances", [{"id": "psf__requests-1"}]), "psf__requests-1",
+        ),
+        (
+            "checkout-not-found", ["diff", ID[:-1] + "b"],
+            ("GET", f"/v1/checkouts/{ID[:-1]}b/diff"), ("GET", "/v1/checkouts", [LEASE]), ID,
+        ),
+        (
+            "dataset-not-found", ["dataset", "show", "verifed"],
+            ("GET", "/v1/datasets/verifed"), ("GET", "/v1/datasets", [_DATASET]), "verified",
+        ),
+        (
+            "mirror-not-found", ["mirror", "show", "psf/request"],
+            ("GET", "/v1/mirrors/psf__request"), ("GET", "/v1/mirrors", [_MIRROR]), "psf__requests",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistyped_name_is_answered_with_the_one_that_is_meant(
+    code: str, words: list[str], route: tuple[str, str], names: tuple[str, str, Any], expected: str,
+    path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    problem = {"status": 404, "code": code, "detail": "cannot find it: no such name", "hint": "h"}
+    routes = {
+        route: lambda h: h.answer(problem, 404, "application/problem+json"),
+        names[:2]: lambda h: h.answer(names[2]),
+    }
+    with serving(path, routes):
+        assert run([*words, "--socket", str(path)]) == 4
+    assert f"hint: did you mean {expected!r}?" in capsys.readouterr().err
 
 
 # -- how it fails -----------------------------------------------------------------------------------------------------
@@ -395,6 +589,45 @@ def test_a_reader_that_hangs_up_is_no_traceback() -> None:
         check=False,
     )
     assert done.stderr == ""
+
+
+def test_ctrl_c_while_modules_load_is_no_traceback(
+    tmp_path: Path, lone_process: list[subprocess.Popen[bytes]]
+) -> None:
+    """The module that loads first, and that of a verb, wait until they are interrupted."""
+    wait = "import os, time\nopen(os.environ['LOADING'], 'w').close()\ntime.sleep(60)\n"
+    for name, words in (("click", ["--version"]), ("difflib", ["xyzzy"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(wait)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{folder}:{os.getcwd()}",
+            "LOADING": str(folder / "loading"),
+        }
+        process = subprocess.Popen(_command(*words), stderr=subprocess.PIPE, env=environment)
+        lone_process.append(process)
+        until((folder / "loading").exists)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        assert (process.returncode in (130, -signal.SIGINT), told) == (True, b"")
+
+
+def test_a_quiet_verb_prints_its_answer_alone(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Errors are printed all the same."""
+    routes = {
+        ("POST", "/v1/reload"): lambda h: h.answer(
+            {"applied": ["sync.jitter"], "refused": ["socket"]}
+        )
+    }
+    with serving(path, routes):
+        for option, told in ((["-q"], ""), ([], "socket needs a restart\n")):
+            assert run([*option, "config", "reload", "--socket", str(path)]) == 0
+            assert capfd.readouterr() == ("sync.jitter\n", told)
+    assert run(["-q", "config", "reload", "--socket", str(path)]) == 9
+    assert "cannot reach the daemon" in capfd.readouterr().err
 
 
 def test_ctrl_c_ends_with_130(path: Path, lone_process: list[subprocess.Popen[bytes]]) -> None:
@@ -656,6 +889,31 @@ def test_exec_runs_in_the_checkout_and_ends_as_the_command(
     assert done.returncode == 42
     assert (tmp_path / "p").read_bytes() == b"diff \xff\n"
     assert leased.asked[-1] == ("DELETE", CHECKOUT)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    "between", [[], ["--"], ["--view", "grader"], ["--view=grader", "--network"]], ids=" ".join
+)
+def test_exec_takes_a_command_without_dashes_before_it(
+    between: list[str], leased: Any, path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own options stay its own, and -- in it too."""
+    words = ["sh", "-c", 'echo "$@"; exit 3', "sh", "--json", "-q", "--", "x"]
+    assert run(["exec", *SOCKET, str(path), "i", *between, *words]) == 3
+    assert capfd.readouterr().out == "--json -q -- x\n"
+
+
+@pytest.mark.root
+def test_exec_without_a_command_runs_a_shell(leased: Any, path: Path) -> None:
+    """It reads what is typed."""
+    done = subprocess.run(
+        _command("exec", "i", *SOCKET, str(path)),
+        input="echo at $MIRRORD_CHECKOUT; exit 5\n",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (5, f"at {LEASE['id']}\n")
 
 
 @pytest.mark.root

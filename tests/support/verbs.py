@@ -45,12 +45,21 @@ ARGUMENTS = {
     "ref restore": ["a/b", "x"],
     "bundle create": ["a/b", "/tmp/bundle"],
     "bundle import": [__file__],
+    "completion": ["bash"],
     **{f"service {verb}": ["--dry-run"] for verb in ("install", "uninstall")},
     **{f"operation {verb}": ["id"] for verb in ("show", "wait", "cancel")},
 }
 
 
 NEEDS_NO_DAEMON = {
-    *("serve", "verify-seal", "doctor", "support-bundle", "config check", "config show"),
+    *(
+        "serve",
+        "verify-seal",
+        "doctor",
+        "support-bundle",
+        "config check",
+        "config show",
+        "completion",
+    ),
     *("service install", "service uninstall"),
 }

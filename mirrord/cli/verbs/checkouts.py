@@ -30,14 +30,15 @@ from ..session import (
 )
 
 ID_HELP = "A checkout: its id, its path, or a path inside it, such as '.'."
-Id = Annotated[str, Argument(ID_HELP, "ID")]
+Id = Annotated[str, Argument(ID_HELP, "ID", "checkout")]
 _DATASET_HELP = "Dataset of the instance, where several record its id differently."
 Layer = Annotated[str | None, Option("Prepared layer of the commit to start with.", "NAME")]
 _ENVIRONMENT_HELP = "Environment: KEY, KEY@DIGEST, or auto for that of the instance."
-Environment = Annotated[str | None, Option(_ENVIRONMENT_HELP, "KEY")]
-Dataset = Annotated[str | None, Option(_DATASET_HELP, "NAME")]
+Environment = Annotated[str | None, Option(_ENVIRONMENT_HELP, "KEY", names="environment")]
+Dataset = Annotated[str | None, Option(_DATASET_HELP, "NAME", names="dataset")]
 _LABEL_HELP = "A word to list and release the checkout by [MIRRORD_LABEL]."
 Label = Annotated[str | None, Option(_LABEL_HELP, "LABEL")]
+_INSTEAD_HELP = "Another instance or commit of the same mirror."
 _PATCH_HELP = (
     "A file, - for standard input, or in the grader view @patch or @test_patch, those of the"
     " instance."
@@ -82,7 +83,7 @@ def reset(
     checkout_id: Id,
     target: Annotated[
         str | None,
-        Argument("Another instance or commit of the same mirror.", "[INSTANCE|COMMITISH]"),
+        Argument(_INSTEAD_HELP, "[INSTANCE|COMMITISH]", "instance"),
     ] = None,
     dataset: Dataset = None,
     to: Annotated[str | None, Option("Snapshot to go back to.", "NAME")] = None,
@@ -174,7 +175,9 @@ def save_layer(
 
 def list_layers(
     session: Session,
-    mirror: Annotated[str | None, Argument("Only layers of this mirror.", "[NAME]")] = None,
+    mirror: Annotated[
+        str | None, Argument("Only layers of this mirror.", "[NAME]", "mirror")
+    ] = None,
 ) -> None:
     """Users see the layers that they may use, administrators all; oldest first."""
     made = session.client.list_layers(mirror)
@@ -184,7 +187,7 @@ def list_layers(
 
 def remove_layers(
     session: Session,
-    layer_ids: Annotated[list[str], Argument("As in `mirrord layer list`.", "ID...")],
+    layer_ids: Annotated[list[str], Argument("As in `mirrord layer list`.", "ID...", "layer")],
 ) -> None:
     """A layer that a checkout uses is kept, with status 5."""
     session.each(layer_ids, session.client.remove_layer)
@@ -297,7 +300,7 @@ def attach(
 def release(
     session: Session,
     checkout_ids: Annotated[
-        list[str] | None, Argument("Ids or paths of checkouts.", "[ID]...")
+        list[str] | None, Argument("Ids or paths of checkouts.", "[ID]...", "checkout")
     ] = None,
     label: Annotated[str | None, Option("Release all checkouts with this label.", "LABEL")] = None,
     every: Annotated[bool, Option("Release all checkouts that you own.", flags="--all")] = False,

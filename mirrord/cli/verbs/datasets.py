@@ -25,7 +25,7 @@ from ..waiting import conclude, exit_as, watching
 if TYPE_CHECKING:
     from ...sources.opening import Source
 
-Name = Annotated[str, Argument("Name of the dataset.", "NAME")]
+Name = Annotated[str, Argument("Name of the dataset.", "NAME", "dataset")]
 NameOption = Annotated[
     str | None, Option("Name of the dataset; default: the source's name.", "NAME")
 ]
@@ -205,8 +205,8 @@ def _ids(instances: list[str]) -> str:
 
 def diff(
     session: Session,
-    a: Annotated[str, Argument("A dataset.")],
-    b: Annotated[str, Argument("Another dataset.")],
+    a: Annotated[str, Argument("A dataset.", names="dataset")],
+    b: Annotated[str, Argument("Another dataset.", names="dataset")],
 ) -> None:
     """Rows of B that A lacks are added. `dataset import --dry-run` compares with a file."""
     found = session.client.diff_datasets(a, b)
@@ -244,7 +244,9 @@ def export(session: Session, name: Name) -> None:
 
 def list_instances(
     session: Session,
-    dataset: Annotated[str | None, Option("Only instances of this dataset.", "NAME")] = None,
+    dataset: Annotated[
+        str | None, Option("Only instances of this dataset.", "NAME", names="dataset")
+    ] = None,
 ) -> None:
     """For administrators: an id can give away the answer."""
     found = session.client.list_instances(dataset)
@@ -253,7 +255,7 @@ def list_instances(
 
 def show_instance(
     session: Session,
-    instance: Annotated[str, Argument("Id of the instance.", "INSTANCE")],
+    instance: Annotated[str, Argument("Id of the instance.", "INSTANCE", "instance")],
     dataset: Annotated[
         str | None, Option("Dataset of the instance, where several record its id.", "NAME")
     ] = None,

@@ -12,7 +12,7 @@ from ..session import Argument, NoWait, Option, Session
 from ..waiting import conclude, exit_as
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
-Name = Annotated[str, Argument(_NAME_HELP, "KEY")]
+Name = Annotated[str, Argument(_NAME_HELP, "KEY", "environment")]
 _NAMES_HELP = "Instances, or keys of imported recipes and earlier builds."
 
 

@@ -50,19 +50,22 @@ if TYPE_CHECKING:
 _LEASE_TTL = timedelta(minutes=3)
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT may be Ctrl-C in an interpreter
+_SHELL = "sh"  # the one that every sandbox has
 _GRACE_S = 10.0  # as of `docker stop`
 _SANDBOX_PATH = "/usr/local/bin:/usr/bin:/bin"
 _SANDBOX_DIRECTORIES = ("/usr/", "/bin/", "/sbin/")
 
 
+_TARGET_HELP = "An instance id, NAME@COMMITISH, or a held checkout."
+_COMMAND_HELP = "The command, with or without -- before it; default: a shell."
+
+
 def execute(
     session: Session,
-    target: Annotated[
-        str, Argument("An instance id, NAME@COMMITISH, or a held checkout.", "INSTANCE|ID")
-    ],
+    target: Annotated[str, Argument(_TARGET_HELP, "INSTANCE|ID", "checkout or instance")],
     command: Annotated[
-        list[str], Argument("The command, after --; it runs in the tree.", "COMMAND...")
-    ],
+        list[str] | None, Argument(_COMMAND_HELP, "[COMMAND...]", is_command=True)
+    ] = None,
     diff: Annotated[Path | None, Option("File for the patch of the changes.", "FILE")] = None,
     environment: Environment = None,
     layer: Layer = None,
@@ -107,7 +110,7 @@ def execute(
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
     given |= {"layer": layer, "owner": read_owner(owner)}
     run = _Run(
-        command,
+        command or [_SHELL],
         network,
         not keep_access,
         read_duration(timeout, "--timeout"),

@@ -6,8 +6,12 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
+
+import click
+from click.shell_completion import get_completion_class
 
 from ... import config, errors, places
 from ...config import Settings
@@ -263,3 +267,21 @@ def _perform(session: Session, steps: list[HostStep], *, dry_run: bool) -> None:
             step.act()
     if session.json:
         session.print_json({"steps": [step.what for step in steps]})
+
+
+class Shell(StrEnum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    session: Session, shell: Annotated[Shell, Argument("Your shell.", "bash|zsh|fish")]
+) -> None:
+    """It completes verbs, options, and the names that the daemon knows."""
+    root = click.get_current_context().find_root().command
+    kind = get_completion_class(shell)
+    assert kind is not None
+    made = kind(root, {}, "mirrord", "_MIRRORD_COMPLETE")
+    text = made.source_template % made.source_vars()
+    session.answer({"shell": shell, "script": text}, [text])

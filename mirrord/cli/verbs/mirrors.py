@@ -48,7 +48,9 @@ def set_url(
 
 def sync(
     session: Session,
-    names: Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")] = None,
+    names: Annotated[
+        list[str] | None, Argument("Mirrors; default: all.", "[NAME]...", "mirror")
+    ] = None,
     accept_loss: AcceptLoss = False,
     no_wait: NoWait = False,
 ) -> None:
@@ -176,7 +178,7 @@ def unpin(
 
 def list_pins(
     session: Session,
-    name: Annotated[str | None, Argument("Mirror; default: all.", "[NAME]")] = None,
+    name: Annotated[str | None, Argument("Mirror; default: all.", "[NAME]", "mirror")] = None,
 ) -> None:
     found = session.client.list_pins(name)
     session.answer(found, listing(found, "MIRROR COMMIT OWNER SINCE=created_at REASON"))
@@ -258,7 +260,9 @@ def _bundle_lines(result: BundleImported) -> Iterator[str]:
 
 def restore_mirrors(
     session: Session,
-    names: Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")] = None,
+    names: Annotated[
+        list[str] | None, Argument("Mirrors; default: all.", "[NAME]...", "mirror")
+    ] = None,
     from_store: Annotated[bool, Option("From [store] url; the only source there is.")] = False,
     no_wait: NoWait = False,
 ) -> None:

@@ -13,14 +13,14 @@ from ..output import cell, count, listing, size, table
 from ..session import Argument, NoWait, Option, Session
 from ..waiting import exit_as, finish, started, watching
 
-Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...")]
+Names = Annotated[list[str] | None, Argument("Mirrors; default: all.", "[NAME]...", "mirror")]
 
 
 def audit(
     session: Session,
     names: Names = None,
     dataset: Annotated[
-        str | None, Option("Only commits that this dataset records.", "NAME")
+        str | None, Option("Only commits that this dataset records.", "NAME", names="dataset")
     ] = None,
     level: Annotated[
         AuditLevel | None, Option("Level of the checks; default: as configured.")
