@@ -109,6 +109,20 @@ class View(StrEnum):
     GRADER = "grader"
 
 
+class Isolation(StrEnum):
+    """What keeps a command of a sandbox from the rest of the host, the strongest first.
+
+    NAMESPACES: it sees nothing else. LANDLOCK: the kernel lets it open files of the checkout, of
+    its environment and of the system alone. UID: it is another user than who started it. NONE: it
+    is the user who started it, without network and privileges.
+    """
+
+    NAMESPACES = "namespaces"
+    LANDLOCK = "landlock"
+    UID = "uid"
+    NONE = "none"
+
+
 class ApplyStrategy(StrEnum):
     """How a patch is applied: as by `git apply`, or as tolerantly as by the field's graders."""
 

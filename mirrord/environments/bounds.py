@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..model import TREE_DEPTH_LIMIT
-from ..sandbox.box import Started, end, find_orphans
+from ..sandbox.box import Started
 from ..templates.environments import BYTES_LIMIT, FILES_LIMIT
 
 # between two looks at the processes; what starts and ends in between costs nothing to miss
@@ -52,13 +52,13 @@ class BuildBounds:
             measured_at = time.monotonic()
             if reason := find_excess(self._paths):
                 self.reason = reason
-                end(self._child)
+                self._child.end()
                 return
 
     def _end_orphans(self, since: dict[int, float]) -> dict[int, float]:
         """End processes that were without a parent for long; return since when the others are."""
         now = time.monotonic()
-        waiting = {pid: since.get(pid, now) for pid in find_orphans(self._child)}
+        waiting = {pid: since.get(pid, now) for pid in self._child.find_orphans()}
         for pid in [pid for pid, began in waiting.items() if now - began >= _ORPHAN_S]:
             with suppress(OSError):
                 name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()

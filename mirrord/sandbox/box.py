@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BackendUnavailableError
+from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
 from . import seccomp
 
@@ -34,11 +35,11 @@ from . import seccomp
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
         "services", "ssl/openssl.cnf", "timezone")  # fmt: skip
 _ETC_OF_NETWORK = ("gai.conf", "hosts", "resolv.conf")
-_SHIM = f"""\
+_SHIM = """\
 conda() {{ :; }}
 export -f conda
-export VIRTUAL_ENV={ENVIRONMENT} CONDA_DEFAULT_ENV=testbed
-case ":$PATH:" in *:{ENVIRONMENT}/bin:*) ;; *) export PATH={ENVIRONMENT}/bin:$PATH ;; esac
+export VIRTUAL_ENV={0} CONDA_DEFAULT_ENV=testbed
+case ":$PATH:" in *:{0}/bin:*) ;; *) export PATH={0}/bin:$PATH ;; esac
 """
 _NAME = "testbed"  # of the user, the group and the host
 # An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
@@ -46,7 +47,50 @@ _NAME = "testbed"  # of the user, the group and the host
 # of its own, because bwrap reads the /proc of its own processes.
 _GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
 
-Started = subprocess.Popen[bytes]
+PIPES = "/run/mirrord"
+
+
+class Started(subprocess.Popen[bytes]):
+    """A running sandbox."""
+
+    depth = 3  # of the command: the guard's first process, bwrap's, the command
+
+    def find_command(self) -> int | None:
+        """Find the host's pid of the command; None before it starts and after it ended."""
+        pid = self.pid
+        try:
+            for _ in range(self.depth):
+                pid = _children(pid)[0]
+        except (OSError, IndexError):
+            return None
+        return pid
+
+    def find_orphans(self) -> list[int]:
+        """Find the host's pids of processes whose parents have ended."""
+        pid = self.pid
+        try:
+            for _ in range(self.depth - 1):
+                pid = _children(pid)[0]
+            return _children(pid)[1:]  # its first child is the command
+        except (OSError, IndexError):
+            return []
+
+    def end(self) -> None:
+        """Kill all processes of the sandbox, and wait until they have ended."""
+        first: int | None = None
+        with suppress(OSError, IndexError):
+            children = _children(self.pid)
+            first = os.pidfd_open(children[0])
+            if _children(self.pid) != children:  # the pid may have been reused
+                os.close(first)
+                first = None
+        self.kill()  # --kill-child: the first process of the guard's namespace dies too
+        self.wait()
+        if first is not None:
+            ended = select.poll()
+            ended.register(first, select.POLLIN)
+            ended.poll()  # the kernel ends it after all others of its namespace
+            os.close(first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +102,7 @@ class Box:
     tree that are `frozen` are read-only, and cannot be replaced. The tree is at /testbed, and at
     `workdir`, where commands start, unless that is below /testbed. `files` are made inside, and
     executable if they begin with #!, and in PROGRAMS found by name. All else, such as HOME, /tmp
-    and /, is in memory, up to `scratch_bytes`.
+    and /, is in memory, up to `scratch_bytes`. `pipes` is a directory of pipes, shown at PIPES.
     """
 
     tree: Path
@@ -67,6 +111,7 @@ class Box:
     owner: tuple[int, int] | None = None
     network: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    pipes: Path | None = None
     readable: Mapping[str, Path] = field(default_factory=dict)
     writable: Mapping[str, Path] = field(default_factory=dict)
     frozen: Sequence[str] = ()
@@ -103,7 +148,15 @@ class Box:
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             program = [*become(self.owner), *_GUARD, find_bwrap()]
             argv = [*before, *program, "--args", packed, "--", *command]
-            return subprocess.Popen(argv, pass_fds=given, env={}, cwd="/", **options)
+            return Started(argv, pass_fds=given, env={}, cwd="/", **options)
+
+    @property
+    def isolation(self) -> Isolation:
+        return Isolation.NAMESPACES
+
+    def at(self, path: str) -> str:
+        """Return where a command finds a path of the sandbox."""
+        return path
 
     def _namespaces(self) -> Iterator[str]:
         yield from ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts")
@@ -133,7 +186,10 @@ class Box:
     def _own(self) -> Iterator[str]:
         for path, mode in (("/tmp", "1777"), (SANDBOX_HOME, "0700")):  # noqa: S108
             yield from ("--perms", mode, "--dir", path)
-        for inside, shown in self.readable.items():
+        for inside, shown in {
+            **self.readable,
+            **({PIPES: self.pipes} if self.pipes else {}),
+        }.items():
             yield from ("--ro-bind", str(shown), inside)
         if self.environment:
             how = "--ro-bind" if self.is_environment_shared else "--bind"
@@ -146,21 +202,30 @@ class Box:
             for path in self.frozen:
                 yield from ("--ro-bind-try", str(self.tree / path), f"{place}/{path}")
         yield "--clearenv"
-        for name, value in {**self._variables(), **self.variables}.items():
+        for name, value in self.all_variables(self.at).items():
             yield from ("--setenv", name, value)
 
-    def _variables(self) -> dict[str, str]:
-        search = f"/usr/local/bin:/usr/bin:/bin:{PROGRAMS}"
-        active = {"VIRTUAL_ENV": ENVIRONMENT, "CONDA_DEFAULT_ENV": "testbed"}
+    def all_variables(self, at: Callable[[str], str]) -> dict[str, str]:
+        """Return the variables of a command that finds the paths of the sandbox by `at`."""
+        environment = at(ENVIRONMENT)
+        search = f"/usr/local/bin:/usr/bin:/bin:{at(PROGRAMS)}"
+        active = {"VIRTUAL_ENV": environment, "CONDA_DEFAULT_ENV": "testbed"}
         return {
-            "PATH": f"{ENVIRONMENT}/bin:{search}" if self.environment else search,
-            "HOME": SANDBOX_HOME,
+            "MIRRORD_ISOLATION": Isolation.NAMESPACES,
+            "PATH": f"{environment}/bin:{search}" if self.environment else search,
+            "HOME": at(SANDBOX_HOME),
             "USER": _NAME,
             "LOGNAME": _NAME,
             "LANG": "C.UTF-8",
-            "MIRRORD_WORKDIR": self.workdir,
+            "MIRRORD_WORKDIR": at(self.workdir),
             **(active if self.environment else {}),
+            **self.variables,
         }
+
+    def own_files(self, at: Callable[[str], str]) -> dict[str, bytes]:
+        """Return the files that are made for the sandbox, the one that activates it too."""
+        shim = {ACTIVATE: _SHIM.format(at(ENVIRONMENT)).encode()} if self.environment else {}
+        return {**shim, **self.files}
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
         uid, gid = self.owner or (os.geteuid(), os.getegid())
@@ -168,7 +233,6 @@ class Box:
         yield "/etc/group", f"{_NAME}:x:{gid}:\n".encode()
         yield "/etc/nsswitch.conf", b"passwd: files\ngroup: files\nhosts: files dns\n"
         if self.environment:
-            yield ACTIVATE, _SHIM.encode()
             # a login shell resets PATH
             yield "/etc/profile", f". {ACTIVATE}\nPATH=$PATH:{PROGRAMS}\n".encode()
         if not self.network:
@@ -176,7 +240,7 @@ class Box:
         for name in (*_ETC, *(_ETC_OF_NETWORK if self.network else ())):
             with suppress(OSError):
                 yield f"/etc/{name}", Path("/etc", name).read_bytes()
-        yield from self.files.items()
+        yield from self.own_files(self.at).items()
 
 
 def _programs() -> Iterator[str]:
@@ -206,46 +270,6 @@ def become(owner: tuple[int, int] | None) -> Iterator[str]:
     yield from ("--pdeathsig=KILL", "--")  # last: a change of uid clears it
 
 
-def find_started(started: Started) -> int | None:
-    """Find the host's pid of a sandbox's command; None before it starts and after it ended."""
-    pid = started.pid
-    try:
-        for _ in range(3):  # the guard's first process, bwrap's, the command
-            pid = _children(pid)[0]
-    except (OSError, IndexError):
-        return None
-    return pid
-
-
-def find_orphans(started: Started) -> list[int]:
-    """Find the host's pids of a sandbox's processes whose parents have ended."""
-    pid = started.pid
-    try:
-        for _ in range(2):  # the guard's first process, bwrap's
-            pid = _children(pid)[0]
-        return _children(pid)[1:]  # its first child is the command
-    except (OSError, IndexError):
-        return []
-
-
-def end(started: Started) -> None:
-    """Kill all processes of a sandbox, and wait until they have ended."""
-    first: int | None = None
-    with suppress(OSError, IndexError):
-        found = _children(started.pid)
-        first = os.pidfd_open(found[0])
-        if _children(started.pid) != found:  # the pid may have been reused
-            os.close(first)
-            first = None
-    started.kill()  # --kill-child: the first process of the guard's namespace dies too
-    started.wait()
-    if first is not None:
-        ended = select.poll()
-        ended.register(first, select.POLLIN)
-        ended.poll()  # the kernel ends it after all others of its namespace
-        os.close(first)
-
-
 def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
@@ -258,11 +282,11 @@ def find_bwrap() -> str:
     raise BackendUnavailableError("cannot make a sandbox: bwrap is not installed", hint=hint)
 
 
-def find_obstacle() -> str | None:
+def find_obstacle(owner: tuple[int, int] | None = None) -> str | None:
     """Try to make a sandbox; return the reason why that fails, or None."""
     # Root becomes another user before it starts bwrap, who may have fewer rights.
-    nobody = (65534, 65534) if os.geteuid() == 0 else None
-    box = Box(tree=Path("/usr"), owner=nobody)
+    owner = owner or ((65534, 65534) if os.geteuid() == 0 else None)
+    box = Box(tree=Path("/usr"), owner=owner)
     try:
         started = box.start(
             ["true"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -302,13 +326,17 @@ class ScratchDirectory:
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         os.chmod(self.path, 0o711)  # noqa: S103
-        self._lock = os.open(self.path, _OPEN)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.lock = os.open(self.path, _OPEN)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
         """Remove the directory. Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        os.close(self.lock)
+
+    def leave(self) -> None:
+        """Leave the directory, and its lock, to a process that inherited `lock`."""
+        os.close(self.lock)
 
 
 def sweep_scratch(*, dry_run: bool = False) -> list[str]:

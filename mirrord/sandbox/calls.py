@@ -11,6 +11,7 @@ import shlex
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ..errors import (
     PathNotFoundError,
     UsageError,
 )
-from ..model import shown
+from ..model import Backend, Isolation, shown
 from ..places import ACTIVATE, PROGRAMS, TESTBED, read_workdir
 from . import gitremote
 from .archive import Capped
@@ -55,9 +56,10 @@ class Keeper:
         make_box: Callable[[protocol.Checkout], Box],
         memory_bytes: int | None,
         processes: int | None,
+        isolation: Isolation | None,
     ) -> None:
         self._lease, self._make_box = lease, make_box
-        self._limits = memory_bytes, processes
+        self._limits, self._isolation = (memory_bytes, processes), isolation
         self._lock = threading.Lock()
         self._room: SandboxRoom | None = None
         self._mounts: object = None
@@ -77,9 +79,23 @@ class Keeper:
         mounts = _identify_mounts(lease)
         if self._room is None or not self._room.is_open or mounts != self._mounts:
             self._close()
-            self._room = SandboxRoom(self._make_box(lease), Limits(*self._limits))
+            box = self._make_box(lease)
+            self._room = SandboxRoom(box, Limits(*self._limits), self._isolation)
+            if self._isolation is None:
+                _warn_of(self._room.isolation)
             self._mounts = mounts
         return self._room
+
+    @property
+    def isolation(self) -> Isolation:
+        """What isolates the commands; starts the room where there is none."""
+        with self._lock:
+            return self._enter().isolation
+
+    def at(self, path: str) -> str:
+        """Return where commands find a path of the sandbox; starts the room where there is none."""
+        with self._lock:
+            return self._enter().at(path)
 
     def close(self) -> None:
         """End all processes and remove HOME and /tmp."""
@@ -90,6 +106,25 @@ class Keeper:
         room, self._room = self._room, None
         if room:
             room.close()
+
+
+@cache
+def _warn_of(isolation: Isolation) -> None:
+    if isolation is not Isolation.NAMESPACES:
+        warnings.warn(weaker(isolation), RuntimeWarning, stacklevel=2)
+
+
+def weaker(isolation: Isolation) -> str:
+    """Say what a weaker isolation than namespaces leaves open."""
+    said = {
+        Isolation.LANDLOCK: "it sees the host's processes, and its paths are those of the host",
+        Isolation.UID: "it sees the host's processes, and reads what every user may read",
+        Isolation.NONE: "it may do to the host's files and processes what its user may",
+    }
+    return (
+        f"the sandbox has no namespaces, but isolation {isolation}: {said[isolation]};"
+        " see `mirrord doctor`"
+    )
 
 
 def choose_environment(lease: protocol.Checkout, named: Path | str | None) -> Path | None:
@@ -128,7 +163,8 @@ def box_of(
     return Box(
         tree=Path(lease.path),
         environment=environment or environment_of(lease),
-        is_environment_shared=environment is not None,
+        # of a pool tree it is the one on disk that all share
+        is_environment_shared=environment is not None or lease.backend == Backend.POOL,
         owner=None if is_own else (lease.owner_uid, lease.owner_gid),
         network=network,
         variables={**facts, **variables},
@@ -205,6 +241,7 @@ class Executed:
     stdout: bytes
     stderr: bytes
     struck: Struck | None = None
+    isolation: Isolation = Isolation.NAMESPACES
 
 
 class Output:
@@ -249,18 +286,11 @@ class SandboxCall:
         reporter: Reporter | None = None,
     ) -> None:
         words = ["bash", "-c", command] if isinstance(command, str) else command
-        lines = [
-            'echo "$$" 1<>"$0.end"',
-            f"[ ! -e {ACTIVATE} ] || . {ACTIVATE}",
-            *(
-                f"export {_name(name)}={shlex.quote(value)}"
-                for name, value in (variables or {}).items()
-            ),
-            *(reporter.setup if reporter else ()),
-            f'cd -- "$MIRRORD_WORKDIR" && cd -- {shlex.quote(cwd or ".")} || exit 126',
-            f"exec {shlex.join(words)}",
+        self._exports = [
+            f"export {_name(name)}={shlex.quote(value)}"
+            for name, value in (variables or {}).items()
         ]
-        self.script = os.fsencode("\n".join(lines) + "\n")
+        self._cwd, self._exec = cwd or ".", f"exec {shlex.join(words)}"
         self.timeout = timeout
         self.source = source
         self.stdout, self.stderr = stdout or Output(), Output()
@@ -268,6 +298,18 @@ class SandboxCall:
         self.reporter = reporter
         self._cancelled, cancel = os.pipe2(os.O_CLOEXEC)
         self._cancel = os.fdopen(cancel, "wb", buffering=0)
+
+    def _script(self, at: Callable[[str], str]) -> bytes:
+        activate = shlex.quote(at(ACTIVATE))
+        lines = [
+            'echo "$$" 1<>"$0.end"',
+            f"[ ! -e {activate} ] || . {activate}",
+            *self._exports,
+            *(self.reporter.setup if self.reporter else ()),
+            f'cd -- "$MIRRORD_WORKDIR" && cd -- {shlex.quote(at(self._cwd))} || exit 126',
+            self._exec,
+        ]
+        return os.fsencode("\n".join(lines) + "\n")
 
     def cancel(self) -> None:
         """Kill the command, from any thread, as after its timeout."""
@@ -281,7 +323,7 @@ class SandboxCall:
     def follow(self, room: SandboxRoom) -> Executed:
         before = room.strikes()
         module = (self.reporter.module, self.reporter.text) if self.reporter else None
-        with room.pipes(self.script, module) as pipes:
+        with room.pipes(self._script(room.at), module) as pipes:
             try:
                 status, is_late = self._watch(room, pipes)
             except BaseException:  # such as KeyboardInterrupt
@@ -294,7 +336,7 @@ class SandboxCall:
         limits: tuple[Struck, ...] = ("memory", "processes", "time")  # the kernel's kill first
         struck = next((name for name in limits if after.get(name, 0) > before.get(name, 0)), None)
         printed = self.stdout.bytes() if isinstance(self.stdout, Output) else b""
-        return Executed(status, printed, self.stderr.bytes(), struck)
+        return Executed(status, printed, self.stderr.bytes(), struck, room.isolation)
 
     def _watch(self, room: SandboxRoom, pipes: Pipes) -> tuple[int, bool]:
         """Move bytes until the command ends; returns its status, and whether it ran too long."""

@@ -25,23 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BackendUnavailableError
-from .box import Box, ScratchDirectory, end, explain, sweep_scratch
+from ..model import Isolation
+from .box import PIPES, Box, ScratchDirectory, explain, sweep_scratch
+from .direct import isolate
 
-_PIPES = "/run/mirrord"
 _CHUNK = 64 * 1024
 _ENDS = ("in", "out", "err", "end", "report")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 # A line is the name of a script, "-PGID" to kill a group, or "+NAME" to drain the output of a
 # background process, which a full or closed pipe would stop.
-_SHELL = f"""\
+_SHELL = """\
 exec 2>/dev/null
-cd {_PIPES}
+cd "$1"
 while IFS= read -r name; do
   case $name in
     -*) kill -KILL -- "$name" ;;
-    +*) cat "${{name#+}}.out" >/dev/null & cat "${{name#+}}.err" >/dev/null & ;;
-    *) {{ setsid --wait bash "$name" <"$name.in" >"$name.out" 2>"$name.err"
-         echo $? 1<>"$name.end"; }} & ;;
+    +*) cat "${name#+}.out" >/dev/null & cat "${name#+}.err" >/dev/null & ;;
+    *) { setsid --wait bash "$name" <"$name.in" >"$name.out" 2>"$name.err"
+         echo $? 1<>"$name.end"; } & ;;
   esac
 done
 """
@@ -110,20 +111,24 @@ class SandboxRoom:
 
     has_worked = False
 
-    def __init__(self, box: Box, limits: Limits) -> None:
+    def __init__(self, box: Box, limits: Limits, isolation: Isolation | None = None) -> None:
         _sweep_once(os.getpid())
         self._directory = ScratchDirectory()
         self._limits = limits
         self._lock, self._users = threading.Lock(), 1  # calls, and 1 until `close`
         try:
-            box = replace(box, readable={**box.readable, _PIPES: Path(self._directory.path)})
-            command = [*limits.inside, "bash", "-c", _SHELL]
+            box = replace(box, pipes=Path(self._directory.path))
+            isolated = isolate(box, isolation)
+            self.at, self.isolation = isolated.at, isolated.isolation
+            command = [*limits.inside, "bash", "-c", _SHELL, "bash", isolated.at(PIPES)]
             options: dict[str, Any] = {
                 "before": limits.before,
                 "start_new_session": True,  # Ctrl-C reaches only the client
                 **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
             }
-            self._process = _starter(os.getpid()).submit(box.start, command, **options).result()
+            self._process = (
+                _starter(os.getpid()).submit(isolated.start, command, **options).result()
+            )
         except BaseException:
             self._remove()
             raise
@@ -186,7 +191,7 @@ class SandboxRoom:
 
     def end(self) -> None:
         """Kill all processes and wait for their end."""
-        end(self._process)
+        self._process.end()
 
     def close(self) -> None:
         """End the box. Call it exactly once."""

@@ -13,6 +13,7 @@ import errno
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ _REFUSE = 0x00050000 | errno.EPERM
 _ABSENT = 0x00050000 | errno.ENOSYS
 
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone(2)
-_AF_ALG, _AF_VSOCK = 38, 40
+_AF_UNIX, _AF_ALG, _AF_VSOCK = 1, 38, 40
 # none, UNAME26, PER_LINUX32, both, and the question
 _PERSONALITIES = (0x0, 0x20000, 0x8, 0x20008, 0xFFFFFFFF)
 _INIT = 1  # bwrap's process in the sandbox, on which the end of its command depends
@@ -51,9 +52,10 @@ class _Check(NamedTuple):
     otherwise: int
 
 
+_SOCKET = "socket=41/198"
 CHECKS = {
     "clone=56/220": _Check(0, _JUMP_SET, (_NEW_NAMESPACES,), _REFUSE, _ALLOW),
-    "socket=41/198": _Check(0, _JUMP_EQUAL, (_AF_ALG, _AF_VSOCK), _REFUSE, _ALLOW),
+    _SOCKET: _Check(0, _JUMP_EQUAL, (_AF_ALG, _AF_VSOCK), _REFUSE, _ALLOW),
     "personality=135/92": _Check(0, _JUMP_EQUAL, _PERSONALITIES, _ALLOW, _REFUSE),
     "ptrace=101/117": _Check(1, _JUMP_EQUAL, (_INIT,), _REFUSE, _ALLOW),
     "process_vm_readv=310/270": _Check(0, _JUMP_EQUAL, (_INIT,), _REFUSE, _ALLOW),
@@ -127,8 +129,16 @@ def machine() -> str:
     return os.uname().machine
 
 
+class Sockets(Enum):
+    """Which sockets a process may make; a pair that is connected already always."""
+
+    ALL = frozenset[int]()
+    NOT_LOCAL = frozenset({_AF_UNIX})
+    NONE = None
+
+
 @cache
-def program() -> bytes:
+def program(sockets: Sockets = Sockets.ALL) -> bytes:
     """Return the filter for this machine as struct sock_filter[], which bwrap takes.
 
     Raises BackendUnavailableError if there is none for it.
@@ -139,19 +149,19 @@ def program() -> bytes:
             f"cannot make a sandbox: there is no system call filter for {name}",
             hint=f"run it on {' or '.join(_MACHINES)}",
         )
-    return b"".join(struct.pack("=HBBI", *line) for line in _lines(found))
+    return b"".join(struct.pack("=HBBI", *line) for line in _lines(found, sockets))
 
 
 # An instruction: its code, the jumps if it is true and false, its operand.
 _Line = tuple[int, int, int, int]
 
 
-def _lines(machine: _Machine) -> Iterator[_Line]:
+def _lines(machine: _Machine, sockets: Sockets) -> Iterator[_Line]:
     yield _LOAD, 0, 0, _ARCHITECTURE
     yield _JUMP_EQUAL, 1, 0, machine.audit
     yield _RETURN, 0, 0, _ABSENT
     yield _LOAD, 0, 0, _NUMBER
-    for word, check in CHECKS.items():
+    for word, check in (CHECKS | _sockets(sockets)).items():
         lines = list(_check(check))
         yield _JUMP_EQUAL, 0, len(lines), _numbers([word], machine.column)[0]
         yield from lines
@@ -161,6 +171,13 @@ def _lines(machine: _Machine) -> Iterator[_Line]:
         yield _JUMP_GREATER, 1, 0, last
         yield _RETURN, 0, 0, verdict
     yield _RETURN, 0, 0, _ABSENT
+
+
+def _sockets(sockets: Sockets) -> dict[str, _Check]:
+    if sockets is Sockets.NONE:
+        return {_SOCKET: _Check(0, _JUMP_EQUAL, (), _REFUSE, _REFUSE)}
+    refused = (*CHECKS[_SOCKET].values, *sockets.value)
+    return {_SOCKET: CHECKS[_SOCKET]._replace(values=refused)}
 
 
 def _check(check: _Check) -> Iterator[_Line]:

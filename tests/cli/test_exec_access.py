@@ -270,7 +270,7 @@ def test_a_signal_from_before_the_command_was_known_reaches_it() -> None:
     with _forwarding() as forward_to:
         os.kill(os.getpid(), signal.SIGTERM)
         with subprocess.Popen(["sleep", "1000"]) as process:
-            forward_to(process, False)
+            forward_to(process)
             assert process.wait(20) == -signal.SIGTERM
 
 

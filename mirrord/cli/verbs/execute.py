@@ -25,9 +25,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ... import errors
 from ...host.processes import hide_argument
-from ...model import Bind, View, shown
-from ...sandbox.box import become, end, find_started
-from ...sandbox.calls import box_of, choose_workdir
+from ...model import Bind, Isolation, View, shown
+from ...sandbox.box import Started, become
+from ...sandbox.calls import box_of, choose_workdir, weaker
+from ...sandbox.direct import best, isolate
 from ...sandbox.room import Limits
 from ...units import parse_size
 from ..session import (
@@ -88,6 +89,10 @@ def execute(
     workdir: Annotated[
         str | None, Option("Where the tree is, besides /testbed; default: as the row says.", "PATH")
     ] = None,
+    isolation: Annotated[
+        Isolation | None,
+        Option("Demand this isolation, instead of the best that is possible here."),
+    ] = None,
     keep_access: Annotated[
         bool, Option("Run it without a sandbox, with access to the whole host.")
     ] = False,
@@ -109,10 +114,13 @@ def execute(
             raise errors.UsageError(f"cannot write {diff}: {error.strerror}", hint=hint) from error
     given: dict[str, Any] = {"history": history, "backend": backend, "environment": environment}
     given |= {"layer": layer, "owner": read_owner(owner)}
+    if isolation and keep_access:
+        raise errors.UsageError("cannot use --isolation with --keep-access", hint="use one of them")
     run = _Run(
         command or [_SHELL],
         network,
         not keep_access,
+        isolation,
         read_duration(timeout, "--timeout"),
         _read_limits(memory, processes),
         [Path(path).absolute() for path in show],
@@ -122,6 +130,8 @@ def execute(
     if keep_access and workdir:
         fact = "cannot use --workdir with --keep-access: the command sees the host's paths"
         raise errors.UsageError(fact, hint="name one of them")
+    if not (is_id(target) or keep_access or given["owner"]) and _needs_uid(isolation):
+        given["owner"] = _free_uid(session)
     with _checkout(session, target, given, view) as checkout:
         if checkout.lease.owner_uid == 0 and not keep_access:
             session.note("mirrord: the command runs as root; name another user with --owner")
@@ -129,6 +139,22 @@ def execute(
         if patch is not None:
             patch.write_bytes(checkout.diff())
     raise SystemExit(status)
+
+
+def _needs_uid(isolation: Isolation | None) -> bool:
+    """Return whether root's command needs a uid of its own, because it has no namespaces."""
+    if os.geteuid() != 0 or isolation is Isolation.NONE:
+        return False
+    return (isolation or best(None)) is not Isolation.NAMESPACES
+
+
+def _free_uid(session: Session) -> int:
+    """Return a uid that owns no checkout, of those that systemd hands out to services."""
+    owners: set[int] = {checkout.owner_uid for checkout in session.client.list_checkouts()}
+    uids = range(61184, 65520)  # says its UIDS-GIDS; also mapped in a container of 65,536
+    first = os.getpid() % len(uids)  # two that start at once have two
+    free = (uid for uid in (*uids[first:], *uids[:first]) if uid not in owners)
+    return int(next(free))
 
 
 @contextmanager
@@ -160,6 +186,7 @@ class _Run(NamedTuple):
     command: list[str]
     network: bool
     is_sandboxed: bool
+    isolation: Isolation | None
     timeout: timedelta | None
     limits: Limits
     shown_paths: list[Path]
@@ -171,14 +198,14 @@ class _Run(NamedTuple):
         # Start it from the main thread: the kernel kills it when the thread that started it ends.
         try:
             with _forwarding() as forward_to:
-                process = self._start(checkout)
-                forward_to(process, self.is_sandboxed)
+                process = self._start(checkout, session)
+                forward_to(process)
                 with _relaying(process, session.note):
                     try:
                         seconds = self.timeout.total_seconds() if self.timeout else None
                         status = process.wait(seconds)
                     except subprocess.TimeoutExpired:
-                        _kill(process, self.is_sandboxed)
+                        _kill(process)
                         status = -signal.SIGKILL
                         session.note(f"mirrord: the command was killed after {self.timeout}")
             for limit, times in self.limits.strikes().items():
@@ -188,7 +215,7 @@ class _Run(NamedTuple):
             self.limits.remove()
         return status if status >= 0 else 128 - status
 
-    def _start(self, checkout: Checkout) -> subprocess.Popen[bytes]:
+    def _start(self, checkout: Checkout, session: Session) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which forwards it.
         options: dict[str, Any] = {"start_new_session": True}
         box = box_of(
@@ -200,7 +227,10 @@ class _Run(NamedTuple):
                 box = replace(box, readable={str(path): path for path in paths})
                 # through a shell, for its message and status 127 if the command does not exist
                 command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
-                return box.start(command, before=self.limits.before, **options, **_outputs())
+                isolated = isolate(box, self.isolation)
+                if self.isolation is None and isolated.isolation is not Isolation.NAMESPACES:
+                    session.note(f"mirrord: {weaker(isolated.isolation)}")
+                return isolated.start(command, before=self.limits.before, **options, **_outputs())
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
             start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
@@ -242,9 +272,9 @@ def _read_limits(memory: str | None, processes: str | None) -> Limits:
     return Limits(size, int(processes) if processes else None)
 
 
-def _kill(process: subprocess.Popen[bytes], is_sandboxed: bool) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the command, with a sandbox all its processes, and wait for their end."""
-    end(process) if is_sandboxed else process.kill()
+    process.end() if isinstance(process, Started) else process.kill()
     process.wait()
 
 
@@ -294,7 +324,7 @@ def _relay(pipe: IO[bytes], target: int, note: Callable[[str], None]) -> None:
 
 # -- signals ---------------------------------------------------------------------------------------
 
-Forward = Callable[[subprocess.Popen[bytes], bool], None]
+Forward = Callable[[subprocess.Popen[bytes]], None]
 
 
 @contextmanager
@@ -303,7 +333,7 @@ def _forwarding() -> Iterator[Forward]:
 
     What still runs ten seconds after a signal to end is killed: an agent may ignore it.
     """
-    running: list[tuple[subprocess.Popen[bytes], bool]] = []
+    running: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
     timers: list[threading.Timer] = []
 
@@ -311,20 +341,20 @@ def _forwarding() -> Iterator[Forward]:
         if not running:
             early.append(number)
             return
-        process, is_sandboxed = running[0]
-        pid = find_started(process) if is_sandboxed else process.pid
+        process = running[0]
+        pid = process.find_command() if isinstance(process, Started) else process.pid
         with suppress(ProcessLookupError):
             if pid is None:  # the command has not started in the sandbox
                 process.kill()
             elif process.returncode is None:
                 os.kill(pid, number)
         if number in _ENDING and not timers:
-            timers.append(threading.Timer(_GRACE_S, _kill, running[0]))
+            timers.append(threading.Timer(_GRACE_S, _kill, running))
             timers[0].daemon = True
             timers[0].start()
 
-    def forward_to(process: subprocess.Popen[bytes], is_sandboxed: bool) -> None:
-        running.append((process, is_sandboxed))
+    def forward_to(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
         for number in early:
             forward(number, None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
+from ...model import Isolation
 from ...places import TESTBED
 from ...sandbox.archive import Capped, pack, unpack
 from ...sandbox.calls import (
@@ -50,8 +51,12 @@ class AsyncSandbox:
 
     The checkout's environment is writable until a reset. `environment` is the KEY or KEY@DIGEST
     that it must have, or a directory to show read-only instead. `frozen` are files of the tree that
-    commands cannot change. The tree is also at `workdir`, by default the one that the instance's
-    row names; commands start there.
+    commands cannot change, with namespaces. The tree is also at `workdir`, by default the one that
+    the instance's row names; commands start there.
+
+    `isolation` demands that; without it, the sandbox has the best that this place allows, and warns
+    where that is weaker than namespaces. Without them the paths are those of the host: `at` says
+    which.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class AsyncSandbox:
         variables: Mapping[str, str] | None = None,
         frozen: Sequence[str] = (),
         workdir: str | None = None,
+        isolation: Isolation | str | None = None,
     ) -> None:
         self._checkout = checkout
         own = choose_environment(checkout.lease, environment)
@@ -81,6 +87,7 @@ class AsyncSandbox:
             ),
             memory_bytes,
             processes,
+            isolation if isolation is None else Isolation(isolation),
         )
 
     @property
@@ -92,6 +99,14 @@ class AsyncSandbox:
     def workdir(self) -> str:
         """The directory in which commands start, as they see it."""
         return self._workdir or self._checkout.lease.workdir or TESTBED
+
+    async def isolation(self) -> Isolation:
+        """Return what keeps commands from the host."""
+        return await async_in_thread(lambda: self._keeper.isolation)
+
+    async def at(self, path: str) -> str:
+        """Return where commands find a path of the sandbox, such as /testbed."""
+        return await async_in_thread(lambda: self._keeper.at(path))
 
     async def exec(
         self,
@@ -131,7 +146,9 @@ class AsyncSandbox:
     async def read(self, path: str) -> bytes:
         """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
         content = Output(2 * _READ_MAX_BYTES)
-        call = SandboxCall(["head", "-c", str(_READ_MAX_BYTES + 1), "--", path], stdout=content)
+        call = SandboxCall(
+            ["head", "-c", str(_READ_MAX_BYTES + 1), "--", await self.at(path)], stdout=content
+        )
         found = await self._must("read", path, call)
         if len(found.stdout) > _READ_MAX_BYTES:
             hint = "use `download`"
@@ -141,11 +158,12 @@ class AsyncSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file, and its missing parents; raises PathNotFoundError."""
-        call = SandboxCall(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
+        call = SandboxCall(["sh", "-c", _WRITE, "sh", await self.at(path)], source=io.BytesIO(data))
         await self._must("write", path, call)
 
     async def upload(self, local: Path | str, path: str) -> None:
         """Copy a file or directory of the host to `path`."""
+        path = await self.at(path)
         with tempfile.TemporaryFile() as packed:
             above = await async_in_thread(lambda: pack(Path(local), path, packed))
             call = SandboxCall(["sh", "-c", _UNPACK, "sh", above], source=packed)
@@ -157,6 +175,7 @@ class AsyncSandbox:
         Links are the agent's: do not follow them on the host. Raises LimitReachedError above 4 GiB,
         1,000,000 files or 256 directories deep; then nothing of it is kept.
         """
+        path = await self.at(path)
         with tempfile.TemporaryFile() as packed:
             call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed, path))
             await self._must("read", path, call)

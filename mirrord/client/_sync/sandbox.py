@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ... import errors, protocol
+from ...model import Isolation
 from ...places import TESTBED
 from ...sandbox.archive import Capped, pack, unpack
 from ...sandbox.calls import (
@@ -51,8 +52,12 @@ class Sandbox:
 
     The checkout's environment is writable until a reset. `environment` is the KEY or KEY@DIGEST
     that it must have, or a directory to show read-only instead. `frozen` are files of the tree that
-    commands cannot change. The tree is also at `workdir`, by default the one that the instance's
-    row names; commands start there.
+    commands cannot change, with namespaces. The tree is also at `workdir`, by default the one that
+    the instance's row names; commands start there.
+
+    `isolation` demands that; without it, the sandbox has the best that this place allows, and warns
+    where that is weaker than namespaces. Without them the paths are those of the host: `at` says
+    which.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Sandbox:
         variables: Mapping[str, str] | None = None,
         frozen: Sequence[str] = (),
         workdir: str | None = None,
+        isolation: Isolation | str | None = None,
     ) -> None:
         self._checkout = checkout
         own = choose_environment(checkout.lease, environment)
@@ -82,6 +88,7 @@ class Sandbox:
             ),
             memory_bytes,
             processes,
+            isolation if isolation is None else Isolation(isolation),
         )
 
     @property
@@ -93,6 +100,14 @@ class Sandbox:
     def workdir(self) -> str:
         """The directory in which commands start, as they see it."""
         return self._workdir or self._checkout.lease.workdir or TESTBED
+
+    def isolation(self) -> Isolation:
+        """Return what keeps commands from the host."""
+        return in_thread(lambda: self._keeper.isolation)
+
+    def at(self, path: str) -> str:
+        """Return where commands find a path of the sandbox, such as /testbed."""
+        return in_thread(lambda: self._keeper.at(path))
 
     def exec(
         self,
@@ -132,7 +147,9 @@ class Sandbox:
     def read(self, path: str) -> bytes:
         """Return the content of a file of at most 256 MiB; raises PathNotFoundError."""
         content = Output(2 * _READ_MAX_BYTES)
-        call = SandboxCall(["head", "-c", str(_READ_MAX_BYTES + 1), "--", path], stdout=content)
+        call = SandboxCall(
+            ["head", "-c", str(_READ_MAX_BYTES + 1), "--", self.at(path)], stdout=content
+        )
         found = self._must("read", path, call)
         if len(found.stdout) > _READ_MAX_BYTES:
             hint = "use `download`"
@@ -142,11 +159,12 @@ class Sandbox:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, and its missing parents; raises PathNotFoundError."""
-        call = SandboxCall(["sh", "-c", _WRITE, "sh", path], source=io.BytesIO(data))
+        call = SandboxCall(["sh", "-c", _WRITE, "sh", self.at(path)], source=io.BytesIO(data))
         self._must("write", path, call)
 
     def upload(self, local: Path | str, path: str) -> None:
         """Copy a file or directory of the host to `path`."""
+        path = self.at(path)
         with tempfile.TemporaryFile() as packed:
             above = in_thread(lambda: pack(Path(local), path, packed))
             call = SandboxCall(["sh", "-c", _UNPACK, "sh", above], source=packed)
@@ -158,6 +176,7 @@ class Sandbox:
         Links are the agent's: do not follow them on the host. Raises LimitReachedError above 4 GiB,
         1,000,000 files or 256 directories deep; then nothing of it is kept.
         """
+        path = self.at(path)
         with tempfile.TemporaryFile() as packed:
             call = SandboxCall(["sh", "-c", _PACK, "sh", path], stdout=Capped(packed, path))
             self._must("read", path, call)
