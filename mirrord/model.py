@@ -32,6 +32,7 @@ UNREAD_LIST = "not readable as a list of names, left empty"
 ENVIRONMENT_KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")  # a segment of a URL's path
 
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+_GROUPS = re.compile(rf"{_OWNER.pattern}(?:\+[A-Za-z0-9_][A-Za-z0-9._-]{{0,99}})*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -265,25 +266,35 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MirrorName:
-    """A mirror's name, `owner__name`, split at the first `__`. Look-ups ignore letter case."""
+    """A mirror's name, `owner__name`, split at the first `__`. Look-ups ignore letter case.
+
+    A `+` in the owner stands for a `/`: `group+sub__project` is `group/sub/project`. No forge has
+    one in a name, so both directions have one answer.
+    """
 
     owner: str
     name: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `owner/name` or `owner__name`; raises InvalidNameError."""
-        separator = "/" if "/" in text else "__"
-        owner, found, name = text.partition(separator)
+        """Read `owner/name`, `group/sub/project` or `owner__name`; raises InvalidNameError."""
+        if "/" in text:
+            owner, found, name = text.rpartition("/")
+            owner = owner.replace("/", "+")
+        else:
+            owner, found, name = text.partition("__")
         name = name.removesuffix(".git")
         # "__" in the owner or "_" at its end would split elsewhere; ".." is unsafe in paths
-        is_owner = _OWNER.fullmatch(owner) and "__" not in owner and not owner.endswith(("_", "."))
+        is_owner = _GROUPS.fullmatch(owner) and "__" not in owner
+        is_owner = is_owner and not owner.endswith(("_", ".")) and "_+" not in owner
         is_name = _NAME.fullmatch(name) and name != "."
-        if not (found and is_owner and is_name) or ".." in owner or ".." in name:
+        is_short = len(owner) + len(name) <= NAME_LIMIT_BYTES - 20  # git adds to names of files
+        if not (found and is_owner and is_name and is_short) or ".." in owner or ".." in name:
             rule = "a repository is owner/name of letters, digits, '.', '_' and '-', 100 each"
             raise InvalidNameError(
                 f"cannot name a mirror {shown(text)}: {rule}",
-                hint="write it as owner/name or owner__name, for example psf/requests",
+                hint="write it as owner/name or owner__name, for example psf/requests; of one"
+                " without owner write host/name, and its --url",
             )
         return cls(owner, name)
 
@@ -293,8 +304,13 @@ class MirrorName:
         return str(self).lower()
 
     @property
+    def path(self) -> str:
+        """The owner as in a URL, with its sub-groups."""
+        return self.owner.replace("+", "/")
+
+    @property
     def repo(self) -> str:
-        return f"{self.owner}/{self.name}"
+        return f"{self.path}/{self.name}"
 
     def __str__(self) -> str:
         return f"{self.owner}__{self.name}"

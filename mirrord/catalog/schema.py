@@ -85,6 +85,7 @@ mirrors = sa.Table(
     sa.Column("key", Text, primary_key=True),
     sa.Column("name", Text, nullable=False),
     sa.Column("url", Text, nullable=False),
+    sa.Column("configured_url", Text),
     sa.Column("added_at", UtcTime, nullable=False),
     sa.Column("default_branch", Name),
     sa.Column("ref_count", sa.Integer),
@@ -279,6 +280,7 @@ class MirrorRow:
     """A mirror. `url` may hold a secret: show it only masked.
 
     `history` is the id of a record of the mirror's ref history, the newest or an older one.
+    `configured_url` is what the configuration said when `url` was set.
     """
 
     name: MirrorName
@@ -293,6 +295,7 @@ class MirrorRow:
     error: dict[str, Any] | None = None
     ref_faults: list[dict[str, Any]] = field(default_factory=list)
     history: str | None = None
+    configured_url: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +410,7 @@ class InstanceRow:
     rules: tuple[str, ...] = ()
     install_config: dict[str, Any] | None = None
     workdir: str | None = None
+    repo_url: str | None = None  # as the row names it; an import reads it, and it is not stored
 
     @property
     def repo(self) -> str:

@@ -20,6 +20,7 @@ from ..errors import InvalidCommitError, InvalidMappingError, InvalidNameError
 from ..jsontext import loads
 from ..model import UNREAD_LIST, CommitId, Direction, History, MirrorName, parse_commit, shown
 from ..places import read_workdir
+from ..telemetry import mask_url
 from .testlists import is_absent, is_encodable, read_names
 
 RawFields = Mapping[str, Any]
@@ -39,6 +40,13 @@ PLACE = re.compile(r"\{([^{}]*)\}")
 _INSTALL_BYTES = 64 * 1024
 _KINDS = {"bool": "true or false", "int": "a number", "float": "a number"}
 _KINDS |= {"list": "a list", "dict": "an object", "bytes": "binary"}
+
+
+def host_label(url: str) -> str:
+    """Return the host and port of a URL as a part of a mirror's name."""
+    scheme, _, rest = url.rpartition("://")
+    host = rest.partition("/")[0].rpartition("@")[2]
+    return (host if scheme else host.partition(":")[0]).lower().replace(":", "-")
 
 
 class RowError(Exception):
@@ -115,6 +123,7 @@ def full_commits(text: str) -> list[str]:
 
 
 _URL = re.compile(r"(?:https?|ssh|git)://(?:[^@/]*@)?[^/]+/|git@[^:/]+:")
+_USER = re.compile(r"(?<=://)[^@/]*@")
 _ABBREVIATED = re.compile(r"[0-9a-fA-F]{4,39}")
 _UPPER = re.compile(r"^[0-9a-fA-F]{40}(?=[~^])")
 _STEPS = re.compile(r"[~^]")
@@ -182,19 +191,24 @@ class Fields:
             raise RowError(f"{name} {shown(text)} is {len(text)} characters long; 500 are allowed")
         return text
 
-    def mirror(self) -> MirrorName:
-        """Read a repository: `owner/name`, or a URL that ends in it."""
+    def repository(self) -> tuple[MirrorName, str | None]:
+        """Read a repository: `owner/name`, or a URL that ends in it, which is returned too."""
         name, text = self._required("repo")
-        path = text
-        if _URL.search(text):
+        path, url = text, None
+        if host := _URL.match(text):
             self.note(f"{name}: URL")
-            path = _URL.sub("", text, count=1).strip("/")
+            path, url = text[host.end() :].strip("/").partition("/-/")[0], host[0]
+            if url.endswith("github.com/") and path.count("/") != 1:  # a page of a repository
+                raise RowError(f"{name} {shown(mask_url(text))} is not owner/name")
+            url = (url if url.startswith("ssh:") else _USER.sub("", url)) + path
+            if "/" not in path:  # a forge without owners
+                path = f"{host_label(url)}/{path}"
         elif "/" not in text and "__" not in text:
             path = self._owned(name, text)
         try:
-            return MirrorName.parse(path)
+            return MirrorName.parse(path), url
         except InvalidNameError as error:
-            raise RowError(f"{name} {shown(text)} is not owner/name") from error
+            raise RowError(f"{name} {shown(mask_url(text))} is not owner/name") from error
 
     def _owned(self, name: str, text: str) -> str:
         """Add the owner to a name, from a column that has it."""

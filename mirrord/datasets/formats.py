@@ -74,10 +74,12 @@ def normalise(fields: Fields) -> InstanceRow:
     elif "environment_setup_commit" in fields.row:
         fields.note("environment_setup_commit: none")
     commits += [(c, CommitRole.GOLD) for c in fields.commits("gold_commits") if c != base]
+    mirror, repo_url = fields.repository()
     return InstanceRow(
         id=fields.instance_id(),
         dataset="",
-        mirror=fields.mirror(),
+        mirror=mirror,
+        repo_url=repo_url,
         base_commit=base,
         direction=fields.choice("direction", Direction) or Direction.FORWARD,
         commits=tuple(commits),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import anyio
@@ -52,8 +53,11 @@ async def pin_all(
     sink: ProgressSink | None,
     *,
     is_synced: bool = False,
+    urls: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, PinOutcome]:
     """Pin all commits that can be pinned, and those of `revisions`. All arguments by mirror key.
+
+    `urls` are the upstreams of mirrors that do not exist yet, where they are not the configured.
 
     A mirror that lacks some is synced once more, unless it was just synced (`is_synced`). `commits`
     map to their pin's reason. Progress counts commits; its note is about the last mirror.
@@ -69,6 +73,7 @@ async def pin_all(
     async def pin_mirror(key: str) -> None:
         nonlocal done
         name, request = names[key], (commits.get(key, {}), revisions.get(key, ()))
+        url = urls.get(key)
 
         def report_step(step: Progress) -> None:
             of_total = f"/{step.total}" if step.total else ""
@@ -76,7 +81,9 @@ async def pin_all(
 
         async with slots:
             try:
-                outcomes[key] = await _pin(mirrors, dataset, name, *request, is_synced, report_step)
+                outcomes[key] = await _pin(
+                    mirrors, dataset, name, url, *request, is_synced, report_step
+                )
             except StoppingError:
                 raise
             except MirrordError as error:
@@ -94,12 +101,13 @@ async def _pin(
     mirrors: Mirrors,
     dataset: DatasetName,
     name: MirrorName,
+    url: str | None,
     commits: Mapping[CommitId, str],
     revisions: Collection[str],
     is_synced: bool,
     sink: ProgressSink,
 ) -> PinOutcome:
-    row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo)
+    row = await mirrors.catalog.find_mirror(name.key) or await mirrors.add(name.repo, url)
     is_new = row.synced_at is None
     if is_new:
         await mirrors.sync(row.name, sink)

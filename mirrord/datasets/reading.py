@@ -20,6 +20,7 @@ from ..model import CommitId, MirrorName, shown
 from ..protocol import RowFault
 from .fields import Columns, RowError
 from .formats import COLUMNS, DatasetFormat, find_format, unknown_format
+from .hosts import Hosts
 from .readers import iter_rows
 from .rows import Origin, RawRow
 
@@ -35,7 +36,7 @@ class ReadResult:
     """The content of a file.
 
     By mirror key: the distinct `commits`, with their roles as the reason of their pin, and the
-    `revisions` of rows that have no base commit.
+    `revisions` of rows that have no base commit; `urls` of new mirrors that rows name.
     """
 
     format: str
@@ -47,10 +48,15 @@ class ReadResult:
     names: dict[str, MirrorName] = field(default_factory=dict)
     commits: dict[str, dict[CommitId, str]] = field(default_factory=dict)
     revisions: dict[str, set[str]] = field(default_factory=dict)
+    urls: dict[str, str] = field(default_factory=dict)
 
 
 def read_dataset(
-    path: Path, source: str, asked_format: str | Columns | None, spool: Path
+    path: Path,
+    source: str,
+    asked_format: str | Columns | None,
+    spool: Path,
+    hosts: Hosts | None = None,
 ) -> ReadResult:
     """Read `path`, named `source` in messages, into `spool`.
 
@@ -70,7 +76,7 @@ def read_dataset(
             whole = (row.value for row in islice(iter_rows(path, source), _SAMPLE_ROWS))
             raise unknown_format(source, [value for value in whole if value is not None])
         with spool.open("xb") as out:
-            result = _normalise_rows(chain(sample, rows), source, row_format, out)
+            result = _normalise_rows(chain(sample, rows), source, row_format, out, hosts or Hosts())
         if not result.row_count:
             raise _unusable(source, result.faults)
         with path.open("rb") as file:
@@ -90,7 +96,11 @@ def read_dataset(
 
 
 def _normalise_rows(
-    rows: Iterable[RawRow], source: str, row_format: DatasetFormat, out: BinaryIO
+    rows: Iterable[RawRow],
+    source: str,
+    row_format: DatasetFormat,
+    out: BinaryIO,
+    hosts: Hosts,
 ) -> ReadResult:
     """Write each row once, in its normalised form."""
     result = ReadResult(row_format.name)
@@ -101,7 +111,7 @@ def _normalise_rows(
         try:
             if raw.value is None:
                 raise RowError(raw.fault or _NO_OBJECT)
-            row = row_format.read(raw.value)
+            row = hosts.place(row_format.read(raw.value))
             # spellings in another letter case are one mirror; the first one in the file is taken
             name = result.names.get(row.mirror.key, row.mirror)
             if name != row.mirror:
@@ -132,6 +142,7 @@ def _normalise_rows(
             result.revisions.setdefault(row.mirror.key, set()).add(row.revision)
         out.write(line)
     result.rules = dict(sorted(rules.items()))
+    result.urls = {key: url for key, url in hosts.urls.items() if key in result.names}
     result.commits = {
         key: {commit: ", ".join(sorted(words)) for commit, words in commits.items()}
         for key, commits in roles.items()

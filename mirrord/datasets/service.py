@@ -25,6 +25,7 @@ from ..catalog import ALL_COMMITS, DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
+from ..mirrors.upstream import parse_upstream
 from ..model import (
     CommitId,
     CommitRole,
@@ -46,6 +47,7 @@ from ..protocol import (
 from ..quoting import quote_name
 from ..telemetry import log
 from .fields import Columns
+from .hosts import Hosts
 from .pinning import PinKeys, owner_of, pin_all, pin_key, read_journals, unpin, write_journal
 from .reading import ReadResult, read_dataset
 
@@ -223,7 +225,12 @@ class Datasets:
             return await self._replace(dataset, read, source, spool, progress)
 
     async def _read(self, file: DatasetFile, spool: Path) -> ReadResult:
-        arguments = (file.path, file.label, file.format, spool)
+        settings = self._mirrors.settings()
+        known = {row.name.key: row.url for row in await self._catalog.list_mirrors()}
+        known = {MirrorName.parse(m.repo).key: m.url for m in settings.mirror if m.url} | known
+        default = parse_upstream(settings.upstream.url).host
+        hosts = Hosts(default, {key: parse_upstream(url).host for key, url in known.items()})
+        arguments = (file.path, file.label, file.format, spool, hosts)
         return await self._mirrors.workers.run(read_dataset, *arguments, timeout=timedelta(hours=1))
 
     def _import_directory(self) -> AbstractAsyncContextManager[Path]:
@@ -242,8 +249,9 @@ class Datasets:
         await anyio.to_thread.run_sync(write_journal, spool.parent, owner, before)
         try:
             outcomes = await pin_all(
-                self._mirrors, dataset, read.names, read.commits, read.revisions, progress
-            )
+                self._mirrors, dataset, read.names, read.commits, read.revisions, progress,
+                urls=read.urls,
+            )  # fmt: skip
             head = DatasetHead(
                 name=dataset,
                 format=read.format,

@@ -299,6 +299,7 @@ class Engine:
         await self._add_configured_mirrors()
         self._closing.push_async_callback(self.schedule.close)
         await self.schedule.open()
+        await self._move_mirrors()
         if self.fleet:
             from ..fleet.rounds import Rounds  # noqa: PLC0415  (an extra)
 
@@ -345,11 +346,17 @@ class Engine:
                     "mirror.refused", repo=mirror.repo, code=error.code, detail=error.message
                 )
 
-    async def _move_mirrors(self, old: config.Settings) -> None:
-        """Follow the new upstream of mirrors whose upstream was the configured one or is now."""
+    async def _move_mirrors(self) -> None:
+        """Follow what the configuration says now, since when it said something else.
+
+        That may have changed while no daemon ran. A mirror with a URL of its own stays there,
+        unless a table [[mirror]] has another one.
+        """
+        tables = {MirrorName.parse(each.repo).key for each in self._settings.mirror if each.url}
         for row in await self.catalog.list_mirrors():
-            before, now = default_url(old, row.name), default_url(self._settings, row.name)
-            if before != now and row.url != now:
+            now = default_url(self._settings, row.name)
+            follows = row.url == row.configured_url or row.name.key in tables
+            if follows and now != row.configured_url:
                 self.work.set_url(row.name, now)
 
     async def _watch_datasets(self) -> None:
@@ -425,7 +432,7 @@ class Engine:
         self.access.refresh()
         if "mirror" in applied:
             await self._add_configured_mirrors()
-        await self._move_mirrors(old)
+        await self._move_mirrors()
         await self._watch_datasets()
         await self.schedule.reconcile()
         for apply in self._on_reload:

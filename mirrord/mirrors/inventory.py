@@ -98,7 +98,7 @@ class Inventory:
                     continue
                 if row is None:
                     url = default_url(self.settings(), name)
-                    row = MirrorRow(name=name, url=url, added_at=utc_now())
+                    row = MirrorRow(name=name, url=url, added_at=utc_now(), configured_url=url)
                     await self.catalog.put_mirror(row)
                     log.warning("mirror.adopted", mirror=str(name))
                 if row.history is None or found != pins.get(name.key, set()):
@@ -271,11 +271,14 @@ class Inventory:
         InvalidUrlError, MirrorExistsError when it has another URL.
         """
         name = MirrorName.parse(repo)
-        upstream = parse_upstream(url or default_url(self.settings(), name))
+        configured = default_url(self.settings(), name)
+        upstream = parse_upstream(url or configured)
         async with self.lock(name):
             found = await self.catalog.find_mirror(name.key)
             if found is None:
-                row = MirrorRow(name=name, url=upstream.url, added_at=utc_now())
+                row = MirrorRow(
+                    name=name, url=upstream.url, added_at=utc_now(), configured_url=configured
+                )
                 published = await self.sharing.find_published(name) if adopt else None
                 await self.catalog.put_mirror(row)
                 if published:  # the next publication continues from it
@@ -357,6 +360,7 @@ def _shown(row: MirrorRow, pin_count: int) -> Mirror:
         name=str(row.name),
         repo=row.name.repo,
         url=mask_url(row.url),
+        host=parse_upstream(row.url).host,
         state="failed" if row.error else "ready" if row.synced_at else "empty",
         default_branch=row.default_branch,
         ref_count=row.ref_count,

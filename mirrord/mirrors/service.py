@@ -31,7 +31,7 @@ from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
 from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
-from .upstream import Hosts, Upstream, parse_upstream, upstream_url
+from .upstream import Hosts, Upstream, default_url, parse_upstream, upstream_url
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -157,7 +157,9 @@ class Mirrors(Inventory):
         recorded or pinned commits, unless `accept_loss`.
         """
         row, upstream = await self.get(str(name)), parse_upstream(url)
+        configured = default_url(self.settings(), row.name)
         if row.url == upstream.url:
+            await self.catalog.update_mirror(row.name.key, configured_url=configured)
             return
         async with self.sharing.turn(row.name) as turn, self.lock(row.name):
             repository = self.repository(row.name)
@@ -168,7 +170,9 @@ class Mirrors(Inventory):
                     await self._must_have_commits(row, upstream)
                 await record_move(repository, f"upstream set to {upstream.shown}")
                 await turn.publish(repository)
-            await self.catalog.update_mirror(row.name.key, url=upstream.url, error=None)
+            await self.catalog.update_mirror(
+                row.name.key, url=upstream.url, configured_url=configured, error=None
+            )
         self.events.publish("mirror.moved", mirror=str(row.name), url=upstream.shown)
 
     async def _must_have_commits(self, row: MirrorRow, upstream: Upstream) -> None:

@@ -348,6 +348,8 @@ async def sync(
     if not accept_loss:
         must_not_vanish(repository.name, old, offer)
     failed = await _fetch_missing(fetcher, offer, present, known_faults or {})
+    if offer.redirected_to and not accept_loss:
+        await _must_continue(repository, old, offer, failed.keys())
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
     faults = [
@@ -404,6 +406,35 @@ async def _fetch_missing(
         if isinstance(error, errors.UpstreamUnavailableError):
             return failed | dict.fromkeys(again, error)
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
+
+
+async def _must_continue(
+    repository: Repository, old: Refs, offer: refs.Offer, failed: Collection[str]
+) -> None:
+    """Raise UpstreamLossError where a redirect ends at a repository with another history.
+
+    It continues where the new refs reach a tip of an old one. A name that is given away may be
+    taken by anybody.
+    """
+    new = set(offer.refs.values()) - set(failed)
+    tips = {oid for ref, oid in old.items() if ref.startswith("refs/heads/")} or {*old.values()}
+    if not old or new & tips:
+        return
+    listing = await repository.run(
+        "rev-list", "--stdin",
+        stdin=lines_of([*sorted(tips), *(f"^{oid}" for oid in sorted(new))]),
+        doing=f"compare the history of mirror {repository.name} with its upstream's",
+    )  # fmt: skip
+    if not tips.issubset(listing.lines):
+        return
+    raise UpstreamLossError(
+        f"cannot follow the upstream of mirror {repository.name}: it redirects to"
+        f" {offer.redirected_to}, which has another history",
+        hint="nothing was changed; if it is the right one,"
+        f" `mirrord mirror sync {repository.name} --accept-loss` follows it and keeps every tip",
+        mirror=str(repository.name),
+        redirected_to=offer.redirected_to,
+    )
 
 
 def must_not_vanish(name: MirrorName, old: Refs, offer: refs.Offer) -> None:

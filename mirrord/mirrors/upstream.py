@@ -52,13 +52,19 @@ class Upstream:
 
 
 def upstream_url(template: str, name: MirrorName) -> str:
-    return template.replace("{owner}", name.owner).replace("{name}", name.name)
+    return template.replace("{owner}", name.path).replace("{name}", name.name)
 
 
 def default_url(settings: Settings, name: MirrorName) -> str:
     """Return the URL of the mirror's [[mirror]] table, or else the one that `url` makes."""
     own = (m.url for m in settings.mirror if m.url and MirrorName.parse(m.repo).key == name.key)
     return next(own, None) or upstream_url(settings.upstream.url, name)
+
+
+def is_same_host(a: str, b: str) -> bool:
+    """Compare hosts of two upstreams; a port of ssh may serve the same as one of https."""
+    (name, _, port), (other, _, other_port) = a.lower().partition(":"), b.lower().partition(":")
+    return name == other and (port == other_port or not port or not other_port)
 
 
 def public_url(text: str) -> str | None:

@@ -64,11 +64,15 @@ class RefFault(Answer):
 
 
 class Mirror(Answer):
-    """A mirror. `url` has no secrets. `state` is `empty` until the first sync has finished."""
+    """A mirror. `url` has no secrets; `host` is its host with a port, `local` for a path.
+
+    `state` is `empty` until the first sync has finished.
+    """
 
     name: str
     repo: str
     url: str
+    host: str
     state: Literal["empty", "ready", "failed"]
     default_branch: GitName | None = None
     ref_count: int | None = None

@@ -24,7 +24,7 @@ FAILURE = protocol.Problem(type="", title="", status=502, code="upstream-not-fou
 
 def _status(mirror_count: int, failed_count: int = 0) -> protocol.Status:
     mirrors = [
-        protocol.Mirror(name=f"o__r{n}", repo=f"o/r{n}", url="x", state="ready")
+        protocol.Mirror(name=f"o__r{n}", repo=f"o/r{n}", url="x", host="h", state="ready")
         for n in range(mirror_count)
     ]
     mirrors[:failed_count] = [replace(each, error=FAILURE) for each in mirrors[:failed_count]]

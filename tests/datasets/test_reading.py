@@ -421,7 +421,7 @@ def test_a_base_commit_may_be_a_revision(case: Case, text: str) -> None:
     "text", ["https://github.com/psf/requests", "git@github.com:psf/requests.git", "psf/requests"]
 )
 def test_a_repository_may_be_a_url(text: str) -> None:
-    assert Fields({"repo": text}).mirror() == MirrorName("psf", "requests")
+    assert Fields({"repo": text}).repository()[0] == MirrorName("psf", "requests")
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_a_repository_may_be_a_url(text: str) -> None:
 )
 def test_a_hostile_url_is_no_repository(text: str) -> None:
     with pytest.raises(RowError):
-        Fields({"repo": text}).mirror()
+        Fields({"repo": text}).repository()
 
 
 def test_two_spellings_of_a_repository_are_one_mirror_called_as_first_seen(case: Case) -> None:

@@ -17,6 +17,7 @@ def upgrade() -> None:
         sa.Column("key", sa.Text, primary_key=True),
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("url", sa.Text, nullable=False),
+        sa.Column("configured_url", sa.Text),
         sa.Column("added_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("default_branch", sa.Text),
         sa.Column("ref_count", sa.Integer),
