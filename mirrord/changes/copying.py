@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -43,8 +43,6 @@ _CHANGED = (
     *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO),
     errno.ESTALE,
 )
-FILES_LIMIT = 200_000
-BYTES_LIMIT = 4 * 1024**3
 # HEAD and similar files (in capitals), refs, logs and objects: nothing that configures git, that it
 # runs, or that borrows objects; no locks and no unfinished packs
 _OF_GIT = re.compile(
@@ -57,6 +55,14 @@ _OF_GIT = re.compile(
 _IN_GIT = re.compile(rb"(?:^|/)\.git(?:/|\Z)", re.IGNORECASE)
 
 
+class CopyLimits(NamedTuple):
+    """The bounds of one copy: changed paths, their bytes, and time."""
+
+    files: int
+    size_bytes: int
+    timeout: timedelta
+
+
 class CopyRule(NamedTuple):
     """What to copy of a checkout.
 
@@ -64,6 +70,7 @@ class CopyRule(NamedTuple):
     whole; without, nothing of any `.git`.
     """
 
+    limits: CopyLimits
     of_environment: bool = False
     git: bool = True
 
@@ -459,7 +466,7 @@ def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]
         }
     else:
         left_out["git_files"] += sum(p != HIDDEN and not p.is_directory for p in git.values())
-    _must_fit(wanted)
+    _must_fit(wanted, what.limits)
     return dict(sorted(wanted.items())), {kind: n for kind, n in left_out.items() if n}, has_git
 
 
@@ -482,11 +489,15 @@ def _is_plain(git: Pieces) -> bool:
     return all(is_plain(path, piece) for path, piece in git.items())
 
 
-def _must_fit(pieces: Mapping[bytes, Piece]) -> None:
+def _must_fit(pieces: Mapping[bytes, Piece], limits: CopyLimits) -> None:
     size = sum(piece.size for piece in pieces.values() if piece.is_clients)
-    if len(pieces) > FILES_LIMIT or size > BYTES_LIMIT:
+    if len(pieces) > limits.files or size > limits.size_bytes:
         raise ForkTooLargeError(
             f"cannot copy the checkout: it has {len(pieces)} changed paths with {size >> 20} MiB;"
-            f" the limit is {FILES_LIMIT} with {BYTES_LIMIT >> 20} MiB",
-            hint="remove files that can be generated again",
+            f" the limit is {limits.files} with {limits.size_bytes >> 20} MiB",
+            hint="remove files that can be generated again, or raise checkouts.copy_files or"
+            " checkouts.copy_bytes; files that many checkouts need belong in a prepared layer,"
+            " which they share",
+            files=len(pieces),
+            size_bytes=size,
         )

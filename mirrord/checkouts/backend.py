@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:  # workers load this module, and need neither leases nor setti
     from ..host.mounts import Visible
     from .lease import Directories, Lease
     from .leases import Leases
-
-DIFF_TIMEOUT = timedelta(seconds=60)
-"""For work on one checkout, in whose tree git could run for ever."""
 
 ChangedPaths = Callable[[], list[bytes]]
 """Lists the paths that may differ; picklable, because it runs in a worker."""

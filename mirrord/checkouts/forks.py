@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from ..changes.copying import CopyRule, Taken
+from ..changes.copying import CopyLimits, CopyRule, Taken
 from ..errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
@@ -28,6 +28,7 @@ class Forks:
     leases: Leases
     layers: Layers
     backend_of: Callable[[Lease], CheckoutBackend]
+    limits: Callable[[], CopyLimits]
 
     def __post_init__(self) -> None:
         # the last copy of each checkout, and of its environment
@@ -42,10 +43,11 @@ class Forks:
             yield self.get(lease, name)
             return
         async with AsyncExitStack() as stack:
-            layer, taken = await stack.enter_async_context(self._copied(lease, CopyRule()))
+            copied = self._copied(lease, CopyRule(self.limits()))
+            layer, taken = await stack.enter_async_context(copied)
             environment_layer = None
             if lease.base.environment is not None:
-                copied = self._copied(lease, CopyRule(of_environment=True))
+                copied = self._copied(lease, CopyRule(self.limits(), of_environment=True))
                 environment_layer, beside = await stack.enter_async_context(copied)
                 taken = taken.plus(beside)
             yield SavedState(

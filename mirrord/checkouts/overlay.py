@@ -38,7 +38,7 @@ from ..templates.environments import EnvironmentStore
 from ..templates.service import Template, TemplateFacts, Templates, last_proven_at, read_facts
 from ..trees.proof import must_prove
 from ..workers.pool import Workers
-from .backend import DIFF_TIMEOUT, ChangedPaths
+from .backend import ChangedPaths
 from .layers import layer_path, objects_path
 from .lease import Directories, Lease, LeaseState, resetting
 from .leases import Leases
@@ -194,7 +194,7 @@ class OverlayBackend:
     ) -> Taken:
         paths = self._paths(lease, of_environment=what.of_environment)
         return await self.workers.run(
-            copy_overlay, directory, paths, earlier, what, timeout=DIFF_TIMEOUT
+            copy_overlay, directory, paths, earlier, what, timeout=what.limits.timeout
         )
 
     def clone(self, lease: Lease, target: Target) -> int:

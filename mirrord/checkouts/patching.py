@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from ..protocol import RestorePaths
 from ..quoting import decode_name, encode_name
 from ..telemetry import log
 from ..workers.pool import Workers
-from .backend import DIFF_TIMEOUT, ChangedPaths
+from .backend import ChangedPaths
 from .lease import Lease
 
 
@@ -55,6 +56,7 @@ class Patches:
     mirrors: Mirrors
     instances: Datasets
     objects_of: Callable[[Lease], Path]
+    timeout: Callable[[], timedelta]
 
     async def diff(
         self, lease: Lease, changed: ChangedPaths, form: model.DiffFormat = model.DiffFormat.PATCH
@@ -64,7 +66,7 @@ class Patches:
         spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
         try:
             content, reason, files, notes = await self.workers.run(
-                diff, self.job(lease), changed, form, spool, timeout=DIFF_TIMEOUT
+                diff, self.job(lease), changed, form, spool, timeout=self.timeout()
             )
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -85,7 +87,7 @@ class Patches:
         """
         async with self._completed(lease):
             paths, found = await self.workers.run(
-                apply, self.job(lease), patch, reverse, strategy, timeout=DIFF_TIMEOUT
+                apply, self.job(lease), patch, reverse, strategy, timeout=self.timeout()
             )
         return [decode_name(path) for path in paths], found
 
@@ -105,7 +107,7 @@ class Patches:
         wanted = [encode_name(path) for path in request.paths]
         async with self._completed(lease):
             paths = await self.workers.run(
-                restore, self.job(lease), commit, wanted, timeout=DIFF_TIMEOUT
+                restore, self.job(lease), commit, wanted, timeout=self.timeout()
             )
         return [decode_name(path) for path in paths]
 
@@ -117,7 +119,7 @@ class Patches:
         if not has_journal(lease.private):
             return
         try:
-            await self.workers.run(recover, self.job(lease), timeout=DIFF_TIMEOUT)
+            await self.workers.run(recover, self.job(lease), timeout=self.timeout())
         except (MirrordError, OSError) as error:
             fact = error.message if isinstance(error, MirrordError) else str(error)
             log.warning("change.unfinished", checkout=lease.id, error=fact)

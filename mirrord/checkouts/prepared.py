@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from .. import errors
-from ..changes.copying import CopyRule, Taken
+from ..changes.copying import CopyLimits, CopyRule, Taken
 from ..errors import full_disk_named
 from ..host.files import opened, read_plain, sync_directory, sync_tree, write_all
 from ..model import CommitId, EnvironmentName, History, LayerId, MirrorName, View, shown
@@ -87,6 +87,7 @@ class PreparedLayers:
     environments: EnvironmentStore
     workers: Workers
     is_admin: Callable[[int], bool]
+    limits: Callable[[], CopyLimits]
 
     def __post_init__(self) -> None:
         self._records: dict[LayerId, LayerRecord] = {}
@@ -204,7 +205,7 @@ class PreparedLayers:
             environment_layers, beside = before.environment_layers if before else (), None
             if lease.base.environment is not None:
                 extra = stack.enter_context(self.layers.making())
-                what = CopyRule(of_environment=True, git=False)
+                what = CopyRule(self.limits(), of_environment=True, git=False)
                 backend = self.lifecycle.backend_of(lease)
                 beside = await backend.copy_layer(lease, extra, None, what)
                 if beside.files:
@@ -242,7 +243,7 @@ class PreparedLayers:
         self, stack: ExitStack, lease: Lease, job: PatchJob, changed: ChangedPaths
     ) -> tuple[Path, Taken, str]:
         """Copy the tree, and write git's tree of the same moment: between two equal copies."""
-        backend, what = self.lifecycle.backend_of(lease), CopyRule(git=False)
+        backend, what = self.lifecycle.backend_of(lease), CopyRule(self.limits(), git=False)
         made: tuple[Path, Taken, str] | None = None
         for _ in range(_ROUNDS):
             new = stack.enter_context(self.layers.making())
@@ -251,7 +252,12 @@ class PreparedLayers:
                 return made
             repository = new.with_suffix(".git")
             tree = await self.workers.run(
-                write_repository, job, changed, lease.base.tree, repository, timeout=_TIMEOUT
+                write_repository,
+                job,
+                changed,
+                lease.base.tree,
+                repository,
+                timeout=what.limits.timeout,
             )
             made = new, taken, tree
         raise errors.CheckoutBusyError(

@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from .. import protocol
 from ..catalog import InstanceRow
+from ..changes.copying import CopyLimits
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..errors import (
@@ -88,7 +89,15 @@ class Checkouts:
         self.layers = layers = Layers(state_dir, leases, trash)
         backends = {each.name: each for each in (self.overlay, self.pool) if each}
         self._lifecycle = lifecycle = Lifecycle(leases, layers, backends, events, trash)
-        self._forks = Forks(leases, layers, lifecycle.backend_of)
+
+        def limits() -> CopyLimits:
+            return CopyLimits(
+                settings().checkouts.copy_files,
+                settings().checkouts.copy_bytes,
+                settings().checkouts.copy_timeout,
+            )
+
+        self._forks = Forks(leases, layers, lifecycle.backend_of, limits)
         self._receipts = Receipts(self.git, workers, mirrors, self.stores)
 
         def objects_of(lease: Lease) -> Path:
@@ -96,9 +105,11 @@ class Checkouts:
                 state_dir, mirrors.path(lease.mirror), lease.base.tree, lease.base.saved
             )
 
-        self.patches = Patches(workers, mirrors, datasets, objects_of)
+        self.patches = Patches(
+            workers, mirrors, datasets, objects_of, lambda: settings().checkouts.diff_timeout
+        )
         self.prepared = PreparedLayers(
-            leases, layers, lifecycle, environments, workers, access.is_admin
+            leases, layers, lifecycle, environments, workers, access.is_admin, limits
         )
         learn = self.stores.commits.learn
         self.resolver = Resolver(

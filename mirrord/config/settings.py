@@ -68,6 +68,10 @@ class CheckoutSettings(Section):
     template_bytes: Size = 50 * 1024**3
     template_ttl: Period = timedelta(days=7)
     disk_reserve: Size = 1024**3
+    copy_files: Annotated[StrictInt, Field(ge=1, le=10_000_000)] = 1_000_000
+    copy_bytes: Size = 16 * 1024**3
+    copy_timeout: Period = timedelta(minutes=10)
+    diff_timeout: Period = timedelta(minutes=1)
 
 
 class DatasetSettings(Section):

@@ -220,6 +220,7 @@ class Engine:
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
+        self.health.warn_by(self.checkouts.quotas.warnings)
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
         self.health.degrade_by(self.checkouts.leases.problems)

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkouts.backend import DIFF_TIMEOUT
 from ..checkouts.layers import Layers
 from ..checkouts.requests.admission import Admitted, Leasing
 from ..checkouts.requests.resolve import ResolvedRequest
@@ -102,7 +101,7 @@ class Judge:
         path = stack.enter_context(self.layers.making())
         job = replace(job, layer=path)
         return LayerId(path.name), await self.workers.run(
-            prepare, job, source, timeout=DIFF_TIMEOUT
+            prepare, job, source, timeout=self.leasing.settings().checkouts.diff_timeout
         )
 
     # -- asking ------------------------------------------------------------------------------------

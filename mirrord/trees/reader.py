@@ -242,13 +242,14 @@ Inode = tuple[int, int]
 class Weight(NamedTuple):
     """The disk space of a thing.
 
-    `shared_bytes` are in files that another thing of the group has, too. `is_whole` is false where
-    a part was left out.
+    `shared_bytes` are in files that another thing of the group has, too. `paths` counts files and
+    directories. `is_whole` is false where a part was left out.
     """
 
     size_bytes: int
     shared_bytes: int
     is_whole: bool
+    paths: int
 
 
 class Weights(NamedTuple):
@@ -271,25 +272,28 @@ def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:
 def _weigh_group(things: Things, deadline: float) -> Weights:
     linked = Counter[Inode]()  # how many things have a file with several links
     found = [_weigh_one(paths, deadline) for paths in things]
-    for _, links, _ in found:
+    for _, links, _, _ in found:
         linked.update(links.keys())
     each, once = [], dict[Inode, int]()
-    for alone, links, is_whole in found:
+    for alone, links, is_whole, paths in found:
         shared = sum(size for inode, size in links.items() if linked[inode] > 1)
-        each.append(Weight(alone + sum(links.values()), shared, is_whole))
+        each.append(Weight(alone + sum(links.values()), shared, is_whole, paths))
         once |= links
-    return Weights(each, sum(alone for alone, _, _ in found) + sum(once.values()))
+    return Weights(each, sum(alone for alone, *_ in found) + sum(once.values()))
 
 
-def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool]:
-    """Return the bytes of files with one link, of each file with more, and whether it is whole."""
-    alone, links, is_whole = 0, dict[Inode, int](), True
+def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool, int]:
+    """Return the bytes of files with one link, of each file with more, whether it is whole, and the
+    number of paths.
+    """
+    alone, links, is_whole, count = 0, dict[Inode, int](), True, 0
     for path in paths:
         refused: list[bytes] = []
         try:
             for number, seen in enumerate(_iter_stats(path, refused)):
                 if number % 256 == 0 and time.monotonic() > deadline:
-                    return alone, links, False
+                    return alone, links, False, count
+                count += 1
                 if seen.st_nlink > 1 and not stat.S_ISDIR(seen.st_mode):
                     links[seen.st_dev, seen.st_ino] = seen.st_blocks * 512
                 else:
@@ -299,7 +303,7 @@ def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode,
         except (MirrordError, OSError):  # it contains a mount
             is_whole = False
         is_whole &= not refused
-    return alone, links, is_whole
+    return alone, links, is_whole, count
 
 
 def _iter_stats(path: Path, refused: list[bytes]) -> Iterator[os.stat_result]:

@@ -8,7 +8,7 @@ import pytest
 
 from mirrord.api import request as bodies
 from mirrord.api import server
-from mirrord.checkouts import backend
+from mirrord.config.settings import CheckoutSettings
 from mirrord.datasets import elements, fields, readers
 from mirrord.git.objects import trees as bounds
 from mirrord.host.peers import Role
@@ -19,6 +19,7 @@ from mirrord.workers import gate
 from mirrord.workers.pool import Workers
 
 MIB, GIB = 1024**2, 1024**3
+CHECKOUTS = CheckoutSettings()
 
 BOUNDS = [
     ("a column mapping", [f"{fields.MAPPING_LIMIT_BYTES // 1024} KiB"]),
@@ -33,7 +34,15 @@ BOUNDS = [
     ),
     ("connections of checkout owners", [f"strangers: {server.ALL_STRANGERS_CONNECTIONS}"]),
     ("requests, unanswered", [f"{gate.WORKING} of them", f"{gate.WAITING:,} waiting"]),
-    ("time of a diff", [f"{backend.DIFF_TIMEOUT.total_seconds():g} s"]),
+    ("time of a diff", [f"{CHECKOUTS.diff_timeout.total_seconds() / 60:g} minute"]),
+    (
+        "a fork or snapshot",
+        [
+            f"{CHECKOUTS.copy_files:,} paths",
+            f"{CHECKOUTS.copy_bytes // GIB} GiB",
+            f"{CHECKOUTS.copy_timeout.total_seconds() / 60:g} minutes",
+        ],
+    ),
     (
         "operations that members start",
         [f"{operations.RUNNING_OF_MEMBER} running", f"last {operations.KEPT_OF_MEMBER} are"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,13 +13,23 @@ import pytest
 
 from mirrord import errors
 from mirrord.changes import copying
-from mirrord.changes.copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer
+from mirrord.changes.copying import (
+    HIDDEN,
+    CopyLimits,
+    CopyRule,
+    Piece,
+    Pieces,
+    Taken,
+    Where,
+    copy_layer,
+)
 from mirrord.host.files import open_directory, opened
 from mirrord.host.processes import ActingAs
 from mirrord.trees.manifest import clock_ns
 from mirrord.trees.reader import TreeReader
 
 Change = Callable[[Path], object]
+LIMITS = CopyLimits(1000, 1 << 40, timedelta(minutes=1))
 
 
 def refused(_path: bytes, error: Exception) -> NoReturn:
@@ -30,6 +41,7 @@ def copied(
     *changes: Change,
     earlier: Path | None = None,
     torn: Callable[[Pieces], Pieces] | None = None,
+    limits: CopyLimits = LIMITS,
 ) -> tuple[Path, Taken]:
     """Copy `tmp_path/tree`; before the nth look comes the nth change. The first look is `torn`."""
     tree, layer = tmp_path / "tree", tmp_path / f"layer{len(os.listdir(tmp_path))}"
@@ -48,7 +60,7 @@ def copied(
                 }
             return tears.pop()(pieces) if tears else pieces
 
-        return layer, copy_layer(layer, survey, reader, acting, CopyRule(), earlier=earlier)
+        return layer, copy_layer(layer, survey, reader, acting, CopyRule(limits), earlier=earlier)
 
 
 @pytest.fixture
@@ -194,16 +206,15 @@ def test_a_layer_before_that_is_gone_costs_a_copy(tmp_path: Path, tree: Path) ->
     assert (third / "a").read_text() == "changed\n"
 
 
-def test_a_copy_is_bounded(tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_bounded(tmp_path: Path, tree: Path) -> None:
     """In paths and bytes; a sparse file counts as long as it is."""
-    monkeypatch.setattr(copying, "FILES_LIMIT", 4)
     with pytest.raises(errors.ForkTooLargeError, match="5 changed paths"):
-        copied(tmp_path)
-    monkeypatch.setattr(copying, "FILES_LIMIT", 5)
-    monkeypatch.setattr(copying, "BYTES_LIMIT", 1 << 20)
+        copied(tmp_path, limits=LIMITS._replace(files=4))
+    limits = LIMITS._replace(files=5, size_bytes=1 << 20)
+    copied(tmp_path, limits=limits)
     os.truncate(tree / "a", 1 << 30)
     with pytest.raises(errors.ForkTooLargeError, match="1024 MiB"):
-        copied(tmp_path)
+        copied(tmp_path, limits=limits)
 
 
 def test_a_long_file_is_copied_whole(tmp_path: Path, tree: Path) -> None:

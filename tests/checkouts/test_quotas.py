@@ -145,3 +145,35 @@ def test_what_was_not_reached_in_time_weighs_what_it_did(
     weighed(service)
     monkeypatch.setattr(quotas, "_WEIGHING_TIME", timedelta())
     assert weighed(service)[USER] == 9
+
+
+@pytest.mark.parametrize("backend", [Backend.OVERLAY, Backend.POOL])
+def test_a_checkout_that_comes_near_the_limits_of_a_copy_is_named(
+    service: Service, backend: Backend
+) -> None:
+    """Once as an event, in health while it is so, and before a fork of it is refused."""
+    service.change("checkouts", copy_bytes=10 * MIB)
+    checkouts, held = service.checkouts, start(service, backend=backend)
+    write(held, 3)
+    service.call(checkouts.quotas.weigh)
+    assert checkouts.quotas.warnings() == []
+    write(held, 6, "more")
+    for _ in range(2):
+        service.call(checkouts.quotas.weigh)
+        [warning] = checkouts.quotas.warnings()
+        assert held.id in warning and "with 10 MiB" in warning
+    named = [each.fields for each in service.events._ring if each.name == "checkout.large"]
+    assert [each["owner_uid"] for each in named if each["checkout"] == held.id] == [USER]
+    service.change("access", bytes_per_user=0)
+    fork = service.call(checkouts.fork, held.id, ForkCheckout(), USER_PEER)
+    service.call(checkouts.release, fork.id, USER_PEER)
+    write(held, 2, "most")
+    with pytest.raises(
+        errors.ForkTooLargeError, match=r"11 MiB; the limit is .* 10 MiB"
+    ) as refused:
+        service.call(checkouts.fork, held.id, ForkCheckout(), USER_PEER)
+    assert "checkouts.copy_bytes" in str(refused.value.hint)
+    service.call(checkouts.reset, held.id, ResetCheckout(), USER_PEER)
+    service.call(service.trash.settle)
+    service.call(checkouts.quotas.weigh)
+    assert checkouts.quotas.warnings() == []

@@ -32,7 +32,7 @@ from ...protocol import Proof
 from ...telemetry import elapsed_s, log
 from ...trees import dotgit
 from ...trees.pooled import _LAID, PoolPaths, make, make_clean
-from ..backend import DIFF_TIMEOUT, ChangedPaths
+from ..backend import ChangedPaths
 from ..layers import layer_path
 from ..lease import Directories, Lease, LeaseState, resetting
 from ..leases import Leases
@@ -160,7 +160,7 @@ class PoolBackend:
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
         return await self.workers.run(
-            copy_pool, directory, self._tree(lease), earlier, what, timeout=DIFF_TIMEOUT
+            copy_pool, directory, self._tree(lease), earlier, what, timeout=what.limits.timeout
         )
 
     def visible_to(self, pid: int) -> Visible:

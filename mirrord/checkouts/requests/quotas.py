@@ -14,7 +14,8 @@ from ... import errors
 from ...config import Settings
 from ...host.peers import Access
 from ...jobs.events import Events
-from ...trees.reader import weigh
+from ...model import CheckoutId
+from ...trees.reader import Weight, weigh
 from ...workers.pool import Workers
 from ..layers import Layers
 from ..leases import Leases
@@ -23,6 +24,8 @@ from ..prepared import PreparedLayers
 _WEIGHING_TIME = timedelta(seconds=20)  # of a walk; what is not reached weighs what it did
 
 _WEIGHING_TIMEOUT = timedelta(seconds=40)
+
+_NEAR = 0.8  # of the limits of a copy: an agent needs hours to write the last fifth
 
 _WEIGHING_PAUSE_S = 5.0  # between two weighings for users over the bound
 
@@ -49,6 +52,7 @@ class Quotas:
         self._weighed_at = -_WEIGHING_PAUSE_S
         self._weighing = anyio.Lock()
         self.used: dict[int, int] = {}
+        self._large: dict[CheckoutId, Weight] = {}
 
     async def ensure(self, doing: str, asker: int, owner: int) -> None:
         """Raise QuotaExceededError if the user of either uid is still over the bound when weighed
@@ -85,15 +89,22 @@ class Quotas:
         if not paths and not self.used:
             return
         found = await self.workers.run(
-            weigh, {str(user): each for user, each in paths.items()},
+            weigh, {str(user): [each for _, each in things] for user, things in paths.items()},
             _WEIGHING_TIME.total_seconds(), timeout=_WEIGHING_TIMEOUT,
         )  # fmt: skip
         before, self.used = self.used, {}
-        for user in paths:
+        weight_of: dict[CheckoutId, Weight] = {}
+        for user, things in paths.items():
             weights = found[str(user)]
+            weight_of |= {
+                lease: weight
+                for (lease, _), weight in zip(things, weights.each, strict=True)
+                if lease
+            }
             is_whole = all(each.is_whole for each in weights.each)
             earlier = 0 if is_whole else before.get(user, 0)
             self.used[user] = max(weights.total_bytes, earlier)
+        self._note_large(weight_of)
         over = {user for user in self.used if self._is_over(user)}
         limit = self.settings().access.bytes_per_user
         for name, users in ("exceeded", over - self._over), ("recovered", self._over - over):
@@ -102,16 +113,45 @@ class Quotas:
                 self.events.publish(f"quota.{name}", **facts, limit_bytes=limit)
         self._over = over
 
+    def _note_large(self, weights: dict[CheckoutId, Weight]) -> None:
+        """Publish `checkout.large` for each checkout that comes near the limits of a copy."""
+        limits, earlier, self._large = self.settings().checkouts, self._large, {}
+        for checkout, weight in weights.items():
+            is_near = weight.paths > limits.copy_files * _NEAR
+            if is_near or weight.size_bytes > limits.copy_bytes * _NEAR:
+                self._large[checkout] = weight
+        for lease in self.leases:
+            if lease.id in self._large and lease.id not in earlier:
+                weight = self._large[lease.id]
+                self.events.publish(
+                    "checkout.large", checkout=lease.id, owner_uid=lease.terms.owner_uid,
+                    files=weight.paths, size_bytes=weight.size_bytes,
+                    files_limit=limits.copy_files, bytes_limit=limits.copy_bytes,
+                )  # fmt: skip
+
+    def warnings(self) -> list[str]:
+        """Say which checkouts will be too large for a fork, a snapshot or a prepared layer."""
+        limits = self.settings().checkouts
+        return [
+            f"checkout {checkout} has {weight.paths:,} paths with {weight.size_bytes >> 20:,} MiB:"
+            f" a fork, snapshot or layer copies at most {limits.copy_files:,} with"
+            f" {limits.copy_bytes >> 20:,} MiB ([checkouts] copy_files, copy_bytes)"
+            for checkout, weight in self._large.items()
+        ]
+
     def _is_over(self, user: int) -> bool:
         limit = self.settings().access.bytes_per_user
         return 0 < limit <= self.used.get(user, 0) and not self.access.is_admin(user)
 
-    def _paths_by_user(self) -> dict[int, list[tuple[Path, ...]]]:
-        found: defaultdict[int, list[tuple[Path, ...]]] = defaultdict(list)
+    def _paths_by_user(self) -> dict[int, list[tuple[CheckoutId | None, tuple[Path, ...]]]]:
+        """Return what each user has; a checkout's own files with its id."""
+        found: defaultdict[int, list[tuple[CheckoutId | None, tuple[Path, ...]]]]
+        found = defaultdict(list)
         for lease in self.leases:
-            layers = map(self.layers.path, sorted(lease.own_layers))
-            found[self.access.user_of(lease.terms.owner_uid)].append((*lease.own_paths, *layers))
+            user = self.access.user_of(lease.terms.owner_uid)
+            found[user].append((lease.id, tuple(lease.own_paths)))
+            found[user].append((None, tuple(map(self.layers.path, sorted(lease.own_layers)))))
         for record in self.prepared.all():
             user = self.access.user_of(record.saved.saved_by)
-            found[user].append(self.prepared.paths_of(record))
+            found[user].append((None, tuple(self.prepared.paths_of(record))))
         return found
