@@ -117,6 +117,9 @@ from .model import Direction as Direction
 from .model import FindingKind as FindingKind
 from .model import FoundStrategy as FoundStrategy
 from .model import History as History
+from .model import Isolation as Isolation
+from .model import Objects as Objects
+from .model import Place as Place
 from .model import Policy as Policy
 from .model import Reach as Reach
 from .model import Readiness as Readiness

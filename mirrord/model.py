@@ -110,6 +110,17 @@ class View(StrEnum):
     GRADER = "grader"
 
 
+class Place(StrEnum):
+    """What a host allows: to root, to an ordinary user with user namespaces, to one without, to
+    root in a container without CAP_SYS_ADMIN.
+    """
+
+    ROOT = "root"
+    NAMESPACE = "namespace"
+    USER = "user"
+    CONTAINER = "container"
+
+
 class Isolation(StrEnum):
     """What keeps a command of a sandbox from the rest of the host, the strongest first.
 

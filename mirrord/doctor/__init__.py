@@ -3,6 +3,7 @@
 Changes nothing and needs no daemon. A check that cannot run is reported as a warning.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import MirrordError
-from . import credentials, disk, host, records, repairs, service, state, units
+from . import credentials, disk, host, place, records, repairs, service, state, units
 from .checks import Result, Verdict
 from .repairs import config_file
 
@@ -28,12 +29,14 @@ def examine(settings: Settings, config_path: Path | None = None) -> list[Check]:
     """Run all checks; `config_path` is the file of the settings."""
     checks = []
     of_file: dict[str, _Check] = {"configuration": partial(config_file, path=config_path)}
-    for name, check in (of_file | _CHECKS).items():
+    for name, check in ({"place": place.place} | of_file | _CHECKS).items():
         try:
-            checks.append(Check(name, *check(settings)))
+            verdict, fact, remedy = check(settings)
         except (OSError, MirrordError, ValueError) as error:
-            remedy = "check it by hand, or run the doctor as root"
-            checks.append(Check(name, "warn", f"cannot check: {error}", remedy))
+            verdict, fact = "warn", f"cannot check: {error}"
+            remedy = "check it by hand"
+            remedy += "" if os.geteuid() == 0 else ", or ask root to run the doctor"
+        checks.append(Check(name, verdict, fact, place.possible(settings, name, remedy)))
     return checks
 
 

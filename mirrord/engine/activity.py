@@ -24,7 +24,7 @@ from ..host.peers import Access
 from ..host.room import Room
 from ..host.trash import Trash
 from ..jobs.operations import Operations
-from ..model import utc_now
+from ..model import Place, utc_now
 from ..templates.builder import StoreBuilder
 from ..templates.service import Templates
 from ..workers.gate import Gate
@@ -135,8 +135,15 @@ class HealthMonitor:
     """
 
     def __init__(
-        self, state_dir: Path, access: Access, room: Room, *, is_open: Callable[[], bool]
+        self,
+        state_dir: Path,
+        access: Access,
+        room: Room,
+        place: Place,
+        *,
+        is_open: Callable[[], bool],
     ) -> None:
+        self._place = place
         self._state_dir = state_dir
         self._room = room
         self._is_open = is_open
@@ -172,7 +179,9 @@ class HealthMonitor:
         if self._report and self._report.health.reasons == lines:
             return self._report
         status: Literal["ok", "degraded"] = "degraded" if reasons else "ok"
-        health = protocol.Health(status=status, reasons=lines, version=__version__)
+        health = protocol.Health(
+            status=status, reasons=lines, version=__version__, place=self._place
+        )
         self._report = HealthReport(health, protocol.to_bytes(health), bool(reasons))
         return self._report
 

@@ -33,6 +33,7 @@ from ..git.command import Git
 from ..grading.service import Grading
 from ..heal.repair import Heals
 from ..host.peers import Access
+from ..host.place import find_place
 from ..host.room import Room
 from ..host.trash import Trash, remove_trees
 from ..jobs.events import Events
@@ -86,8 +87,9 @@ class Engine:
         self.operations = Operations(self.events)
         self.traffic = Traffic()
         self.room = Room(self.layout.root, lambda: self._settings.checkouts.disk_reserve)
+        here = find_place(settings.socket.parent / "mount.sock")
         self.health = HealthMonitor(
-            self.layout.root, self.access, self.room, is_open=lambda: self.is_open
+            self.layout.root, self.access, self.room, here, is_open=lambda: self.is_open
         )
 
     def settings(self) -> Settings:

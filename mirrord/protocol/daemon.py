@@ -143,6 +143,7 @@ class Health(Answer):
     status: Literal["ok", "degraded"]
     reasons: list[str] = []
     version: str
+    place: model.Place | None = None  # of a daemon before an upgrade
 
 
 class JobState(Answer):

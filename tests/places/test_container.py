@@ -149,6 +149,21 @@ def test_a_signal_and_a_timeout_end_all_of_it(place: tuple[Pod, int, str]) -> No
     assert "sleep 8765" not in made.run("ps", "-eo", "args").stdout
 
 
+def test_the_doctor_and_the_status_name_the_place(place: tuple[Pod, int, str]) -> None:
+    """And no remedy needs what a pod cannot do."""
+    made, user, _ = place
+    here = "user" if user else "container"
+    done = made.mirrord("doctor", user=user)
+    first, *_, last = done.stdout.splitlines()
+    assert (f"{here}: " in first, f"place: {here}" in last) == (True, True), done
+    remedies = " ".join(
+        check["remedy"] for check in json.loads(made.mirrord("doctor", "--json", user=user).stdout)
+    )
+    for impossible in ("as root", "mirrord-mount", "systemctl"):
+        assert impossible not in remedies
+    assert made.json("status", user=user)["health"]["place"] == here
+
+
 SANDBOX = """
 import json, sys, warnings
 from mirrord import Client, Sandbox

@@ -136,6 +136,11 @@ def _check_lines(checks: list[Check]) -> Iterator[str]:
         yield f"{verdict}  {check.name.ljust(width)}  {check.fact}"
         if check.remedy:
             yield f"{' ' * (width + 8)}{check.remedy}"
+    warned, failed = (sum(check.verdict == kind for check in checks) for kind in ("warn", "fail"))
+    well = len(checks) - warned - failed
+    yield ""
+    faults = f"{count(warned, 'warning')}, {count(failed, 'failure')}"
+    yield f"{well} ok, {faults}; place: {checks[0].fact}"
 
 
 def verify_seal(

@@ -149,6 +149,7 @@ def _summary(found: Status) -> Iterator[str]:
         [
             ("daemon", f"mirrord {found.version}, {since}"),
             ("health", found.health.status),
+            ("place", found.health.place or "unknown"),
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
             ("mirrors", _count_mirrors(found.mirrors)),

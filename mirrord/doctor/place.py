@@ -1,0 +1,57 @@
+"""The place of this host, and what it makes of the remedies of other checks."""
+
+from ..config import Settings
+from ..host.place import find_place
+from ..model import Place
+from .checks import Result
+
+_WHAT = {
+    Place.ROOT: "root on the host; overlay checkouts for all users, sandboxes in namespaces",
+    Place.NAMESPACE: "an ordinary user who may make user namespaces; sandboxes in namespaces",
+    Place.USER: "an ordinary user who may not make user namespaces; checkouts are plain"
+    " directories, sandboxes are weaker",
+    Place.CONTAINER: "root in a container without CAP_SYS_ADMIN; checkouts are plain directories,"
+    " sandboxes are weaker",
+}
+_ASK = {
+    Place.USER: "ask the administrator for `sysctl -w user.max_user_namespaces=10000`, on Ubuntu"
+    " for `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`; see docs/where.md",
+    Place.CONTAINER: "ask for a pod with `securityContext: {capabilities: {add: [SYS_ADMIN]},"
+    " seccompProfile: {type: Unconfined}}`; see docs/where.md",
+}
+_WEAKER = "nothing more here: see `place`"
+_OF_HOST = "ask the administrator of the host for it: "
+_MOUNTING = "overlay", "privileges", "set-id bits", "exec", "namespaces", "volumes"
+_HOST = "mount limit", "inotify", "its mount options", "kernel"
+# what to be told, and by whom, is not decided here
+_OWN = {
+    "control groups": "nothing: limits of sandboxes apply to each process here",
+    "group": "nothing: other users cannot use a daemon of this user",
+}
+
+
+def place(settings: Settings) -> Result:
+    here = _here(settings)
+    ask = _ASK.get(here, "")
+    return "warn" if ask else "ok", f"{here}: {_WHAT[here]}", ask
+
+
+def _here(settings: Settings) -> Place:
+    return find_place(settings.socket.parent / "mount.sock")
+
+
+def possible(settings: Settings, name: str, remedy: str) -> str:
+    """Return the remedy of a check as far as this place allows it.
+
+    Who is not root on the host cannot start services, raise its limits or mount.
+    """
+    here = _here(settings)
+    if here is Place.ROOT or not remedy:
+        return remedy
+    if name in _MOUNTING:
+        return _WEAKER if here in _ASK else remedy
+    if name in _HOST:
+        return f"{_OF_HOST}{remedy}"
+    if name == "group" and here is Place.CONTAINER:
+        return remedy
+    return _OWN.get(name, remedy)
