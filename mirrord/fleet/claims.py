@@ -133,11 +133,21 @@ class Claims:
     async def take_catalog(self) -> Hold:
         """Exclude other daemons from a catalog without a store. Raises AlreadyRunningError.
 
-        Waits until the claim of a killed daemon has expired.
+        Waits until the claim of a killed daemon has expired; one that is renewed has a daemon.
         """
-        with anyio.move_on_after(1.5 * CLAIM_TTL.total_seconds()):
-            return (await self._take("catalog", lambda _: None))[0]
-        raise AlreadyRunningError(
-            "cannot start a daemon on this catalog: another one uses it",
-            hint="daemons that share a catalog need a store: set [store] url on all of them",
-        )
+        least_s = CLAIM_TTL.total_seconds()
+
+        def refuse_if_renewed(holder: HeldClaim | None) -> None:
+            nonlocal least_s
+            if holder is None:
+                return
+            if holder.left_s > least_s:
+                raise AlreadyRunningError(
+                    "cannot start a daemon on this catalog: another one uses it",
+                    hint="daemons that share a catalog need a store: set [store] url on all of"
+                    " them",
+                )
+            least_s = holder.left_s
+
+        hold, _ = await self._take("catalog", refuse_if_renewed)
+        return hold
