@@ -33,7 +33,8 @@ from .generations import is_before
 from .restore import Restoration
 from .service import Fleet
 
-# how late a daemon learns of another one's changes; one indexed query for each node
+# how late a daemon learns of another one's changes, and begins syncs that are due; one indexed
+# query for each node
 POLL_INTERVAL = timedelta(seconds=5)
 # 15 s: a poll reads, a heartbeat writes
 _HEARTBEAT_POLLS = 3
@@ -101,7 +102,8 @@ class Rounds:
                 log.warning("fleet.failed", detail=error.message)
             except Exception:
                 log.exception("fleet.crashed")
-            await anyio.sleep(POLL_INTERVAL.total_seconds())
+            interval = self.fleet.settings().sync.interval or POLL_INTERVAL
+            await anyio.sleep(min(interval, POLL_INTERVAL).total_seconds())
 
     async def _poll(self) -> None:
         on_disk = await self._list_on_disk()
