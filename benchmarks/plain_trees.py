@@ -29,6 +29,7 @@ class PlainTrees:
     def run(self) -> None:
         with self._daemon.client() as client, self._take(client) as held:
             self._checkouts(client)
+            self._wait_for_spare()
             self._resets(held)
             self._diff(held)
             self._weigh(held)
@@ -38,7 +39,9 @@ class PlainTrees:
 
     def _checkouts(self, client: Client) -> None:
         def cold() -> float:
+            self._wait_for_spare()
             client.gc()  # drops the spare trees; the held checkout keeps the store
+            self._wait_until(lambda: not self._daemon.has_trash())
             return timed_checkout()
 
         def warm() -> float:
@@ -68,13 +71,17 @@ class PlainTrees:
 
     def _wait_for_spare(self) -> None:
         """Until trees that are written ahead are complete, with their manifests, and trash is gone."""
-        private = self._daemon.state / "leases"
-        deadline = time.monotonic() + _SPARE_S
-        while time.monotonic() < deadline:
-            spares = list(private.glob(".warm-*"))
+
+        def is_written() -> bool:
+            spares = list((self._daemon.state / "leases").glob(".warm-*"))
             is_whole = all((spare / "manifest").exists() for spare in spares)
-            if spares and is_whole and not self._daemon.has_trash():
-                break
+            return bool(spares) and is_whole and not self._daemon.has_trash()
+
+        self._wait_until(is_written)
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SPARE_S
+        while not is_so() and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.05)
 
@@ -105,9 +112,14 @@ class PlainTrees:
         self._git.worktree_add(rival, self._commit)
         numbers = iter(range(10**6))
 
+        texts = sorted(Path(checkout.path).rglob("*.py"))  # of others git prints the patch
+        names = [str(each.relative_to(checkout.path)) for each in texts if each.stat().st_size]
+        contents = {name: Path(checkout.path, name).read_bytes() for name in names}
+
         def change(tree: Path, number: int) -> None:
-            made: Change = make_change(checkout.path, 3, 0, number % 5)
-            made.write(tree)
+            chosen = names[number % 5 :: len(names) // 4][:3]
+            lines = b"# changed by %d\n" % number
+            Change("3 changed", {name: contents[name] + lines for name in chosen}).write(tree)
 
         def ours() -> float:
             change(checkout.path, next(numbers))
@@ -118,7 +130,7 @@ class PlainTrees:
             return _timed(lambda: self._git.diff(rival))
 
         against = "git add --all, git diff --cached"
-        self._compare(Row("diff of 3 changed files (pool)", against, goal=1), ours, theirs)
+        self._compare(Row("diff of 3 changed Python files (pool)", against, goal=1), ours, theirs)
         checkout.reset()
 
     def _weigh(self, checkout: Checkout) -> None:

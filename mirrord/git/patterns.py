@@ -281,12 +281,41 @@ class _PatternLine(NamedTuple):
     states: _States
 
 
+class _AttributeFile:
+    """The lines of a `.gitattributes`, the last first, by the ends of the names they can match."""
+
+    def __init__(self, rules: list[_PatternLine]) -> None:
+        self._rules = rules
+        self._any: list[int] = []
+        self._by_end: dict[bytes, list[int]] = {}
+        self._near: dict[bytes, list[_PatternLine]] = {}
+        for number, (pattern, _) in enumerate(rules):
+            end = _end_of(pattern.suffix or b"")
+            if pattern.is_name and end and end == pattern.suffix:
+                self._by_end.setdefault(end, []).append(number)
+            else:
+                self._any.append(number)
+
+    def near(self, name: bytes) -> list[_PatternLine]:
+        """Return the lines that can match a name, in order."""
+        end = _end_of(name)
+        if (found := self._near.get(end)) is None:
+            numbers = sorted([*self._any, *self._by_end.get(end, ())])
+            found = self._near[end] = [self._rules[number] for number in numbers]
+        return found
+
+
+def _end_of(name: bytes) -> bytes:
+    """Return a name from its last dot on; empty without one."""
+    return name[at:] if (at := name.rfind(b".")) >= 0 else b""
+
+
 class Attributes:
     """The attributes of paths. `read` returns the `.gitattributes` of a directory, or None."""
 
     def __init__(self, read: Callable[[bytes], bytes | None]) -> None:
         self._read = read
-        self._files: dict[bytes, list[tuple[bytes, list[_PatternLine]]]] = {}
+        self._files: dict[bytes, list[tuple[bytes, _AttributeFile]]] = {}
         self._macros = {"binary": _states(b"-diff -merge -text") or []}
 
     def find(self, path: bytes) -> dict[str, State]:
@@ -296,18 +325,18 @@ class Attributes:
         if (files := self._files.get(above)) is None:
             files = self._files_for(above)
         for base, rules in files:
-            for pattern, states in rules:
+            for pattern, states in rules.near(name):
                 if not pattern.directory_only and pattern.matches(base, path, name):
                     self._fill(found, states)
         return found
 
-    def _files_for(self, directory: bytes) -> list[tuple[bytes, list[_PatternLine]]]:
+    def _files_for(self, directory: bytes) -> list[tuple[bytes, _AttributeFile]]:
         """Return the files that apply in a directory, the nearest first, each with its base."""
         if (found := self._files.get(directory)) is None:
             found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
             if content := self._read(directory):
                 rules, macros = _parse(content)
-                found = [(directory + b"/" if directory else b"", rules), *found]
+                found = [(directory + b"/" if directory else b"", _AttributeFile(rules)), *found]
                 if not directory:
                     self._macros |= macros
             self._files[directory] = found

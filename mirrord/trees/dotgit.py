@@ -90,8 +90,21 @@ def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
     return kept if _GIT in kept and kept[_GIT].is_directory else {}
 
 
-def has_index(manifest: Manifest, found: ScanResult) -> bool:
-    return _INDEX in _unchanged(manifest, found)
+def keeps_index(before: Manifest, manifest: Manifest, found: ScanResult) -> bool:
+    """Return whether the index is the one of `before`, and valid for `manifest`.
+
+    A file that was written again has another inode and ctime, which git does not compare here
+    (core.checkStat and core.trustctime in the store's configuration).
+    """
+    if manifest.commit != before.commit or _INDEX not in _unchanged(before, found):
+        return False
+    files, old = manifest.files, before.files
+    return all(_compared(files[path]) == _compared(old[path]) for path in files.recorded_since(old))
+
+
+def _compared(entry: Entry) -> tuple[int, ...]:
+    """Return what git compares of a file's stat; nothing of a directory's."""
+    return () if entry.is_directory else (entry.st_mode, entry.size, entry.mtime_ns // _SECOND_NS)
 
 
 def write_store(

@@ -153,7 +153,7 @@ def _converge(
         if store is None:
             index = dotgit.index_bytes(manifest)
             manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
-        elif manifest is begun and dotgit.has_index(manifest, found):
+        elif dotgit.keeps_index(begun, manifest, found):
             manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
         else:
             index = dotgit.index_bytes(manifest)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pygit2
-from pygit2.enums import DescribeStrategy, ObjectType, RepositoryOpenFlag
+from pygit2.enums import DescribeStrategy, ObjectType, Option, RepositoryOpenFlag
 
 from ...errors import (
     CommitNotFoundError,
@@ -33,6 +33,12 @@ from ..special import must_be_plain
 
 # An open repository keeps packs mapped and trees cached: 50 of them used 1.5 GB.
 _OPEN_MAX = 2
+_HEADERS: dict[int, bytes] = {
+    ObjectType.COMMIT: b"commit %d\0",
+    ObjectType.TREE: b"tree %d\0",
+    ObjectType.BLOB: b"blob %d\0",
+    ObjectType.TAG: b"tag %d\0",
+}
 _FLAGS = RepositoryOpenFlag.NO_SEARCH | RepositoryOpenFlag.NO_DOTGIT | RepositoryOpenFlag.BARE
 
 
@@ -50,7 +56,7 @@ class Objects:
     def read(self, oid: str | bytes, kind: ObjectType) -> bytes:
         """Raises CorruptObjectError if the object is absent, damaged or of another kind."""
         try:
-            found, data = self.repository.read(_oid(oid))
+            found, data = self._read_verified(_oid(oid))
         except KeyError as error:
             raise _corrupt(oid, error) from error
         except (pygit2.GitError, ValueError) as error:
@@ -63,6 +69,23 @@ class Objects:
             wrong = f"it is a {ObjectType(found).name.lower()}, not a {kind.name.lower()}"
             raise _corrupt(oid, wrong)
         return data
+
+    def _read_verified(self, oid: pygit2.Oid) -> tuple[int, bytes]:
+        """Read an object and compare its hash.
+
+        libgit2 hashes with a search for collisions, which took 90 of 215 ms for 2,059 files where
+        OpenSSL takes 23. git made that search when the object was fetched.
+        """
+        pygit2.option(Option.ENABLE_STRICT_HASH_VERIFICATION, False)
+        try:
+            kind, data = self.repository.read(oid)
+        finally:
+            pygit2.option(Option.ENABLE_STRICT_HASH_VERIFICATION, True)
+        digest = hashlib.sha1(_HEADERS[kind] % len(data), usedforsecurity=False)
+        digest.update(data)
+        if digest.digest() != oid.raw:
+            raise pygit2.GitError("hash mismatch")
+        return kind, data
 
     def _read_copy(self, oid: str | bytes, kind: ObjectType) -> bytes | None:
         """Read by git an object of which libgit2 (1.9) tried a damaged copy alone; verified."""
