@@ -10,6 +10,7 @@ children left (`mirrors/maintenance.py`).
 import asyncio
 import contextlib
 import io
+import re
 import signal
 from collections.abc import (
     AsyncGenerator,
@@ -207,6 +208,10 @@ class Git:
                 yield iterator
 
 
+# git (2.39) ends with status 0 all the same, and keeps the objects
+_SHALLOW = re.compile(r"(?m)^warning: rejected ([0-9a-f]{40}) because shallow roots")
+
+
 def _check_result(
     result: GitResult, ok: Collection[int], stderr: StderrReader, remote: Remote | None, doing: str
 ) -> None:
@@ -219,9 +224,18 @@ def _check_result(
             upstream=is_upstream, http=stderr.http, secrets=secrets,
         )  # fmt: skip
     if remote is not None and stderr.http.is_garbage:
-        raise errors.UpstreamError(
-            f"cannot {doing}: upstream does not answer as a git server",
-            hint="check the upstream URL",
+        if "html" in (stderr.http.content_type or ""):
+            fact, hint = "upstream does not answer as a git server", "check the upstream URL"
+        else:
+            fact = "upstream is served as plain files (dumb HTTP), without a git server"
+            hint = "ask for git http-backend there, or mirror a copy on this disk"
+        raise errors.UpstreamError(f"cannot {doing}: {fact}", hint=hint)
+    if remote is not None and (cut := _SHALLOW.findall(result.stderr)):
+        are = "commit lacks its" if len(cut) == 1 else "commits lack their"
+        raise errors.UpstreamIncompleteError(
+            f"cannot {doing}: upstream is shallow: {len(cut)} {are} parents",
+            hint="run `git fetch --unshallow` there, or mirror the repository it was cloned from",
+            objects=cut[:400],
         )
     if remote is not None and (target := foreign_redirect(remote.url, result.stderr)):
         raise errors.UpstreamError(

@@ -48,6 +48,42 @@ class _UpstreamRule(NamedTuple):
 # sideband) and `fatal: remote error: `; elsewhere they could be the name of a repository.
 _UPSTREAM_RULES = (
     _UpstreamRule(
+        (),
+        r"from promisor remote|lazy fetching disabled",
+        errors.UpstreamIncompleteError,
+        "upstream is a partial clone, and does not have what was asked for: mirror the repository"
+        " that it was cloned from, or run `git fetch --refetch --no-filter` there",
+    ),
+    _UpstreamRule(
+        (),
+        r"did not receive expected object",
+        errors.UpstreamIncompleteError,
+        "upstream hides a part of its history with grafts, or lost the object: look for info/grafts"
+        " there, and run `git fsck`",
+    ),
+    _UpstreamRule(
+        (),
+        r"certificate verification failed|SSL certificate problem|certificate has expired"
+        r"|does not match target host",
+        errors.CertificateRefusedError,
+        "upstream's certificate has expired, is for another name, or is of a CA that is not known"
+        " here: renew it there, or name its CA in the ca_file of a [[credential]]",
+    ),
+    _UpstreamRule(
+        (),
+        r"detected dubious ownership",
+        errors.UpstreamAuthError,
+        "the repository belongs to another user than the one that serves it: add it to"
+        " safe.directory in that user's git configuration, on upstream's host",
+    ),
+    _UpstreamRule(
+        (),
+        r"refstorage",
+        errors.UpstreamIncompleteError,
+        "upstream keeps its refs as a reftable, which this git cannot read from a path: serve it by"
+        " ssh or https, or install git 2.45 or newer here",
+    ),
+    _UpstreamRule(
         {429},
         r"returned error: 429|too many requests|\brate limit\b",
         errors.UpstreamThrottledError,

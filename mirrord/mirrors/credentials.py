@@ -116,6 +116,7 @@ class Credentials:
 
     async def _equip(self, remote: Remote, entry: CredentialSettings) -> Remote:
         await to_thread.run_sync(_check_files, entry)
+        await _must_not_have_expired(entry)
         parts: dict[str, Any] = {
             name: getattr(entry, name) for name in _PASSED_ON if getattr(entry, name)
         }
@@ -151,7 +152,13 @@ class Credentials:
 _PASSED_ON = (
     "ca_file", "client_cert", "client_key", "proxy", "ssh_key", "known_hosts", "accept_new",
 )  # fmt: skip
-_BLAMED = {"upstream-auth", "upstream-failed", "upstream-not-found", "ssh-key-refused"}
+_BLAMED = {
+    "certificate-refused",
+    "upstream-auth",
+    "upstream-failed",
+    "upstream-not-found",
+    "ssh-key-refused",
+}
 
 
 def unusable(entry: CredentialSettings, fact: str, hint: str) -> CredentialUnusableError:
@@ -221,6 +228,31 @@ def _check_certificates(entry: CredentialSettings) -> None:
     if ends and max(ends) < time.time():
         fact = f"every certificate of ca_file {entry.ca_file} has expired"
         raise unusable(entry, fact, "get the present certificate of that CA")
+
+
+async def _must_not_have_expired(entry: CredentialSettings) -> None:
+    """Raise CredentialUnusableError for a client's certificate that has expired.
+
+    The ssl module reads no dates of it; without openssl, the upstream's refusal tells.
+    """
+    if not entry.client_cert or not shutil.which("openssl", path=search_path()):
+        return
+    with in_memory(b"") as file, anyio.fail_after(COMMAND_TIMEOUT.total_seconds()):
+        words = ("openssl", "x509", "-checkend", "0", "-noout", "-in", str(entry.client_cert))
+        process = start([*_UNPRIVILEGED, *words], dict(os.environ), Path("/"), file)
+        async with Child(process) as child, anyio.create_task_group() as group:
+            output = bytearray()
+            group.start_soon(_drain, child.read_stderr)
+            while piece := await child.read_stdout():
+                output.extend(piece)
+    if b"will expire" in output:
+        fact = f"client_cert {entry.client_cert} has expired"
+        raise unusable(entry, fact, "ask the forge's administrator for a new certificate")
+
+
+async def _drain(read: Callable[[], Any]) -> None:
+    while await read():
+        pass
 
 
 def _no_password() -> str:

@@ -348,6 +348,7 @@ async def sync(
     if not accept_loss:
         must_not_vanish(repository.name, old, offer)
     failed = await _fetch_missing(fetcher, offer, present, known_faults or {})
+    offer = await _without_strange_branches(repository, offer, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not old:
@@ -358,7 +359,9 @@ async def sync(
         if oid in failed
     ]
     target = {ref: oid for ref, oid in offer.refs.items() if oid not in failed}
-    if unfetched := [ref for ref, oid in offer.refs.items() if oid in failed and ref in old]:
+    strange = [fault.ref for fault in offer.faults if fault.code == _NO_COMMIT]
+    unfetched = [ref for ref, oid in offer.refs.items() if oid in failed]
+    if unfetched := [ref for ref in (*unfetched, *strange) if ref in old]:
         # a ref whose new objects did not arrive stays, unless another ref took its place
         directories = {directory for ref in target for directory in refs.directories_of(ref)}
         for ref in unfetched:
@@ -406,6 +409,36 @@ async def _fetch_missing(
         if isinstance(error, errors.UpstreamUnavailableError):
             return failed | dict.fromkeys(again, error)
     return failed | (await fetcher.fetch(again, known_faults) if again else {})
+
+
+_NO_COMMIT = "no-commit"
+
+
+async def _without_strange_branches(
+    repository: Repository, offer: refs.Offer, failed: Collection[str]
+) -> refs.Offer:
+    """Make branches that name no commit faults: git (2.39) refuses to write one."""
+    branches = {ref: oid for ref, oid in offer.refs.items() if ref.startswith("refs/heads/")}
+    held = (await repository.all_refs()).items()
+    new = {ref: oid for ref, oid in branches.items() if (ref, oid) not in held}
+    oids = sorted(set(new.values()) - set(failed))
+    doing = f"look up branches of mirror {repository.name}"
+    kinds = await object_info(repository.git, repository.path, oids, doing=doing)
+    strange = {it.name: it.kind for it in kinds if it.kind != "commit"}
+    faults = [
+        RefFault(
+            ref=ref,
+            commit=oid,
+            reason=f"it is a branch, and a {strange[oid]} is no commit",
+            code=_NO_COMMIT,
+        )
+        for ref, oid in new.items()
+        if oid in strange
+    ]
+    names = {fault.ref for fault in faults}
+    good = {ref: oid for ref, oid in offer.refs.items() if ref not in names}
+    head = offer.head if offer.head in good else None
+    return replace(offer, refs=good, head=head, faults=[*offer.faults, *faults])
 
 
 async def _must_continue(

@@ -20,9 +20,15 @@ import pytest
 from forge import Forge, serving
 from gitrepos import Upstream
 from mirror_parts import NAME, Builder, House
+from waiting import until
 
 from mirrord.config import Settings
-from mirrord.errors import CredentialUnusableError, UpstreamAuthError, UpstreamError
+from mirrord.errors import (
+    CertificateRefusedError,
+    CredentialUnusableError,
+    UpstreamAuthError,
+    UpstreamError,
+)
 from mirrord.mirrors import credentials
 from mirrord.mirrors.credentials import Credentials
 
@@ -190,6 +196,18 @@ def make_certificate(directory: Path, name: str, authority: str = "", days: int 
     return path
 
 
+def make_expired(directory: Path, key: Path) -> Path:
+    """A certificate of no days, for a key."""
+    request, path = directory / "expired.csr", directory / "expired.pem"
+    subject = ["openssl", "req", "-new", "-key", key, "-subj", "/CN=expired", "-out", request]
+    sign = ["openssl", "x509", "-req", "-in", request, "-signkey", key, "-days", "0", "-out", path]
+    for command in (subject, sign):
+        subprocess.run([str(word) for word in command], check=True, capture_output=True)
+    check = ["openssl", "x509", "-checkend", "0", "-noout", "-in", str(path)]
+    until(lambda: subprocess.run(check, capture_output=True, check=False).returncode == 1)
+    return path
+
+
 def test_a_private_ca_and_client_certificates(tmp_path: Path, upstream: Upstream) -> None:
     """Each part that is missing or wrong is told, and the mirror is synced with all."""
     ca, other = make_certificate(tmp_path, "ca"), make_certificate(tmp_path, "other")
@@ -211,11 +229,16 @@ def test_a_private_ca_and_client_certificates(tmp_path: Path, upstream: Upstream
             "certificate": {"ca_file": other},
             "fit together": {"client_key": tmp_path / "ca.key"},
             "No such file": {"ca_file": tmp_path / "absent"},
+            "client_cert .* has expired": {
+                "client_cert": make_expired(tmp_path, parts["client_key"])
+            },
         }
         for fact, changed in wrong.items():
             with pytest.raises(UpstreamError, match=fact) as caught:
                 attempt(**changed)
             assert forge.url in f"{caught.value} {caught.value.hint}"
+        with pytest.raises(CertificateRefusedError):
+            attempt(ca_file=other)
         with pytest.raises(UpstreamError):  # without a certificate of a client
             attempt(client_cert=other, client_key=tmp_path / "other.key")
 

@@ -34,8 +34,6 @@ REFS = COMMITS + COMMITS // 3 + 1
 STRUCK = 22
 """The commit whose objects are damaged; everything on it reaches them."""
 
-HOSTILE = b"100644 .git\0" + bytes.fromhex("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")
-
 
 @dataclass
 class Case:
@@ -100,12 +98,13 @@ def corrupt(path: Path) -> None:
 
 
 def make_hostile(path: Path) -> None:
-    """Every ref on the struck commit gets one more, on a commit that strict fsck refuses."""
-    bad = git(path, "hash-object", "-t", "tree", "-w", "--stdin", "--literally", stdin=HOSTILE)
-    git(path, "hash-object", "-w", "--stdin", stdin=b"")
+    """Every ref on the struck commit gets one more, on a commit whose header has a NUL."""
     date = {"GIT_AUTHOR_DATE": "1700000000 +0000", "GIT_COMMITTER_DATE": "1700000000 +0000"}
-    commit = git(path, "commit-tree", bad, "-p", f"v{STRUCK}^{{commit}}", "-m", "hostile", env=date)
     good = git(path, "rev-parse", f"v{STRUCK}^{{tree}}")
+    parent = git(path, "rev-parse", f"v{STRUCK}^{{commit}}")
+    who = "A\0 <a@example.com> 1700000000 +0000"
+    raw = f"tree {good}\nparent {parent}\nauthor {who}\ncommitter {who}\n\nhostile\n".encode()
+    commit = git(path, "hash-object", "-t", "commit", "-w", "--stdin", "--literally", stdin=raw)
     for ref in reaching(path, f"v{STRUCK}"):
         git(
             path,

@@ -32,6 +32,7 @@ class Forge:
         self.refusal: Answer | None = None  # of every request, while it is set
         self.redirect_to: str | None = None
         self.renamed: dict[str, str] = {}
+        self.plain: dict[str, bytes] = {}  # files, as a web server without git has them
         self.delay_s = 0.0
         self.packs_cut = 0  # so many answers with a pack lose their second half
         self.speaks_v2 = True
@@ -67,6 +68,9 @@ class Forge:
             return *self.answers.pop(0), b""
         if self.redirect_to and not request.path.startswith(self.redirect_to):
             return 301, {"Location": request.path.replace("/old.git", self.redirect_to)}, b""
+        if self.plain:
+            content = self.plain.get(request.path.partition("?")[0])
+            return (200 if content else 404), {"Content-Type": "text/plain"}, content or b""
         for old, new in self.renamed.items():
             if request.path.startswith(old):
                 return 301, {"Location": request.path.replace(old, new, 1)}, b""
