@@ -169,6 +169,7 @@ from .protocol import JobState as JobState
 from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
+from .protocol import NotReady as NotReady
 from .protocol import NotRestored as NotRestored
 from .protocol import Operation as Operation
 from .protocol import OwnerActivity as OwnerActivity

@@ -60,11 +60,14 @@ class InstanceQuery(Query):
 
 
 async def list_datasets(call: Call) -> list[protocol.Dataset]:
+    await call.engine.current_health()  # counts again if something changed
     return [_visible(call, dataset) for dataset in await call.engine.datasets.list()]
 
 
 async def get_dataset(call: Call) -> protocol.Dataset:
-    return _visible(call, await call.engine.datasets.get(_dataset_name(call)))
+    dataset = await call.engine.datasets.get(_dataset_name(call))
+    await call.engine.current_health()
+    return _visible(call, dataset)
 
 
 def _dataset_name(call: Call) -> DatasetName:
@@ -72,6 +75,7 @@ def _dataset_name(call: Call) -> DatasetName:
 
 
 def _visible(call: Call, dataset: protocol.Dataset) -> protocol.Dataset:
+    dataset = call.engine.readiness.describe(dataset)
     return dataset if call.is_admin else replace(dataset, unpinned=[], faults=[])
 
 

@@ -5,19 +5,22 @@ are damaged or gone. Health quotes no texts of errors, and names no mirrors to s
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import anyio
 
 from ..catalog import MirrorRow, Servable
 from ..errors import MirrordError
 from ..mirrors.service import Mirrors
-from ..protocol import Audit, Finding
+from ..protocol import Audit, DatasetSummary, Finding, NotReady
 from ..telemetry import log
 from ..units import counted
 from .service import SERVABLE, Audits
+
+D = TypeVar("D", bound=DatasetSummary)
 
 _AUDITS = 5  # recent audits that are searched for the latest findings of each mirror
 _MAX_AGE_S = 60.0  # other daemons of a fleet change the catalog without an event here
@@ -93,6 +96,7 @@ class ReadinessCount:
         self._lock = anyio.Lock()
         self._seen, self._counted_at = -1, 0.0
         self.unserved: list[Unserved] = []
+        self._ready: dict[str, int] | None = None  # by dataset; None until the first count
 
     def reasons(self) -> list[str]:
         """Return why health is degraded: a reason for each dataset, the worst first."""
@@ -117,7 +121,7 @@ class ReadinessCount:
             seen = self._changes()
             try:
                 with anyio.move_on_after(_PATIENCE_S):
-                    self.unserved = await self._count()
+                    self.unserved, self._ready = await self._count()
             except MirrordError as error:  # health reports a catalog that cannot be read itself
                 log.debug("readiness.uncounted", detail=error.message)
             self._seen, self._counted_at = seen, time.monotonic()
@@ -132,12 +136,28 @@ class ReadinessCount:
         counts = self._events.counts.items()
         return sum(count for name, count in counts if name.partition(".")[0] in _SUBJECTS)
 
-    async def _count(self) -> list[Unserved]:
+    def describe(self, dataset: D) -> D:
+        """Return a dataset with the number of its instances that can be checked out."""
+        if self._ready is None:
+            return dataset
+        unserved = next((each for each in self.unserved if each.dataset == dataset.name), None)
+        reasons = [
+            NotReady(mirror=mirror, reason=reason, count=count)
+            for mirror, reason, count in (unserved.mirrors if unserved else ())
+        ]
+        ready = self._ready.get(dataset.name, 0)
+        return replace(dataset, ready_count=ready, not_ready=reasons)
+
+    async def _count(self) -> tuple[list[Unserved], dict[str, int]]:
         newest = await newest_audits(self._audits)
         lost, accepted = unservable_commits(newest), unservable_commits(newest, accepted=True)
         counts = await self._catalog.count_servable(lost, accepted=accepted)
         rows = {row.name.key: row for row in await self._catalog.list_mirrors()}
-        return sorted(_unserved(counts, rows), key=lambda each: (-each.count, each.dataset))
+        ready: Counter[str] = Counter()
+        for dataset, _, state, count in counts:
+            ready[dataset] += count if state in READY else 0
+        unserved = sorted(_unserved(counts, rows), key=lambda each: (-each.count, each.dataset))
+        return unserved, dict(ready)
 
 
 def _unserved(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..protocol import Mirror, Status
-from .output import cell, count, problem_of, when
+from .output import cell, count, moment, problem_of
 
 # of mirrors with the same problem, in one line
 _NAMES_SHOWN = 3
@@ -67,7 +67,7 @@ def _audit_problems(found: Status) -> Iterator[Attention]:
     audit = found.last_audit
     if audit is None:
         return
-    at = when(audit.finished_at)
+    at = moment(audit.finished_at)
     if audit.affected_count:
         fact = f"{count(audit.affected_count, 'instance')} cannot be served (audit of {at})"
         yield Attention("problem", fact, "mirrord audit; mirrord heal")

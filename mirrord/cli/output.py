@@ -1,16 +1,23 @@
-"""Tables, times and sizes as text. Columns are never wrapped or cut: a pipe gets whole lines."""
+"""Tables, times and sizes as text.
 
+A pipe gets whole cells and times. On a terminal tables fit its width, and times are ages.
+"""
+
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+from ..model import utc_now
 from ..protocol import Mirror
 from ..quoting import legible, quote_name
 from ..units import counted, readable_size
 
 T = TypeVar("T")
+
+_CELL_MIN = 8  # a cell is not cut below; a short commit and an age still say something
 
 # seconds of each unit, largest first
 _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -19,7 +26,9 @@ _LENGTHS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def table(
     header: Sequence[str], rows: Iterable[Sequence[object]], *, bold: bool | None = None
 ) -> Iterator[str]:
-    """Yield the lines of a table, numbers aligned right; on a terminal the header is bold."""
+    """Yield the lines of a table, numbers aligned right; on a terminal the header is bold, and long
+    cells are cut, but for those of the first column, which is what other verbs take.
+    """
     is_bold = sys.stdout.isatty() if bold is None else bold
     cells = [[cell(value) for value in row] for row in rows]
     columns = range(len(header))
@@ -29,12 +38,32 @@ def table(
 
     numeric = [bool(cells) and all(is_number(row[n]) for row in cells) for n in columns]
     widths = [max(len(line[n]) for line in [list(header), *cells]) for n in columns]
+    if is_bold and bold is None:
+        widths = _fit(widths, shutil.get_terminal_size().columns)
     for number, row in enumerate([header, *cells]):
+        texts = [_cut(row[n], widths[n]) for n in columns]
         aligned = (
-            row[n].rjust(widths[n]) if numeric[n] else row[n].ljust(widths[n]) for n in columns
+            texts[n].rjust(widths[n]) if numeric[n] else texts[n].ljust(widths[n]) for n in columns
         )
         line = "  ".join(aligned).rstrip()
         yield f"\x1b[1m{line}\x1b[0m" if number == 0 and is_bold else line
+
+
+def _fit(widths: list[int], terminal: int) -> list[int]:
+    """Return widths at which a row has room, the widest columns cut first, if that is possible."""
+    fitted = list(widths)
+    over = sum(fitted) + 2 * (len(fitted) - 1) - terminal
+    while over > 0:
+        widest = max(range(1, len(fitted)), key=fitted.__getitem__, default=0)
+        if not widest or fitted[widest] <= _CELL_MIN:
+            break
+        fitted[widest] -= 1
+        over -= 1
+    return fitted
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def listing(items: Iterable[T], columns: str, **computed: Callable[[T], object]) -> Iterator[str]:
@@ -92,7 +121,15 @@ def cell(value: object) -> str:
     """Return a value as one line, with control characters escaped."""
     if value is None or value == "":
         return "-"
-    return legible(when(value) if isinstance(value, datetime) else str(value))
+    return legible(moment(value) if isinstance(value, datetime) else str(value))
+
+
+def moment(time: datetime) -> str:
+    """Return a time as people read it: on a terminal how long ago it was, else as `when`."""
+    if not sys.stdout.isatty():
+        return when(time)
+    passed = utc_now() - time
+    return f"{ago(passed)} ago" if passed >= timedelta() else f"in {ago(-passed)}"
 
 
 def when(time: datetime) -> str:

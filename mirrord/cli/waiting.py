@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from ..errors import (
@@ -38,11 +39,15 @@ def watching(session: Session, title: str) -> Iterator[Callable[[Progress], None
         return
     rich = importlib.import_module("rich.progress")  # takes 60 ms to load
     console = importlib.import_module("rich.console").Console(stderr=True)
+    whole = partial(importlib.import_module("rich.table").Column, no_wrap=True)
     columns = (
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        rich.TextColumn("{task.fields[units]}", markup=False),
-        rich.TimeElapsedColumn(),
+        rich.TextColumn("{task.description}", markup=False, table_column=whole()),
+        rich.BarColumn(bar_width=20, table_column=whole(min_width=8)),
+        rich.TextColumn(
+            "{task.fields[units]}", markup=False, table_column=whole(overflow="ellipsis", ratio=1)
+        ),
+        rich.TimeElapsedColumn(table_column=whole(min_width=7)),
+        rich.TimeRemainingColumn(compact=True, table_column=whole(min_width=5)),
     )
     with rich.Progress(*columns, console=console, transient=True) as display:
         task = display.add_task(title, total=None, units="")

@@ -455,14 +455,16 @@ class Engine:
         return Configuration(path=path, settings=settings)
 
     async def status(self) -> Status:
+        health = (await self.current_health()).health
+        datasets = await self.catalog.summarise_datasets()
         return Status(
             version=__version__, pid=os.getpid(), uid=os.geteuid(), started_at=self.started_at,
             state_dir=str(self.layout.root),
             config_path=str(self._config_path) if self._config_path else None,
             backend=self.backend,
-            health=(await self.current_health()).health,
+            health=health,
             mirrors=await self.mirrors.list_mirrors(),
-            datasets=await self.catalog.summarise_datasets(),
+            datasets=[self.readiness.describe(each) for each in datasets],
             checkout_count=len(self.checkouts.leases),
             checkout_max=self._settings.checkouts.max,
             operations_running=self.operations.running_count,

@@ -154,7 +154,17 @@ class UnpinnedCommit(Answer):
     reason: str
 
 
+class NotReady(Answer):
+    """Instances of a dataset that cannot be checked out: of which mirror, and why."""
+
+    mirror: str
+    reason: str
+    count: int
+
+
 class DatasetSummary(Answer):
+    """A dataset in short. Without `ready_count` it is not known how many instances are ready."""
+
     name: str
     format: str
     instance_count: int
@@ -162,6 +172,8 @@ class DatasetSummary(Answer):
     fault_count: int = 0
     unpinned_count: int = 0
     imported_at: datetime
+    ready_count: int | None = None
+    not_ready: list[NotReady] = []
 
 
 class Dataset(DatasetSummary):

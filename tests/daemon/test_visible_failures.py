@@ -114,6 +114,7 @@ def test_health_says_what_cannot_be_served(tmp_path: Path) -> None:
         checked = _mirrord(running, "status", "--check")
         assert checked.returncode == 8
         assert checked.stdout.startswith(f"degraded: {reason}\n  -> mirrord dataset show rows\n")
+        _tells_readiness(running, tmp_path)
         overview = page(port, "/")
         assert reason in overview
         assert "degraded" in overview
@@ -126,6 +127,28 @@ def test_health_says_what_cannot_be_served(tmp_path: Path) -> None:
         assert _mirrord(running, "audit").returncode == 0
         assert running.get("/v1/health")[0] == 200
         assert _mirrord(running, "dataset", "remove", "rows").returncode == 0
+
+
+def _tells_readiness(running: Daemon, tmp_path: Path) -> None:
+    """Two of five rows have a commit that is there: where people look, with the reasons."""
+    again = _mirrord(running, "dataset", "import", f"{tmp_path}/rows.jsonl")
+    assert again.returncode == 8
+    lines = again.stdout.splitlines()
+    assert lines[2:] == [
+        "2 of 5 ready",
+        "  o__absent: 2 not ready: upstream-not-found",
+        "  o__r: 1 not ready: not pinned",
+    ]
+    shown = _mirrord(running, "dataset", "show", "rows").stdout
+    assert re.search(r"^ready +2 of 5$", shown, re.MULTILINE)
+    assert re.search(r"^o__absent +2  upstream-not-found$", shown, re.MULTILINE)
+    assert " 2 of 5 " in _mirrord(running, "dataset", "list").stdout.splitlines()[1]
+    status = _mirrord(running, "status").stdout
+    assert "1 with 2 of 5 instances ready" in status
+    [dataset] = running.json("GET", "/v1/status")["datasets"]
+    reasons = [(each["mirror"], each["count"], each["reason"]) for each in dataset["not_ready"]]
+    assert dataset["ready_count"] == 2
+    assert reasons == [("o__absent", 2, "upstream-not-found"), ("o__r", 1, "not pinned")]
 
 
 def test_reload_ends_as_the_daemon_judges() -> None:

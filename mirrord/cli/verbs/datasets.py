@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from ...protocol import (
     Dataset,
     DatasetDiff,
     DatasetImported,
+    DatasetSummary,
     Instance,
     InstanceName,
     Prewarmed,
@@ -83,7 +85,7 @@ def add(
         for fault in compared.faults if compared else ():
             session.note(f"{fault.file}:{fault.line}: {fault.instance or 'row'}: {fault.reason}")
         return
-    found = conclude(session, operation, no_wait, DatasetImported, _import_lines)
+    found = conclude(session, operation, no_wait, DatasetImported, partial(_import_lines, session))
     for text in _warnings(found) if found else ():
         session.note(text)
     exit_as(found)
@@ -97,13 +99,27 @@ def _read_mapping(file: Path) -> str:
         raise UsageError(f"cannot read the mapping {file}: {fact}") from error
 
 
-def _import_lines(found: DatasetImported) -> Iterator[str]:
+def _import_lines(session: Session, found: DatasetImported) -> Iterator[str]:
     dataset, change = found.dataset, found.change
     instances = f"{count(dataset.instance_count, 'instance')} of format {dataset.format}"
     commits, mirrors = count(dataset.commit_count, "commit"), len(dataset.mirrors)
     yield f"{dataset.name}: {instances}, {commits} in {count(mirrors, 'mirror')}"
     kinds = f"{len(change.added)} added, {len(change.changed)} changed"
     yield f"{kinds}, {len(change.removed)} removed, {change.unchanged_count} unchanged"
+    known = session.client.get_dataset(dataset.name)
+    if ready := readiness_of(known):
+        yield f"{ready} ready"
+    for each in known.not_ready[:_SHOWN_MIRRORS]:
+        yield f"  {each.mirror}: {each.count:,} not ready: {each.reason}"
+    if (more := len(known.not_ready) - _SHOWN_MIRRORS) > 0:
+        yield f"  and {count(more, 'more mirror')}: mirrord dataset show {dataset.name}"
+
+
+def readiness_of(dataset: DatasetSummary) -> str | None:
+    """Return `186 of 500`, or None if nobody has counted."""
+    if dataset.ready_count is None:
+        return None
+    return f"{dataset.ready_count:,} of {dataset.instance_count:,}"
 
 
 def _warnings(found: DatasetImported) -> Iterator[str]:
@@ -152,9 +168,10 @@ def _prepare_lines(found: Prewarmed) -> Iterator[str]:
 
 def list_all(session: Session) -> None:
     found = session.client.list_datasets()
-    counts = "INSTANCES=instance_count COMMITS=commit_count MIRRORS=mirrors:count"
+    counts = "READY COMMITS=commit_count MIRRORS=mirrors:count"
     counts += " BAD_ROWS=fault_count UNPINNED=unpinned_count"
-    session.answer(found, listing(found, f"DATASET=name FORMAT {counts} IMPORTED=imported_at"))
+    columns = f"DATASET=name FORMAT {counts} IMPORTED=imported_at"
+    session.answer(found, listing(found, columns, READY=readiness_of))
 
 
 def show(
@@ -177,10 +194,16 @@ def _dataset_lines(dataset: Dataset, instances: list[InstanceName]) -> Iterator[
     if dataset.first_created_at and dataset.last_created_at:
         ends = (dataset.first_created_at, dataset.last_created_at)
         created = " to ".join(f"{end:%Y-%m-%d}" for end in ends)
-    names = "dataset=name format source sha256 digest instances=instance_count"
+    names = "dataset=name format source sha256 digest instances=instance_count ready"
     names += " repositories=mirrors:count commits unpinned=unpinned_count bad_rows=fault_count"
     names += " environments=environment_count created rules imported=imported_at"
-    yield from facts_of(dataset, names, commits=commits, created=created, rules=rules or None)
+    ready = readiness_of(dataset)
+    yield from facts_of(
+        dataset, names, ready=ready, commits=commits, created=created, rules=rules or None
+    )
+    if dataset.not_ready:
+        yield ""
+        yield from listing(dataset.not_ready, "MIRROR NOT_READY=count REASON")
     if instances:
         yield ""
         yield from (each.id for each in instances)

@@ -13,9 +13,10 @@ from typing import Annotated
 from ...errors import IntegrityError, NoDaemonError, ResourceError, UsageError
 from ...protocol import Event, FleetStatus, Mirror, Operation, Status
 from ..attention import Attention, attention_lines, problems_of
-from ..output import cell, count, facts, facts_of, listing, problem_of, size, when
+from ..output import cell, count, facts, facts_of, listing, moment, problem_of, size, when
 from ..session import Argument, Option, Session, as_json, print_line, read_duration
 from ..waiting import amount, exit_as_verb, finish, operation_table
+from .datasets import readiness_of
 
 # while a daemon starts; nothing tells that its socket will exist
 _POLL_S = 0.1
@@ -104,9 +105,14 @@ def _status_lines(
     lines = listing(mirrors, f"{columns} PROBLEM", PROBLEM=problem_of)
     yield from _first_rows(lines, len(mirrors), every)
     all_datasets = every or len(found.datasets) <= _ROWS_SHOWN
-    datasets = [d for d in found.datasets if all_datasets or d.fault_count or d.unpinned_count]
-    columns = "DATASET=name FORMAT INSTANCES=instance_count BAD_ROWS=fault_count"
-    lines = listing(datasets, f"{columns} UNPINNED=unpinned_count IMPORTED=imported_at")
+    datasets = [
+        d
+        for d in found.datasets
+        if all_datasets or d.fault_count or d.unpinned_count or d.not_ready
+    ]
+    columns = "DATASET=name FORMAT READY BAD_ROWS=fault_count"
+    columns += " UNPINNED=unpinned_count IMPORTED=imported_at"
+    lines = listing(datasets, columns, READY=readiness_of)
     yield from _first_rows(lines, len(datasets), every)
     jobs = [job for job in found.jobs if every or job.last_error]
     lines = listing(jobs, "JOB=name NEXT=next_at LAST=last_at PROBLEM=last_error")
@@ -141,10 +147,14 @@ def _describe_fleet(fleet: FleetStatus | None) -> str | None:
 
 
 def _summary(found: Status) -> Iterator[str]:
-    since = f"pid {found.pid}, uid {found.uid}, since {when(found.started_at)}"
+    since = f"pid {found.pid}, uid {found.uid}, since {moment(found.started_at)}"
     held = f"{found.checkout_count:,} of at most {found.checkout_max:,}, backend {found.backend}"
     queued = f"{found.operations_queued:,} queued"
     instances = sum(each.instance_count for each in found.datasets)
+    counted = count(instances, "instance")
+    if all(each.ready_count is not None for each in found.datasets):
+        ready = sum(each.ready_count or 0 for each in found.datasets)
+        counted = f"{ready:,} of {counted} ready"
     return facts(
         [
             ("daemon", f"mirrord {found.version}, {since}"),
@@ -153,7 +163,7 @@ def _summary(found: Status) -> Iterator[str]:
             ("state", found.state_dir),
             ("configuration", found.config_path or "defaults"),
             ("mirrors", _count_mirrors(found.mirrors)),
-            ("datasets", f"{len(found.datasets):,} with {count(instances, 'instance')}"),
+            ("datasets", f"{len(found.datasets):,} with {counted}"),
             ("checkouts", held),
             ("operations", f"{found.operations_running:,} running, {queued}"),
             ("last audit", _describe_audit(found)),
@@ -191,7 +201,7 @@ def _describe_audit(found: Status) -> str:
         return "none yet"
     states = ", ".join(f"{number:,} {state}" for state, number in audit.counts.items() if number)
     mirrors = f"{audit.mirror_count:,} of {count(len(found.mirrors), 'mirror')}"
-    text = f"{when(audit.finished_at)}, {mirrors} at level {audit.level}"
+    text = f"{moment(audit.finished_at)}, {mirrors} at level {audit.level}"
     text += f": {states or 'nothing recorded'}"
     if audit.affected_count:
         text += f"; {count(audit.affected_count, 'instance')} cannot be served"

@@ -1,0 +1,60 @@
+"""Tables and times, on a terminal and in a pipe."""
+
+import os
+import sys
+from datetime import timedelta
+
+import pytest
+
+from mirrord.cli.output import moment, table
+from mirrord.model import utc_now
+
+ROWS = [["a" * 16, "b" * 60, "c" * 30, "1,234"], ["d" * 16, "e" * 10, "", "7"]]
+HEADER = ["ID", "PATH", "PROBLEM", "COUNT"]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    return monkeypatch
+
+
+def _lines(width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((width, 24)))
+    return [line.removeprefix("\x1b[1m").removesuffix("\x1b[0m") for line in table(HEADER, ROWS)]
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60])
+def test_a_table_fits_the_terminal(width: int, terminal: pytest.MonkeyPatch) -> None:
+    """What other verbs take, in the first column, is never cut; what is cut says so."""
+    lines = _lines(width, terminal)
+    assert all(len(line) <= width for line in lines)
+    assert [line.split()[0] for line in lines] == ["ID", "a" * 16, "d" * 16]
+    assert ("…" in lines[1]) == (width < 117)
+
+
+def test_a_table_that_cannot_fit_stays_readable(terminal: pytest.MonkeyPatch) -> None:
+    """Each cell keeps eight characters."""
+    lines = _lines(20, terminal)
+    assert lines[1].split()[1] == "bbbbbbb…"
+
+
+def test_a_pipe_gets_whole_cells_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((40, 24)))
+    assert "b" * 60 in list(table(HEADER, ROWS))[1]
+    assert moment(utc_now()).count(":") >= 2
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"),
+    [
+        (timedelta(minutes=12, milliseconds=500), "12m 0s ago"),
+        (timedelta(days=3, hours=2, minutes=30), "3d 2h ago"),
+        (-timedelta(hours=2, minutes=5, milliseconds=-500), "in 2h 4m"),
+    ],
+)
+def test_a_terminal_gets_ages(
+    passed: timedelta, expected: str, terminal: pytest.MonkeyPatch
+) -> None:
+    del terminal
+    assert moment(utc_now() - passed) == expected
