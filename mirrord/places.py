@@ -192,6 +192,10 @@ class Layout:
             **dict.fromkeys((*private, self.quarantine, self.home), 0o700),
         }
 
+    def has_leases(self) -> bool:
+        """Return whether checkouts outlive the daemon."""
+        return any(not path.name.startswith(".") for path in self.leases.iterdir())
+
     @staticmethod
     def _make(directory: Path, mode: int) -> None:
         try:

@@ -24,6 +24,7 @@ from .. import errors
 from ..changes.copying import CopyRule, Taken
 from ..changes.survey import OverlayPaths, copy_overlay, overlay_changes
 from ..errors import full_disk_named, host_error
+from ..host import home
 from ..host.files import open_child, open_directory, open_regular, opened
 from ..host.mounting import Mounter, choose_mounter, probe_overlay
 from ..host.mounts import Visible, read_overlays
@@ -422,7 +423,7 @@ async def find_overlay(
             raise
         # a full disk: the leases of an earlier daemon need the backend all the same
         log.warning("overlay.unprobed", reason=str(error))
-    if unmapped:
+    if unmapped and not home.is_inside():  # as the kernel has it: see docs/rootless.md
         log.warning("owners.unmapped", reason=unmapped)
     return OverlayBackend(
         state_dir, mounter, templates, workers, mirrors_path, trash, environments,

@@ -293,6 +293,7 @@ class _Grader:
         return replace(outcome, state=state, tested=tested)
 
     async def _prepare(self, row: Prediction, choices: dict[str, Any]) -> AsyncGrade:
+        choices = {**choices, "sandbox": not self._keep}  # its path is printed only if it is kept
         try:
             return await self._client.grade(row.instance, row.patch, bind=self._bind, **choices)
         except errors.ProcessGoneError:  # the daemon cannot see this process

@@ -194,6 +194,8 @@ credential check; mirrors:check_credential; 369; Try the credential of a URL on 
 # Rare
 attach; checkouts:attach; 34579; Attach a checkout to a path of a mount namespace.
   attach . /testbed
+enter; enter:enter; 349; Run a command in the namespaces of a user's daemon.
+  enter -- python harness.py
 receipt; receipts:receipt; 345789; Print or verify the receipt of a checkout.
   receipt . --sign ~/.ssh/id_ed25519
 verify-seal; local:verify_seal; 3478; Prove that a repository has nothing newer than a commit.

@@ -38,6 +38,10 @@ class UpstreamSettings(Section):
     timeout: Period = timedelta(minutes=10)
 
 
+class ServiceSettings(Section):
+    namespace: Annotated[Literal["auto", "never"], Restart] = "auto"
+
+
 class SyncSettings(Section):
     interval: Duration = timedelta(hours=6)
     jitter: Duration = timedelta(minutes=10)
@@ -166,6 +170,7 @@ class Settings(Section):
         default_factory=lambda given: default_socket(given["state_dir"])
     )
     upstream: UpstreamSettings = UpstreamSettings()
+    service: ServiceSettings = ServiceSettings()
     sync: SyncSettings = SyncSettings()
     audit: AuditSettings = AuditSettings()
     maintenance: MaintenanceSettings = MaintenanceSettings()

@@ -10,6 +10,11 @@ gc.disable()  # imports make no garbage; collecting takes a tenth of the start
 # structlog 26 imports rich if it is installed: 0.1 s and 10 MB that the daemon does not need
 sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 
+from .start import enter_home, read_options
+
+options = read_options()
+enter_home(options)
+
 from ..workers.pool import FORK_SERVER
 
 # 1,000 clients and their checkouts need more than a login's 1,024 descriptors
@@ -35,4 +40,4 @@ from .main import main
 gc.freeze()  # collections skip imported objects from now on
 gc.enable()
 
-sys.exit(main())
+sys.exit(main(options))

@@ -31,12 +31,14 @@ from ..api.server import Server
 from ..api.volumes import VolumeDriver
 from ..engine.engine import Engine
 from ..errors import host_error
+from ..host import home
 from ..host.files import opened
 from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
 from ..places import DOCKER_SOCKET
 from ..telemetry import log
 from ..web.server import WebServer
+from .start import config_path
 
 # The steps of a stop, one after the other. Together they are below TimeoutStopSec=60s of the unit,
 # after which systemd kills; what is cut off is repaired at the next start.
@@ -46,16 +48,8 @@ ENGINE_CLOSE_TIMEOUT = timedelta(seconds=20)
 THREADS_DRAIN = timedelta(seconds=5)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run the daemon in the foreground and return its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mirrord.daemon", description="The mirrord daemon, in the foreground."
-    )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
-    parser.add_argument(
-        "--socket", type=Path, metavar="PATH", help="listen here instead of at the configured path"
-    )
-    options = parser.parse_args(arguments)
 
     def load() -> config.Settings:
         settings = config.load(path)
@@ -64,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         return settings
 
     try:
-        path = options.config.absolute() if options.config else places.find_config_path()
+        path = config_path(options)
         settings = load()
         telemetry.configure(settings.log.level, settings.log.format)
         engine = Engine(settings, config_path=path, load=load)
@@ -77,6 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 engine.layout.make()
                 asyncio.run(Daemon(engine, listeners, Notifier()).run())
+                if home.is_inside() and not engine.layout.has_leases():
+                    home.end(engine.layout.root)
             finally:
                 listeners.remove()
     except (errors.MirrordError, OSError) as error:

@@ -32,6 +32,7 @@ from ..fleet.claims import Claims
 from ..git.command import Git
 from ..grading.service import Grading
 from ..heal.repair import Heals
+from ..host import home
 from ..host.peers import Access
 from ..host.place import find_place
 from ..host.room import Room
@@ -139,6 +140,7 @@ class Engine:
         await self.mirrors.open()
         # datasets remove stale pins when they open, so mirrors and catalog have to agree before
         await self.datasets.open()
+        self.health.warn_by(home.warnings)
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import BackendUnavailableError, MirrordError, ResourceError
 from ..host.children import NOTHING, Child, start
-from ..host.processes import Owner, may_give_files_away
+from ..host.processes import Owner, is_mapped, may_give_files_away
 from ..jsontext import loads
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 from ..sandbox.box import Box
@@ -265,12 +265,11 @@ def main() -> int:
 
 def build_owner() -> Owner:
     """Return the uid and gid of builds."""
-    if not may_give_files_away():
-        return os.geteuid(), os.getegid()
+    owner = UID, UID
     with suppress(KeyError):
         found = pwd.getpwnam(USER)
-        return found.pw_uid, found.pw_gid
-    return UID, UID
+        owner = found.pw_uid, found.pw_gid
+    return owner if may_give_files_away() and is_mapped(owner) else (os.geteuid(), os.getegid())
 
 
 def find_uv() -> str:

@@ -39,7 +39,8 @@ C = TypeVar("C", Policy, SteeringKind)
 GRADED = "graded"
 """The snapshot of every grade: the base with the change and the tests, as it was made."""
 
-_COPIED = ("backend", "ttl", "owner", "bind")  # from a request for a grade to one for a checkout
+# from a request for a grade to one for a checkout
+_COPIED = ("backend", "ttl", "owner", "bind", "sandbox")
 _DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 

@@ -32,9 +32,11 @@ from ..jsontext import loads
 from ..model import Target
 from . import mounts
 from .files import open_directory, open_regular, opened
+from .followers import Followers
 from .overlays import (
     BOUND,
     ENVIRONMENT,
+    FOLLOWERS,
     IDMAPS,
     MESSAGE_MAX_BYTES,
     PROBE_LAYER,
@@ -70,6 +72,7 @@ class GuardedMounter:
         self._checkouts = state_dir / "checkouts"
         place = f"{mounts.descriptor_path(self._state)}/{IDMAPS}"
         self._mapped = MappedTemplates(place, stored=daemon)
+        self._followers = Followers(f"{mounts.descriptor_path(self._state)}/{FOLLOWERS}")
         self._pending: dict[tuple[str, str], int] = {}
 
     def make(self, order: OverlayOrder) -> int:
@@ -117,7 +120,7 @@ class GuardedMounter:
         with ExitStack() as stack:
             self._check_lease(stack, checkout, owner)
             path, name = split_target(checkout, target)
-            return mounts.clone_follower(self._open(stack, path), name)
+            return self._followers.clone(self._open(stack, path), name)
 
     def umount(self, checkout: str) -> None:
         with suppress(FileNotFoundError), ExitStack() as stack:
@@ -147,6 +150,7 @@ class GuardedMounter:
     def close(self) -> None:
         self.drop_pending()
         self._mapped.close()
+        self._followers.close()
 
     def _drop(self, place: tuple[str, str]) -> None:
         if (mount := self._pending.pop(place, None)) is not None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..errors import BackendUnavailableError, DiskFullError, MirrordError, ResourceError
 from . import files
 from .files import opened
-from .processes import Capability, has_capabilities
+from .processes import Capability, has_capabilities, in_user_namespace
 
 _READABLE = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -27,14 +27,14 @@ _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/mount.h, linux/fs.h
 # linux/mount.h, linux/sched.h and linux/fcntl.h; the calls came with Linux 5.2, with the same
 # numbers on x86-64 and arm64
 _OPEN_TREE_CLONE, _OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
-_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x200
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH, _MOVE_MOUNT_BENEATH = 0x4, 0x40, 0x200
 _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV, _MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+_MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, _MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 _MOUNT_ATTR_IDMAP = 0x100000
-_MS_PRIVATE, _MS_SLAVE, _MS_SHARED = 1 << 18, 1 << 19, 1 << 20
+_MS_PRIVATE, MS_SLAVE, _MS_SHARED = 1 << 18, 1 << 19, 1 << 20
 _CLONE_FS = 0x200
-_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
+_AT_FDCWD, _AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 429, 430, 431, 432
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
 
@@ -54,13 +54,7 @@ _libc.umount2.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
 
 
-class _FileHandle(ctypes.Structure):
-    """struct file_handle, with room for MAX_HANDLE_SZ bytes."""
-
-    _fields_ = (("size", ctypes.c_uint), ("kind", ctypes.c_int), ("data", ctypes.c_ubyte * 128))
-
-
-class _MountAttr(ctypes.Structure):
+class MountAttributes(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")
     )
@@ -105,11 +99,14 @@ def _make_overlay(lower: Sequence[int], upper: int, work: int) -> int:
         _configure(context, _FSCONFIG_SET_STRING, "upperdir", descriptor_path(upper))
         _configure(context, _FSCONFIG_SET_STRING, "workdir", descriptor_path(work))
         for key, value in _OVERLAY_OPTIONS.items():
-            _configure(context, _FSCONFIG_SET_STRING, key, value)
+            if key != "redirect_dir" or not in_user_namespace():
+                _configure(context, _FSCONFIG_SET_STRING, key, value)
+        if in_user_namespace():  # attributes in `user.` (Linux 5.11), which excludes redirect_dir
+            _configure(context, _FSCONFIG_SET_FLAG, "userxattr")
         # without it, an unmount flushes the whole file system (Linux 5.10)
         _configure(context, _FSCONFIG_SET_FLAG, "volatile")
         _create_over(context, lower)
-        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        flags = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
         return _syscall("mount", "an overlay", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
 
 
@@ -138,7 +135,7 @@ def _create_over(context: int, lower: Sequence[int]) -> None:
     def create() -> None:
         try:
             if _libc.unshare(_CLONE_FS):
-                raise _refused("leave", "the working directory", ctypes.get_errno())
+                raise refused("leave", "the working directory", ctypes.get_errno())
             os.chdir("/proc/self/fd")
             _configure(context, _FSCONFIG_SET_STRING, "lowerdir", joined)
             _configure(context, _FSCONFIG_CMD_CREATE)
@@ -156,6 +153,12 @@ def attach(mount: int, target: str, how: int = 0) -> None:
     """Make a detached mount visible at `target`."""
     how |= _MOVE_MOUNT_F_EMPTY_PATH
     _syscall("mount at", target, _SYS_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(target), how)
+
+
+def attach_over(mount: int, covered: int) -> None:
+    """Make a detached mount visible on the root of another one that is attached."""
+    how = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
+    _syscall("mount on", "a mount", _SYS_MOVE_MOUNT, mount, b"", covered, b"", how)
 
 
 def replace(mount: int, target: str) -> None:
@@ -196,44 +199,8 @@ def clone_idmapped(source: int, userns: int) -> int:
 
     All three are descriptors; the clone ends with its last one. Needs Linux 5.12.
     """
-    flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-    return _clone_with(source, _MountAttr(attr_set=flags, userns_fd=userns))
-
-
-def clone_follower(above: int, name: str) -> int:
-    """Make a detached clone of `name`, a directory in `above`, with the mounts on it.
-
-    Once attached, in any namespace, it follows later mounts and unmounts on `name` (but not while
-    it is detached; seen on Linux 6.18). So it is cloned from the directory beneath those mounts. No
-    path leads there, but its file handle does, which needs CAP_DAC_READ_SEARCH.
-    """
-    with (
-        opened(_clone(above)) as uncovered,
-        opened(os.open(name, DIRECTORY, dir_fd=uncovered)) as same,
-        opened(os.open(".", os.O_RDONLY | os.O_CLOEXEC, dir_fd=above)) as place,
-        opened(_open_again(same, place)) as covered,
-    ):
-        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        following = _MountAttr(attr_set=flags, propagation=_MS_SLAVE)
-        return _clone_with(covered, following, _AT_RECURSIVE)
-
-
-def _open_again(directory: int, place: int) -> int:
-    """Open `directory` in the mount of `place`, beneath what is mounted on it there."""
-    handle, mount = _FileHandle(128), ctypes.c_int()
-    at, itself = ctypes.byref(handle), ctypes.byref(mount)
-    if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
-        raise _refused("name", "a directory", ctypes.get_errno())
-    found = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
-    if found < 0 and ctypes.get_errno() == errno.EPERM:
-        raise BackendUnavailableError(
-            "cannot open a directory by its handle: not permitted",
-            hint="to attach checkouts, the daemon or the mount service needs CAP_DAC_READ_SEARCH"
-            " and open_by_handle_at(2), which containers may block",
-        )
-    if found < 0:
-        raise _refused("open", "a directory", ctypes.get_errno())
-    return found
+    flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+    return clone_with(source, MountAttributes(attr_set=flags, userns_fd=userns))
 
 
 def mount_private(target: str) -> int:
@@ -245,12 +212,12 @@ def mount_private(target: str) -> int:
         _configure(context, _FSCONFIG_SET_STRING, "source", "mirrord")
         _configure(context, _FSCONFIG_SET_STRING, "mode", "0700")
         _configure(context, _FSCONFIG_CMD_CREATE)
-        flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOEXEC
+        flags = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | _MOUNT_ATTR_NOEXEC
         root = _syscall("mount", "a tmpfs", _SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, flags)
     try:
         attach(root, target)
         # attached in a shared mount, it became shared too
-        _set_attributes(root, _MountAttr(propagation=_MS_PRIVATE))
+        set_attributes(root, MountAttributes(propagation=_MS_PRIVATE))
     except BaseException:
         os.close(root)
         raise
@@ -269,9 +236,11 @@ def bind_once(path: str) -> None:
         is_mount = mount_id(above) != mount_id(directory)
         if is_mount and os.fstatvfs(directory).f_flag & HARMLESS == HARMLESS:
             return
-        with opened(_clone(directory)) as clone:
-            flags = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-            _set_attributes(clone, _MountAttr(attr_set=flags, propagation=_MS_SHARED))
+        with opened(clone_mount(directory)) as clone:
+            flags = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+            if in_user_namespace():  # leave the group of the outer mount: it shows nothing of ours
+                set_attributes(clone, MountAttributes(propagation=_MS_PRIVATE))
+            set_attributes(clone, MountAttributes(attr_set=flags, propagation=_MS_SHARED))
             attach(clone, path)
 
 
@@ -287,7 +256,7 @@ def open_beneath(directory: int, path: str) -> int:
         flags = os.O_PATH | os.O_DIRECTORY
         return files.open_beneath(directory, os.fsencode(path), flags, into_mounts=True)
     except OSError as error:
-        raise _refused("open", path, error.errno or errno.EIO) from error
+        raise refused("open", path, error.errno or errno.EIO) from error
 
 
 def descriptor_path(fd: int) -> str:
@@ -322,22 +291,22 @@ def _configure(context: int, command: int, *key_and_value: str) -> None:
     _syscall("mount", "an overlay", _SYS_FSCONFIG, context, command, key, value, 0)
 
 
-def _clone(directory: int, how: int = 0) -> int:
+def clone_mount(directory: int, how: int = 0) -> int:
     how |= _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_EMPTY_PATH
     return _syscall("clone", "a directory's mount", _SYS_OPEN_TREE, directory, b"", how)
 
 
-def _clone_with(directory: int, attributes: _MountAttr, how: int = 0) -> int:
-    clone = _clone(directory, how)
+def clone_with(directory: int, attributes: MountAttributes, how: int = 0) -> int:
+    clone = clone_mount(directory, how)
     try:
-        _set_attributes(clone, attributes, how)
+        set_attributes(clone, attributes, how)
     except BaseException:
         os.close(clone)
         raise
     return clone
 
 
-def _set_attributes(mount: int, attributes: _MountAttr, how: int = 0) -> None:
+def set_attributes(mount: int, attributes: MountAttributes, how: int = 0) -> None:
     size, given = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.byref(attributes)
     how |= _AT_EMPTY_PATH
     _syscall("set up", "a mount", _SYS_MOUNT_SETATTR, mount, b"", how, given, size)
@@ -349,13 +318,13 @@ def _unmount(target: str) -> bool:
         return True
     if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOENT):
         return False
-    raise _refused("unmount", target, number)
+    raise refused("unmount", target, number)
 
 
 def _syscall(verb: str, noun: str, number: int, *arguments: object) -> int:
     result = int(_libc.syscall(ctypes.c_long(number), *arguments))
     if result < 0:
-        raise _refused(verb, noun, ctypes.get_errno())
+        raise refused(verb, noun, ctypes.get_errno())
     return result
 
 
@@ -370,7 +339,7 @@ _HINTS = {
 }
 
 
-def _refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
+def refused(verb: str, noun: str, number: int) -> MirrordError | OSError:
     """Return the error for an errno of a mount call."""
     fact = f"cannot {verb} {noun}: {os.strerror(number)}"
     if number in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ESTALE):

@@ -25,6 +25,8 @@ BOUND = ("checkouts", "leases")
 """Clients write below these, so they are mounted `nosuid,nodev`."""
 IDMAPS = "idmaps"
 """The directory for idmapped templates, used before Linux 6.15."""
+FOLLOWERS = "followers"
+"""The directory for `followers.py`, used in a user namespace."""
 # of the mount service's socket; a request names a few dozen directories
 MESSAGE_MAX_BYTES = 64 * 1024
 _CLONE_NEWUSER = 0x10000000  # linux/sched.h

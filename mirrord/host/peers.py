@@ -26,7 +26,7 @@ import anyio.to_thread
 from ..errors import AccessError, ProcessGoneError
 from ..telemetry import log
 from .files import opened
-from .processes import Owner, boot_id
+from .processes import Owner, boot_id, in_user_namespace, is_mapped
 
 if TYPE_CHECKING:  # workers load this module, and no pydantic
     from ..config import Settings
@@ -35,7 +35,9 @@ _SO_PEERGROUPS = 59  # Linux 4.13; not in Python's socket module
 _CREDENTIALS = struct.Struct("3i")
 # membership of groups and /etc/subuid: a change counts within a minute
 _REMEMBERED_S = 60.0
-_SUBUID, _SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
+# no user's: (uid_t) -1
+UNKNOWN = 2**32 - 1
+SUBUID, SUBGID = Path("/etc/subuid"), Path("/etc/subgid")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -71,6 +73,11 @@ def peer_of(connection: socket.socket) -> Peer:
     except OSError:  # ERANGE above 256 groups: then only the primary group counts
         raw = b""
     groups = struct.unpack(f"{len(raw) // 4}I", raw)
+    if in_user_namespace() and not is_mapped((uid, gid)):
+        # The kernel gives every id without a mapping the same number, such as 65534 (user_ns(7)).
+        own_uid, own_gid = os.geteuid(), os.getegid()
+        uid = uid if is_mapped((uid, own_gid)) else UNKNOWN
+        gid, groups = (own_gid if uid == own_uid else UNKNOWN), ()
     return Peer(uid=uid, gid=gid, pid=pid, groups=groups, connected_at=now)
 
 
@@ -87,7 +94,7 @@ class Access:
         settings: "Callable[[], Settings]",
         *,
         own_uid: int | None = None,
-        subuid: Path = _SUBUID,
+        subuid: Path = SUBUID,
     ) -> None:
         self._settings, self._subuid = settings, subuid
         self._own_uid = os.geteuid() if own_uid is None else own_uid
@@ -186,7 +193,7 @@ class Owners:
         """Pair with the gid at the same offset in /etc/subgid, or the member's own gid."""
         users, groups = (
             [(first, count) for first, count, user in iter_subids(file) if user == peer.uid]
-            for file in (_SUBUID, _SUBGID)
+            for file in (SUBUID, SUBGID)
         )
         offset = 0
         for first, count in users:

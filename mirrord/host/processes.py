@@ -81,8 +81,30 @@ def may_forge_ctimes() -> bool:
 
 
 def may_give_files_away() -> bool:
-    """Return whether this process can make files for other users, and remove any of them."""
+    """Return whether this process can make files for other users, and remove any of them.
+
+    In a user namespace only for those of `is_mapped`.
+    """
     return has_capabilities(Capability.CHOWN, Capability.DAC_OVERRIDE, Capability.FOWNER)
+
+
+def is_mapped(owner: Owner) -> bool:
+    """Return whether the user namespace of this process has a uid and a gid."""
+    return all(
+        any(first <= number < first + count for first, _, count in _read_map(kind))
+        for kind, number in zip(("uid", "gid"), owner, strict=True)
+    )
+
+
+def in_user_namespace() -> bool:
+    """Return whether this process is in a user namespace other than the first one."""
+    return _read_map("uid") != [(0, 0, 2**32 - 1)]
+
+
+@cache
+def _read_map(kind: str) -> list[tuple[int, ...]]:
+    lines = Path(f"/proc/self/{kind}_map").read_text(encoding="ascii").splitlines()
+    return [tuple(map(int, line.split())) for line in lines]
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -176,6 +198,45 @@ _CAP_SETS = struct.Struct("=6I")
 for _call in (_libc.setfsuid, _libc.setfsgid):
     _call.argtypes = [ctypes.c_uint]
     _call.restype = ctypes.c_uint
+
+
+_GIVING = (
+    Capability.CHOWN,
+    Capability.DAC_OVERRIDE,
+    Capability.FOWNER,
+    Capability.SETGID,
+    Capability.SETUID,
+)
+_PR_CAP_AMBIENT, _AMBIENT_RAISE, _AMBIENT_CLEAR_ALL = 47, 2, 4  # linux/prctl.h
+
+
+@contextmanager
+def passing_capabilities() -> Iterator[None]:
+    """Give a program that is started inside the capabilities to act as other users.
+
+    execve(2) takes them from all but root, unless they are ambient. Only a user namespace with
+    other ids has them.
+    """
+    if os.geteuid() == 0 or not has_capabilities(*_GIVING):
+        yield
+        return
+    sets = ctypes.create_string_buffer(_CAP_SETS.size)
+    _must(_libc.capget(_CAP_HEADER, sets))
+    mine = _CAP_SETS.unpack(sets)
+    inherited = *mine[:2], sum(1 << each for each in _GIVING), *mine[3:]
+    _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*inherited)))
+    try:
+        for each in _GIVING:
+            _must(_libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_RAISE, int(each), 0, 0))
+        yield
+    finally:
+        drop_passed_capabilities()
+        _must(_libc.capset(_CAP_HEADER, _CAP_SETS.pack(*mine)))
+
+
+def drop_passed_capabilities() -> None:
+    """Have programs that this process starts get no capabilities; it keeps its own."""
+    _libc.prctl(_PR_CAP_AMBIENT, _AMBIENT_CLEAR_ALL, 0, 0, 0)  # EINVAL before Linux 4.3
 
 
 class ActingAs:

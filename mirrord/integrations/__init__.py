@@ -24,9 +24,10 @@ async def open_sandbox(
     sandbox: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[AsyncSandbox]:
     """Yield a sandbox over a new checkout of an instance, and release it at the end."""
+    leased = {"bind": Bind.PROCESS, "sandbox": True, **(checkout or {})}
     async with (
         AsyncClient(socket) as client,
-        client.checkout(instance, **{"bind": Bind.PROCESS, **(checkout or {})}) as held,
+        client.checkout(instance, **leased) as held,
         AsyncSandbox(held, **(sandbox or {})) as box,
     ):
         yield box

@@ -42,7 +42,7 @@ class MirrordEnvironment(LocalEnvironment):
             self._open(self.config.instance)
 
     def _open(self, instance: str) -> None:
-        checkout = {"bind": Bind.PROCESS, **self.config.checkout}
+        checkout = {"bind": Bind.PROCESS, "sandbox": True, **self.config.checkout}
         with ExitStack() as stack:
             client = stack.enter_context(Client(self.config.socket))
             held = stack.enter_context(client.checkout(instance, **checkout))

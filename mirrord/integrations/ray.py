@@ -62,7 +62,7 @@ class Rollouts:
     ) -> None:
         label = f"ray/{ray.get_runtime_context().get_actor_id()}"
         self._client = Client(socket)
-        self._checkout = {"bind": Bind.PROCESS, "label": label, **(checkout or {})}
+        self._checkout = {"bind": Bind.PROCESS, "sandbox": True, "label": label, **(checkout or {})}
         self._sandbox = sandbox or {}
         self._held: dict[str, Sandbox] = {}
 
@@ -89,7 +89,8 @@ class Rollouts:
         self, checkout: str, command: str | Sequence[str], *, policy: Any = None, **limits: Any
     ) -> Executed:
         """Run the tests in a temporary grade of a checkout; for administrators."""
-        leased = self._client.grade_checkout(checkout, policy=policy, bind=self._checkout["bind"])
+        choices = {"policy": policy, "bind": self._checkout["bind"], "sandbox": True}
+        leased = self._client.grade_checkout(checkout, **choices)
         with leased as grade, Sandbox(grade, **self._sandbox) as box:
             return box.exec(command, **limits)
 

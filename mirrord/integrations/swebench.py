@@ -110,7 +110,7 @@ def without_docker(
     sandbox: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Make `swebench.harness.run_evaluation` use sandboxes instead of docker in the block."""
-    options = {"environment": "auto", "bind": Bind.PROCESS, **(checkout or {})}
+    options = {"environment": "auto", "bind": Bind.PROCESS, "sandbox": True, **(checkout or {})}
     with Client(socket) as client:
 
         def start(instance: str, stack: ExitStack) -> Sandbox:

@@ -28,7 +28,8 @@ class StartCheckout(Request):
 
     `dataset` chooses if datasets record the id differently. With `bind` "process" the lease ends
     with the process that made the connection, not with the connection. `attach` asks for a checkout
-    that can be attached, even if the peer's mount namespace does not show it. `layer` names a
+    that can be attached, even if the peer's mount namespace does not show it; `sandbox` for one
+    whose path need not be shown, because sandboxes attach it themselves. `layer` names a
     prepared layer of the same commit; the default is the layer `environment-<digest>` of the
     `environment`, if that was saved.
     """
@@ -44,6 +45,7 @@ class StartCheckout(Request):
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
     attach: bool = False
+    sandbox: bool = False
     layer: LayerName | None = None
     environment: EnvironmentName | None = None
     label: Label | None = None
@@ -122,6 +124,7 @@ class StartGrade(Request):
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
+    sandbox: bool = False
 
 
 class Checkout(Answer):

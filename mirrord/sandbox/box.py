@@ -17,6 +17,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 from ..errors import BackendUnavailableError
 from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
-from . import seccomp
+from . import attacher, seccomp
 
 # Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
 _ETC = ("debian_version", "ld.so.cache", "ld.so.conf", "localtime", "mime.types", "protocols",
@@ -103,6 +104,8 @@ class Box:
     `workdir`, where commands start, unless that is below /testbed. `files` are made inside, and
     executable if they begin with #!, and in PROGRAMS found by name. All else, such as HOME, /tmp
     and /, is in memory, up to `scratch_bytes`. `pipes` is a directory of pipes, shown at PIPES.
+    `mount` is the descriptor of the mount of the tree's parent directory, where this mount
+    namespace does not show it.
     """
 
     tree: Path
@@ -118,6 +121,7 @@ class Box:
     workdir: str = TESTBED
     files: Mapping[str, bytes] = field(default_factory=dict)
     scratch_bytes: int = 4 * 1024**3
+    mount: int | None = None
 
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
@@ -146,7 +150,9 @@ class Box:
                 arguments += "--perms", mode, "--file", give(content), path
             arguments += "--seccomp", give(seccomp.program()), "--chdir", self.workdir
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
-            program = [*become(self.owner), *_GUARD, find_bwrap()]
+            shown = showing(self.mount, self.tree.parent)
+            given += [] if self.mount is None else [self.mount]
+            program = [*become(self.owner), *shown, *_GUARD, find_bwrap()]
             argv = [*before, *program, "--args", packed, "--", *command]
             return Started(argv, pass_fds=given, env={}, cwd="/", **options)
 
@@ -268,6 +274,15 @@ def become(owner: tuple[int, int] | None) -> Iterator[str]:
     if is_root:
         yield from (f"--reuid={uid}", f"--regid={gid}", "--clear-groups")
     yield from ("--pdeathsig=KILL", "--")  # last: a change of uid clears it
+
+
+def showing(mount: int | None, directory: Path) -> Iterator[str]:
+    """Start a command line that sees a mount at a directory; see `attacher.py`."""
+    if mount is not None:
+        # not by its path, which another owner may not be allowed to read
+        script = Path(attacher.__file__).read_text(encoding="utf-8")
+        yield from (shutil.which("python3", path=os.defpath) or sys.executable, "-I", "-S", "-c")
+        yield from (script, str(mount), str(directory))
 
 
 def _children(pid: int) -> list[int]:

@@ -12,9 +12,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -64,38 +64,38 @@ class Keeper:
         self._room: SandboxRoom | None = None
         self._mounts: object = None
 
-    def run(self, call: "SandboxCall") -> "Executed":
+    def run(self, call: "SandboxCall", mount: int | None = None) -> "Executed":
+        """Run a command; `mount` is that of the checkout's directory, if its path is not shown."""
         try:
             while True:
                 with self._lock:
-                    room = self._enter()
+                    room = self._enter(mount)
                 with suppress(EndedError):
                     return call.follow(room)
         finally:
             call.close()
 
-    def _enter(self) -> SandboxRoom:
+    def _enter(self, mount: int | None) -> SandboxRoom:
         lease = self._lease()
-        mounts = _identify_mounts(lease)
+        mounts = _identify_mounts(lease, mount)
         if self._room is None or not self._room.is_open or mounts != self._mounts:
             self._close()
-            box = self._make_box(lease)
+            box = replace(self._make_box(lease), mount=mount)
             self._room = SandboxRoom(box, Limits(*self._limits), self._isolation)
             if self._isolation is None:
                 _warn_of(self._room.isolation)
             self._mounts = mounts
         return self._room
 
-    @property
-    def isolation(self) -> Isolation:
-        """What isolates the commands; starts the room where there is none."""
+    def isolation(self, mount: int | None = None) -> Isolation:
+        """Return what isolates the commands; starts the room where there is none."""
         with self._lock:
-            return self._enter().isolation
+            return self._enter(mount).isolation
 
-    def at(self, path: str) -> str:
+    def at(self, path: str, mount: int | None = None) -> str:
         """Return where commands find a path of the sandbox; starts the room where there is none."""
         with self._lock:
-            return self._enter().at(path)
+            return self._enter(mount).at(path)
 
     def close(self) -> None:
         """End all processes and remove HOME and /tmp."""
@@ -197,21 +197,39 @@ def choose_workdir(given: str | None) -> str | None:
         raise UsageError(f"cannot use workdir {shown(given)}: it {error}", hint=hint) from error
 
 
-def environment_of(lease: protocol.Checkout) -> Path | None:
-    """Return the path of a checkout's environment on the host."""
-    return Path(lease.directory, "environment") if lease.environment else None
+def environment_of(lease: protocol.Checkout, mount: int | None = None) -> Path | None:
+    """Return the path of a checkout's environment on the host, or below an open directory."""
+    above = lease.directory if mount is None else f"/proc/self/fd/{mount}"
+    return Path(above, "environment") if lease.environment else None
 
 
-def _identify_mounts(lease: protocol.Checkout) -> object:
+def is_shown(lease: protocol.Checkout) -> bool:
+    """Return whether this mount namespace shows a checkout at its path; an overlay is a mount."""
+    if lease.backend is not Backend.OVERLAY:
+        return True
+    try:
+        return os.stat(lease.path).st_dev != os.stat(lease.directory).st_dev
+    except PermissionError:  # of a subordinate uid; mountinfo is readable
+        return bool(_mounted_at({lease.path}))
+    except FileNotFoundError:
+        return True  # released; or another host's, which no mount can be attached for
+
+
+def _mounted_at(paths: Collection[str]) -> list[bytes]:
+    names = set(map(os.fsencode, paths))
+    with open("/proc/self/mountinfo", "rb") as mounts:
+        return [line for line in mounts if line.split()[4] in names]
+
+
+def _identify_mounts(lease: protocol.Checkout, mount: int | None) -> object:
     """Return what a box of a checkout shows; unique as long as a box uses the mounts."""
-    environment = environment_of(lease)
-    paths = [Path(lease.path), *([environment] if environment else [])]
+    tree = Path(lease.path) if mount is None else Path(f"/proc/self/fd/{mount}/tree")
+    environment = environment_of(lease, mount)
+    paths = [tree, *([environment] if environment else [])]
     try:
         return lease.borrows, [(found.st_dev, found.st_ino) for found in map(os.stat, paths)]
     except PermissionError:  # of a subordinate uid; mountinfo is readable
-        names = {os.fsencode(path) for path in paths}
-        with open("/proc/self/mountinfo", "rb") as mounts:
-            return [line for line in mounts if line.split()[4] in names]
+        return _mounted_at(list(map(str, paths)))
     except FileNotFoundError as error:
         fact = f"cannot find the tree of checkout {lease.id}: it was released, or has expired"
         raise CheckoutNotFoundError(fact, hint="check it out again") from error

@@ -186,9 +186,13 @@ def is_whiteout(found: os.stat_result) -> bool:
 
 
 def read_attributes(file: int) -> dict[str, bytes]:
-    """Return the extended attributes that a user may set."""
+    """Return the extended attributes that a user may set; those of an overlay without root are
+    the kernel's own.
+    """
     return {
-        name: os.getxattr(file, name) for name in os.listxattr(file) if name.startswith("user.")
+        name: os.getxattr(file, name)
+        for name in os.listxattr(file)
+        if name.startswith("user.") and not name.startswith("user.overlay.")
     }
 
 

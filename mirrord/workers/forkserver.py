@@ -22,7 +22,13 @@ from importlib import import_module
 import structlog
 
 from ..errors import MirrordError
-from ..host.processes import die_with_parent, limit_memory, resident_bytes, trim_memory
+from ..host.processes import (
+    die_with_parent,
+    drop_passed_capabilities,
+    limit_memory,
+    resident_bytes,
+    trim_memory,
+)
 
 # glibc keeps what a call freed (malloc_trim(3)): large tree diffs reached 1.5 GB
 _TRIM_STEP_BYTES = 32 * 1024**2
@@ -31,6 +37,7 @@ _LOW_NICE = 10  # as for background git children (`git/command.py`)
 
 def main() -> None:
     """Fork a worker for each socket received, and send back its pidfd."""
+    drop_passed_capabilities()
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         with suppress(Exception):  # a call into it will raise the error

@@ -26,7 +26,7 @@ import structlog
 
 from ..errors import DeadlineError, OutOfMemoryError, StoppingError, WorkerCrashedError
 from ..host.children import Popen, await_end, start_module
-from ..host.processes import memory_limit_bytes
+from ..host.processes import memory_limit_bytes, passing_capabilities
 from ..model import utc_now
 from ..telemetry import log
 from .turns import Askers, Turns
@@ -55,7 +55,7 @@ class ForkServer:
         with self._lock:
             self._preload = preload
             control, far_end = socket.socketpair()
-            with far_end:
+            with far_end, passing_capabilities():
                 process = start_module("mirrord.workers.forkserver", far_end, preload)
             self._running = process, control
 

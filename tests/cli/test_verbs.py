@@ -54,6 +54,7 @@ DESIGNED = [
     "reset",
     "fork",
     "attach",
+    "enter",
     "environment-build",
     "environment-import",
     "environment-list",

@@ -278,6 +278,7 @@ def test_sizes_are_written_as_they_are_read(value: int) -> None:
 NEEDS_RESTART = {"state_dir": "/elsewhere", "socket": "/other.sock"}
 NEEDS_RESTART["store.url"] = "s3://bucket/prefix"
 NEEDS_RESTART["catalog.url"] = "postgresql+psycopg://mirrord@db/mirrord"
+NEEDS_RESTART["service.namespace"] = "never"
 LIVE = {
     "upstream.url": "https://example.com/{name}",
     "upstream.fallbacks": ["https://example.com/{name}"],

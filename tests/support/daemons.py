@@ -92,6 +92,7 @@ class Daemon:
                     stdout=log,
                     stderr=log,
                     user=self.user,
+                    group=self.user,
                 )
         if wait:
             self.wait_until_healthy()

@@ -19,9 +19,10 @@ import anyio.to_thread
 
 from ... import errors, protocol
 from ...config import Settings
+from ...host import home
 from ...host.mounts import Visible, shares_mounts
 from ...host.peers import Access, Owners, Peer, Process, Role
-from ...host.processes import Owner, may_give_files_away
+from ...host.processes import Owner, is_mapped, may_give_files_away
 from ...host.trash import Trash
 from ...jobs.events import Events
 from ...model import Backend, Bind, History, MirrorName, Objects, View, new_checkout_id
@@ -32,6 +33,11 @@ from ..leases import Leases, not_found
 from ..lifecycle import Expiry, Lifecycle
 from .quotas import Quotas
 from .resolve import Naming
+
+_HOME_HINT = (
+    "this daemon mounts in a namespace of its own: use `mirrord exec`, in Python sandbox=True,"
+    " `mirrord enter` before the whole harness, or for a tree alone the backend pool"
+)
 
 
 class Admitted(NamedTuple):
@@ -63,8 +69,8 @@ class Leasing:
     def __post_init__(self) -> None:
         self._owners = Owners(self.settings, self.access)
         self._directory = self.leases.public
-        self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self._may_give_files_away = may_give_files_away()
+        self._visible: WeakKeyDictionary[Peer, Visible] = WeakKeyDictionary()
         self.expiry = Expiry(self.leases, self.lifecycle, self.trash, self.publish, self.clock)
 
     # -- rights ------------------------------------------------------------------------------------
@@ -90,7 +96,7 @@ class Leasing:
         """Raise AccessError unless the peer may have a checkout with these properties."""
         if view is View.GRADER:
             self.must_be_admin(peer, "check out with the grader view")
-        if owner[0] != os.geteuid() and not self._may_give_files_away:
+        if owner[0] != os.geteuid() and not (self._may_give_files_away and is_mapped(owner)):
             raise errors.AccessError(
                 f"cannot make a checkout for uid {owner[0]}: this daemon runs as uid"
                 f" {os.geteuid()} and cannot give files away",
@@ -209,7 +215,9 @@ class Leasing:
             raise errors.BackendUnavailableError(
                 f"cannot make a checkout: the mount namespace of the asking process {fact}"
                 f" {where}{self._directory}",
-                hint=f"use --attach, mount {self._directory} there with propagation rslave, or"
+                hint=_HOME_HINT
+                if home.is_inside()
+                else f"use --attach, mount {self._directory} there with propagation rslave, or"
                 " ask for the backend pool",
             )
         if wanted is Backend.POOL or visible < Visible.MOUNTS:
@@ -246,7 +254,7 @@ class Leasing:
         backend, visible = request.backend, Visible.MOUNTS
         if request.attach:
             backend = backend or Backend.OVERLAY
-        else:
+        elif not (request.sandbox and home.is_inside()):
             visible = await self.visible_to(peer)
         backends = self.choose_backends(backend, history, visible)
         if request.environment is not None:
@@ -345,7 +353,9 @@ def must_mount(backends: list[Backend]) -> list[Backend]:
         return [Backend.OVERLAY]
     raise errors.BackendUnavailableError(
         "cannot show an environment: the backend pool mounts nothing",
-        hint="ask for the backend overlay, if `mirrord doctor` finds it available, or for no"
+        hint=_HOME_HINT
+        if home.is_inside()
+        else "ask for the backend overlay, if `mirrord doctor` finds it available, or for no"
         " environment",
     )
 

@@ -26,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 from ... import errors
 from ...host.processes import hide_argument
 from ...model import Bind, Isolation, View, shown
-from ...sandbox.box import Started, become
-from ...sandbox.calls import box_of, choose_workdir, weaker
+from ...sandbox.box import Started, become, showing
+from ...sandbox.calls import box_of, choose_workdir, environment_of, is_shown, weaker
 from ...sandbox.direct import best, isolate
 from ...sandbox.room import Limits
 from ...units import parse_size
@@ -169,7 +169,7 @@ def _checkout(
             raise errors.UsageError(fact, hint="name an instance")
         yield client.open_checkout(find_id(session, target))
         return
-    lease = partial(client.checkout, target, view=view, ttl=_LEASE_TTL, **given)
+    lease = partial(client.checkout, target, view=view, ttl=_LEASE_TTL, sandbox=True, **given)
     try:
         leased = lease(bind=Bind.PROCESS)
     except errors.ProcessGoneError:  # the daemon cannot see this process
@@ -216,14 +216,26 @@ class _Run(NamedTuple):
         return status if status >= 0 else 128 - status
 
     def _start(self, checkout: Checkout, session: Session) -> subprocess.Popen[bytes]:
+        if is_shown(checkout.lease):
+            return self._start_with(checkout, session, None)
+        mount = checkout.open_mount()
+        try:
+            return self._start_with(checkout, session, mount)
+        finally:
+            os.close(mount)
+
+    def _start_with(
+        self, checkout: Checkout, session: Session, mount: int | None
+    ) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C reaches this process alone, which forwards it.
         options: dict[str, Any] = {"start_new_session": True}
         box = box_of(
             checkout.lease, network=self.network, variables=self.variables, workdir=self.workdir
         )
+        box = replace(box, mount=mount)
         try:
             if self.is_sandboxed:
-                command, paths = self._find_program(box.environment)
+                command, paths = self._find_program(environment_of(checkout.lease, mount))
                 box = replace(box, readable={str(path): path for path in paths})
                 # through a shell, for its message and status 127 if the command does not exist
                 command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
@@ -232,7 +244,9 @@ class _Run(NamedTuple):
                     session.note(f"mirrord: {weaker(isolated.isolation)}")
                 return isolated.start(command, before=self.limits.before, **options, **_outputs())
             own = () if box.owner is None and os.geteuid() == 0 else become(box.owner)
+            own = (*own, *showing(mount, checkout.directory))
             start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
+            options["pass_fds"] = () if mount is None else (mount,)
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
             argv = [*start, *self.limits.inside, *self.command]
             return subprocess.Popen(argv, env=variables, cwd="/", **options)

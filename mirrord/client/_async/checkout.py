@@ -176,6 +176,7 @@ class AsyncCheckout:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a tree with the changes of this checkout and the instance's tests.
@@ -183,6 +184,7 @@ class AsyncCheckout:
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
+        how["sandbox"] = sandbox
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     async def attach(
@@ -202,6 +204,12 @@ class AsyncCheckout:
             target = model.Target.ENVIRONMENT
             await self._client.attach_checkout(self.id, environment, target=target, pid=pid)
         await self._client.attach_checkout(self.id, path, pid=pid)
+
+    async def open_mount(self) -> int:
+        """Return the descriptor of a mount of `directory`, for a child process to attach; the
+        caller closes it.
+        """
+        return await self._client.open_mount(self.id)
 
     async def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Renew the lease for `ttl`, by default the last one given; returns the new deadline."""

@@ -380,6 +380,7 @@ class AsyncClient:
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
         attach: bool = False,
+        sandbox: bool = False,
         layer: str | None = None,
         environment: str | None = None,
         label: str | None = None,
@@ -392,13 +393,15 @@ class AsyncClient:
         client renews the lease until the handle is released or garbage collected. `owner` is the
         uid that owns the tree. With `bind` "process" the lease ends with this process. `attach`
         makes a checkout for `AsyncCheckout.attach`, even if this mount namespace does not show its
-        path. `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto"
-        for that of the instance. `label`, by default MIRRORD_LABEL, is a word by which
-        `list_checkouts` finds the checkout, its forks and its grades.
+        path; `sandbox` makes one for commands in sandboxes, where the path need not be shown.
+        `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto" for
+        that of the instance. `label`, by default MIRRORD_LABEL, is a word by which `list_checkouts`
+        finds the checkout, its forks and its grades.
         """
         members: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
         members |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
         members |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
+        members["sandbox"] = sandbox
         members |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
         request = {
             "body": http.message(protocol.StartCheckout, **members),
@@ -565,6 +568,7 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        sandbox: bool = False,
         layer: str | None = None,
         environment: str | None = None,
         label: str | None = None,
@@ -578,7 +582,12 @@ class AsyncClient:
         """
         query: dict[str, Any] = {"instance": instance, "dataset": dataset, "history": history}
         query |= {"strategy": str(strategy), "policy": http.policy_text(policy), "backend": backend}
-        query |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": str(bind)}
+        query |= {
+            "ttl": http.seconds_of(ttl),
+            "owner": owner,
+            "bind": str(bind),
+            "sandbox": sandbox,
+        }
         query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
         request = {"content": http.patch_bytes(patch), "auto_renew": auto_renew}
         return Pending(self._lease(AsyncGrade, protocol.Grade, "grades", **query, **request))
@@ -592,10 +601,12 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
         members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
+        members["sandbox"] = sandbox
         body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
         request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")
@@ -631,6 +642,15 @@ class AsyncClient:
             # a reset before it was attached did not reach the mount: attach it again
             if (await self.get_checkout(checkout)).resets == answer.resets:
                 return
+
+    async def open_mount(
+        self, checkout: str, *, target: model.Target = model.Target.DIRECTORY
+    ) -> int:
+        """Return the descriptor of a detached mount of a checkout; the caller closes it."""
+        body, descriptors = http.message(protocol.AttachCheckout, target=target), list[int]()
+        request = {"body": body, "descriptors": descriptors}
+        await self._post(protocol.Attachment, "checkouts", checkout, "attach", **request)
+        return descriptors[0]
 
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +23,7 @@ from ...sandbox.calls import (
     choose_environment,
     choose_workdir,
     environment_of,
+    is_shown,
 )
 from ...sandbox.verdicts import PluginReport, Reporter, can_report
 from ..primitives_async import async_in_thread, async_to_end
@@ -102,11 +105,13 @@ class AsyncSandbox:
 
     async def isolation(self) -> Isolation:
         """Return what keeps commands from the host."""
-        return await async_in_thread(lambda: self._keeper.isolation)
+        async with self._mount() as mount:
+            return await async_in_thread(lambda: self._keeper.isolation(mount))
 
     async def at(self, path: str) -> str:
         """Return where commands find a path of the sandbox, such as /testbed."""
-        return await async_in_thread(lambda: self._keeper.at(path))
+        async with self._mount() as mount:
+            return await async_in_thread(lambda: self._keeper.at(path, mount))
 
     async def exec(
         self,
@@ -134,7 +139,9 @@ class AsyncSandbox:
         The report is None where the checkout has no environment whose pytest can report. Standard
         input has the key of the report.
         """
-        if not can_report(environment_of(self._checkout.lease)):
+        async with self._mount() as mount:
+            reports = can_report(environment_of(self._checkout.lease, mount))
+        if not reports:
             return await self.exec(command, timeout=timeout), None
         reporter = Reporter()
         call = SandboxCall(
@@ -194,7 +201,20 @@ class AsyncSandbox:
         return done
 
     async def _run(self, call: SandboxCall) -> Executed:
-        return await async_in_thread(lambda: self._keeper.run(call), call.cancel)
+        async with self._mount() as mount:
+            return await async_in_thread(lambda: self._keeper.run(call, mount), call.cancel)
+
+    @asynccontextmanager
+    async def _mount(self) -> AsyncIterator[int | None]:
+        """Yield the descriptor of the checkout's mount where this mount namespace shows none."""
+        if is_shown(self._checkout.lease):
+            yield None
+            return
+        mount = await self._checkout.open_mount()
+        try:
+            yield mount
+        finally:
+            os.close(mount)
 
     async def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
         """End all processes and reset the checkout; arguments are those of its `reset`."""

@@ -175,6 +175,7 @@ class Checkout:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a tree with the changes of this checkout and the instance's tests.
@@ -182,6 +183,7 @@ class Checkout:
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
+        how["sandbox"] = sandbox
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     def attach(
@@ -201,6 +203,12 @@ class Checkout:
             target = model.Target.ENVIRONMENT
             self._client.attach_checkout(self.id, environment, target=target, pid=pid)
         self._client.attach_checkout(self.id, path, pid=pid)
+
+    def open_mount(self) -> int:
+        """Return the descriptor of a mount of `directory`, for a child process to attach; the
+        caller closes it.
+        """
+        return self._client.open_mount(self.id)
 
     def renew(self, ttl: timedelta | float | str | None = None) -> datetime:
         """Renew the lease for `ttl`, by default the last one given; returns the new deadline."""

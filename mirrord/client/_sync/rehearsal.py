@@ -179,7 +179,7 @@ class Rehearsal:
 
     def _check_out(self, candidate: rehearsing.Candidate, **options: Any) -> Checkout:
         choices: dict[str, Any] = {"dataset": candidate.dataset, "view": View.GRADER, "ttl": _TTL}
-        choices |= options | {"owner": self._owner}
+        choices |= options | {"owner": self._owner, "sandbox": True}
         choices |= {"auto_renew": False, "history": candidate.history}  # agents have this history
         try:
             return self._client.checkout(candidate.instance, bind=self._bind, **choices)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import io
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +24,7 @@ from ...sandbox.calls import (
     choose_environment,
     choose_workdir,
     environment_of,
+    is_shown,
 )
 from ...sandbox.verdicts import PluginReport, Reporter, can_report
 from ..primitives_sync import in_thread
@@ -103,11 +106,13 @@ class Sandbox:
 
     def isolation(self) -> Isolation:
         """Return what keeps commands from the host."""
-        return in_thread(lambda: self._keeper.isolation)
+        with self._mount() as mount:
+            return in_thread(lambda: self._keeper.isolation(mount))
 
     def at(self, path: str) -> str:
         """Return where commands find a path of the sandbox, such as /testbed."""
-        return in_thread(lambda: self._keeper.at(path))
+        with self._mount() as mount:
+            return in_thread(lambda: self._keeper.at(path, mount))
 
     def exec(
         self,
@@ -135,7 +140,9 @@ class Sandbox:
         The report is None where the checkout has no environment whose pytest can report. Standard
         input has the key of the report.
         """
-        if not can_report(environment_of(self._checkout.lease)):
+        with self._mount() as mount:
+            reports = can_report(environment_of(self._checkout.lease, mount))
+        if not reports:
             return self.exec(command, timeout=timeout), None
         reporter = Reporter()
         call = SandboxCall(
@@ -195,7 +202,20 @@ class Sandbox:
         return done
 
     def _run(self, call: SandboxCall) -> Executed:
-        return in_thread(lambda: self._keeper.run(call), call.cancel)
+        with self._mount() as mount:
+            return in_thread(lambda: self._keeper.run(call, mount), call.cancel)
+
+    @contextmanager
+    def _mount(self) -> Iterator[int | None]:
+        """Yield the descriptor of the checkout's mount where this mount namespace shows none."""
+        if is_shown(self._checkout.lease):
+            yield None
+            return
+        mount = self._checkout.open_mount()
+        try:
+            yield mount
+        finally:
+            os.close(mount)
 
     def reset(self, instance: str | None = None, **target: str | None) -> protocol.Proof:
         """End all processes and reset the checkout; arguments are those of its `reset`."""
