@@ -100,8 +100,8 @@ def _refuse(client: socket.socket, data: bytes) -> None:
     head, _, body = data.partition(b"\r\n\r\n")
     found = re.search(rb"(?i)content-length: (\d+)", head)
     left = int(found[1]) - len(body) if found else 0
-    while left > 0:
-        left -= len(client.recv(65536))
+    while left > 0 and (more := client.recv(65536)):
+        left -= len(more)
     head = b"HTTP/1.1 507 Insufficient Storage\r\ncontent-length: %d\r\n\r\n" % len(_FULL)
     client.sendall(head + _FULL)
 
