@@ -133,6 +133,10 @@ def test_git_commits_in_a_sandbox(overlay: mirrord.Checkout) -> None:
     repository is sealed.
     """
     work = "echo x >>README && git stash -q && git stash pop -q && git commit -qam x && git tag -a v -m v && git notes add -m n"
+    work += (
+        " && git checkout -qb o HEAD~1 && echo o >o && git add o && git commit -qm o"
+        " && git merge -q --no-edit v && git checkout -qb p HEAD~1 && git rebase -q v"
+    )
     ask = "git log -1 --format=%an.%ce && git config --global user.name me && git var GIT_AUTHOR_IDENT"
     for network in (False, True):
         with Sandbox(overlay, network=network) as sandbox:
