@@ -147,10 +147,11 @@ def test_the_diff_has_what_is_below_a_submodule(
         "no patch records pipes, sockets and devices: 'd/p', 'pipe'",
         "below submodule 'vendor/sub', by their paths in this tree: 'vendor/sub/d/f'",
     )
+    assert isinstance(answer.content, bytes)
     assert b"+++ b/vendor/sub/d/f\n" in answer.content
     assert b"Subproject" not in answer.content
     forms = {
-        form: service.call(service.checkouts.diff, made.id, USER_PEER, form).content.split()
+        form: bytes(service.call(service.checkouts.diff, made.id, USER_PEER, form).content).split()
         for form in (DiffFormat.STAT, DiffFormat.NAME_STATUS)
     }
     assert forms[DiffFormat.NAME_STATUS] == [b"M", b"README", b"A", b"vendor/sub/d/f"]
