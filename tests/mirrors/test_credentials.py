@@ -81,10 +81,12 @@ async def _sync(it: House) -> None:
         ("ssh://git@ssh.example.com/team/x.git", "git@ssh.example.com:team"),
         ("other@ssh.example.com:team/x.git", "ssh://ssh.example.com/"),
         ("/srv/git/x", None),
+        ("https://registry.example.com/v2/team/image/manifests/1", "https://registry.example.com"),
+        ("https://registry.example.com:5000/v2/team/image/blobs/x", None),
     ],
 )
 def test_the_longest_prefix_of_a_url_applies(url: str, entry: str | None) -> None:
-    web = ("https://git.example.com", "https://git.example.com/a")
+    web = ("https://git.example.com", "https://git.example.com/a", "https://registry.example.com")
     shell = ("git@ssh.example.com:team", "ssh://ssh.example.com/")
     tables = [{"url": it, "password_file": "/x"} for it in web]
     tables += [{"url": it, "ssh_key": "/x"} for it in shell]
