@@ -372,7 +372,13 @@ def test_completion_prints_a_script(shell: str, capfd: pytest.CaptureFixture[str
     assert run(["completion", "csh"]) == 2
 
 
-_MIRROR = {"name": "psf__requests", "repo": "psf/requests", "url": "u", "state": "ready"}
+_MIRROR = {
+    "name": "psf__requests",
+    "repo": "psf/requests",
+    "url": "u",
+    "host": "local",
+    "state": "ready",
+}
 _DATASET = {
     "name": "verified", "format": "swebench", "source": "s", "sha256": "0", "imported_at": "2026-01-01T00:00:00Z",
     "instance_count": 1, "commit_count": 1, "mirrors": [], "fault_count": 0, "unpinned_count": 0,
@@ -1052,7 +1058,7 @@ def test_status_is_a_glance(path: Path, capsys: pytest.CaptureFixture[str]) -> N
     bad = {"error": {**problem, "detail": "cannot sync"}, "state": "failed"}
     mirrors = [
         {
-            "name": f"o__r{number}", "repo": f"o/r{number}", "url": "u", "state": "ready",
+            "name": f"o__r{number}", "repo": f"o/r{number}", "url": "u", "host": "local", "state": "ready",
             **(bad if number % 100 == 7 else {}),
         }
         for number in range(2000)
