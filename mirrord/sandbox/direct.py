@@ -110,7 +110,8 @@ class DirectBox:
 
     def _variables(self) -> dict[str, str]:
         found = self._box.all_variables(self.at)
-        found = {"TMPDIR": str(self._tmp), "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG)} | found
+        own = {"TMPDIR": str(self._tmp), "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG)}
+        found = {**own, "MIRRORD_TREE": self.at(TESTBED), **found}
         if paths := [*self._paths_of_tree()]:
             found = {"PYTHONPATH": ":".join(paths)} | found
         return {**found, "MIRRORD_ISOLATION": self.isolation}

@@ -141,6 +141,15 @@ def test_an_isolation_that_is_impossible_is_refused(place: tuple[Pod, int, str])
         assert "has no namespaces" not in ran.stderr  # it was demanded
 
 
+def test_git_works_in_a_held_tree(place: tuple[Pod, int, str]) -> None:
+    """Also where its objects are those of the sealed store, outside the tree."""
+    made, user, _ = place
+    tree = made.must("checkout", INSTANCE, user=user).strip()
+    listed = made.must("exec", tree, "--", "git", "log", "--oneline", user=user)
+    assert len(listed.splitlines()) == 2
+    made.must("release", tree, user=user)
+
+
 def test_a_signal_and_a_timeout_end_all_of_it(place: tuple[Pod, int, str]) -> None:
     made, user, _ = place
     slow = ("exec", INSTANCE, "--timeout", "2s", "--", "sh", "-c", "sleep 8765 & wait")

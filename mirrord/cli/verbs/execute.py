@@ -236,7 +236,8 @@ class _Run(NamedTuple):
         try:
             if self.is_sandboxed:
                 command, paths = self._find_program(environment_of(checkout.lease, mount))
-                box = replace(box, readable={str(path): path for path in paths})
+                shown_paths = {str(path): path for path in paths}
+                box = replace(box, readable={**box.readable, **shown_paths})
                 # through a shell, for its message and status 127 if the command does not exist
                 command = [*self.limits.inside, "sh", "-c", 'exec "$@"', "sh", *command]
                 isolated = isolate(box, self.isolation)
