@@ -185,9 +185,9 @@ config show; local:config_show; ; Print the configuration in effect, defaults in
   config show
 config reload; status:reload; 39; Reload the daemon's configuration.
   config reload
-service install; local:install; 357; Install units, users and directories, and start the daemon.
-  service install --dry-run
-service uninstall; local:uninstall; 37; Stop the daemon and remove its units.
+service install; local:install; 2357; Install units, users and directories, and start the daemon.
+  service install --user
+service uninstall; local:uninstall; 237; Stop the daemon and remove its units.
   service uninstall --dry-run
 credential check; mirrors:check_credential; 369; Try the credential of a URL on its upstream.
   credential check https://git.example.com/team/project.git

@@ -143,10 +143,11 @@ def _run(*command: str) -> HostStep:
 
 
 def _write(path: Path, text: str, mode: int = 0o644) -> HostStep:
-    return HostStep(f"write {path}", partial(_replace, path, text, mode))
+    return HostStep(f"write {path}", partial(replace, path, text, mode))
 
 
-def _replace(path: Path, text: str, mode: int) -> None:
+def replace(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file whole, with its missing directories."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with whole_file(path, mode) as file:
         file.write(text.encode())

@@ -15,7 +15,7 @@ from click.shell_completion import get_completion_class
 
 from ... import config, errors, places
 from ...config import Settings
-from ...doctor import Check, examine, installer
+from ...doctor import Check, examine, installer, user_service
 from ...doctor.checks import HostStep
 from ...doctor.repairs import Repaired, repair
 from ...model import History, MirrorName, parse_commit
@@ -244,18 +244,32 @@ def _seal_lines(report: SealReport) -> Iterator[str]:
 DryRun = Annotated[bool, Option("Print the steps, and change nothing.")]
 
 
-def install(session: Session, *, dry_run: DryRun = False) -> None:
+OfUser = Annotated[bool, Option("One unit of this user's systemd, without root.")]
+
+
+def install(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
     """The units start the Python environment that this mirrord is installed in. A missing
     configuration is written too. Run it again after an upgrade: it writes the units of the new
-    version and restarts the services.
+    version and restarts the services. With --user it is an ordinary user's daemon.
     """
+    if user:
+        if not dry_run:
+            user_service.refuse_user()
+        _perform(session, user_service.plan_install(Path(sys.prefix)), dry_run=dry_run)
+        session.note(user_service.linger_hint())
+        return
     if not dry_run:
         installer.refuse_host()
     _perform(session, installer.plan_install(Path(sys.prefix)), dry_run=dry_run)
 
 
-def uninstall(session: Session, *, dry_run: DryRun = False) -> None:
+def uninstall(session: Session, *, user: OfUser = False, dry_run: DryRun = False) -> None:
     """Keeps configuration, state directory and Python environment, and prints where they are."""
+    if user:
+        if not dry_run:
+            user_service.refuse_user()
+        _perform(session, user_service.plan_uninstall(), dry_run=dry_run)
+        return
     if not dry_run:
         installer.refuse_host()
     _perform(session, installer.plan_uninstall(Path(sys.prefix)), dry_run=dry_run)
