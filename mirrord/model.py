@@ -246,6 +246,7 @@ class CommitRole(StrEnum):
     ENVIRONMENT = "environment-setup"
     GOLD = "gold"
     BUG = "bug-branch"
+    SUBMODULE = "submodule"
 
 
 class Readiness(StrEnum):

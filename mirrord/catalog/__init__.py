@@ -28,7 +28,7 @@ from sqlalchemy import Connection
 from .. import errors
 from ..telemetry import log
 from ..workers.pool import Workers
-from . import audits, changes, claims, datasets, fleet, mirrors, spool
+from . import audits, changes, claims, datasets, fleet, mirrors, needs, spool
 from .changes import MIRROR, RESTORED
 from .claims import REPAIR
 from .database import Database, Mode, migrate, prepare
@@ -36,12 +36,14 @@ from .datasets import ALL_COMMITS, Servable
 from .mirrors import PINS
 from .schema import (
     Claim,
+    Composition,
     DatasetHead,
     Generation,
     HeldClaim,
     InstanceRow,
     JudgementRow,
     MirrorRow,
+    Module,
     NodeRow,
     PinRow,
     ReceiptRow,
@@ -50,9 +52,10 @@ from .schema import (
 from .spool import decode_row, encode_row, row_digest
 
 __all__ = [
-    "ALL_COMMITS", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "DatasetHead",
-    "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "NodeRow", "PinRow",
-    "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row", "row_digest",
+    "ALL_COMMITS", "MIRROR", "PINS", "REPAIR", "RESTORED", "Catalog", "Claim", "Composition",
+    "DatasetHead", "Generation", "HeldClaim", "InstanceRow", "JudgementRow", "MirrorRow", "Module",
+    "NodeRow", "PinRow", "ReceiptRow", "RecordedRow", "Servable", "decode_row", "encode_row",
+    "row_digest",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -240,6 +243,7 @@ class Catalog:
     resolve_instances = _writes(spool.resolve_instances)
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)
+    find_composition = _reads(needs.find_composition)
 
     put_audit = _writes(audits.put_audit)
     find_audit = _reads(audits.find_audit)

@@ -298,6 +298,7 @@ def _read_instances(
     query = select(recorded.c.instance_id, recorded.c.commit_id, recorded.c.role).where(
         recorded.c.dataset_id == (rows[0]["dataset_id"] if rows else None),
         recorded.c.instance_id.in_(ids),
+        recorded.c.role != CommitRole.SUBMODULE,  # of another mirror
     )
     commits: dict[str, list[tuple[CommitId, CommitRole]]] = {identity: [] for identity in ids}
     for identity, commit, role in connection.execute(query.order_by(recorded.c.role)):

@@ -157,6 +157,14 @@ instances = sa.Table(
     ),
 )
 
+needs = sa.Table(
+    "needs",
+    metadata,
+    sa.Column("mirror_key", Text, primary_key=True),
+    sa.Column("commit_id", sa.String(40), primary_key=True),
+    sa.Column("facts", sa.JSON, nullable=False),
+)
+
 recorded = sa.Table(
     "recorded_commits",
     metadata,
@@ -379,6 +387,34 @@ class HeldClaim:
     node: str
     epoch: int
     left_s: float
+
+
+class Module(NamedTuple):
+    """A submodule that was had: its path and name, also of one within another: `git_dir` is its
+    repository in a checkout's `.git`.
+    """
+
+    path: str
+    name: str
+    git_dir: str
+    url: str
+    mirror: str
+    commit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """What a base commit needs from elsewhere, as an import found it.
+
+    `tree` is the composed one, with the files of all `modules`; None without any. `missing` has the
+    path of each other submodule, and why. `pointers` counts LFS objects, which have `lfs_bytes`.
+    """
+
+    tree: str | None = None
+    modules: tuple[Module, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+    pointers: int = 0
+    lfs_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
@@ -24,6 +25,7 @@ from .changes import note_changes
 from .database import Database, lock
 from .datasets import PLAIN_COLUMNS, find_instances, iter_instances, of_dataset
 from .mirrors import in_batches
+from .needs import Compositions, put_compositions
 from .schema import DatasetHead, InstanceRow, datasets, instances, recorded
 
 Found = Mapping[str, Mapping[str, CommitId]]
@@ -179,7 +181,11 @@ def resolve_instances(
 
 
 def replace_dataset(
-    place: str, head: DatasetHead, spool: Path, found: Found | None = None
+    place: str,
+    head: DatasetHead,
+    spool: Path,
+    found: Found | None = None,
+    compositions: Compositions = MappingProxyType({}),
 ) -> DatasetChange:
     """Replace the dataset, if any, by `head` and the spooled rows, in one transaction."""
     change, unchanged = DatasetChange(), 0
@@ -199,6 +205,7 @@ def replace_dataset(
                 old.pop(row.id, None)
         _delete_instances(connection, dataset_id, list(old))
         change.removed.extend(sorted(old))
+        put_compositions(connection, dataset_id, compositions)
         note_changes(connection, f"dataset/{head.name}")
     return replace(change, unchanged_count=unchanged)
 

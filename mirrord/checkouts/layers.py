@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..datasets.submodules import whole_path
 from ..host.trash import Trash, new_trash
 from ..model import LayerId, new_layer_id
-from .lease import SavedLayer
+from .lease import Base
 from .leases import Leases
 
 _LAYERS = ".layers"  # below `templates`, which the mounter shows to each owner as its own
@@ -22,13 +23,15 @@ def layer_path(state_dir: Path, layer: LayerId) -> Path:
     return state_dir / "templates" / _LAYERS / layer
 
 
-def objects_path(state_dir: Path, mirror: Path, tree: str, saved: SavedLayer | None) -> Path:
-    """Return the repository with the base objects of a checkout: its mirror, or that of its
-    prepared layer, which borrows from the mirror.
+def objects_path(state_dir: Path, mirror: Path, base: Base) -> Path:
+    """Return the repository with the base objects of a checkout: its mirror, that of its composed
+    tree, or that of its prepared layer, which borrow from the mirror.
     """
-    if saved is None or saved.tree == tree:
-        return mirror
-    return layer_path(state_dir, saved.id).with_suffix(".git")
+    if base.saved and base.saved.tree != base.plain_tree:
+        return layer_path(state_dir, base.saved.id).with_suffix(".git")
+    if base.whole:
+        return whole_path(state_dir / "templates", mirror.name, base.commit)
+    return mirror
 
 
 class Layers:

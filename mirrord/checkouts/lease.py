@@ -70,7 +70,7 @@ class Base:
     Over the commit, whose git tree is `tree`, the checkout has the prepared layer `saved`, to which
     diffs and resets are relative, and over that `layer`, the content of a fork, snapshot or grade
     (`layers.py`); `environment_layer` is likewise over the environment. A sandbox shows the
-    tree at `workdir` too.
+    tree at `workdir` too. `whole` is the composed tree of a commit with submodules.
     """
 
     commit: CommitId
@@ -82,11 +82,17 @@ class Base:
     environment: EnvironmentName | None = None
     environment_layer: LayerId | None = None
     workdir: str | None = None
+    whole: str | None = None
 
     @property
     def clean_tree(self) -> str:
         """git's tree that a diff is relative to."""
-        return self.saved.tree if self.saved else self.tree
+        return self.saved.tree if self.saved else self.plain_tree
+
+    @property
+    def plain_tree(self) -> str:
+        """git's tree of the commit, with the files of its submodules."""
+        return self.whole or self.tree
 
     @property
     def own_layers(self) -> Iterator[LayerId]:

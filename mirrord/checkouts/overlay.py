@@ -209,7 +209,7 @@ class OverlayBackend:
 
     def changed_paths(self, lease: Lease) -> ChangedPaths:
         mirror = self.mirrors_path(lease.mirror)
-        objects = objects_path(self.state_dir, mirror, lease.base.tree, lease.base.saved)
+        objects = objects_path(self.state_dir, mirror, lease.base)
         return partial(overlay_changes, self._paths(lease), objects, lease.base.clean_tree)
 
     def _paths(self, lease: Lease, *, of_environment: bool = False) -> OverlayPaths:

@@ -255,7 +255,7 @@ class PreparedLayers:
                 write_repository,
                 job,
                 changed,
-                lease.base.tree,
+                lease.base.plain_tree,
                 repository,
                 timeout=what.limits.timeout,
             )

@@ -101,9 +101,7 @@ class Checkouts:
         self._receipts = Receipts(self.git, workers, mirrors, self.stores)
 
         def objects_of(lease: Lease) -> Path:
-            return objects_path(
-                state_dir, mirrors.path(lease.mirror), lease.base.tree, lease.base.saved
-            )
+            return objects_path(state_dir, mirrors.path(lease.mirror), lease.base)
 
         self.patches = Patches(
             workers, mirrors, datasets, objects_of, lambda: settings().checkouts.diff_timeout

@@ -42,7 +42,16 @@ class Candidate(NamedTuple):
     history: History | None = None
     created_at: str = ""
     state: str = ""
+    lacking: tuple[str, ...] = ()
     error: errors.MirrordError | None = None
+
+
+def lacking(row: protocol.Instance) -> tuple[str, ...]:
+    """Say what a checkout of the instance lacks that its commit names."""
+    found = [f"submodule {path} is empty: {why}" for path, why in (row.missing or {}).items()]
+    if row.lfs_pointers:
+        found.append(f"{row.lfs_pointers} Git LFS pointers stand for files that are not had")
+    return tuple(found)
 
 
 PATCHES = ("@test_patch", "@patch")

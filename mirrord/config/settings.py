@@ -80,6 +80,7 @@ class CheckoutSettings(Section):
 
 class DatasetSettings(Section):
     watch: StrictBool = True
+    submodules: StrictBool = True
 
 
 class AccessSettings(Section):

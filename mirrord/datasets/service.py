@@ -9,7 +9,8 @@ unpinned is read from the pins, so a dataset never claims a pin it lacks.
 
 import builtins
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +22,7 @@ import anyio
 from cachetools import LRUCache
 
 from .. import errors
-from ..catalog import ALL_COMMITS, DatasetHead, InstanceRow, PinRow
+from ..catalog import ALL_COMMITS, Composition, DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
@@ -40,7 +41,9 @@ from ..protocol import (
     Dataset,
     DatasetDiff,
     DatasetImported,
+    DatasetNeeds,
     Instance,
+    MissingSubmodule,
     ProgressSink,
     RecordedCommit,
 )
@@ -48,8 +51,18 @@ from ..quoting import quote_name
 from ..telemetry import log
 from .fields import Columns
 from .hosts import Hosts
-from .pinning import PinKeys, owner_of, pin_all, pin_key, read_journals, unpin, write_journal
+from .pinning import (
+    PinKeys,
+    PinOutcome,
+    owner_of,
+    pin_all,
+    pin_key,
+    read_journals,
+    unpin,
+    write_journal,
+)
 from .reading import ReadResult, read_dataset
+from .submodules import Key, compose_all
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -129,6 +142,32 @@ class QueryCache(Generic[K, T]):
         self._version += 1
 
 
+def _bases(read: ReadResult, key: str, outcome: PinOutcome) -> set[CommitId]:
+    """Return the base commits of one mirror that were pinned."""
+    named = read.commits.get(key, {})
+    bases = {commit for commit, reason in named.items() if CommitRole.BASE in reason.split(", ")}
+    bases = {outcome.found.get(commit, commit) for commit in bases}
+    bases |= {commit for name, commit in outcome.found.items() if name not in named}
+    return set() if ALL_COMMITS in outcome.refused else bases - outcome.refused.keys()
+
+
+_NAMED_REASONS = 100
+
+
+def _needs_of(found: Mapping[Key, Composition]) -> DatasetNeeds:
+    reasons = Counter(each for composition in found.values() for each in composition.missing)
+    return DatasetNeeds(
+        submodules=sum(len(each.modules) for each in found.values()),
+        missing=[
+            MissingSubmodule(path=path, reason=reason, commits=count)
+            for (path, reason), count in reasons.most_common(_NAMED_REASONS)
+        ],
+        missing_count=reasons.total(),
+        lfs_pointers=sum(each.pointers for each in found.values()),
+        lfs_commits=sum(bool(each.pointers) for each in found.values()),
+    )
+
+
 def _size_of(row: InstanceRow | None) -> int:
     if row is None:  # a client could fill the cache with ids that do not exist
         return 0
@@ -154,6 +193,11 @@ class Datasets:
         self._history_limits = QueryCache[tuple[str, CommitId], History | None](
             lambda key: catalog.find_history_limit(*key), lambda _: 200
         )
+        self._compositions = QueryCache[tuple[str, CommitId], Composition | None](
+            lambda key: catalog.find_composition(*key), lambda _: 1000
+        )
+        self._wholes = mirrors.settings().state_dir / "templates"
+        self.on_composed: Callable[[Mapping[Key, Composition]], None] = lambda _: None
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -264,8 +308,11 @@ class Datasets:
                 refused={key: each.refused for key, each in outcomes.items() if each.refused},
             )
             found = {key: each.found for key, each in outcomes.items()}
-            change = await self._catalog.replace_dataset(head, spool, found)
+            bases = {key: _bases(read, key, outcome) for key, outcome in outcomes.items()}
+            composed = await compose_all(self._mirrors, dataset, bases, self._wholes, progress)
+            change = await self._catalog.replace_dataset(head, spool, found, composed)
             self._mirrors.sharing.records_changed(read.names)
+            self.on_composed(composed)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._remove_stale_pins(owner, keep=before)
@@ -281,6 +328,7 @@ class Datasets:
         return DatasetImported(
             dataset=imported,
             change=change,
+            needs=_needs_of(composed),
             ambiguous=ambiguous[:1000],
             ambiguous_count=len(ambiguous),
         )
@@ -365,6 +413,7 @@ class Datasets:
         """Read rows again when next asked for: some changed, perhaps by another daemon."""
         for cache in (self._instances, self._base_commits, self._history_limits):
             cache.expire()
+        self._compositions.expire()
 
     def rows_changed(self, names: Iterable[str]) -> None:
         """Publish that a bundle brought rows of these datasets."""
@@ -419,6 +468,10 @@ class Datasets:
         """Find how much history agents may see of a base commit, cached."""
         return await self._history_limits.find((name.key, commit))
 
+    async def find_composition(self, name: MirrorName, commit: CommitId) -> Composition | None:
+        """Find what a base commit needs from elsewhere, cached."""
+        return await self._compositions.find((name.key, commit))
+
     async def instance(self, identity: str, grader: bool, dataset: str | None = None) -> Instance:
         """Return an instance, with its answer for a grader. Raises InstanceNotFoundError."""
         row = await self.find_instance(identity, dataset)
@@ -447,6 +500,10 @@ class Datasets:
         answer: dict[str, Any] = {name: getattr(row, name) for name in scalars}
         for name in ("fail_to_pass", "pass_to_pass", "rules"):
             answer[name] = list(getattr(row, name))
+        if row.base_commit and (found := await self.find_composition(row.mirror, row.base_commit)):
+            answer["submodules"] = [each.path for each in found.modules]
+            answer["missing"] = dict(found.missing)
+            answer["lfs_pointers"] = found.pointers
         return replace(agent_view, commits=commits, **answer)
 
     # -- locks and stale pins ---------------------------------------------------------------------

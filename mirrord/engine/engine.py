@@ -197,9 +197,11 @@ class Engine:
             state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors_path=self.mirrors.path, trash=self.trash, recorded=recorded,
             room=self.room, shared=self.fleet.closures if self.fleet else None,
+            composition_of=self.datasets.find_composition,
         )  # fmt: skip
         self._closing.push_async_callback(self.stores.close)
         await self.stores.open()
+        self.datasets.on_composed = self.stores.recompose
         self.templates = Templates(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
             mirrors_path=self.mirrors.path, stores=self.stores, events=self.events,

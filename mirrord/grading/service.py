@@ -147,9 +147,9 @@ class Grading:
         of its own, which borrows from those below.
         """
         mirror, layer = self.mirrors.path(found.mirror), before.saved
-        while layer is not None and layer.tree == before.tree:
+        while layer is not None and layer.tree == before.plain_tree:
             layer = layer.below
-        return objects_path(self.state_dir, mirror, before.tree, layer)
+        return objects_path(self.state_dir, mirror, replace(before, saved=layer))
 
     async def _recipe(
         self, found: ResolvedRequest, row: InstanceRow | None

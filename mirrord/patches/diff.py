@@ -188,7 +188,7 @@ def write_repository(
             return plain
         with full_disk_named("the changes of a layer"):
             objects = ScratchObjects(repository / "objects")
-            make_repository(repository, borrows_from=job.mirror)
+            make_repository(repository, borrows_from=[job.mirror])
             return objects.write_tree(worktree.base, _edits(objects, changes))
 
 

@@ -55,15 +55,38 @@ class Synced(Answer):
     pinned: int = 0
 
 
+class MissingSubmodule(Answer):
+    """A submodule that could not be had, and in how many base commits."""
+
+    path: str
+    reason: str
+    commits: int
+
+
+class DatasetNeeds(Answer):
+    """What the base commits of an import need from elsewhere.
+
+    `missing` has the first submodules that could not be had, `missing_count` counts all.
+    `lfs_pointers` in `lfs_commits` commits stand for files that are not in the repository.
+    """
+
+    submodules: int = 0
+    missing: list[MissingSubmodule] = []
+    missing_count: int = 0
+    lfs_pointers: int = 0
+    lfs_commits: int = 0
+
+
 class DatasetImported(Answer):
     """The result of an import.
 
     `ambiguous` has the first ids that other datasets record differently, `ambiguous_count` counts
-    all.
+    all. `needs` is about all base commits.
     """
 
     dataset: Dataset
     change: DatasetChange
+    needs: DatasetNeeds
     ambiguous: list[AmbiguousInstance] = []
     ambiguous_count: int = 0
 

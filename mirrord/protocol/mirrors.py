@@ -286,6 +286,9 @@ class Instance(Answer):
     history: model.History | None = None
     revision: str | None = None
     rules: list[str] | None = None
+    submodules: list[str] | None = None
+    missing: dict[str, str] | None = None
+    lfs_pointers: int | None = None
 
 
 class InstanceName(Answer):

@@ -7,7 +7,7 @@ configuration as a plain file, without following includes.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ _SETTING = re.compile(
     r"core\.repositoryformatversion\n0"
     r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
     r"|core\.logallrefupdates\n(?:true|false|always)|core\.checkstat\n(?:default|minimal)"
+    r"|filter\.lfs\.(?:clean|smudge|process)\n|filter\.lfs\.required\nfalse"
     r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
 )
 _SETTING_KINDS = {
@@ -102,10 +103,12 @@ def resolve_head(repository: ForeignRepository) -> str | None:
     return None
 
 
-def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
+def judge_control(
+    repository: ForeignRepository, private: Path, modules: Sequence[str] = ()
+) -> Judgement:
     """Yield every object that a file names, and a leak for every file that must not exist.
 
-    `private` is a git directory of ours.
+    `private` is a git directory of ours; stores of submodules, in `modules`, are judged apart.
     """
     if repository.git_dir != repository.common_dir:
         common = repository.common_dir.resolve()
@@ -116,13 +119,18 @@ def judge_control(repository: ForeignRepository, private: Path) -> Judgement:
         for line in repository.alternates:
             yield leak("alternate", f"objects are also read from {line}")
     else:
-        yield from _judge_lender(repository.lender, private)
+        yield from _judge_lender(repository.lender, private, modules)
     for directory in repository.directories:
         for found in walk(directory, skip=frozenset({"objects"})):
-            yield from _judge(found, private)
+            if not is_within(found.where, modules):
+                yield from _judge(found, private)
 
 
-def _judge_lender(git_dir: Path, private: Path) -> Judgement:
+def is_within(where: str, directories: Sequence[str]) -> bool:
+    return any(where.startswith(f"{each}/") for each in directories)
+
+
+def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judgement:
     """Judge the sealed store that a repository borrows from; its objects count as its own."""
     lender = repository_at(git_dir)
     yield from (
@@ -136,6 +144,8 @@ def _judge_lender(git_dir: Path, private: Path) -> Judgement:
     else:
         yield Named("alternate", f"HEAD of {git_dir}", head)
     for found in walk(git_dir, skip=frozenset({"objects"})):
+        if is_within(found.where, modules):
+            continue
         if found.where not in _OF_STORE:
             yield leak("alternate", f"{found.where} of the alternate is in no sealed store")
         for each in _judge(found, private):
@@ -269,8 +279,10 @@ _FORMS: tuple[tuple[re.Pattern[str], Callable[[str, bytes, Path], Judgement]], .
 )
 
 
-def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
-    """Find other repositories, bundles and packs among untracked files.
+def judge_work_tree(
+    repository: ForeignRepository, modules: Sequence[str] = ()
+) -> Iterator[SealLeak]:
+    """Find other repositories, bundles and packs among untracked files, except in `modules`.
 
     Other content of untracked files is not judged.
     """
@@ -283,6 +295,8 @@ def judge_work_tree(repository: ForeignRepository) -> Iterator[SealLeak]:
     for found in walk(repository.work_tree, skip=frozenset({".git"})):
         name = found.path.name
         if found.where == ".git" or os.fsencode(found.where) in tracked:
+            continue
+        if is_within(found.where, modules):
             continue
         where = f"{shown(found.where)} of the working tree"
         if found.kind == "unreadable":

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
-from ..git.command import read_objects_sync, run_git_sync
-from ..model import CommitId, parse_commit
+from ..git.command import read_objects_sync
+from ..model import CommitId, parse_commit, shown
 from ..protocol import SealLeak, SealReport
-from ..quoting import decode_name, encode_name
+from ..quoting import encode_name
+from .modules import ModuleStore, find_modules, gitlinks_of, has_own_work_tree
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
 from .repository import (
     ForeignRepository,
@@ -75,8 +76,10 @@ def judge(
         private = borrow(Path(scratch), repository)
         contents = read_contents(repository, private)
         head = resolve_head(repository)
+        modules = find_modules(repository, private, head)
         closure = _closure(private, mirror, commit, head, known)
-        judged = list(judge_control(repository, private))
+        stores = [module.where for module in modules]
+        judged = list(judge_control(repository, private, stores))
         names = [each for each in judged if isinstance(each, Named)]
         for file, ids in contents.graphed.items():
             names += [Named("commit-graph", file, oid.hex()) for oid in ids]
@@ -87,9 +90,15 @@ def judge(
             *_name_leaks(names, allowed),
             *_gitlink_leaks(private, names, head),
             *(each for each in judged if isinstance(each, SealLeak)),
-            *judge_work_tree(repository),
+            *judge_work_tree(repository, [module.path for module in modules]),
             *contents.leaks,
         ]
+    expected = {f"configured: {shown(key)}" for module in modules for key in module.settings}
+    if has_own_work_tree(repository):  # the repository of a submodule
+        expected.add("configured: 'core.worktree'")
+    expected |= {f"the alternate: {detail}" for detail in expected}
+    leaks = [each for each in leaks if each.detail not in expected]
+    leaks += (each for module in modules for each in _module_leaks(module))
     report = SealReport(
         path=str(repository.path),
         base=commit,
@@ -105,10 +114,17 @@ def judge(
             *([f"borrowed: the sealed store {repository.lender}"] if repository.lender else []),
             f"index {_digest(repository.git_dir / 'index')}",
             f"control files {_control_digest(repository)}",
+            *(f"submodule {module.path} at {module.commit}" for module in modules),
             "every other file, by its exact form; other repositories in the working tree",
         ],
     )
     return JudgedRepository(report, contents.ids)
+
+
+def _module_leaks(module: ModuleStore) -> Iterator[SealLeak]:
+    """Judge the store of a submodule by the commit that HEAD's tree names."""
+    found = judge(module.repository, CommitId(module.commit)).report.leaks
+    return (leak(each.kind, f"submodule {shown(module.path)}: {each.detail}") for each in found)
 
 
 def _closure(
@@ -207,13 +223,7 @@ def _gitlink_leaks(private: Path, names: Collection[Named], head: str | None) ->
     found = {(named.where, named.oid) for named in names if named.kind == "gitlink"}
     if not found or head is None:
         return
-    listed = run_git_sync(
-        "ls-tree", "-r", "-z", head, git_dir=private, ok=range(256), doing=f"list {head}"
-    )
-    rows = decode_name(listed.stdout).split("\0")
-    facts = (row.partition("\t") for row in rows if row.startswith("160000 "))
-    known = {(path, row.split()[2]) for row, _, path in facts}
-    for path, oid in sorted(found - known):
+    for path, oid in sorted(found - set(gitlinks_of(private, head).items())):
         yield leak("index", f"index names commit {oid} of submodule {path}")
 
 

@@ -11,7 +11,7 @@ import shutil
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio.to_thread
 
+from ..catalog import Composition
+from ..datasets.submodules import put_whole, whole_path
 from ..errors import InvalidRequestError
 from ..git.command import Git
 from ..git.graphs import graph_is_whole
+from ..git.objects.modules import Part
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
@@ -33,12 +36,21 @@ from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
+from .modules import config_of, place_module
 from .packer import PackFile, together, write_graph
-from .store import SealedStore, StoreKey
+from .store import SealedStore, StoreKey, modules_sum
 from .tags import Tag, Tags, packed_refs
 
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
     from ..fleet.exchange import SharedClosures
+
+
+CompositionOf = Callable[[MirrorName, CommitId], Awaitable[Composition | None]]
+_PLACE_TIMEOUT = timedelta(minutes=10)
+
+
+async def no_composition(_name: MirrorName, _commit: CommitId) -> Composition | None:
+    return None
 
 
 GRAPH_MIN_OBJECTS = 20_000  # with fewer, `log`, `blame` and `describe` are as fast without a graph
@@ -52,6 +64,7 @@ class _StoreFiles(NamedTuple):
     packs: Sequence[PackFile]
     tags: Sequence[Tag]
     graph: Path | None = None
+    config: bytes = disk.CONFIG
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,6 +80,7 @@ class StoreBuilder:
     trash: Trash
     mirrors_path: Callable[[MirrorName], Path]
     recorded: Recorded = nothing_recorded
+    composition_of: CompositionOf = no_composition
     room: Room = UNBOUNDED
     shared: "SharedClosures | None" = None
 
@@ -267,7 +281,14 @@ class StoreBuilder:
                     contents = await self._squashed(name, found, scratch)
                 else:
                     contents = await self._sealed(name, commit)
+                composition = await self.composition_of(name, commit)
+                modules = composition.modules if composition else ()
+                contents = contents._replace(
+                    config=config_of(modules, lfs=bool(composition and composition.pointers))
+                )
                 control = await anyio.to_thread.run_sync(_write, git, contents)
+                if composition and modules:
+                    await self._place(temporary, name, contents.tree, commit, composition)
                 if history is History.SQUASHED:
                     await anyio.to_thread.run_sync(shutil.rmtree, scratch)
                 disk.publish(temporary, target)
@@ -282,6 +303,8 @@ class StoreBuilder:
                 pack_sizes=tuple(pack.size_bytes for pack in contents.packs),
                 tag_count=len(contents.tags),
                 control=control,
+                whole=(composition.tree or "") if composition else "",
+                modules=await anyio.to_thread.run_sync(modules_sum, target) if modules else "",
             )
             disk.save(store)
             self._stats[target] = disk.stats_of(store)
@@ -291,6 +314,43 @@ class StoreBuilder:
         facts = {"packs": len(store.packs), "tags": store.tag_count}
         log.info("store.built", mirror=str(name), commit=commit, history=str(history), **facts)
         return store
+
+    async def _place(
+        self, top: Path, name: MirrorName, tree: str, commit: CommitId, composition: Composition
+    ) -> None:
+        """Put the submodules of a base commit into its unfinished store."""
+        for module in sorted(composition.modules, key=lambda each: each.path.count("/")):
+            sub = MirrorName.parse(module.mirror)
+            store = await self.ensure(sub, CommitId(module.commit), History.SEALED)
+            with self.holding(store):
+                await self.workers.run(
+                    place_module, top, module, composition.modules, self.mirrors_path(sub),
+                    store.git, timeout=_PLACE_TIMEOUT,
+                )  # fmt: skip
+        whole = whole_path(self._root, name, commit)
+        if not whole.exists():
+            parts = [
+                Part(each.path, self.mirrors_path(MirrorName.parse(each.mirror)), each.commit)
+                for each in composition.modules
+            ]
+            mirror = self.mirrors_path(name)
+            run = self.workers.run
+            await run(put_whole, whole, mirror, tree, parts, timeout=_PLACE_TIMEOUT)
+
+    def recompose(self, found: Mapping[tuple[str, CommitId], Composition]) -> None:
+        """Discard stores with other submodules than an import has found now."""
+        for (key, commit), composition in found.items():
+            for history in (History.SEALED, History.SQUASHED):
+                for name in self._names_of(key):
+                    store = self.find(name, commit, history)
+                    if store and store.whole != (composition.tree or ""):
+                        discarded = self.discard(store)
+                        if store.path not in self.held:
+                            self.trash.add(discarded)
+
+    def _names_of(self, key: str) -> list[MirrorName]:
+        found = (path.name for path in self._root.iterdir() if path.name.lower() == key)
+        return [MirrorName.parse(name) for name in found]
 
     async def _sealed(self, name: MirrorName, commit: CommitId) -> _StoreFiles:
         found, packs, tags = await together(
@@ -356,7 +416,7 @@ def _write(git: Path, contents: _StoreFiles) -> str:
     if contents.graph:
         (git / disk.GRAPH).parent.mkdir(mode=0o755)
         disk.link_or_copy(contents.graph, git / disk.GRAPH)
-    control = [f"{contents.head}\n".encode(), disk.CONFIG, packed_refs(contents.tags)]
+    control = [f"{contents.head}\n".encode(), contents.config, packed_refs(contents.tags)]
     for name, content in zip(disk.CONTROL_FILES, control, strict=True):
         (git / name).write_bytes(content)
     return disk.control_sum(control)

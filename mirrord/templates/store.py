@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,6 +33,9 @@ CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n"
     b"\tlogallrefupdates = true\n\ttrustctime = false\n\tcheckStat = minimal\n[gc]\n\tauto = 0\n"
 )
+# Where the tree has pointers, for a git beside git-lfs that is installed for the whole system: its
+# filters would ask a server for the files, and `required` makes their failure git's.
+LFS_CONFIG = b'[filter "lfs"]\n\tclean =\n\tsmudge =\n\tprocess =\n\trequired = false\n'
 GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
@@ -52,7 +56,8 @@ class SealedStore:
 
     `head` is the commit that HEAD names: the base commit, or the squashed one. `packs` are names in
     `.git/objects/pack`; `pack_sizes` their bytes with their indexes, shared packs included;
-    `control` is the checksum of the control files.
+    `control` is the checksum of the control files. With submodules, `whole` is the composed
+    tree and `modules` the checksum of `modules_sum`.
     """
 
     path: Path
@@ -65,6 +70,8 @@ class SealedStore:
     pack_sizes: tuple[int, ...]
     tag_count: int
     control: str
+    whole: str = ""
+    modules: str = ""
 
     @property
     def key(self) -> StoreKey:
@@ -99,6 +106,7 @@ def load(path: Path, name: MirrorName) -> SealedStore | None:
         if (
             found
             and is_as_built(found)
+            and (not found.modules or modules_sum(found.path) == found.modules)
             and (not (found.git / GRAPH).exists() or graph_is_whole(found.git / GRAPH))
             and all(
                 has_both_ends(found.git / "objects/pack" / pack, size)
@@ -160,6 +168,8 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     files = (file for file in store.git.rglob("*") if file.is_symlink() or not file.is_dir())
     found = {str(file.relative_to(store.git)) for file in files}
     leaks = [SealLeak(kind="file", detail=name) for name in sorted(found - known - {GRAPH})]
+    if store.modules and modules_sum(store.path) == store.modules:
+        leaks = [each for each in leaks if not each.detail.startswith("modules/")]
     if not is_as_built(store):
         leaks.append(SealLeak(kind="control", detail="HEAD, config, packed-refs or a pack changed"))
     for name, size, index in zip(packs, store.pack_sizes, indexes, strict=True):
@@ -192,6 +202,22 @@ def find_damage(store: SealedStore, changed: Collection[str]) -> list[str]:
         ):
             damage.append(f"{path.name}: checksum mismatch")
     return damage
+
+
+def modules_sum(top: Path) -> str:
+    """Return the checksum of names and sizes of all files of submodules in a store."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for above, directories, names in os.walk(top):
+        directories.sort()
+        if above == str(top / ".git"):
+            directories[:] = [name for name in directories if name == "modules"]
+            continue
+        for name in sorted(names):
+            path = os.path.join(above, name)
+            found = os.lstat(path)
+            size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+            digest.update(os.fsencode(f"{os.path.relpath(path, top)}\0{size}\0"))
+    return digest.hexdigest()
 
 
 def control_sum(contents: Iterable[bytes]) -> str:

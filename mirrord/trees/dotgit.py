@@ -68,13 +68,14 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
         store.directories.append(directory)
         for name in sorted(names):
             path, file = directory + b"/" + os.fsencode(name), Path(above, name)
-            if path.startswith(b".git/objects/pack/"):
+            if b"/objects/pack/" in path:  # also of a submodule
                 store.packs[path] = file
             elif path != _INDEX:
                 store.contents[path] = read_plain(file)
     store.pack_names.extend(path.name for path in store.packs.values() if path.suffix == ".pack")
     if borrows and b"\n" not in os.fsencode(source):  # git reads one alternate a line
-        store.packs.clear()
+        for path in [path for path in store.packs if path.startswith(b".git/objects/")]:
+            del store.packs[path]
         store.contents.pop(b".git/objects/info/commit-graph", None)  # git reads the store's
         store.directories.extend({_INFO} - set(store.directories))
         store.contents[_INFO + b"/alternates"] = b"%b/objects\n" % os.fsencode(source)

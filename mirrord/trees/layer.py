@@ -34,6 +34,7 @@ from .manifest import (
     clock_ns,
 )
 from .reader import TreeReader, file_id, open_top, parents
+from .scan import is_control
 from .writer import TreeWriter
 
 LayerFile = tuple[bytes, int | None, bytes]
@@ -112,14 +113,25 @@ class _LayerPath(NamedTuple):
     file: int = -1
 
 
-def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) -> None:
+def _none(_path: bytes) -> bool:
+    return False
+
+
+def lay(
+    layer: Path,
+    tree: Path,
+    owner: tuple[int, int],
+    trash: TrashDirectory,
+    *,
+    skips: Callable[[bytes], bool] = _none,
+) -> None:
     """Write the content of a layer into a clean tree, as new files of the tree's owner."""
     with (
         opened(open_top(tree)) as root,
         TreeWriter(root, ActingAs(owner), mtime_ns=time.time_ns(), trash=trash) as writer,
     ):
         directories: list[_LayerPath] = []
-        pieces = _iter_pieces(layer)
+        pieces = _iter_pieces(layer, skips)
         while batch := list(islice(pieces, _BATCH)):
             try:
                 with writer.owner:  # once per batch; the owner may not read the layer
@@ -139,11 +151,15 @@ def lay(layer: Path, tree: Path, owner: tuple[int, int], trash: TrashDirectory) 
                 os.chmod(layer / os.fsdecode(piece.path), permissions)
 
 
-def with_layers(clean: Manifest, layers: Iterable[Path], tree: Path) -> Manifest:
-    """Return the manifest of a clean tree on which layers were just laid, the lowest first."""
+def with_layers(
+    clean: Manifest, layers: Iterable[Path], tree: Path, modules: Path | None = None
+) -> Manifest:
+    """Return the manifest of a clean tree on which layers were just laid, the lowest first; before
+    them the submodules beside the `.git` of `modules`.
+    """
     files, touched = clean.files.copy(), set[bytes]()
-    for layer in layers:
-        for piece in _iter_pieces(layer):
+    for layer in (*filter(None, [modules]), *layers):
+        for piece in _iter_pieces(layer, is_control if layer == modules else _none):
             try:
                 entry = _entry_of(piece)
             finally:
@@ -196,9 +212,11 @@ def read_attributes(file: int) -> dict[str, bytes]:
     }
 
 
-def _iter_pieces(layer: Path) -> Iterator[_LayerPath]:
+def _iter_pieces(layer: Path, skips: Callable[[bytes], bool] = _none) -> Iterator[_LayerPath]:
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
         for path, found in iter_below(reader):
+            if skips(path):
+                continue
             directory, name = reader.locate(path)
             if stat.S_ISREG(found.st_mode):
                 file = open_regular(directory, name)

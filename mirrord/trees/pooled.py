@@ -35,7 +35,8 @@ class PoolPaths(NamedTuple):
     `store` is the sealed `.git`, which the checkout's own copies or `borrows` from; None links to
     the mirror. Everything that is taken away goes to
     `trash`, which the caller removes. On the clean tree, which the manifest describes, are laid the
-    prepared layers `below`, the lowest first, and on them `layer`.
+    prepared layers `below`, the lowest first, and on them `layer`; first of all what stands beside
+    the `.git` in `modules`, a sealed store with submodules.
     """
 
     directory: Path
@@ -48,6 +49,7 @@ class PoolPaths(NamedTuple):
     layer: Path | None = None
     below: tuple[Path, ...] = ()
     borrows: bool = False
+    modules: Path | None = None
 
     @property
     def tree(self) -> Path:
@@ -181,10 +183,13 @@ def _converge(
 def _lay(paths: PoolPaths, clean: Manifest) -> None:
     """Lay a checkout's layers on its clean tree; record the result of the prepared ones."""
     with closing(TrashDirectory(paths.trash)) as trash:
+        if paths.modules:
+            lay(paths.modules, paths.tree, paths.owner, trash, skips=is_control)
         for layer in paths.below:
             lay(layer, paths.tree, paths.owner, trash)
-        if paths.below:
-            with_layers(clean, paths.below, paths.tree).save(paths.private / _LAID)
+        if paths.below or paths.modules:
+            laid = with_layers(clean, paths.below, paths.tree, paths.modules)
+            laid.save(paths.private / _LAID)
         if paths.layer is not None:
             lay(paths.layer, paths.tree, paths.owner, trash)
 

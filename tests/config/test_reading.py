@@ -307,6 +307,7 @@ LIVE = {
     "checkouts.copy_timeout": "1h",
     "checkouts.diff_timeout": "1h",
     "datasets.watch": False,
+    "datasets.submodules": False,
     "access.group": "other",
     "access.admins": ["someone"],
     "access.commits": "any",

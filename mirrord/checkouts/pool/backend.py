@@ -176,7 +176,7 @@ class PoolBackend:
         return partial(pool_changes, self._tree(lease))
 
     def _tree(self, lease: Lease) -> PoolTree:
-        manifest = lease.private / (_LAID if lease.base.saved else "manifest")
+        manifest = lease.private / (_LAID if lease.base.saved or lease.base.whole else "manifest")
         return PoolTree(lease.tree_path, manifest, lease.owner, lease.history is History.LINKED)
 
     @asynccontextmanager
@@ -188,17 +188,18 @@ class PoolBackend:
         below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
         trash = new_trash(lease.directory.parent)
         with ExitStack() as stack:
-            store, head = None, lease.base.commit
+            store, head, modules = None, lease.base.commit, None
             if lease.history is not History.LINKED:
                 sealed = await self.stores.ensure(*lease.template)
                 if lease.borrows:
                     sealed = await self.stores.ensure_intact(sealed)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
+                modules = sealed.path if sealed.modules else None
             try:
                 yield PoolPaths(
                     *lease.directories, mirror, store, head, lease.owner, trash, layer, below,
-                    lease.borrows,
+                    lease.borrows, modules,
                 )  # fmt: skip
             finally:
                 if trash.exists():

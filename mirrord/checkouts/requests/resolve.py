@@ -268,7 +268,11 @@ class Resolver:
                 stack.callback(self.environments.drop, environment.digest)
             if saved is not None:
                 stack.enter_context(self.prepared.held(saved))
-            base = replace(found.base, saved=saved, environment=environment)
+            whole = None
+            if history is not History.LINKED:
+                composed = await self.datasets.find_composition(found.mirror, found.base.commit)
+                whole = composed.tree if composed else None
+            base = replace(found.base, saved=saved, environment=environment, whole=whole)
             yield found._replace(base=base)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:

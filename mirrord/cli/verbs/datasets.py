@@ -123,7 +123,15 @@ def readiness_of(dataset: DatasetSummary) -> str | None:
 
 
 def _warnings(found: DatasetImported) -> Iterator[str]:
-    dataset = found.dataset
+    dataset, needs = found.dataset, found.needs
+    for lacking in needs.missing:
+        of = count(lacking.commits, "base commit")
+        yield f"submodule {lacking.path} of {of} stays empty: {lacking.reason}"
+    if more := needs.missing_count - sum(each.commits for each in needs.missing):
+        yield f"{count(more, 'submodule')} more stay empty"
+    if needs.lfs_pointers:
+        of = count(needs.lfs_commits, "base commit")
+        yield f"{count(needs.lfs_pointers, 'Git LFS pointer')} in {of}: their files are not had"
     for rule, times in dataset.rules.items():
         if rule.endswith(UNREAD_LIST):
             yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"

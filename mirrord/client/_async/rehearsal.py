@@ -92,6 +92,7 @@ class AsyncRehearsal:
             commits=tuple(row.commits or ()),
             patches=tuple(name for name, patch in patches.items() if patch and patch.strip()),
             history=row.history,
+            lacking=rehearsing.lacking(row),
             created_at=row.created_at.isoformat() if row.created_at else "",
             state=hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32],
         )
@@ -173,6 +174,8 @@ class AsyncRehearsal:
         async with checkout:
             await self._try_tree(checkout, candidate, record)
         await self._judge_commits(candidate, record)
+        if candidate.lacking:
+            record.add("content", "but", "; ".join(candidate.lacking))
         if self._run and record.error is None:
             await self._run_tests(candidate, record)
 

@@ -179,7 +179,7 @@ def _stamp(git_dir: Path) -> Stamp:
     try:
         place = os.stat(git_dir)
         stamp: Stamp = {"": (place.st_dev, place.st_ino)}
-        for objects in (git_dir / "objects", *_lenders(git_dir / "objects")):
+        for objects in (git_dir / "objects", *lenders_of(git_dir / "objects")):
             with (
                 suppress(FileNotFoundError, NotADirectoryError),
                 os.scandir(objects / "pack") as it,
@@ -194,7 +194,7 @@ def _stamp(git_dir: Path) -> Stamp:
     return stamp
 
 
-def _lenders(objects: Path) -> list[Path]:
+def lenders_of(objects: Path) -> list[Path]:
     """Return the object directories that a repository borrows from, which borrow from no other."""
     try:
         lines = read_plain(objects / "info/alternates").splitlines()

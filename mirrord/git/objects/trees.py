@@ -8,7 +8,7 @@ import errno
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -22,7 +22,7 @@ from ...errors import CommitUnservableError, TreeTooLargeError
 from ...host.files import free_bytes
 from ...model import NAME_LIMIT_BYTES, TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
 from ...quoting import decode_name
-from .repository import Objects, tree_entries
+from .repository import Objects, lenders_of, tree_entries
 
 # A larger tree is refused with 422 `tree-too-large`, before a byte of it is written.
 ENTRIES_LIMIT = 1_000_000
@@ -358,13 +358,18 @@ def _write_errors(directory: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(directory)) from error
 
 
-def make_repository(git_dir: Path, *, borrows_from: Path | None = None) -> None:
-    """Make a repository around `git_dir/objects`; `borrows_from` becomes its alternate."""
+def make_repository(git_dir: Path, *, borrows_from: Sequence[Path] = ()) -> None:
+    """Make a repository around `git_dir/objects`; `borrows_from` become its alternates, with
+    those from which they borrow themselves.
+    """
     (git_dir / "refs").mkdir()
     (git_dir / "objects/info").mkdir(exist_ok=True)
-    if borrows_from is not None:
-        lender = os.path.relpath(borrows_from / "objects", git_dir / "objects")
-        (git_dir / "objects/info/alternates").write_bytes(os.fsencode(f"{lender}\n"))
+    lenders = [each / "objects" for each in borrows_from]
+    lenders += (Path(os.path.normpath(far)) for near in lenders for far in lenders_of(near))
+    if lenders:
+        paths = (os.path.relpath(each, git_dir / "objects") for each in lenders)
+        lines = "".join(f"{path}\n" for path in dict.fromkeys(paths))
+        (git_dir / "objects/info/alternates").write_bytes(os.fsencode(lines))
     (git_dir / "config").write_text(_CONFIG)
     (git_dir / "HEAD").write_text("ref: refs/heads/none\n")
 

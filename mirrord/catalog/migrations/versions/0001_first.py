@@ -100,6 +100,12 @@ def _create_datasets() -> None:
         ),
     )
     op.create_table(
+        "needs",
+        sa.Column("mirror_key", sa.Text, primary_key=True),
+        sa.Column("commit_id", sa.String(40), primary_key=True),
+        sa.Column("facts", sa.JSON, nullable=False),
+    )
+    op.create_table(
         "recorded_commits",
         sa.Column("dataset_id", sa.Integer, primary_key=True),
         sa.Column("instance_id", sa.Text, primary_key=True),

@@ -1,0 +1,59 @@
+"""Submodules in a sealed store: their files, and sealed stores of their own in `.git/modules`.
+
+The store of a base commit is a lower directory of its checkouts, so what stands beside its `.git`
+is in their trees: the files of each submodule, with a `.git` file. Runs in workers.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..catalog import Module
+from ..errors import ProofFailedError
+from ..trees.dotgit import index_bytes
+from ..trees.scan import hash_tree
+from ..trees.tree import materialise
+from .store import CONFIG, GRAPH, LFS_CONFIG, link_or_copy
+
+_COPIED = ("HEAD", "packed-refs")
+
+
+def config_of(modules: Sequence[Module], above: str = "", *, lfs: bool = False) -> bytes:
+    """Return the configuration of a repository with these submodules, or of one of them."""
+    lines = [CONFIG.decode(), LFS_CONFIG.decode() if lfs else ""]
+    start = f"{above}/modules/" if above else "modules/"
+    for module in modules:
+        if module.git_dir == f"{start}{module.name}":
+            name, url = (_quoted(text) for text in (module.name, module.url))
+            lines.append(f"[submodule {name}]\n\tactive = true\n\turl = {url}\n")
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def place_module(
+    top: Path, module: Module, modules: Sequence[Module], mirror: Path, store: Path
+) -> None:
+    """Put a submodule into the unfinished store `top`; `store` is the `.git` of its own commit.
+
+    Those above it were put before. Raises ProofFailedError.
+    """
+    target, git = top / module.path, top / ".git" / module.git_dir
+    target.parent.mkdir(parents=True, exist_ok=True)
+    manifest = materialise(mirror, module.commit, target)
+    if (found := hash_tree(target, manifest)) != manifest.tree:
+        raise ProofFailedError(f"cannot prove submodule {module.path}: what was written is {found}")
+    for directory in ("", "info", "objects", "objects/info", "objects/pack", "refs"):
+        (git / directory).mkdir(parents=True, exist_ok=True)
+    for file in (*(store / "objects/pack").iterdir(), store / GRAPH):
+        if file.exists():
+            link_or_copy(file, git / file.relative_to(store))
+    for name in _COPIED:
+        (git / name).write_bytes((store / name).read_bytes())
+    work_tree = os.path.relpath(target, git)
+    config = config_of(modules, module.git_dir)
+    (git / "config").write_bytes(config + f"[core]\n\tworktree = {_quoted(work_tree)}\n".encode())
+    (git / "index").write_bytes(index_bytes(manifest))
+    (target / ".git").write_text(f"gitdir: {os.path.relpath(git, target)}\n")

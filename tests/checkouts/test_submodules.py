@@ -1,0 +1,254 @@
+"""Submodules of base commits: mirrored and pinned by an import, shown with sealed stores of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream, git
+
+from mirrord import Backend, Checkout, Client, History, View
+from mirrord.catalog import Module
+from mirrord.datasets.submodules import join_url
+from mirrord.seal.verify import verify_seal
+from mirrord.templates.modules import config_of
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+
+AGENT = 65534
+
+
+class World(NamedTuple):
+    running: Daemon
+    base: str
+    inner: str
+    secret: str
+
+
+def _link(upstream: Upstream, commit: str, path: str) -> None:
+    upstream.git("update-index", "--add", "--cacheinfo", f"160000,{commit},{path}")
+
+
+def _import(running: Daemon, root: Path, name: str, rows: list[dict[str, str]]) -> dict[str, Any]:
+    file = root / f"{name}.json"
+    file.write_text(json.dumps(rows))
+    with Client(running.socket) as client, file.open("rb") as opened:
+        operation = client.import_dataset(opened, source=file.name)
+        return client.wait(operation).result or {}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A submodule in a directory with one of its own, and five that cannot be had."""
+    root = tmp_path_factory.mktemp("up")
+    top, sub, deep = (Upstream(root / "o" / name) for name in ("top", "sub", "deep"))
+    lowest = deep.commit({"deep.txt": "deep\n"})
+    deep.commit({"deep.txt": "later\n"})
+    sub.write(
+        {"lib/a.py": "a\n", "b.txt": "b\n", "crlf.txt": "x\n", ".gitattributes": "crlf.txt eol=crlf\n",
+         ".gitmodules": '[submodule "d"]\n\tpath = in/deep\n\turl = ../deep\n'}
+    )  # fmt: skip
+    sub.git("add", "-A")
+    _link(sub, lowest, "in/deep")
+    sub.git("commit", "-qm", "one")
+    inner = sub.git("rev-parse", "HEAD")
+    secret = sub.commit({"b.txt": "of the future\n"})
+    entries = {"my sub": ("pkg/sub", "../sub"), "gone": ("gone", "../gone"), "odd": ("odd", "../sub"),
+               "a/.git/b": ("evil", "../sub"), "far": ("far", "ext::sh -c x")}  # fmt: skip
+    text = "".join(
+        f'[submodule "{n}"]\n\tpath = {p}\n\turl = {u}\n' for n, (p, u) in entries.items()
+    )
+    top.write({"README": "1\n", "pkg/x.py": "x\n", ".gitmodules": text})
+    top.git("add", "-A")
+    for path, commit in (("pkg/sub", inner), ("gone", "1" * 40), ("odd", "2" * 40), ("unnamed", inner),
+                         ("evil", inner), ("far", inner)):  # fmt: skip
+        _link(top, commit, path)
+    top.git("commit", "-qm", "with submodules")
+    base = top.git("rev-parse", "HEAD")
+    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
+        row = {"instance_id": "i", "repo": "o/top", "base_commit": base}
+        result = _import(running, root, "rows", [row])
+        missing = {each["path"]: each["reason"] for each in result["needs"]["missing"]}
+        assert {*missing} == {"gone", "odd", "unnamed", "evil", "far"}, missing
+        assert "no entry" in missing["unnamed"]
+        assert "name" in missing["evil"]
+        assert "refused" in missing["far"]
+        assert result["needs"]["submodules"] == 2
+        yield World(running, base, inner, secret)
+
+
+@pytest.fixture(params=[Backend.OVERLAY, Backend.POOL])
+def checkout(world: World, request: pytest.FixtureRequest) -> Iterator[Checkout]:
+    with (
+        Client(world.running.socket) as client,
+        client.checkout("i", owner=AGENT, backend=request.param) as made,
+    ):
+        yield made
+
+
+def run(tree: Path, script: str) -> str:
+    """Run a script as the agent, without a network."""
+    command = [
+        "unshare",
+        "--net",
+        "setpriv",
+        f"--reuid={AGENT}",
+        f"--regid={AGENT}",
+        "--clear-groups",
+    ]
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    done = subprocess.run(
+        [*command, "sh", "-ec", script], cwd=tree, capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, (script, done.stdout, done.stderr)
+    return done.stdout
+
+
+def test_a_checkout_has_the_files_of_submodules(world: World, checkout: Checkout) -> None:
+    """Their status is clean, git finds nothing to fetch, and nothing of the future is there."""
+    tree = checkout.path
+    assert (tree / "pkg/sub/crlf.txt").read_bytes() == b"x\r\n"
+    assert (tree / "pkg/sub/in/deep/deep.txt").read_text() == "deep\n"
+    assert list((tree / "gone").iterdir()) == []
+    assert run(tree, "git status --porcelain; git -C pkg/sub status --porcelain --ignored") == ""
+    shown = run(tree, "git submodule status pkg/sub; git -C pkg/sub submodule status")
+    assert [line[0] for line in shown.splitlines()] == [" ", " "]
+    assert run(tree, "git submodule update --init pkg/sub; git -C pkg/sub fsck --full") == ""
+    assert run(tree, "git -C pkg/sub log --format=%H --all").split() == [world.inner]
+    done = subprocess.run(
+        ["git", "-C", str(tree / "pkg/sub"), "cat-file", "-e", world.secret], check=False
+    )
+    assert done.returncode != 0
+    assert checkout.diff() == b""
+    report = verify_seal(tree, world.base)
+    assert (report.sealed, report.leaks) == (True, [])
+    assert f"submodule pkg/sub at {world.inner}" in report.checked
+
+
+def test_edits_below_a_submodule_are_edits(
+    world: World, checkout: Checkout, tmp_path: Path
+) -> None:
+    """In diff, snapshot, fork, grade, apply and reset; in its index, and committed there, too."""
+    tree = checkout.path
+    run(tree, "echo more >>pkg/sub/b.txt; rm pkg/sub/lib/a.py; echo 1 >pkg/sub/in/deep/new; git -C pkg/sub add -A"
+              "; git -C pkg/sub -c user.name=a -c user.email=a@b commit -qm x; printf 'x\\r\\ny\\r\\n' >pkg/sub/crlf.txt")  # fmt: skip
+    patch = checkout.diff()
+    assert [line for line in patch.decode().splitlines() if line.startswith("diff")] == [
+        f"diff --git a/{path} b/{path}"
+        for path in ("pkg/sub/b.txt", "pkg/sub/crlf.txt", "pkg/sub/in/deep/new", "pkg/sub/lib/a.py")
+    ]
+    assert b"+y\n" in patch
+
+    def edited(at: Path) -> bool:
+        files = at / "pkg/sub/b.txt", at / "pkg/sub/in/deep/new", at / "pkg/sub/crlf.txt"
+        expected = "b\nmore\n", "1\n", "x\ny\n"
+        return (
+            tuple(file.read_text() for file in files) == expected
+            and not (at / "pkg/sub/lib/a.py").exists()
+        )
+
+    assert edited(tree)
+    checkout.snapshot("s")
+    with checkout.fork() as fork:
+        assert edited(fork.path)
+        assert fork.diff() == patch
+    with Client(world.running.socket) as client, checkout.grade() as grade:
+        assert edited(grade.path)
+        with client.checkout("i", backend=checkout.lease.backend, view=View.GRADER) as plain:
+            plain.apply(patch)
+            assert edited(plain.path)
+            assert plain.diff() == patch
+            plain.apply(patch, reverse=True)
+            assert plain.diff() == b""
+    proof = checkout.reset()
+    assert proof.tree == checkout.lease.tree
+    assert run(tree, "git status --porcelain; git -C pkg/sub log --format=%H").split() == [
+        world.inner
+    ]
+    assert checkout.diff() == b""
+    checkout.reset(to="s")
+    assert edited(tree)
+    assert checkout.diff() == patch
+    checkout.reset()
+    assert not verify_seal(tree, world.base).leaks
+
+
+def test_a_store_of_a_submodule_with_more_is_a_leak(world: World, tmp_path: Path) -> None:
+    """A later commit, another HEAD, a setting, a store that no submodule of HEAD has."""
+    with Client(world.running.socket) as client, client.checkout("i") as made:
+        found = {}
+        for what, script in {
+            "nothing": "true",
+            "later": "git -C pkg/sub fetch -q UP main",
+            "hook": "echo x >'.git/modules/my sub/hooks'",
+            "setting": "git -C pkg/sub config core.fsmonitor x",
+            "work tree": "git config -f '.git/modules/my sub/config' core.worktree /etc",
+            "another": "cp -a '.git/modules/my sub' .git/modules/other",
+            "no .git": "rm pkg/sub/.git",
+            "a link": "mv '.git/modules/my sub' x; ln -s ../../x '.git/modules/my sub'",
+        }.items():
+            copy = tmp_path / what.replace(" ", "-")
+            subprocess.run(["cp", "-a", str(made.path), str(copy)], check=True)
+            up = git(made.path, "--version") and world.running.root
+            mirror = world.running.state_dir / "mirrors/o__sub"
+            subprocess.run(["sh", "-ec", script.replace("UP", str(mirror))], cwd=copy, check=True)
+            assert up
+            found[what] = bool(verify_seal(copy, world.base).leaks)
+            shutil.rmtree(copy)
+    assert found == {what: what != "nothing" for what in found}
+
+
+def test_submodules_are_recorded_and_audited(world: World) -> None:
+    """Pinned for the data set in their own mirrors; an export and its digest are without them."""
+    with Client(world.running.socket) as client:
+        pins = {(pin.mirror, pin.commit, pin.reason) for pin in client.list_pins()}
+        assert ("o__sub", world.inner, "submodule") in pins
+        assert {name for name, _, reason in pins if reason == "submodule"} == {"o__sub", "o__deep"}
+        assert {mirror.name for mirror in client.list_mirrors()} == {"o__top", "o__sub", "o__deep"}
+        row = client.get_instance("i", view=View.GRADER)
+        assert row.submodules == ["pkg/sub", "pkg/sub/in/deep"]
+        assert {*(row.missing or {})} == {"gone", "odd", "unnamed", "evil", "far"}
+        assert [each.role for each in row.commits or ()] == ["base"]
+        assert client.get_instance("i").missing is None
+        exported = b"".join(client.export_dataset("rows"))
+        assert world.inner.encode() not in exported
+
+
+def test_every_history_has_what_it_says(world: World) -> None:
+    with Client(world.running.socket) as client:
+        with client.checkout("i", history=History.SQUASHED) as made:
+            assert (made.path / "pkg/sub/b.txt").read_text() == "b\n"
+            assert git(made.path, "status", "--porcelain") == ""
+        with client.checkout("i", history=History.LINKED) as made:
+            assert list((made.path / "pkg/sub").iterdir()) == []
+            assert made.diff() == b""
+
+
+@pytest.mark.parametrize(
+    ("parent", "url", "joined"),
+    [
+        ("https://h/o/top.git", "../sub.git", "https://h/o/sub.git"),
+        ("https://h/o/top", "./sub", "https://h/o/top/sub"),
+        ("https://h/o/top/", "../../x/sub", "https://h/x/sub"),
+        ("git@h:o/top.git", "../sub.git", "git@h:o/sub.git"),
+        ("/srv/o/top", "../sub", "/srv/o/sub"),
+        ("https://h/o/top", "https://other/o/sub", "https://other/o/sub"),
+    ],
+)
+def test_urls_are_joined_as_git_does(parent: str, url: str, joined: str) -> None:
+    assert join_url(parent, url) == joined
+
+
+def test_a_name_with_quotes_is_written_as_git_reads_it(tmp_path: Path) -> None:
+    name, url = 'a"b\\c', "../x;y#z"
+    module = Module("p", name, f"modules/{name}", url, "o__n", "1" * 40)
+    (tmp_path / "config").write_bytes(config_of([module]))
+    read = ["git", "config", "--file", str(tmp_path / "config"), f"submodule.{name}.url"]
+    assert subprocess.run(read, capture_output=True, text=True, check=True).stdout == f"{url}\n"
