@@ -19,6 +19,7 @@ from ..protocol import AmbiguousInstance, Dataset, DatasetSummary, RowFault, Unp
 from .changes import note_changes
 from .database import lock
 from .mirrors import in_batches
+from .needs import forget_unneeded
 from .schema import InstanceRow, RecordedRow, datasets, instances, mirrors, pins, recorded
 
 ALL_COMMITS = "*"
@@ -123,6 +124,7 @@ def delete_dataset(connection: Connection, name: str) -> bool:
     """Delete a dataset with its instances; the caller removes its pins."""
     lock(connection, f"dataset/{name}")
     found = connection.execute(sa.delete(datasets).where(datasets.c.name == name)).rowcount > 0
+    forget_unneeded(connection)
     note_changes(connection, f"dataset/{name}")
     return found
 

@@ -24,6 +24,15 @@ def find_composition(connection: Connection, key: str, commit: CommitId) -> Comp
     return Composition(**{**facts, "modules": modules, "missing": missing})
 
 
+def forget_unneeded(connection: Connection) -> None:
+    """Forget what commits need that are no instance's base any more: their pins are removed."""
+    is_base = sa.exists().where(
+        instances.c.base_commit == needs.c.commit_id,
+        sa.func.lower(instances.c.mirror_name) == needs.c.mirror_key,
+    )
+    connection.execute(sa.delete(needs).where(~is_base))
+
+
 def put_compositions(connection: Connection, dataset_id: int, found: Compositions) -> None:
     """Replace what is known of these commits, and record submodules for a dataset's instances."""
     is_old = and_(recorded.c.dataset_id == dataset_id, recorded.c.role == CommitRole.SUBMODULE)

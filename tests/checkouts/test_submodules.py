@@ -231,6 +231,42 @@ def test_every_history_has_what_it_says(world: World) -> None:
             assert made.diff() == b""
 
 
+def test_a_data_set_that_is_removed_leaves_nothing(
+    world: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No pin, so the mirrors of submodules may go; a checkout by commit then has none of them."""
+    root = tmp_path_factory.mktemp("other")
+    up = Upstream(root / "p" / "top")
+    sub = Upstream(root / "p" / "low")
+    up.write({".gitmodules": '[submodule "s"]\n\tpath = s\n\turl = ../low\n'})
+    up.git("add", "-A")
+    _link(up, sub.commit({"f": "1\n"}), "s")
+    up.git("commit", "-qm", "one")
+    base = up.git("rev-parse", "HEAD")
+    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
+        row = {"instance_id": "i", "repo": "p/top", "base_commit": base}
+        assert _import(running, root, "one", [row])["needs"]["submodules"] == 1
+        with Client(running.socket) as client:
+            with client.checkout("i") as made:
+                assert (made.path / "s/f").read_text() == "1\n"
+            client.remove_dataset("one")
+            assert [pin.mirror for pin in client.list_pins()] == []
+            client.remove_mirror("p/low")
+            for backend in (Backend.OVERLAY, Backend.POOL):
+                with client.checkout(f"p__top@{base}", backend=backend) as made:
+                    assert made.diff() == b""
+                    made.reset()
+        running.stop()
+        running.write_config(
+            f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[datasets]\nsubmodules = false\n'
+        )
+        running.start()
+        result = _import(running, root, "one", [row])["needs"]
+        assert (result["submodules"], result["missing_count"]) == (0, 1)
+        with Client(running.socket) as client, client.checkout("i") as made:
+            assert list((made.path / "s").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("parent", "url", "joined"),
     [

@@ -195,7 +195,7 @@ class PoolBackend:
                     sealed = await self.stores.ensure_intact(sealed)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
-                modules = sealed.path if sealed.modules else None
+                modules = sealed.path if lease.base.whole else None
             try:
                 yield PoolPaths(
                     *lease.directories, mirror, store, head, lease.owner, trash, layer, below,
