@@ -146,6 +146,7 @@ from .protocol import Dataset as Dataset
 from .protocol import DatasetChange as DatasetChange
 from .protocol import DatasetDiff as DatasetDiff
 from .protocol import DatasetImported as DatasetImported
+from .protocol import DatasetNeeds as DatasetNeeds
 from .protocol import DatasetSummary as DatasetSummary
 from .protocol import Digest as Digest
 from .protocol import Dropped as Dropped
@@ -169,6 +170,7 @@ from .protocol import JobState as JobState
 from .protocol import LayerFacts as LayerFacts
 from .protocol import Mirror as Mirror
 from .protocol import Mismatch as Mismatch
+from .protocol import MissingSubmodule as MissingSubmodule
 from .protocol import NotReady as NotReady
 from .protocol import NotRestored as NotRestored
 from .protocol import Operation as Operation

@@ -229,26 +229,33 @@ def whole_path(wholes: Path, name: MirrorName | str, commit: str) -> Path:
 async def _compose(
     mirrors: Mirrors, found: dict[Key, Composition], trees: Mapping[Key, str], wholes: Path
 ) -> None:
+    """Write the composed trees that an earlier import did not write."""
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
+    jobs: dict[Key, tuple[Path, Path, str, list[Part]]] = {}
     for base, composition in found.items():
         if not composition.modules:
             continue
         key, commit = base
         target = whole_path(wholes, names[key], commit)
-        tree = await write_whole(mirrors, target, names[key], trees[base], composition)
-        found[base] = replace(composition, tree=tree)
+        before = await mirrors.catalog.find_composition(key, commit)
+        if before and before.modules == composition.modules and target.exists():
+            found[base] = replace(composition, tree=before.tree)
+            continue
+        parts = [
+            Part(each.path, mirrors.path(MirrorName.parse(each.mirror)), each.commit)
+            for each in composition.modules
+        ]
+        jobs[base] = target, mirrors.path(names[key]), trees[base], parts
+    if jobs:
+        run = mirrors.workers.run
+        written = await run(put_wholes, list(jobs.values()), timeout=_TIMEOUT)
+        for base, tree in zip(jobs, written, strict=True):
+            found[base] = replace(found[base], tree=tree)
 
 
-async def write_whole(
-    mirrors: Mirrors, target: Path, name: MirrorName, tree: str, composition: Composition
-) -> str:
-    """Write the repository of a composed tree, if it is not there; return the tree's id."""
-    parts = [
-        Part(each.path, mirrors.path(MirrorName.parse(each.mirror)), each.commit)
-        for each in composition.modules
-    ]
-    run = mirrors.workers.run
-    return await run(put_whole, target, mirrors.path(name), tree, parts, timeout=_TIMEOUT)
+def put_wholes(jobs: Sequence[tuple[Path, Path, str, list[Part]]]) -> list[str]:
+    """Write composed trees, each given as the arguments of `put_whole`; return their ids."""
+    return [put_whole(*job) for job in jobs]
 
 
 def put_whole(target: Path, mirror: Path, tree: str, parts: list[Part]) -> str:

@@ -13,7 +13,7 @@ from ...errors import CorruptObjectError, GitFailedError
 from ...quoting import decode_name
 from ..command import run_git_sync
 from .repository import Objects, open_objects, read_commit
-from .trees import BaseTree, ScratchObjects, TreeEntry, make_repository, walk
+from .trees import BaseTree, ScratchObjects, TreeEntry, make_repository
 
 POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._below: dict[str, _Below] = {}
-        self._pointers: dict[str, tuple[str, int] | None] = {}
+        self._pointers: dict[str, tuple[tuple[str, int], ...]] = {}  # of files and directories
         self._sections: dict[str, dict[str, dict[str, str]]] = {}
         self._attributes: dict[str, bool] = {}
 
@@ -69,9 +69,7 @@ class _Reader:
         below = self._read(tree, 0)
         pointers: tuple[tuple[str, int], ...] = ()
         if below.has_lfs:
-            files = (entry for entry in walk(self._objects, tree) if _is_file(entry))
-            found = map(self._pointer, files)
-            pointers = tuple(dict.fromkeys(each for each in found if each))
+            pointers = tuple(dict.fromkeys(self._pointers_below(tree)))
         return Needs(tree, tuple(self._links(tree, below.links)), pointers)
 
     def _read(self, tree: str, depth: int) -> _Below:
@@ -96,12 +94,24 @@ class _Reader:
             self._attributes[oid] = b"filter=lfs" in self._objects.read_blob(oid)
         return self._attributes[oid]
 
-    def _pointer(self, entry: TreeEntry) -> tuple[str, int] | None:
-        if entry.oid not in self._pointers:
-            small = self._objects.blob_size(entry.oid) < POINTER_BYTES
-            found = POINTER.fullmatch(self._objects.read_blob(entry.oid)) if small else None
-            self._pointers[entry.oid] = (found[1].decode(), int(found[2])) if found else None
-        return self._pointers[entry.oid]
+    def _pointers_below(self, tree: str) -> tuple[tuple[str, int], ...]:
+        if (known := self._pointers.get(tree)) is not None:
+            return known
+        found = list[tuple[str, int]]()
+        for mode, oid in BaseTree(self._objects, tree).names_in(b"").values():
+            if mode == _TREE:
+                found += self._pointers_below(oid)
+            elif mode & 0o170000 == 0o100000:
+                found += self._pointer(oid)
+        self._pointers[tree] = unique = tuple(dict.fromkeys(found))
+        return unique
+
+    def _pointer(self, blob: str) -> tuple[tuple[str, int], ...]:
+        if blob not in self._pointers:
+            small = self._objects.blob_size(blob) < POINTER_BYTES
+            found = POINTER.fullmatch(self._objects.read_blob(blob)) if small else None
+            self._pointers[blob] = ((found[1].decode(), int(found[2])),) if found else ()
+        return self._pointers[blob]
 
     def _links(self, tree: str, links: Sequence[tuple[bytes, str]]) -> Iterable[Link]:
         if not links:
