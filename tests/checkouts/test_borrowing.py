@@ -29,6 +29,7 @@ from mirrord.protocol import (
     StartCheckout,
     StartGrade,
 )
+from mirrord.sandbox.calls import box_of
 from mirrord.seal.verify import verify_seal
 from mirrord.trees import pooled
 
@@ -366,3 +367,24 @@ def test_forks_snapshots_layers_and_grades_of_borrowing_trees(service: Service) 
     add_mirror(held, service.mirror)
     again = service.call(service.checkouts.fork, held.id, ForkCheckout(), PEER)
     assert alternates(again).read_text() == f"{held.borrows}\n"
+
+
+def test_a_sandbox_shows_the_store_read_only(service: Service) -> None:
+    """At the same path, so git works inside; nothing else of the state is there."""
+    held = start(service)
+    box = box_of(held, network=False, variables={})
+    assert held.borrows
+    pack = next(Path(held.borrows, "pack").glob("*.pack"))
+    script = f"""git -c safe.directory='*' log --format=%H && git -c safe.directory='*' fsck --full
+        test -e {service.mirror} || echo hidden
+        touch {held.borrows}/pack/mine; chmod u+w {pack}; echo junk > {pack}"""
+    with box.start(
+        ["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as started:  # fmt: skip
+        stdout, stderr = started.communicate(timeout=60)
+    assert stdout.splitlines()[0] == held.commit
+    assert "hidden" in stdout
+    assert stderr.count("Read-only file system") >= 2
+    assert "missing" not in in_tree(held, "fsck", "--full")
+    assert not Path(held.borrows, "pack/mine").exists()
