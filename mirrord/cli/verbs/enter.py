@@ -8,12 +8,12 @@ from ... import errors
 from ...host import home
 from ..session import Argument, Session
 
+_COMMAND_HELP = "The command, with or without -- before it; default: a shell."
+
 
 def enter(
     session: Session,
-    command: Annotated[
-        list[str], Argument("The command, after --; by default a shell.", "COMMAND...")
-    ] = [],  # noqa: B006
+    command: Annotated[list[str], Argument(_COMMAND_HELP, "[COMMAND]...", is_command=True)] = [],  # noqa: B006
 ) -> None:
     """The command sees the checkouts of this user's daemon at their paths, and everything that it
     starts does too: a harness needs no change. Its user and its rights stay as they are. The exit
