@@ -86,7 +86,7 @@ def replaced(upstream: Upstream) -> None:
 
 def many(upstream: Upstream) -> None:
     tip = upstream.git("rev-parse", "main")
-    lines = sorted(f"{tip} refs/tags/t{number}\n" for number in range(20_000))
+    lines = sorted(f"{tip} refs/tags/t{number}\n" for number in range(100_000))
     header = "# pack-refs with: sorted \n"
     (upstream.path / ".git/packed-refs").write_text("".join([header, *lines]))
 
