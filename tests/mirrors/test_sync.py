@@ -353,34 +353,6 @@ def test_a_ref_that_breaks_later_stays_where_it_was(site: Site) -> None:
     assert site.refs()["refs/heads/broken"] == good
 
 
-def test_a_hostile_tree_is_refused(site: Site) -> None:
-    """A commit with a `.git` directory in its tree does not enter the mirror."""
-    blob = site.upstream.git("hash-object", "-w", "--stdin", stdin=b"[core]\n\tfsmonitor = evil\n")
-    inner = site.upstream.git(
-        "hash-object",
-        "-t",
-        "tree",
-        "-w",
-        "--stdin",
-        "--literally",
-        stdin=b"100644 config\0" + bytes.fromhex(blob),
-    )
-    outer = site.upstream.git(
-        "hash-object",
-        "-t",
-        "tree",
-        "-w",
-        "--stdin",
-        "--literally",
-        stdin=b"40000 .git\0" + bytes.fromhex(inner),
-    )
-    hostile = site.upstream.git("commit-tree", "-m", "evil", outer)
-    site.upstream.git("update-ref", "refs/heads/hostile", hostile)
-    result = site.sync()
-    assert [fault.ref for fault in result.faults] == ["refs/heads/hostile"]
-    assert "refs/heads/main" in site.refs()
-
-
 def test_an_empty_upstream_changes_nothing(
     site: Site, make_upstream: Callable[..., Upstream]
 ) -> None:
