@@ -378,13 +378,11 @@ def test_a_sandbox_shows_the_store_read_only(service: Service) -> None:
     script = f"""git -c safe.directory='*' log --format=%H && git -c safe.directory='*' fsck --full
         test -e {service.mirror} || echo hidden
         touch {held.borrows}/pack/mine; chmod u+w {pack}; echo junk > {pack}"""
-    with box.start(
-        ["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as started:  # fmt: skip
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    with box.start(["sh", "-c", script], stdin=nothing, stdout=pipe, stderr=pipe) as started:
         stdout, stderr = started.communicate(timeout=60)
-    assert stdout.splitlines()[0] == held.commit
-    assert "hidden" in stdout
-    assert stderr.count("Read-only file system") >= 2
+    assert stdout.splitlines()[0] == held.commit.encode()
+    assert b"hidden" in stdout
+    assert stderr.count(b"Read-only file system") >= 2
     assert "missing" not in in_tree(held, "fsck", "--full")
     assert not Path(held.borrows, "pack/mine").exists()
