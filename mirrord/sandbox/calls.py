@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from .. import protocol
 from ..errors import (
@@ -31,7 +31,9 @@ from . import gitremote
 from .archive import Capped
 from .box import Box
 from .room import EndedError, Limits, Pipes, SandboxRoom, read_some
-from .verdicts import Reporter
+
+if TYPE_CHECKING:  # its parsers of logs are half of what `mirrord exec` would import
+    from .verdicts import Reporter
 
 # Without it `git commit`, `stash`, `merge` and `tag -a` fail; it tells nobody's name.
 _IDENTITY = b"""\
@@ -301,7 +303,7 @@ class SandboxCall:
         timeout: float | None = None,
         source: BinaryIO | None = None,
         stdout: Sink | None = None,
-        reporter: Reporter | None = None,
+        reporter: "Reporter | None" = None,
     ) -> None:
         words = ["bash", "-c", command] if isinstance(command, str) else command
         self._exports = [
