@@ -244,6 +244,7 @@ class Catalog:
     find_base_commit = _reads(datasets.find_base_commit)
     find_history_limit = _reads(datasets.find_history_limit)
     find_composition = _reads(needs.find_composition)
+    list_compositions = _reads(needs.list_compositions)
 
     put_audit = _writes(audits.put_audit)
     find_audit = _reads(audits.find_audit)

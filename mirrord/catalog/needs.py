@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, and_, insert, select
@@ -17,8 +18,18 @@ def find_composition(connection: Connection, key: str, commit: CommitId) -> Comp
     """Find what a base commit needs; None where nothing is."""
     is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
     facts = connection.execute(select(needs.c.facts).where(is_it)).scalar()
-    if facts is None:
-        return None
+    return None if facts is None else _read(facts)
+
+
+def list_compositions(connection: Connection, key: str) -> dict[CommitId, Composition]:
+    """List what the base commits of a mirror need."""
+    rows = connection.execute(
+        select(needs.c.commit_id, needs.c.facts).where(needs.c.mirror_key == key)
+    )
+    return {CommitId(commit): _read(facts) for commit, facts in rows}
+
+
+def _read(facts: dict[str, Any]) -> Composition:
     modules = tuple(Module(*each) for each in facts["modules"])
     missing = tuple((path, reason) for path, reason in facts["missing"])
     return Composition(**{**facts, "modules": modules, "missing": missing})
@@ -37,27 +48,24 @@ def put_compositions(connection: Connection, dataset_id: int, found: Composition
     """Replace what is known of these commits, and record submodules for a dataset's instances."""
     is_old = and_(recorded.c.dataset_id == dataset_id, recorded.c.role == CommitRole.SUBMODULE)
     connection.execute(sa.delete(recorded).where(is_old))
-    rows = set[tuple[str, str, str, str]]()
+    is_own = instances.c.dataset_id == dataset_id
+    columns = (instances.c.id, instances.c.base_commit, instances.c.mirror_name)
+    based: dict[tuple[str, str], list[str]] = {}
+    for identity, base, name in connection.execute(select(*columns).where(is_own)):
+        based.setdefault((name.lower(), base), []).append(identity)
+    new, rows = [], set[tuple[str, str, str, str]]()
     for (key, commit), composition in found.items():
         is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
         connection.execute(sa.delete(needs).where(is_it))
-        if composition == Composition():
-            continue
-        facts = asdict(composition)
-        row = {"mirror_key": key, "commit_id": commit, "facts": facts}
-        connection.execute(insert(needs).values(row))
-        if composition.modules:
-            is_based = and_(
-                instances.c.dataset_id == dataset_id,
-                instances.c.base_commit == commit,
-                sa.func.lower(instances.c.mirror_name) == key,
-            )
-            ids = connection.execute(select(instances.c.id).where(is_based)).scalars().all()
-            rows |= {
-                (identity, module.commit, module.mirror.lower(), module.mirror)
-                for identity in ids
-                for module in composition.modules
-            }
+        if composition != Composition():
+            new.append({"mirror_key": key, "commit_id": commit, "facts": asdict(composition)})
+        rows |= {
+            (identity, module.commit, module.mirror.lower(), module.mirror)
+            for identity in based.get((key, commit), ())
+            for module in composition.modules
+        }
+    if new:
+        connection.execute(insert(needs), new)
     values = [
         {
             "dataset_id": dataset_id,

@@ -231,13 +231,16 @@ async def _compose(
 ) -> None:
     """Write the composed trees that an earlier import did not write."""
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
+    known: dict[str, dict[CommitId, Composition]] = {}
     jobs: dict[Key, tuple[Path, Path, str, list[Part]]] = {}
     for base, composition in found.items():
         if not composition.modules:
             continue
         key, commit = base
         target = whole_path(wholes, names[key], commit)
-        before = await mirrors.catalog.find_composition(key, commit)
+        if key not in known:
+            known[key] = await mirrors.catalog.list_compositions(key)
+        before = known[key].get(commit)
         if before and before.modules == composition.modules and target.exists():
             found[base] = replace(composition, tree=before.tree)
             continue
