@@ -20,6 +20,7 @@ from .errors import CatalogConflictError as CatalogConflictError
 from .errors import CatalogFullError as CatalogFullError
 from .errors import CatalogTooNewError as CatalogTooNewError
 from .errors import CatalogUnavailableError as CatalogUnavailableError
+from .errors import CertificateRefusedError as CertificateRefusedError
 from .errors import CheckoutBusyError as CheckoutBusyError
 from .errors import CheckoutNotFoundError as CheckoutNotFoundError
 from .errors import ClaimLostError as ClaimLostError
@@ -99,6 +100,7 @@ from .errors import TtlTooLongError as TtlTooLongError
 from .errors import UpstreamAuthError as UpstreamAuthError
 from .errors import UpstreamEmptyError as UpstreamEmptyError
 from .errors import UpstreamError as UpstreamError
+from .errors import UpstreamIncompleteError as UpstreamIncompleteError
 from .errors import UpstreamLossError as UpstreamLossError
 from .errors import UpstreamNotFoundError as UpstreamNotFoundError
 from .errors import UpstreamThrottledError as UpstreamThrottledError
