@@ -148,8 +148,8 @@ def isolate(box: Box, demanded: Isolation | None = None) -> Box | DirectBox:
     Raises BackendUnavailableError if that is not possible here.
     """
     if demanded is None:
-        demanded = best(box.owner)
-    elif reason := _refusal(demanded, box.owner):
+        demanded = Isolation.NAMESPACES if box.mount is not None else best(box.owner)
+    elif reason := _refusal(demanded, box.owner, box.mount):
         fact = f"cannot isolate the command by {demanded}: {reason}"
         raise BackendUnavailableError(fact, hint=_ASK)
     return box if demanded is Isolation.NAMESPACES else DirectBox(box, demanded)
@@ -161,8 +161,12 @@ def best(owner: tuple[int, int] | None) -> Isolation:
     return next(each for each in Isolation if _refusal(each, owner) is None)
 
 
-def _refusal(isolation: Isolation, owner: tuple[int, int] | None) -> str | None:
+def _refusal(
+    isolation: Isolation, owner: tuple[int, int] | None, mount: int | None = None
+) -> str | None:
     """Return why an isolation is not possible here, for commands of an owner; None if it is."""
+    if mount is not None and isolation is not Isolation.NAMESPACES:
+        return "the checkout is a mount of the daemon's, which only namespaces show"
     is_other = owner is not None and owner[0] != os.geteuid()
     if isolation is Isolation.NAMESPACES:
         return find_obstacle(owner) if _may_be_refused() else None

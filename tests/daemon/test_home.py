@@ -161,6 +161,10 @@ def test_a_command_from_outside_sees_the_overlay_and_its_changes_are_the_checkou
     at_home.cli("reset", held["id"], "--to", "one")
     assert at_home.cli("exec", "--keep-access", held["id"], "--", "cat", "new/f") == "n\n"
     assert at_home.cli("diff", held["id"]) == patch
+    weaker = ("exec", held["id"], "--isolation", "none", "--", "cat", "a.txt")
+    refused = at_home.run("-m", "mirrord", *weaker, check=False)
+    assert refused.returncode == 7, "the plain path is an empty directory"
+    assert "only namespaces show" in refused.stderr
 
 
 def test_a_sandbox_of_a_threaded_client_follows_resets(at_home: Home) -> None:
