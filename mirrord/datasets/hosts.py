@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from ..catalog import InstanceRow
 from ..errors import InvalidNameError, InvalidUrlError
-from ..mirrors.upstream import is_same_host, parse_upstream
+from ..mirrors.upstream import LOCAL, is_same_host, parse_upstream
 from ..model import MirrorName, shown
 from .fields import RowError, host_label
+
+_GITHUB = "github.com"
 
 
 @dataclass(slots=True)
@@ -41,10 +43,12 @@ class Hosts:
             upstream = parse_upstream(row.repo_url)
         except InvalidUrlError as error:
             raise RowError(f"repo {error.message.partition(': ')[2]}") from error
-        taken = taken or upstream.host
-        if is_same_host(taken, upstream.host):
-            self._claims.setdefault(key, upstream.host)
-            if key not in self.known and not is_same_host(self.default, upstream.host):
+        # rows mean GitHub by owner/name, and so does a local directory that serves them
+        host = LOCAL if self.default == LOCAL and upstream.host == _GITHUB else upstream.host
+        taken = taken or host
+        if is_same_host(taken, host):
+            self._claims.setdefault(key, host)
+            if key not in self.known and not is_same_host(self.default, host):
                 self.urls.setdefault(key, upstream.remote.url)
             return row
         try:

@@ -30,7 +30,7 @@ from ..model import MirrorName, shown
 from ..telemetry import mask_url, without_userinfo
 from ..units import Backoff
 
-_LOCAL = "local"
+LOCAL = "local"  # the host of an upstream that is a directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Upstream:
 
     @property
     def is_local(self) -> bool:
-        return self.host == _LOCAL
+        return self.host == LOCAL
 
     @property
     def shown(self) -> str:
@@ -93,7 +93,7 @@ def parse_upstream(text: str) -> Upstream:
     if text.startswith("-") or _HELPER.match(text):
         raise _refused(text, "it names an option or a program")
     if text.startswith("/"):
-        return Upstream(text, Remote(text), _LOCAL)
+        return Upstream(text, Remote(text), LOCAL)
     if "://" not in text:
         found = _SCP.fullmatch(text)
         if not found or found[2].startswith("-") or found[1].lower() in _SCHEMES:
@@ -112,7 +112,7 @@ def parse_upstream(text: str) -> Upstream:
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise _refused(text, "a file URL needs an absolute path: file:///srv/git/name.git")
         is_plain = not parts.query and not parts.fragment
-        return Upstream(text, Remote(f"file://{parts.path}" if is_plain else text), _LOCAL)
+        return Upstream(text, Remote(f"file://{parts.path}" if is_plain else text), LOCAL)
     if not parts.hostname or not _HOST.fullmatch(parts.hostname):
         raise _refused(text, "its host is not a host name")
     host = parts.hostname if port is None else f"{parts.hostname}:{port}"
@@ -196,7 +196,7 @@ class Hosts:
             try:
                 yield
             except (UpstreamThrottledError, UpstreamUnavailableError) as error:
-                if name != _LOCAL:
+                if name != LOCAL:
                     self._pause(host, error)
                 raise
             host.throttling.reset()

@@ -53,7 +53,15 @@ PROGRAMS = (
     "ldconfig",
 )
 LAST = ("release", "dataset remove", "mirror remove")
-IN_ORDER = sorted(VERBS, key=lambda verb: LAST.index(verb.name) if verb.name in LAST else -1)
+FIRST = ("environment import",)
+
+
+def _turn(verb: Verb) -> int:
+    """What others need comes first, and what takes it away last."""
+    return LAST.index(verb.name) + 1 if verb.name in LAST else -(verb.name in FIRST)
+
+
+IN_ORDER = sorted(VERBS, key=_turn)
 SHA = "c" * 40
 FIND = "from mirrord.places import find_config_path; print(find_config_path())"
 
@@ -226,6 +234,7 @@ def test_a_verb_with_a_daemon_runs_nothing_from_the_directory_it_is_started_in(
     expected = {
         "serve": {5},
         "doctor": {0, 7},
+        "enter": {4},
         "attach": {4},
         "credential check": {6},
         "layer save": {3},

@@ -317,7 +317,7 @@ def test_the_life_of_a_checkout(world: World, tree: Path, tmp_path: Path) -> Non
 
 def test_a_file_of_any_columns_is_imported_by_a_mapping(world: World, tmp_path: Path) -> None:
     lost = "e" * 40
-    mine = {"key": "mine-1", "at": {"url": "https://example.com/demo/project"}, "fixed_by": lost}
+    mine = {"key": "mine-1", "at": {"url": "https://github.com/demo/project"}, "fixed_by": lost}
     rows, mapping = tmp_path / "mine.jsonl", tmp_path / "mapping.toml"
     rows.write_text(json.dumps(mine | {"start": world.commits[0]}) + "\n")
     mapping.write_text(

@@ -108,8 +108,9 @@ def test_a_thread_that_never_ends_does_not_keep_the_daemon(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     script = (
         "import sys, threading; from mirrord.daemon.main import main;"
+        " from mirrord.daemon.start import read_options;"
         f" threading.Thread(target=open, args=({str(tmp_path / 'pipe')!r},)).start();"
-        " sys.exit(main(sys.argv[1:]))"
+        " sys.exit(main(read_options()))"
     )
 
     class Stuck(Daemon):

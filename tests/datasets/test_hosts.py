@@ -16,16 +16,17 @@ from gitrepos import Upstream
 
 from mirrord.datasets.hosts import Hosts
 from mirrord.datasets.reading import ReadResult, read_dataset
+from mirrord.mirrors.upstream import LOCAL
 from mirrord.model import MirrorName
 
 KNOWN = {"o__n": "forge.example.com", "at__port": "forge.example.com:8443"}
 
 
-def read(tmp_path: Path, *repos: str) -> tuple[ReadResult, list[str]]:
+def read(tmp_path: Path, *repos: str, default: str = "github.com") -> tuple[ReadResult, list[str]]:
     path, spool = tmp_path / "rows.jsonl", tmp_path / "spool"
     rows = [row(number, repo=repo) for number, repo in enumerate(repos)]
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    result = read_dataset(path, path.name, None, spool, Hosts("github.com", KNOWN))
+    result = read_dataset(path, path.name, None, spool, Hosts(default, KNOWN))
     return result, [json.loads(line)["mirror"] for line in spool.read_bytes().splitlines()]
 
 
@@ -119,3 +120,10 @@ def test_two_forges_with_one_name_are_two_mirrors(
                 "o__n": a.url.removeprefix("http://"),
                 f"{host_b.replace(':', '-')}+o__n": host_b,
             }
+
+
+def test_a_directory_of_upstreams_stands_for_github_and_no_other_host(tmp_path: Path) -> None:
+    repos = ("https://github.com/a/b", "git@github.com:a/b.git", "a/b", "https://else.where/a/b")
+    result, names = read(tmp_path, *repos, default=LOCAL)
+    assert names == ["a__b", "a__b", "a__b", "else.where+a__b"]
+    assert result.urls == {"else.where+a__b": "https://else.where/a/b"}
