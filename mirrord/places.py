@@ -206,3 +206,8 @@ class Layout:
             hint = "give the daemon's user that directory, or choose another state_dir"
             fact = f"cannot use state directory {directory}: {error.strerror}"
             raise ResourceError(fact, hint=hint) from error
+
+
+def whole_path(templates: Path, mirror: str, commit: str) -> Path:
+    """Return the repository with the composed tree of a commit that has submodules."""
+    return templates / mirror / "wholes" / f"{commit}.git"

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..datasets.submodules import whole_path
 from ..host.trash import Trash, new_trash
 from ..model import LayerId, new_layer_id
+from ..places import whole_path
 from .lease import Base
 from .leases import Leases
 

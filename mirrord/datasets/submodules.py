@@ -20,6 +20,7 @@ from ..host.trash import remove_tree
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import parse_upstream
 from ..model import CommitId, CommitRole, DatasetName, MirrorName
+from ..places import whole_path
 from ..protocol import ProgressSink
 from ..telemetry import log, mask_url
 from .pinning import PinOutcome, pin_all
@@ -221,11 +222,6 @@ def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
     return outcome.refused.get(commit) or outcome.refused.get(ALL_COMMITS)
 
 
-def whole_path(wholes: Path, name: MirrorName | str, commit: str) -> Path:
-    """Return the repository with the composed tree of a commit."""
-    return wholes / str(name) / "wholes" / f"{commit}.git"
-
-
 async def _compose(
     mirrors: Mirrors, found: dict[Key, Composition], trees: Mapping[Key, str], wholes: Path
 ) -> None:
@@ -237,7 +233,7 @@ async def _compose(
         if not composition.modules:
             continue
         key, commit = base
-        target = whole_path(wholes, names[key], commit)
+        target = whole_path(wholes, str(names[key]), commit)
         if key not in known:
             known[key] = await mirrors.catalog.list_compositions(key)
         before = known[key].get(commit)

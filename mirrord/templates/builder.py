@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio.to_thread
 
 from ..catalog import Composition
-from ..datasets.submodules import put_whole, whole_path
+from ..datasets.submodules import put_whole
 from ..errors import InvalidRequestError
 from ..git.command import Git
 from ..git.graphs import graph_is_whole
@@ -31,6 +31,7 @@ from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
 from ..model import CommitId, History, MirrorName, Resolved
+from ..places import whole_path
 from ..telemetry import log
 from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
@@ -327,7 +328,7 @@ class StoreBuilder:
                     place_module, top, module, composition.modules, self.mirrors_path(sub),
                     store.git, timeout=_PLACE_TIMEOUT,
                 )  # fmt: skip
-        whole = whole_path(self._root, name, commit)
+        whole = whole_path(self._root, str(name), commit)
         if not whole.exists():
             parts = [
                 Part(each.path, self.mirrors_path(MirrorName.parse(each.mirror)), each.commit)

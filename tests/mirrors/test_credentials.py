@@ -267,8 +267,8 @@ def _bad_files(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 _BAD_COMMANDS = {
-    "exec sleep 100": "did not end within 2 s",
-    "exec sleep 100 >&- 2>&-": "did not end within 2 s",
+    "exec sleep 100": "did not end within",
+    "exec sleep 100 >&- 2>&-": "did not end within",
     "yes s3cret": "prints more than",
     "yes s3cret >&2": "prints more than",
     "true": "printed nothing",
@@ -281,7 +281,6 @@ def test_a_secret_that_cannot_be_read_is_told(
     tmp_path: Path, forge: Forge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the entry and a remedy, without the secret, within the deadline; the mirror serves on."""
-    monkeypatch.setattr(credentials, "COMMAND_TIMEOUT", timedelta(seconds=2))
     house = Builder(tmp_path, f"{forge.url}/{{owner}}+{{name}}").synced()
     count = len(forge.requests)
     table: list[tuple[dict[str, object], str]] = [
@@ -292,6 +291,8 @@ def test_a_secret_that_cannot_be_read_is_told(
     table.append(({"ca_file": str(tmp_path / "empty")}, "are no PEM files"))
     for entry, fact in table:
         house.values["credential"] = [{"url": forge.url, **entry}]
+        limit = timedelta(seconds=1 if "sleep" in str(entry) else 60)
+        monkeypatch.setattr(credentials, "COMMAND_TIMEOUT", limit)
 
         async def body(it: House, fact: str = fact) -> None:
             with pytest.raises(CredentialUnusableError, match=fact) as caught:
