@@ -759,7 +759,7 @@ def test_the_service_imports_little() -> None:
     loaded = {name for name in done.stdout.split() if "." not in name and not name.startswith("_")}
     assert loaded - set(sys.stdlib_module_names) <= {"mirrord", "sitecustomize"}
     ours = {name for name in done.stdout.split() if name.startswith("mirrord.")}
-    rooms = ("files", "mounter", "mounts", "overlays", "processes", "systemd")
+    rooms = ("files", "followers", "mounter", "mounts", "overlays", "processes", "systemd")
     assert ours == {
         "mirrord.errors",
         "mirrord.jsontext",
