@@ -29,6 +29,8 @@ _START_S = 30.0
 _BUG = 1
 _NOTED = {("mirrors", "error"), ("mirrors", "history"), ("instances", f"note_{NEXT}")}
 """What a start notes of a git that failed, and what only the newer schema has."""
+_REPLACED = {"judgements"}
+"""What each audit writes anew, also that of the judge."""
 
 Rows = dict[str, list[tuple[object, ...]]]
 
@@ -82,7 +84,8 @@ class Migration(Operation):
 
 def _tables(connection: sqlite3.Connection) -> list[str]:
     found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return sorted(name for (name,) in found if not name.startswith(("sqlite_", "alembic_")))
+    ours = (name for (name,) in found if not name.startswith(("sqlite_", "alembic_")))
+    return sorted({*ours} - _REPLACED)
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
@@ -106,10 +109,11 @@ def _rows_of(connection: sqlite3.Connection, table: str) -> list[tuple[object, .
 def _copied(state: Path) -> Iterator[Path]:
     """To look at it changes nothing. Copied again where a checkpoint came between the files."""
     place = state.parent / "looked-at"
-    place.mkdir()
     try:
         before = None
         while before != (before := _stamps(state)):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
             for name in before:
                 shutil.copyfile(state / name, place / name)
         yield place / _FILES[0]
