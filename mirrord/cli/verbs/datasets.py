@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ...errors import UsageError
+from ...errors import AccessError, UsageError
 from ...model import UNREAD_LIST, CommitRole, View
 from ...protocol import (
     Dataset,
@@ -36,7 +36,7 @@ FormatOption = Annotated[str | None, Option(_FORMAT_HELP, "FORMAT", "--format")]
 _SOURCE_HELP = "A file, a folder of tasks, hf://owner/name, or - for standard input."
 _MAPPING_HELP = "TOML file that maps columns to fields, instead of a format."
 MappingOption = Annotated[Path | None, Option(_MAPPING_HELP, "FILE")]
-_SHOW_VIEW_HELP = "For an agent or for a grader: administrators may see the answer, if they ask."
+_SHOW_VIEW_HELP = "For an agent or for a grader; default: grader if you may, agent with --json."
 # a table for a terminal; --json has all of them
 _SHOWN_IDS = 10
 _SHOWN_MIRRORS = 20
@@ -290,11 +290,23 @@ def show_instance(
     dataset: Annotated[
         str | None, Option("Dataset of the instance, where several record its id.", "NAME")
     ] = None,
-    view: Annotated[View, Option(_SHOW_VIEW_HELP)] = View.AGENT,
+    view: Annotated[View | None, Option(_SHOW_VIEW_HELP)] = None,
 ) -> None:
     """The grader view has commits, patches and tests; --json prints patches and lists of tests."""
-    found = session.client.get_instance(instance, view=view, dataset=dataset)
+    found = _find_shown(session, instance, dataset, view)
     session.answer(found, facts(_instance_facts(found)))
+
+
+def _find_shown(
+    session: Session, instance: str, dataset: str | None, view: View | None
+) -> Instance:
+    get = session.client.get_instance
+    if view is None and not session.json:  # a person reads it, not a program that feeds an agent
+        try:
+            return get(instance, view=View.GRADER, dataset=dataset)
+        except AccessError:
+            pass
+    return get(instance, view=view or View.AGENT, dataset=dataset)
 
 
 def _instance_facts(found: Instance) -> Iterator[tuple[str, object]]:
