@@ -2,7 +2,8 @@
 
 Each is a process of its own as after an exec: environment, directory, descriptors, a fresh run of
 `mirrord.daemon.__main__`. Only what Python and the linker read before they start needs the real
-thing (`can_fork`); so do tests of the command itself.
+thing (`can_fork`); so do tests of the command itself. A daemon's first fork server is forked from
+it in the same way, before it has threads; one that takes the place of a dead one is started.
 """
 
 from __future__ import annotations
@@ -18,11 +19,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _MODULE = "mirrord.daemon"
+_FORK_SERVER = "mirrord.workers.forkserver"
+_LOADED = (
+    f"{_MODULE}.main",
+    _FORK_SERVER,
+    "mirrord.changes.survey",
+    "mirrord.grading.prepare",
+    "mirrord.patches.diff",
+    "mirrord.templates.layers",
+)
 _BEFORE_A_START = ("PYTHON", "LD_", "MALLOC_", "COVERAGE")
 
 
@@ -115,7 +128,8 @@ def main() -> None:
     sys.modules["rich"] = None  # type: ignore[assignment]  # as mirrord.daemon.__main__ does
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    __import__(f"{sys.argv[2]}.main")
+    for name in _LOADED:
+        import_module(name)
     gc.freeze()
     ended = selectors.DefaultSelector()
     ended.register(control, selectors.EVENT_READ)
@@ -156,10 +170,67 @@ def _become_daemon(log: int, arguments: list[str], environment: dict[str, Any], 
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    sys.argv[1:] = arguments
     sys.path[0] = cwd
-    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    _fork_the_first_server()
+    _run(_MODULE, arguments)
+
+
+def _run(module: str, arguments: Sequence[str]) -> None:
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
+
+
+def _fork_the_first_server() -> None:
+    pool: Any = import_module("mirrord.workers.pool")
+    start_module = pool.start_module
+
+    def fork(name: str, connection: socket.socket, arguments: Sequence[str]) -> _Child:
+        pool.start_module = start_module
+        return _Child(name, connection, arguments)
+
+    pool.start_module = fork
+
+
+class _Child(subprocess.Popen[bytes]):
+    """What `mirrord.host.children.start_module` makes, without the exec."""
+
+    def __init__(self, name: str, connection: socket.socket, arguments: Sequence[str]) -> None:
+        self._module, self._connection = name, connection
+        super().__init__([sys.executable, "-P", "-m", name, *arguments])
+
+    def _execute_child(self, *_: object) -> None:
+        if (pid := os.fork()) == 0:
+            try:
+                self._become()
+            except SystemExit:
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        self.pid, self._child_created = pid, True
+
+    def _become(self) -> None:
+        os.setsid()
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, sys.path))
+        os.chdir("/")
+        number = self._connection.detach()
+        os.closerange(3, number)
+        os.closerange(number + 1, os.sysconf("SC_OPEN_MAX"))
+        assert isinstance(self.args, list)
+        _write_command_line([*map(str, self.args[:4]), str(number)])
+        _run(self._module, [str(number), *map(str, self.args[4:])])
+
+
+def _write_command_line(words: list[str]) -> None:
+    """By which tests find the processes of a daemon; there is room for as much as the forker's own."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    line = "\0".join([*words, ""]).encode()
+    assert len(line) <= end - start, line
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        memory.write(line.ljust(end - start, b"\0"))
 
 
 if __name__ == "__main__":
