@@ -131,6 +131,8 @@ class Application:
                     if not await body.is_drained(request.headers):
                         response.headers["connection"] = "close"
                 engine.traffic.observe(name, response.status_code, perf_counter() - started)
+                if type(response) is Response and request.method != "HEAD":
+                    request.state.connection.join_head()
                 await response(scope, receive, send_with_id)
         finally:
             body.release()

@@ -242,6 +242,37 @@ class Server:
                 connection.transport.abort()
 
 
+class _Joining:
+    """A transport that keeps the head of an answer for the first piece of its body.
+
+    One system call instead of two, and the client wakes up once.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self._is_head_next = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def join_head(self) -> None:
+        """Keep the next write for the one after it."""
+        self._is_head_next = True
+
+    def write(self, data: bytes) -> None:
+        if self._is_head_next:
+            self._head, self._is_head_next = data, False
+            return
+        head, self._head = self._head, b""
+        self._transport.write(head + data if head else data)
+
+    def close(self) -> None:
+        if self._head:
+            self.write(b"")
+        self._transport.close()
+
+
 class HttpConnection(HttpToolsProtocol):
     """A client's connection, available to requests as `request.state.connection`."""
 
@@ -263,7 +294,8 @@ class HttpConnection(HttpToolsProtocol):
     # -- the connection ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._joining = _Joining(transport)
+        super().connection_made(self._joining)  # type: ignore[arg-type]
         try:
             self.identify()
             self._server.connections.add(self)
@@ -310,6 +342,10 @@ class HttpConnection(HttpToolsProtocol):
     def is_lost(self) -> bool:
         """True if the client closed the connection."""
         return self.transport.is_closing()
+
+    def join_head(self) -> None:
+        """Send the head of the coming answer with its body, which must follow at once."""
+        self._joining.join_head()
 
     def evict(self) -> None:
         """Close an idle connection to make room for another."""

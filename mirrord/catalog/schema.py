@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -458,14 +458,22 @@ class InstanceRow:
 
         Any full commit id counts as revealing, because a row may lack the column that records it.
         """
-        text = self.id.lower()
-        hidden = {
-            commit[:_ABBREVIATED_DIGITS] for commit, _ in self.commits if commit != self.base_commit
-        }
-        full_ids = set(re.findall(r"[0-9a-f]{40}", text)) - {self.base_commit}
-        if not full_ids and not any(digits in text for digits in hidden):
-            return self.id
-        return f"{self.mirror.key}-{hashlib.sha256(self.id.encode()).hexdigest()[:12]}"
+        return _public_id(self.id, self.mirror, self.base_commit, self.commits)
+
+
+@lru_cache(maxsize=4096)  # it is asked for with each checkout and reset
+def _public_id(
+    identity: str,
+    mirror: MirrorName,
+    base: CommitId | None,
+    commits: tuple[tuple[CommitId, CommitRole], ...],
+) -> str:
+    text = identity.lower()
+    hidden = {commit[:_ABBREVIATED_DIGITS] for commit, _ in commits if commit != base}
+    full_ids = set(re.findall(r"[0-9a-f]{40}", text)) - {base}
+    if not full_ids and not any(digits in text for digits in hidden):
+        return identity
+    return f"{mirror.key}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         path = config_path(options)
         settings = load()
-        telemetry.configure(settings.log.level, settings.log.format)
+        telemetry.configure(settings.log.level, settings.log.format, buffered=True)
         engine = Engine(settings, config_path=path, load=load)
         engine.layout.make_root()
         with state_lock(engine.layout.root):
@@ -81,6 +81,7 @@ def main(options: argparse.Namespace) -> int:
             raise
         priority = telemetry.priority("error", sys.stderr)
         hint = f"\nhint: {problem.hint}" if problem.hint else ""
+        telemetry.flush()
         for line in f"mirrord: {problem.message}{hint}".splitlines():
             print(f"{priority}{line}", file=sys.stderr)  # noqa: T201
         return problem.exit_status
@@ -349,6 +350,7 @@ class Daemon:
             time.sleep(bound.total_seconds())
             log.warning("daemon.threads_left", bound_s=bound.total_seconds())
             self._listeners.remove()
+            telemetry.flush()
             os._exit(0)
 
         threading.Thread(target=end, name="end", daemon=True).start()
@@ -357,6 +359,7 @@ class Daemon:
         """Stop the daemon; a second signal exits immediately, which is as safe as a power cut."""
         if self._stop.is_set():
             self._listeners.remove()
+            telemetry.flush()
             os._exit(128 + number)  # workers and git processes end with the daemon
         log.info("signal.received", signal=number.name)
         self._stop.set()

@@ -179,7 +179,7 @@ class Engine:
         """Configure the log. Return a function that does the same in another process."""
         settings = self._settings.log
         configure = partial(telemetry.configure, settings.level, settings.format)
-        configure()
+        configure(buffered=True)
         return configure
 
     async def _remove_in_worker(self, paths: list[Path]) -> dict[Path, str]:

@@ -80,8 +80,7 @@ def _serve(connection: socket.socket) -> None:
     with suppress(ConnectionError):  # the daemon died; the kernel has yet to kill this worker
         while length := stream.read(8):
             answer = _perform(stream.read(int.from_bytes(length)))
-            connection.sendall(len(answer).to_bytes(8))
-            connection.sendall(answer)
+            connection.sendall(len(answer).to_bytes(8) + answer)
             del answer
             if resident_bytes() > trimmed_at_bytes + _TRIM_STEP_BYTES:
                 trim_memory()

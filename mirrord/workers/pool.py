@@ -34,6 +34,8 @@ from .turns import Askers, Turns
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# most answers come at once; a longer one is read in pieces of it
+_RECEIVED_BYTES = 64 * 1024
 _USERS = 5  # users that can have their full share of calls at a time
 # calls up to it have turns of their own, and never wait behind an audit
 _SHORT = timedelta(minutes=1)
@@ -121,20 +123,17 @@ class _WorkerProcess:
 
     async def exchange(self, call: bytes) -> bytes:
         """Send a call and return the answer. Raises ConnectionError if the worker died."""
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self.connection, len(call).to_bytes(8))
-        await loop.sock_sendall(self.connection, call)
-        return bytes(await self._receive(int.from_bytes(await self._receive(8))))
-
-    async def _receive(self, count: int) -> bytearray:
-        data = bytearray(count)
-        missing = memoryview(data)
-        while missing:
-            received = await asyncio.get_running_loop().sock_recv_into(self.connection, missing)
+        loop, connection = asyncio.get_running_loop(), self.connection
+        await loop.sock_sendall(connection, len(call).to_bytes(8) + call)
+        answer, length = bytearray(), 8
+        while len(answer) < length:
+            received = await loop.sock_recv(connection, max(length - len(answer), _RECEIVED_BYTES))
             if not received:
                 raise ConnectionResetError("the worker died")
-            missing = missing[received:]
-        return data
+            answer += received
+            if length == 8 <= len(answer):
+                length += int.from_bytes(answer[:8])
+        return bytes(memoryview(answer)[8:])
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextvars import copy_context
+from pathlib import Path
 
 import pytest
 import structlog
@@ -137,3 +141,55 @@ def test_a_reload_changes_the_level_of_existing_loggers(out: io.StringIO) -> Non
 def test_only_harmless_request_ids_are_accepted(text: str, usable: bool) -> None:
     """An id ends up in headers and log lines."""
     assert telemetry.usable_request_id(text) is usable
+
+
+_PROGRAM = """
+import os, signal, sys
+from mirrord import telemetry
+telemetry.configure("info", "json", buffered=True)
+for number in range(5000):
+    telemetry.log.info("a.b", number=number)
+    if number % 1000 == 999:
+        telemetry.log.error("c.d", number=number)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("sys.exit(0)", 0),
+        ("raise RuntimeError", 1),
+        ("telemetry.flush(); os._exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),  # an error was the last line
+    ],
+)
+def test_lines_that_a_thread_writes_are_whole_in_order_and_all_there(
+    end: str, status: int, tmp_path: Path
+) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        ran = subprocess.run(
+            [sys.executable, "-c", _PROGRAM.format(end=end)],
+            stderr=file, env={**os.environ, "PYTHONUNBUFFERED": ""}, check=False,
+        )  # fmt: skip
+    found = [line for line in (tmp_path / "log").read_text().splitlines() if line[0] == "{"]
+    logged = [(line["event"], line["number"]) for line in map(json.loads, found)]
+    wanted = [(event, n) for n in range(5000) for event in _events_of(n)]
+    assert (ran.returncode, logged) == (status, wanted)
+
+
+def _events_of(number: int) -> list[str]:
+    return ["a.b", "c.d"] if number % 1000 == 999 else ["a.b"]
+
+
+def test_a_line_is_written_without_another_or_an_end() -> None:
+    program = (
+        'telemetry.configure("info", "json", buffered=True); telemetry.log.info("a.b"); input()'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"from mirrord import telemetry; {program}"],
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": ""},
+    ) as waiting:  # fmt: skip
+        assert waiting.stderr is not None
+        assert b"a.b" in waiting.stderr.readline()
+        waiting.kill()

@@ -43,7 +43,12 @@ class Daemon:
         self.log_path = root / "daemon.log"
         self.user = user
         self.process: subprocess.Popen[bytes] | Forked | None = None
-        self._environment = {**os.environ, "PYTHONWARNINGS": "", **(environment or {})}
+        self._environment = {
+            **os.environ,
+            "PYTHONWARNINGS": "",
+            "PYTHONUNBUFFERED": "1",  # a test reads a line as soon as its answer is there
+            **(environment or {}),
+        }
         self.write_config(text)
 
     def upgrade(self, release: Path) -> None:

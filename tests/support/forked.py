@@ -114,10 +114,14 @@ class Forker:
         self._process.wait()
 
 
+# the first is set here as for a daemon, the second read by our own code alone
+_OURS = {"PYTHONWARNINGS", "PYTHONUNBUFFERED"}
+
+
 def _before_a_start(environment: Mapping[str, str]) -> dict[str, str]:
     """What is read before a line of ours runs."""
     names = {name for name in environment if name.startswith(_BEFORE_A_START)}
-    return {name: environment[name] for name in names - {"PYTHONWARNINGS"}}
+    return {name: environment[name] for name in names - _OURS}
 
 
 # -- in that process -------------------------------------------------------------------------------
