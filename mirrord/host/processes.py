@@ -260,6 +260,7 @@ class ActingAs:
         self._changes = self.owner != me and may_change
         self._drops = owner is not None and (self._changes or owner == me)
         self.maker = self.owner if self._changes else me
+        self._checks = self.maker != self.owner
         self._me, self._groups = me, os.getgroups() if self._changes else []
         self._parent = os.getppid() if self._changes and dies_with_parent() else None
         self._depth = 0
@@ -290,23 +291,24 @@ class ActingAs:
 
     def open_directory(self, directory: int, name: bytes) -> int:
         """Open a directory in an open one. PermissionError if the owner may not read it."""
-        return self._check_access(open_child(directory, name), name, 0o5)
+        fd = open_child(directory, name)
+        return self._check_access(fd, name, 0o5) if self._checks else fd
 
     def open_regular(self, directory: int, name: bytes, *, keep_atime: bool = False) -> int:
         """Open a regular file for reading. PermissionError if the owner may not read it.
 
         `keep_atime` leaves the access time of a file that the owner owns.
         """
+        fd = -1
         if keep_atime:
             with suppress(PermissionError):  # O_NOATIME is for the file's owner only
                 fd = open_regular(directory, name, FOR_READING | os.O_NOATIME)
-                return self._check_access(fd, name, 0o4)
-        return self._check_access(open_regular(directory, name), name, 0o4)
+        if fd < 0:
+            fd = open_regular(directory, name)
+        return self._check_access(fd, name, 0o4) if self._checks else fd
 
     def _check_access(self, fd: int, name: bytes, bits: int) -> int:
-        """Return `fd` if the kernel checked the owner's access, or if the file's mode allows it."""
-        if self.maker == self.owner:
-            return fd
+        """Return `fd` if the file's mode allows the owner what the kernel did not check."""
         found = os.fstat(fd)
         if found.st_uid == self.owner[0]:
             return fd

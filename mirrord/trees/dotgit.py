@@ -25,7 +25,7 @@ from ..host.files import open_plain, opened, read_plain
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
 from ..quoting import decode_name
-from .manifest import DIRECTORY, NO_OBJECT, SUBMODULE, Entry, Manifest, blob_id
+from .manifest import DIRECTORY, NO_OBJECT, SECOND_NS, SUBMODULE, Entry, Manifest, blob_id
 from .reader import file_id, open_top
 from .scan import ScanResult, is_control
 from .writer import TreeWriter
@@ -53,8 +53,10 @@ class DotGit(NamedTuple):
 
 def refs_in(packed: bytes) -> list[str]:
     """Return the ref names in a packed-refs file; a sealed store has no other refs."""
-    lines = (line for line in packed.split(b"\n")[:-1] if not line.startswith((b"#", b"^")))
-    return [decode_name(line.partition(b" ")[2]) for line in lines]
+    lines = (
+        line for line in decode_name(packed).split("\n")[:-1] if not line.startswith(("#", "^"))
+    )
+    return [line.partition(" ")[2] for line in lines]
 
 
 def read_store(source: Path, *, borrows: bool = False) -> DotGit:
@@ -88,24 +90,12 @@ def _unchanged(manifest: Manifest, found: ScanResult) -> dict[bytes, Entry]:
     """
     differing = {*found.modified, *found.missing}
     kept = {path: entry for path, entry in manifest.control.items() if path not in differing}
-    return kept if _GIT in kept and kept[_GIT].is_directory else {}
+    return kept if _GIT in kept and kept[_GIT].mode == DIRECTORY else {}
 
 
 def keeps_index(before: Manifest, manifest: Manifest, found: ScanResult) -> bool:
-    """Return whether the index is the one of `before`, and valid for `manifest`.
-
-    A file that was written again has another inode and ctime, which git does not compare here
-    (core.checkStat and core.trustctime in the store's configuration).
-    """
-    if manifest.commit != before.commit or _INDEX not in _unchanged(before, found):
-        return False
-    files, old = manifest.files, before.files
-    return all(_compared(files[path]) == _compared(old[path]) for path in files.recorded_since(old))
-
-
-def _compared(entry: Entry) -> tuple[int, ...]:
-    """Return what git compares of a file's stat; nothing of a directory's."""
-    return () if entry.is_directory else (entry.st_mode, entry.size, entry.mtime_ns // _SECOND_NS)
+    """Return whether the index is the one of `before`, and valid for `manifest`."""
+    return _INDEX in _unchanged(before, found) and manifest.is_same_to_git(before)
 
 
 def write_store(
@@ -232,7 +222,6 @@ _LOW = 0xFFFFFFFF
 # the length in the flags has 12 bits; of a longer name they are all set
 _LONGEST_NAME = 0xFFF
 _EXECUTABLE = 0o100
-_SECOND_NS = 10**9
 # entries of version 2 end with one to eight zeros, at a multiple of eight
 _PADDING = [bytes(8 - (_ENTRY.size + length) % 8) for length in range(8)]
 
@@ -258,8 +247,8 @@ def _packed_entries(files: Mapping[bytes, Entry], paths: list[bytes]) -> list[by
         else:
             if stat.S_ISREG(mode):  # old trees hold modes like 100664
                 mode = 0o100755 if mode & _EXECUTABLE else 0o100644
-            ctime, mtime = ctime_ns // _SECOND_NS & _LOW, mtime_ns // _SECOND_NS & _LOW
-            times = ctime, ctime_ns % _SECOND_NS, mtime, mtime_ns % _SECOND_NS
+            ctime, mtime = ctime_ns // SECOND_NS & _LOW, mtime_ns // SECOND_NS & _LOW
+            times = ctime, ctime_ns % SECOND_NS, mtime, mtime_ns % SECOND_NS
             fixed = pack(*times, 0, ino & _LOW, mode, uid, gid, size & _LOW, oid, length)
         parts += (fixed, path, _PADDING[len(path) & 7])
     return parts

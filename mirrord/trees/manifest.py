@@ -15,7 +15,15 @@ import stat
 import struct
 import time
 from bisect import bisect_left
-from collections.abc import Collection, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import (
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, filterfalse
@@ -31,7 +39,9 @@ from ..host.processes import Owner, boot_id
 DIRECTORY = 0o040000
 SYMLINK = 0o120000
 SUBMODULE = 0o160000
+DIRECTORIES = (DIRECTORY, SUBMODULE)  # a submodule is an empty directory on disk
 NO_OBJECT = bytes(20)
+SECOND_NS = 10**9
 _MAGIC = b"mirrord manifest 5\n"
 # SHA-1 of what is before it, which tells a torn file
 _CHECKSUM_BYTES = 20
@@ -88,8 +98,12 @@ class Entry(NamedTuple):
 
     @property
     def is_directory(self) -> bool:
-        """True for a tree, and for a submodule, an empty directory on disk."""
-        return self.mode in (DIRECTORY, SUBMODULE)
+        return self.mode in DIRECTORIES
+
+    @property
+    def seen_by_git(self) -> tuple[int, ...]:
+        """What git compares of a file's stat; nothing of a directory's."""
+        return () if self.is_directory else (self.st_mode, self.size, self.mtime_ns // SECOND_NS)
 
     def with_stat(self, found: object) -> Entry:
         """Return the entry with the stat of its file."""
@@ -216,6 +230,10 @@ class Entries(MutableMapping[bytes, Entry]):
         old, new = before._changed, self._changed
         return [path for path, entry in new.items() if entry and entry is not old.get(path)]
 
+    def select(self, paths: Iterable[bytes]) -> dict[bytes, Entry]:
+        """Return the entries of some paths."""
+        return {path: self[path] for path in paths}
+
     def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
         """Return the paths directly below each of the directories."""
         below: dict[bytes, list[bytes]] = {}
@@ -277,6 +295,22 @@ class Manifest:
         """By how much a ctime may lie before the time of the change."""
         has_fractions = any(seen[4] % 10**9 for _, seen in self.files.iter_stats())
         return 0 if has_fractions else _COARSE_RACY_NS
+
+    @property
+    def control_files(self) -> int:
+        return sum(not entry.is_directory for entry in self.control.values())
+
+    def is_same_to_git(self, before: Manifest) -> bool:
+        """Return whether an index of `before` is one of this, copied from it.
+
+        A file that was written again has another inode and ctime, which git does not compare here
+        (core.checkStat and core.trustctime in the store's configuration).
+        """
+        new, old = self.files, before.files
+        paths = new.recorded_since(old)
+        return self.commit == before.commit and all(
+            new[path].seen_by_git == old[path].seen_by_git for path in paths
+        )
 
     def with_stats(self, stats: Mapping[bytes, os.stat_result]) -> Manifest:
         """Return the manifest with new stats of some of its paths."""

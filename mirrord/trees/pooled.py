@@ -115,7 +115,7 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
         head=paths.head,
         tree=after.tree,
         index=after.index,
-        control_files=sum(not entry.is_directory for entry in after.control.values()),
+        control_files=after.control_files,
         files_checked=found.looked_at,
         files_restored=len(restored),
         files_removed=sum(not is_control(path) for path in found.extra),

@@ -220,15 +220,17 @@ def file_id(fd: int) -> bytes:
 
 def read_id(fd: int, size: int) -> bytes:
     """Return the blob id of an open file that should have `size` bytes; closes it."""
-    with files.opened(fd):
-        digest = hashlib.sha1(b"blob %d\0" % size)
-        at, left = 0, size + 1  # a read of one byte more finds the end of most files
-        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), at)):
+    digest = hashlib.sha1(b"blob %d\0" % size)
+    offset, left = 0, size + 1  # a read of one byte more finds the end of most files
+    try:
+        while left > 0 and (data := os.pread(fd, min(_CHUNK_BYTES, left), offset)):
             digest.update(data)
-            at, left = at + len(data), left - len(data)
+            offset, left = offset + len(data), left - len(data)
             if left == 1:  # a short read: the end of the file
                 break
-        return digest.digest()
+    finally:
+        os.close(fd)
+    return digest.digest()
 
 
 # -- disk space of trees, and how much of it they share by hard links ------------------------------

@@ -29,7 +29,16 @@ from ..host.files import (
     shown_path,
 )
 from ..host.processes import ActingAs, Owner, may_forge_ctimes
-from .manifest import DIRECTORY, SYMLINK, Entries, Entry, Manifest, clock_ns, stat_tuple
+from .manifest import (
+    DIRECTORIES,
+    DIRECTORY,
+    SYMLINK,
+    Entries,
+    Entry,
+    Manifest,
+    clock_ns,
+    stat_tuple,
+)
 from .reader import TreeReader, content_id, enter, open_top
 
 _CONTROL = b".git"
@@ -146,9 +155,10 @@ class _Examination:
     lost: set[bytes] = field(default_factory=set)
 
     def judge(self, paths: Collection[bytes]) -> None:
-        directories = [path for path in paths if self.entries[path].is_directory]
+        entries = self.entries.select(paths)
+        directories = [path for path, entry in entries.items() if entry.mode in DIRECTORIES]
         self.children = self.entries.children(directories)
-        for path in sorted(paths):
+        for path, entry in sorted(entries.items()):
             if path in self.lost:
                 continue
             try:
@@ -158,16 +168,15 @@ class _Examination:
                 seen = None
             if seen is None:
                 self._miss(path)
-            elif self.entries[path].is_directory:
-                self._judge_directory(directory, name, path, seen)
-            elif not self._is_same_file(directory, name, path, seen):
+            elif path in self.children:
+                self._judge_directory(directory, name, path, entry, seen)
+            elif not self._is_same_file(directory, name, path, entry, seen):
                 self.found.modified.append(path)
 
     def _judge_directory(
-        self, directory: int, name: bytes, path: bytes, seen: os.stat_result
+        self, directory: int, name: bytes, path: bytes, entry: Entry, seen: os.stat_result
     ) -> None:
         """Judge a directory by its own stat and its names, not by the stat of its content."""
-        entry = self.entries[path]
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
             with suppress(OSError):
@@ -199,8 +208,9 @@ class _Examination:
             self.found.proven[path] = seen
             self.found.youngest_ns = max(self.found.youngest_ns, seen.st_ctime_ns)
 
-    def _is_same_file(self, directory: int, name: bytes, path: bytes, seen: os.stat_result) -> bool:
-        entry = self.entries[path]
+    def _is_same_file(
+        self, directory: int, name: bytes, path: bytes, entry: Entry, seen: os.stat_result
+    ) -> bool:
         if stat_tuple(seen) != entry[3:]:
             try:  # at a mount point, lstat is that of the mounted file
                 os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))

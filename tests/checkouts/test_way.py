@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,3 +83,25 @@ def test_a_warm_checkout_can_be_read_in_one_sitting(service: Service, backend: B
         assert way.moves <= 150
     assert "/catalog/database.py" not in {*made.files, *reset.files}
     assert "/git/command.py" not in {*made.files, *reset.files}
+
+
+def test_a_reset_with_its_worker_is_not_tossed_between_files(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of a pool reset, with what its worker does: of a clean tree, and of a change."""
+    request = StartCheckout(instance="psf__requests-1", backend=Backend.POOL)
+    held = service.call(service.checkouts.checkout, request, USER_PEER)
+    for _ in range(2):  # until no ctime is too recent to prove anything
+        service.call(service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
+
+    async def run_here(function: Callable[..., Any], *args: Any, timeout: timedelta) -> Any:
+        return function(*args)
+
+    monkeypatch.setattr(service.checkouts.workers, "run", run_here)
+    changed = next(path for path in sorted(Path(held.path).iterdir()) if path.is_file())
+    for is_dirty, bound in ((False, 250), (True, 350)):
+        if is_dirty:
+            changed.write_text("an agent's")
+        way = follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
+        assert 150 < way.moves <= bound, is_dirty
+        assert way.frames <= 16
