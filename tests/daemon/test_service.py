@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -36,6 +37,13 @@ def running() -> Iterator[Daemon]:
     text = "[audit]\ncontent_interval = '1d'\n[maintenance]\ninterval = '0'\n"
     with daemon(text + "[checkouts]\nmax = 5\n") as made:
         yield made
+
+
+def opens(pid: int, name: str) -> bool:
+    """Whether a process has a file of that name open."""
+    with suppress(FileNotFoundError):  # a descriptor that was just closed
+        return any(os.readlink(fd).endswith(f"/{name}") for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def ended(made: Daemon) -> tuple[int, str]:
@@ -94,6 +102,23 @@ def test_a_second_daemon_on_the_same_socket_is_refused(running: Daemon) -> None:
         status, log = ended(second)
         assert (status, "another process listens there" in log) == (5, True)
         assert running.get("/v1/health")[0] == 200
+
+
+def test_what_a_child_of_a_killed_daemon_still_holds_is_waited_for() -> None:
+    """Between fork and exec it has the lock and the listening socket, and soon lets go of both."""
+    with daemon(start=False) as made, socket.socket(socket.AF_UNIX) as listener:
+        made.state_dir.mkdir(mode=0o700)
+        held = os.open(made.state_dir / "daemon.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        listener.bind(str(made.socket))
+        listener.listen()
+        listener.settimeout(60)
+        made.start(wait=False)
+        until(lambda: opens(made.pid, "daemon.lock"))
+        os.close(held)
+        listener.accept()[0].close()
+        listener.close()
+        made.wait_until_healthy()
 
 
 def test_a_bad_configuration_lists_every_fault_and_ends_with_2() -> None:
