@@ -92,7 +92,7 @@ class VolumeDriver:
             case "/VolumeDriver.Capabilities":
                 return {"Capabilities": {"Scope": "local"}}
         await self._engine.wait_until_open()
-        volumes = self._engine.checkouts.volumes
+        volumes = self._engine.volumes
         match path:
             case "/VolumeDriver.List":
                 return {"Volumes": [_volume_facts(*each) for each in volumes.list()]}

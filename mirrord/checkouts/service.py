@@ -12,31 +12,22 @@ from typing import Any
 import anyio.to_thread
 
 from .. import protocol
-from ..catalog import InstanceRow
-from ..changes.copying import CopyLimits
-from ..config import Settings
-from ..datasets.service import Datasets
 from ..errors import (
     CheckoutBusyError,
     CommitNotFoundError,
     InvalidRequestError,
     MirrorNotFoundError,
 )
-from ..git.command import Git
 from ..host.mounts import Visible
-from ..host.peers import Access, Peer, Process
+from ..host.peers import Peer, Process
 from ..host.trash import Trash
-from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History, utc_now
+from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History
 from ..telemetry import elapsed_s, log
 from ..templates.builder import StoreBuilder
-from ..templates.environments import EnvironmentStore
 from ..templates.store import StoreKey, find_leaks
-from ..workers.pool import Workers
-from .backend import CheckoutBackend
 from .forks import Forks
-from .layers import Layers, objects_path
+from .layers import Layers
 from .lease import Base, Lease, LeaseState, Volume
 from .leases import Leases
 from .lifecycle import Lifecycle
@@ -54,76 +45,35 @@ from .requests.admission import (
 )
 from .requests.quotas import Quotas
 from .requests.resolve import Resolver
-from .volumes import Volumes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Checkouts:
-    """All checkouts of one state directory. Belongs to one event loop.
+    """All checkouts of one state directory, put together by `engine/composition.py`.
 
-    The pool serves every request; `overlay` is preferred where the host allows mounts.
-    `environment_of` names the environment of an instance.
+    Belongs to one event loop.
     """
 
-    settings: Callable[[], Settings]
-    state_dir: Path
-    git: Git
-    workers: Workers
-    mirrors: Mirrors
-    datasets: Datasets
+    leases: Leases
+    layers: Layers
+    lifecycle: Lifecycle
+    leasing: Leasing
+    quotas: Quotas
+    resolver: Resolver
+    forks: Forks
+    patches: Patches
+    prepared: PreparedLayers
+    receipts: Receipts
+    pool: PoolBackend
     stores: StoreBuilder
-    overlay: CheckoutBackend | None
-    environments: EnvironmentStore
-    access: Access
-    events: Events
+    mirrors: Mirrors
     trash: Trash
-    clock: Callable[[], datetime] = utc_now
-    environment_of: Callable[[InstanceRow], str | None] = lambda _: None
-
-    def __post_init__(self) -> None:
-        settings, access, events = self.settings, self.access, self.events
-        state_dir, workers, mirrors = self.state_dir, self.workers, self.mirrors
-        environments, datasets, trash = self.environments, self.datasets, self.trash
-        self.pool = PoolBackend(state_dir, workers, self.stores, mirrors.path, trash)
-        self.leases = leases = Leases(state_dir)
-        self.layers = layers = Layers(state_dir, leases, trash)
-        backends = {each.name: each for each in (self.overlay, self.pool) if each}
-        self._lifecycle = lifecycle = Lifecycle(leases, layers, backends, events, trash)
-
-        def limits() -> CopyLimits:
-            return CopyLimits(
-                settings().checkouts.copy_files,
-                settings().checkouts.copy_bytes,
-                settings().checkouts.copy_timeout,
-            )
-
-        self._forks = Forks(leases, layers, lifecycle.backend_of, limits)
-        self._receipts = Receipts(self.git, workers, mirrors, self.stores)
-
-        def objects_of(lease: Lease) -> Path:
-            return objects_path(state_dir, mirrors.path(lease.mirror), lease.base)
-
-        self.patches = Patches(
-            workers, mirrors, datasets, objects_of, lambda: settings().checkouts.diff_timeout
-        )
-        self.prepared = PreparedLayers(
-            leases, layers, lifecycle, environments, workers, access.is_admin, limits
-        )
-        learn = self.stores.commits.learn
-        self.resolver = Resolver(
-            datasets, mirrors, learn, self.prepared, environments, self.environment_of
-        )
-        self.quotas = Quotas(settings, access, leases, layers, self.prepared, workers, events)
-        self.leasing = leasing = Leasing(
-            settings, access, leases, lifecycle, self.quotas, events, trash, self.clock,
-            self.patches.complete, has_overlay=bool(self.overlay),
-        )  # fmt: skip
-        self.volumes = Volumes(leasing, self.checkout, self.fork)
+    clock: Callable[[], datetime]
 
     async def open(self) -> None:
         """Adopt the leases of an earlier daemon; end those whose process is gone."""
         await anyio.to_thread.run_sync(self.prepared.open)
-        await self._lifecycle.open()
+        await self.lifecycle.open()
         for lease in self.leases:
             if lease.state is LeaseState.LIVE:
                 with suppress(CheckoutBusyError):  # the next request for it tries again
@@ -134,7 +84,7 @@ class Checkouts:
         """Refuse new work. Checkouts stay as they are."""
         self.leasing.is_closing = True
         self.leasing.expiry.close()
-        await self._lifecycle.close()
+        await self.lifecycle.close()
 
     async def expire(self) -> int:
         """Release expired checkouts that are not in use; return how many."""
@@ -142,7 +92,7 @@ class Checkouts:
 
     async def complete_resets(self) -> int:
         """Repeat the resets that failed half-way; return how many there were."""
-        return await self._lifecycle.complete_resets()
+        return await self.lifecycle.complete_resets()
 
     @property
     def backend(self) -> Backend:
@@ -201,7 +151,7 @@ class Checkouts:
             ttl = self.leasing.ttl(request.ttl, peer)
             await self.quotas.ensure("fork a checkout", peer.uid, parent.terms.owner_uid)
             with self.leasing.counted(peer.uid, parent.terms.owner_uid):
-                async with self._forks.source(parent, request.snapshot) as source:
+                async with self.forks.source(parent, request.snapshot) as source:
                     copied_s = elapsed_s(began)
                     now = self.clock()
                     terms = replace(
@@ -227,7 +177,7 @@ class Checkouts:
         began = time.perf_counter()
         async with self.leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("make a snapshot", peer.uid, lease.terms.owner_uid)
-            made = await self._forks.make(lease, request.name)
+            made = await self.forks.make(lease, request.name)
             self.quotas.add(lease.terms.owner_uid, made.size_bytes)
         facts = {"snapshot": made.name, "files": made.files, "duration_s": elapsed_s(began)}
         self.leasing.publish("snapshot.made", lease, **facts)
@@ -240,7 +190,7 @@ class Checkouts:
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
         async with self.leasing.held(checkout, peer) as lease:
-            self._forks.remove(lease, name)
+            self.forks.remove(lease, name)
         self.leasing.publish("snapshot.removed", lease, snapshot=name)
 
     async def reset(
@@ -256,7 +206,7 @@ class Checkouts:
                 before, base=base, resets=before.resets + 1, reset_at=self.clock(),
                 state=LeaseState.LIVE,
             )  # fmt: skip
-            proof = await self._lifecycle.make_clean(lease)
+            proof = await self.lifecycle.make_clean(lease)
         proof = replace(proof, snapshot=request.to)
         timings = {"total": elapsed_s(began)}
         facts: dict[str, Any] = {"snapshot": request.to} if request.to else {}
@@ -281,7 +231,7 @@ class Checkouts:
     ) -> tuple[protocol.Attachment, int]:
         """Return the descriptor of a mount for the peer's namespace; the caller closes it."""
         async with self.leasing.held(checkout, peer, live=True) as lease:
-            mount = self._lifecycle.backend_of(lease).clone(lease, request.target)
+            mount = self.lifecycle.backend_of(lease).clone(lease, request.target)
         facts = {"target": str(request.target), "by": peer.uid}
         self.leasing.publish("checkout.attached", lease, **facts)
         return protocol.Attachment(
@@ -295,11 +245,11 @@ class Checkouts:
         """
         if aside := self.leases.find_aside(checkout):
             self.leasing.must_be_admin(peer, f"release checkout {aside}, which is set aside")
-            self._lifecycle.end_aside(aside)
+            self.lifecycle.end_aside(aside)
             log.info("checkout.given_up", checkout=aside, uid=peer.uid)
             return
         async with self.leasing.held(checkout, peer) as lease:
-            self._lifecycle.end(lease)
+            self.lifecycle.end(lease)
         self.leasing.publish("checkout.released", lease)
         await self.trash.keep_up()
 
@@ -328,17 +278,17 @@ class Checkouts:
         A long patch is a file, which the caller removes.
         """
         async with self.leasing.held(checkout, peer, live=True) as lease:
-            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
+            changed = self.lifecycle.backend_of(lease).changed_paths(lease)
             return await self.patches.diff(lease, changed, form)
 
     async def receipt(self, checkout: str, peer: Peer) -> protocol.Receipt:
         """Issue a receipt: what the checkout is now, and how that was proven."""
         async with self.leasing.held(checkout, peer, live=True) as lease:
-            backend = self._lifecycle.backend_of(lease)
+            backend = self.lifecycle.backend_of(lease)
             made = await self.patches.diff(lease, backend.changed_paths(lease))
             proven_at = await backend.template_proven_at(lease)
-            receipt = await self._receipts.issue(lease, made.content, proven_at)
-        await self._receipts.keep(receipt, lease)
+            receipt = await self.receipts.issue(lease, made.content, proven_at)
+        await self.receipts.keep(receipt, lease)
         return receipt
 
     async def seal(self, checkout: str, peer: Peer) -> protocol.SealReport:
@@ -369,7 +319,7 @@ class Checkouts:
         `digest` is that of the whole receipt, by which the record of its issue is found.
         """
         compared = await self._compare_receipt(receipt, peer)
-        if await self._receipts.is_recorded(receipt, digest):
+        if await self.receipts.is_recorded(receipt, digest):
             return replace(compared, proven_by=["record"])
         return compared
 
@@ -387,7 +337,7 @@ class Checkouts:
         base = None
         if receipt.instance is not None:
             base = await self.resolver.find_base(receipt.instance, receipt.dataset)
-        return await self._receipts.verify(receipt, found, base)
+        return await self.receipts.verify(receipt, found, base)
 
     async def apply(
         self,
@@ -449,7 +399,7 @@ class Checkouts:
                 "cannot reset to a snapshot and to anything else at once",
                 hint="name one of them",
             )
-        yield self._forks.get(lease, request.to).base
+        yield self.forks.get(lease, request.to).base
 
     # -- prepared layers and environments ----------------------------------------------------------
 
@@ -460,7 +410,7 @@ class Checkouts:
         began = time.perf_counter()
         async with self.leasing.held(checkout, peer, live=True) as lease:
             await self.quotas.ensure("save a layer", peer.uid, peer.uid)
-            changed = self._lifecycle.backend_of(lease).changed_paths(lease)
+            changed = self.lifecycle.backend_of(lease).changed_paths(lease)
             job = self.patches.job(lease)
             record = await self.prepared.save(lease, request.name, peer.uid, job, changed)
             self.quotas.add(peer.uid, record.copied["size_bytes"])

@@ -21,7 +21,7 @@ from ..audit.readiness import ReadinessCount
 from ..audit.service import Audits
 from ..catalog import Catalog
 from ..checkouts.overlay import find_overlay
-from ..checkouts.service import Checkouts
+from ..checkouts.volumes import Volumes
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.building import Builds
@@ -53,6 +53,7 @@ from ..workers.gate import Gate
 from ..workers.pool import Workers
 from ..workers.turns import HOUSEKEEPING, Askers
 from .activity import ActivityMonitor, HealthMonitor, HealthReport, Traffic
+from .composition import compose_checkouts
 from .storage import Storage
 from .sync_errors import SyncErrors
 from .timetable import Cleanup, Schedule, Timetable
@@ -217,7 +218,7 @@ class Engine:
             trash=self.trash, environments=self.environment_store,
         )  # fmt: skip
         # leases are adopted once the templates under their trees are known
-        self.checkouts = Checkouts(
+        self.checkouts = compose_checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
             mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
             environments=self.environment_store, access=self.access, events=self.events,
@@ -226,6 +227,7 @@ class Engine:
             trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
+        self.volumes = Volumes(self.checkouts.leasing, self.checkouts.checkout, self.checkouts.fork)
         self.health.warn_by(self.checkouts.quotas.warnings)
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()

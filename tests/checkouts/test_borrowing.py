@@ -16,7 +16,7 @@ import pytest
 from checkout_parts import Service, running_service
 from gitrepos import ENV, Upstream, git
 
-from mirrord.checkouts.volumes import Existing
+from mirrord.checkouts.volumes import Existing, Volumes
 from mirrord.errors import CheckoutBusyError, DiskFullError, InvalidRequestError, MirrordError
 from mirrord.host.peers import Peer
 from mirrord.model import Backend, Objects
@@ -100,7 +100,8 @@ def test_who_does_not_see_the_store_gets_a_copy(service: Service) -> None:
     """Another user, the setting `private`, and a volume, which a container shows."""
     other = StartCheckout(instance="psf__requests@v2", owner=1234)
     assert not is_borrowing(service.call(service.checkouts.checkout, other, PEER))
-    volume = service.checkouts.volumes
+    parts = service.checkouts
+    volume = Volumes(parts.leasing, parts.checkout, parts.fork)
     wanted = StartCheckout(instance="psf__requests@v2")
     service.call(volume.create, "cache", "tree", {}, wanted, PEER)
     (lease, _), *_ = volume.list()

@@ -56,7 +56,7 @@ def checkout_on(
     )  # fmt: skip
 
     async def make() -> Lease:
-        lifecycle = service.checkouts._lifecycle
+        lifecycle = service.checkouts.lifecycle
         with service.checkouts.layers.making() as new:
             with open_objects(service.mirror) as objects:
                 write_layer(new, BaseTree(objects, tree).names_in, files)
@@ -173,7 +173,7 @@ def test_a_checkout_that_fails_leaves_no_layer(service: Service) -> None:
             write_layer(new, lambda _: [], FILES[:1])
             wrong = replace(lease.base, tree="0" * 40, layer=LayerId(new.name))
             draft = service.checkouts.leases.like(lease, Backend.OVERLAY)
-            await service.checkouts._lifecycle.make(replace(draft, base=wrong))
+            await service.checkouts.lifecycle.make(replace(draft, base=wrong))
 
     with pytest.raises(Exception, match="cannot prove checkout"):
         service.call(fail)

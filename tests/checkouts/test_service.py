@@ -47,7 +47,7 @@ def service(running: Service) -> Iterator[Service]:
     running.now_shift = timedelta()
     running.change(max=1024)
     running.change("access", admins=(), commits="any")
-    running.checkouts.access.refresh()
+    running.access.refresh()
     for checkout in running.call(running.checkouts.list, ROOT_PEER):
         running.call(running.checkouts.release, checkout.id, ROOT_PEER)
 
@@ -347,7 +347,7 @@ def test_the_grader_view_and_linked_history_are_for_administrators(service: Serv
 def test_only_the_user_of_the_daemon_links_a_checkout_to_a_mirror(service: Service) -> None:
     """An administrator with another uid may ask for all else, but could not read the mirror."""
     service.change("access", admins=(USER,))
-    service.checkouts.access.refresh()
+    service.access.refresh()
     with pytest.raises(AccessError, match="only the daemon's own user can read mirrors"):
         start(service, instance="psf__requests@v1", history=History.LINKED)
     assert start(service, instance="psf__requests@v1", view=View.GRADER).view is View.GRADER

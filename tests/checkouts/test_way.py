@@ -97,7 +97,7 @@ def test_a_reset_with_its_worker_is_not_tossed_between_files(
     async def run_here(function: Callable[..., Any], *args: Any, timeout: timedelta) -> Any:
         return function(*args)
 
-    monkeypatch.setattr(service.checkouts.workers, "run", run_here)
+    monkeypatch.setattr(service.workers, "run", run_here)
     changed = next(path for path in sorted(Path(held.path).iterdir()) if path.is_file())
     for is_dirty, bound in ((False, 250), (True, 350)):
         if is_dirty:

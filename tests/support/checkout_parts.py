@@ -25,9 +25,9 @@ from mirrord.checkouts.lease import Base, Directories, Lease, Terms
 from mirrord.checkouts.leases import Leases
 from mirrord.checkouts.overlay import find_overlay
 from mirrord.checkouts.pool.backend import PoolBackend
-from mirrord.checkouts.service import Checkouts
 from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
+from mirrord.engine.composition import compose_checkouts
 from mirrord.environments.building import Builds
 from mirrord.environments.probing import Probes
 from mirrord.environments.service import Environments
@@ -191,6 +191,7 @@ class Service:
 
     async def open(self) -> None:
         self.events = Events()
+        self.access = Access(lambda: self._settings)
         self.workers = Workers()
         self.catalog = await Catalog.open(self.state / "catalog.sqlite3", self.workers)
         git_starter = Git(home=self.state / "home")
@@ -232,9 +233,9 @@ class Service:
             if self._with_overlay
             else None
         )
-        self.checkouts = Checkouts(
+        self.checkouts = compose_checkouts(
             state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
-            environments=self.environments, access=Access(lambda: self._settings), clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
+            environments=self.environments, access=self.access, clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
