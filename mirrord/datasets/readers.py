@@ -14,10 +14,10 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from ..host.zstd import ZSTD_MAGIC, ZstdError, open_zstd
 from ..jsontext import loads
 from .elements import ELEMENT_LIMIT_BYTES, Element, iter_elements
 from .parquet import iter_parquet
@@ -56,7 +56,7 @@ def iter_rows(path: Path, source: str, columns: Collection[str] | None = None) -
             for row in _iter_text(stream, source):
                 line = row.line
                 yield _without_viewer(row)
-        except (EOFError, zlib.error, OSError) as error:
+        except (EOFError, ZstdError, zlib.error, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
             yield RawRow(line + 1, fault=f"the compressed file is damaged from here on: {error}")
@@ -66,8 +66,8 @@ def open_unpacked(path: Path, head: bytes) -> Any:
     """Open a file to read it decompressed. `head` are its first bytes."""
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(path)
-    if head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
-        return import_module("pyarrow").input_stream(str(path), compression="zstd")
+    if head.startswith(ZSTD_MAGIC):
+        return open_zstd(path)
     return io.FileIO(path)
 
 

@@ -19,12 +19,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol, cast
 
 from ..errors import UsageError
 from ..host.files import FOR_READING
+from ..host.zstd import ZSTD_MAGIC, ZstdError, open_zstd
 from ..model import shown
 from ..protocol import RootLeak
 from .repository import PACKS, TRIVIAL_BYTES, walk
@@ -46,7 +46,7 @@ _TEXT = re.compile(r"(.*/)?(\.git|[^/]+\.(pth|egg-link)|direct_url\.json|_[^/]*e
 _OLD_PIP_CACHE = re.compile(r"(.*/)?pip/http/.*")  # a header, then a wheel
 DAMAGED = (
     tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, zlib.error, struct.error,
-    lzma.LZMAError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
+    lzma.LZMAError, ZstdError, RuntimeError, NotImplementedError, OverflowError, MemoryError,
 )  # fmt: skip
 
 
@@ -147,9 +147,6 @@ class Stream:
             pass
         return self._at
 
-    def close(self) -> None:
-        """Do nothing: pyarrow calls this, and the source belongs to another."""
-
     def drain(self) -> bool:
         """Read to the end; return whether any byte was not zero."""
         has_data = False
@@ -180,8 +177,8 @@ def open_tar(source: Readable, size: int) -> Stream | None:
         stream = Stream(bz2.BZ2File(file), take)
     elif head.startswith(b"\xfd7zXZ\0"):
         stream = Stream(lzma.LZMAFile(file), take)  # noqa: SIM115
-    elif head.startswith(b"\x28\xb5\x2f\xfd"):  # Python 3.11 does not read Zstandard
-        stream = Stream(import_module("pyarrow").input_stream(file, compression="zstd"), take)
+    elif head.startswith(ZSTD_MAGIC):
+        stream = Stream(open_zstd(file), take)
     return stream if stream.peek(tarfile.BLOCKSIZE)[257:262] == b"ustar" else None
 
 

@@ -13,14 +13,15 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..datasets.elements import ELEMENT_LIMIT_BYTES
+from ..datasets.parquet import import_pyarrow
 from ..datasets.readers import iter_rows, open_unpacked
 from ..datasets.rows import Origin, RawRow, row_line
 from ..errors import InvalidDatasetError, ResourceError, UsageError
+from ..host.zstd import ZstdError
 from ..model import shown
 
 # as of a file's name: NAME_MAX
@@ -179,7 +180,7 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
                     fault = f"it has {len(values)} values for {len(columns)} columns"
                     yield RawRow(line, fault=fault)
                 line = reader.line_num + 1
-        except (csv.Error, zlib.error, EOFError, OSError) as error:
+        except (csv.Error, ZstdError, zlib.error, EOFError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # the disk failed; damaged content has no errno
             yield RawRow(line, fault=f"it is not CSV from here on: {error}")
@@ -187,7 +188,7 @@ def iter_csv(path: Path, source: str) -> Iterator[RawRow]:
 
 def iter_arrow(path: Path, source: str) -> Iterator[RawRow]:
     """Read rows of an Arrow file or stream. The `datasets` library caches tables as streams."""
-    arrow = import_module("pyarrow")
+    arrow = import_pyarrow(source)
     line = 0
     try:
         with arrow.memory_map(str(path)) as file:

@@ -587,6 +587,24 @@ def test_reading_json_loads_no_pyarrow(case: Case) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_without_pyarrow_all_but_tables_is_read(tmp_path: Path) -> None:
+    """It is an extra: JSON under Zstandard is read, Parquet and Arrow are refused by its name."""
+    (tmp_path / "rows.jsonl.zst").write_bytes(CONTAINERS["Zstandard"])
+    parquet.write_table(pyarrow.Table.from_pylist([row()]), tmp_path / "rows.parquet")
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from pathlib import Path\n"
+        "from mirrord.datasets.readers import iter_rows\n"
+        "from mirrord.errors import ResourceError\n"
+        "assert len(list(iter_rows(Path('rows.jsonl.zst'), 'zst'))) == 2\n"
+        "try: list(iter_rows(Path('rows.parquet'), 'table'))\n"
+        "except ResourceError as error: print(error.hint)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "install mirrord[parquet], or convert the file to JSON Lines\n"
+
+
 # -- bombs -----------------------------------------------------------------------------------------
 
 
