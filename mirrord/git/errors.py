@@ -167,6 +167,13 @@ _BROKEN_TRANSFER = re.compile(
     r"|pack has bad object|pack has \d+ unresolved|inflate|unknown object type",
     re.IGNORECASE,
 )
+# Less arrived than HTTP announced. What git then says of objects is of lines that broke off: half
+# an `ACK` names an object that nobody has.
+_SHORT = re.compile(
+    r"bytes of body|transfer closed|HTTP/2 (?:stream|framing)"
+    r"|(?m:^error: Could not read [0-9a-f]{40}$)",
+    re.IGNORECASE,
+)
 _REMOTE_FAILED = re.compile(r"(?m)^remote: .*(?:fatal|error|abort)|died with error|upload-pack: ")
 _NOISE = re.compile(r"^(remote: *$|hint:|warning: |Cloning into|From |POST |To )")
 _LEADING = re.compile(r"^(fatal|error|remote): ")
@@ -347,8 +354,12 @@ def _upstream_failure(
                 fact += f"; upstream says: {words}"
             return rule.error(f"cannot {doing}: {fact}", hint=rule.hint, **facts)
     hint = "the next sync asks again; if it goes on, look at the network and proxies on the way"
-    is_line = not _REMOTE_FAILED.search(stderr) and not facts.get("objects")
-    if is_line and _CUT.search(stderr):
+    is_line = not _REMOTE_FAILED.search(stderr)
+    was_cut = is_line and _CUT.search(stderr)
+    if was_cut and http.status and _SHORT.search(stderr):
+        facts.pop("objects", None)
+    is_line &= not facts.get("objects")
+    if is_line and was_cut:
         fact = f"the connection was cut: {fact}"
         return errors.UpstreamUnavailableError(
             f"cannot {doing}: {fact}", hint=hint, was_cut=True, **facts

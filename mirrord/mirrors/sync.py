@@ -22,11 +22,12 @@ from anyio import to_thread
 from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError, full_disk_named
 from ..git.command import GitResult, lines_of, object_info
-from ..git.listing import list_refs
+from ..git.listing import RefList, list_refs
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
 from ..telemetry import masked
+from ..units import Backoff
 from . import refs
 from .credentials import Credentials
 from .history import read_last, write_record
@@ -35,12 +36,49 @@ from .repository import HISTORY, KEPT, Refs, Repository
 from .upstream import Upstream, blames_objects, find_bad
 
 INCOMING = "refs/mirrord/incoming/"
-_MAX_CUTS_IN_A_ROW, _MAX_CUTS = 3, 12
+# fetches in a row that bring none of what a line garbled; it is a fault of upstream then
+_FUTILE_MAX = 3
+
+
+class _Line:
+    """Counts how often the connection to an upstream was cut, and pauses after each time.
+
+    A fetch that begins again has no more than what arrived whole before, so it may be cut anew;
+    ten times in a row, with pauses of half a minute in all, is a line that does not hold.
+    """
+
+    _MAX_IN_A_ROW, _MAX = 10, 40
+
+    def __init__(self, first_pause: timedelta) -> None:
+        self.cuts = self._in_a_row = 0
+        self._backoff = Backoff(first_pause, 16 * first_pause, spread=0.2)
+
+    async def wait(self, error: errors.UpstreamUnavailableError) -> None:
+        """Pause after a cut; raises `error` if it is none, or one too many.
+
+        After a cut, a host that refuses a connection may be starting again.
+        """
+        is_slow = isinstance(error, errors.UpstreamTimeoutError)
+        is_cut = self.cuts and not is_slow and "retry_after_s" not in error.facts
+        if not is_cut and not error.facts.get("was_cut"):
+            raise error
+        self.cuts, self._in_a_row = self.cuts + 1, self._in_a_row + 1
+        if self._in_a_row >= self._MAX_IN_A_ROW or self.cuts >= self._MAX:
+            raise error
+        await anyio.sleep(self._backoff.next().total_seconds())
+
+    def held(self) -> None:
+        """Count something that arrived."""
+        self._in_a_row = 0
+        self._backoff.reset()
 
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Fetches from one upstream for one mirror. `quiet` is the longest silence to wait for."""
+    """Fetches from one upstream for one mirror.
+
+    `quiet` is the longest silence to wait for; `first_pause` follows a connection that was cut.
+    """
 
     repository: Repository
     upstream: Upstream
@@ -48,18 +86,17 @@ class Fetcher:
     quiet: timedelta
     credentials: Credentials
     progress: ProgressSink | None = None
+    first_pause: timedelta = timedelta(seconds=0.25)
 
     async def offer(self, patterns: Sequence[str], *, may_be_empty: bool = False) -> refs.Offer:
         """Ask upstream for HEAD and the refs of `patterns`; raises UpstreamEmptyError for none."""
-        async with self.credentials.used(self.upstream) as remote:
-            answer = await list_refs(
-                self.repository.git,
-                self.repository.path,
-                remote,
-                patterns,
-                timeout=self.quiet,
-                doing=f"ask upstream {self.upstream.shown} for its refs",
-            )
+        line = _Line(self.first_pause)
+        answer = None
+        while answer is None:
+            try:
+                answer = await self._list_refs(patterns)
+            except errors.UpstreamUnavailableError as error:
+                await line.wait(error)
         if not answer.lines and not may_be_empty:
             wanted = ", ".join(patterns)
             raise errors.UpstreamEmptyError(
@@ -73,6 +110,17 @@ class Fetcher:
             return replace(offer, redirected_to=masked(redirects[-1].rstrip("/")))
         return offer
 
+    async def _list_refs(self, patterns: Sequence[str]) -> RefList:
+        async with self.credentials.used(self.upstream) as remote:
+            return await list_refs(
+                self.repository.git,
+                self.repository.path,
+                remote,
+                patterns,
+                timeout=self.quiet,
+                doing=f"ask upstream {self.upstream.shown} for its refs",
+            )
+
     async def fetch(
         self, oids: Sequence[str], known: Mapping[str, str] | None = None
     ) -> dict[str, errors.MirrordError]:
@@ -80,30 +128,26 @@ class Fetcher:
 
         `known` are those that failed before, each with the message. What they reach never changes,
         so they fail again while the object in the message is damaged. After a connection that was
-        cut, parts are asked for, a few times. Raises UpstreamUnavailableError where nothing came.
+        cut, parts are asked for. Raises UpstreamUnavailableError where nothing came.
         """
         failures_seen = False
         arrived: set[str] = set()
-        cuts = cuts_in_a_row = 0
+        line = _Line(self.first_pause)
         if oids:
             await self.quarantine.room.ensure(f"fetch from upstream {self.upstream.shown}")
 
         async def attempt(group: Sequence[str]) -> None:
             """Fetch a group; after a cut its parts, which may arrive where the whole cannot."""
-            nonlocal cuts, cuts_in_a_row
             try:
                 await attempt_whole(group)
             except errors.UpstreamUnavailableError as error:
-                cuts, cuts_in_a_row = cuts + 1, cuts_in_a_row + 1
-                is_last = cuts_in_a_row >= _MAX_CUTS_IN_A_ROW or cuts >= _MAX_CUTS
-                if is_last or not error.facts.get("was_cut"):
-                    raise
-                middle = 1 if cuts == 1 else (len(group) + 1) // 2
+                await line.wait(error)
+                middle = 1 if line.cuts == 1 else (len(group) + 1) // 2
                 for part in filter(None, (group[:middle], group[middle:])):
                     await attempt(part)
             else:
                 arrived.update(group)
-                cuts_in_a_row = 0
+                line.held()
 
         async def attempt_whole(group: Sequence[str]) -> None:
             nonlocal failures_seen
@@ -204,7 +248,11 @@ class _Lineage:
         worthwhile = self.history is None and self.tries and len(self.tips) > 8
         if worthwhile and blamed.isdisjoint(group):
             self.tries -= 1
-            await self._read(group)
+            try:
+                await self._read(group)
+            except errors.UpstreamUnavailableError as cut:
+                if not cut.facts.get("was_cut"):
+                    raise
         if self.history is not None and named:
             try:
                 blamed |= await self._reaching(named, self.history)
@@ -399,11 +447,13 @@ async def _fetch_missing(
     fresh = [oid for oid in wanted if oid not in known_faults]
     again = [oid for oid in wanted if oid in known_faults]
     failed = await fetcher.fetch(fresh) if fresh else {}
+    futile = 0
     while broken := [oid for oid in fresh if isinstance(failed.get(oid), TransferBrokenError)]:
         # a line that changes bytes now and then blames what was asked for alone at that moment
         rest = {oid: error for oid, error in failed.items() if oid not in broken}
         failed = rest | await fetcher.fetch(broken)
-        if all(oid in failed for oid in broken):
+        futile = futile + 1 if all(oid in failed for oid in broken) else 0
+        if futile == _FUTILE_MAX:
             break
     for error in failed.values():
         if isinstance(error, errors.UpstreamUnavailableError):

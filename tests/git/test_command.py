@@ -410,6 +410,7 @@ def test_a_url_in_the_process_list_has_no_secret(
         ("remote: fatal: packed object is corrupt\nremote: aborting due to possible repository corruption on the remote side.\nfatal: early EOF\n", "upstream-failed"),
         (f"remote: fatal: unable to read {'a' * 40}\nfatal: early EOF\n", "upstream-failed"),
         (f"error: object {'a' * 40}: hasDotgit: contains '.git'\nfatal: fsck error in pack objects\n", "upstream-failed"),
+        (f"error: Could not read {'a' * 38}00\nfatal: the remote end hung up unexpectedly\n", "upstream-unavailable"),
         ("fatal: the remote end hung up unexpectedly\nerror: write: No space left on device\n", "disk-full"),
         ("fatal: remote error: GitLab is currently unable to handle this request due to load.\n", "upstream-unavailable"),
         ("error: RPC failed; curl 92 HTTP/2 stream 5 was not closed cleanly: CANCEL (err 8)\nfatal: early EOF\n", "upstream-unavailable"),
@@ -422,7 +423,8 @@ def test_a_url_in_the_process_list_has_no_secret(
 )  # fmt: skip
 def test_a_transfer_that_broke_is_no_fault_of_upstream(stderr: str, code: str) -> None:
     """What git (2.39) said when a pack was cut or changed on its way, and when upstream failed."""
-    assert failure("fetch", 128, stderr, upstream=True).code == code
+    http = HttpAnswer(200)
+    assert failure("fetch", 128, stderr, upstream=True, http=http).code == code
 
 
 @pytest.mark.root

@@ -35,6 +35,7 @@ class Forge:
         self.plain: dict[str, bytes] = {}  # files, as a web server without git has them
         self.delay_s = 0.0
         self.packs_cut = 0  # so many answers with a pack lose their second half
+        self.packs_garbled = 0  # so many others have three bytes changed
         self.speaks_v2 = True
         self.sent_bytes = 0
         self.requests: list[str] = []
@@ -110,6 +111,14 @@ class Forge:
         if self.packs_cut and b"packfile\n" in content:
             self.packs_cut -= 1
             content = content[: len(content) // 2]
+        elif self.packs_garbled and b"packfile\n" in content:
+            self.packs_garbled -= 1
+            start = content.index(b"PACK") + 16
+            content = (
+                content[:start]
+                + bytes(it ^ 90 for it in content[start : start + 3])
+                + content[start + 3 :]
+            )
         return status, headers, content
 
 
