@@ -13,7 +13,7 @@ sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
 from .start import enter_home, read_options
 
 options = read_options()
-enter_home(options)
+settings = enter_home(options)
 
 from ..workers.pool import FORK_SERVER
 
@@ -40,4 +40,4 @@ from .main import main
 gc.freeze()  # collections skip imported objects from now on
 gc.enable()
 
-sys.exit(main(options))
+sys.exit(main(options, settings))

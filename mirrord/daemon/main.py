@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import anyio.to_thread
 
-from .. import config, errors, places, telemetry
+from .. import config, errors, telemetry
 from ..api.application import Application
 from ..api.server import Server
 from ..api.volumes import VolumeDriver
@@ -38,7 +38,7 @@ from ..model import utc_now
 from ..places import DOCKER_SOCKET
 from ..telemetry import log
 from ..web.server import WebServer
-from .start import config_path
+from .start import config_path, load_settings
 
 # The steps of a stop, one after the other. Together they are below TimeoutStopSec=60s of the unit,
 # after which systemd kills; what is cut off is repaired at the next start.
@@ -53,20 +53,16 @@ _LET_GO_TIMEOUT_S = 3.0
 _LET_GO_PAUSE_S = 0.01
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run the daemon in the foreground and return its exit status."""
+def main(options: argparse.Namespace, settings: config.Settings | None = None) -> int:
+    """Run the daemon in the foreground and return its exit status.
 
-    def load() -> config.Settings:
-        settings = config.load(path)
-        if named := places.named_socket(options.socket, options.config):
-            return settings.model_copy(update={"socket": named})
-        return settings
-
+    `settings` were read already, where the start needed them.
+    """
+    load = partial(load_settings, options)
     try:
-        path = config_path(options)
-        settings = load()
+        settings = settings or load()
         telemetry.configure(settings.log.level, settings.log.format, buffered=True)
-        engine = Engine(settings, config_path=path, load=load)
+        engine = Engine(settings, config_path=config_path(options), load=load)
         engine.layout.make_root()
         with state_lock(engine.layout.root):
             engine.layout.check_version()
