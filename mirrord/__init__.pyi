@@ -120,7 +120,7 @@ from .model import FindingKind as FindingKind
 from .model import FoundStrategy as FoundStrategy
 from .model import History as History
 from .model import Isolation as Isolation
-from .model import Objects as Objects
+from .model import ObjectSource as ObjectSource
 from .model import Place as Place
 from .model import Policy as Policy
 from .model import Reach as Reach

@@ -72,7 +72,7 @@ class Backend(StrEnum):
     POOL = "pool"
 
 
-class Objects(StrEnum):
+class ObjectSource(StrEnum):
     """Where the `.git` of a pool tree has its objects: in the sealed store, or in a copy of it."""
 
     AUTO = "auto"

@@ -19,7 +19,7 @@ from ..model import (
     History,
     LayerId,
     MirrorName,
-    Objects,
+    ObjectSource,
     View,
 )
 
@@ -187,7 +187,7 @@ class Lease:
     backend: Backend
     base: Base
     terms: Terms
-    objects: Objects = Objects.PRIVATE
+    objects: ObjectSource = ObjectSource.PRIVATE
     resets: int = 0
     reset_at: datetime | None = None
     parent: CheckoutId | None = None
@@ -227,7 +227,7 @@ class Lease:
     def borrows(self) -> bool:
         """Whether `.git` borrows the objects of its sealed store."""
         is_pool = self.backend is Backend.POOL and self.history is not History.LINKED
-        return is_pool and self.objects is Objects.SHARED
+        return is_pool and self.objects is ObjectSource.SHARED
 
     @property
     def is_grader(self) -> bool:
@@ -240,7 +240,7 @@ class Lease:
 
     def with_volumes(self, *volumes: Volume) -> "Lease":
         """Return the lease of a new checkout with volumes, whose container sees no store."""
-        objects = Objects.PRIVATE if volumes else self.objects
+        objects = ObjectSource.PRIVATE if volumes else self.objects
         return replace(self, volumes=volumes, objects=objects)
 
     @property
@@ -281,7 +281,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "history": History,
     "view": View,
     "backend": Backend,
-    "objects": Objects,
+    "objects": ObjectSource,
     "base": lambda value: Base(**from_json(Base, value)),
     "terms": lambda value: Terms(**from_json(Terms, value)),
     "bound_to": lambda value: Process(*value),

@@ -19,7 +19,7 @@ from ..model import (
     AuditLevel,
     Backend,
     History,
-    Objects,
+    ObjectSource,
     Policy,
     SteeringKind,
 )
@@ -64,7 +64,7 @@ class MaintenanceSettings(Section):
 
 class CheckoutSettings(Section):
     backend: Backend = Backend.AUTO
-    objects: Objects = Objects.AUTO
+    objects: ObjectSource = ObjectSource.AUTO
     history: History = History.SEALED
     ttl: Period = timedelta(hours=2)
     max: Count = 1024

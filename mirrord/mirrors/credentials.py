@@ -35,7 +35,7 @@ _LONGEST_SECRET = 64 * 1024
 _PORTS = {"https": 443, "http": 80, "ssh": 22}
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a URL leads; `user` is of ssh alone."""
 
     scheme: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     port: int | None
     path: tuple[str, ...]
 
-    def covers(self, other: "Place") -> bool:
+    def covers(self, other: "Destination") -> bool:
         """Return whether the other URL is below this one. Whole path components are compared."""
         return (
             (self.scheme, self.host, self.port) == (other.scheme, other.host, other.port)
@@ -53,14 +53,14 @@ class Place(NamedTuple):
         )
 
 
-def place_of(url: str) -> Place | None:
+def destination_of(url: str) -> Destination | None:
     """Read a URL of HTTP or ssh, or an scp-like one."""
     if "://" not in url:
         address, colon, path = url.partition(":")
         if not colon or url.startswith("/"):
             return None
         user, at, host = address.rpartition("@")
-        return Place("ssh", user if at else None, host.lower(), 22, _components(path))
+        return Destination("ssh", user if at else None, host.lower(), 22, _components(path))
     try:
         parts = urlsplit(url)
         scheme, port = parts.scheme.lower(), parts.port
@@ -69,7 +69,9 @@ def place_of(url: str) -> Place | None:
     if scheme not in _PORTS or not parts.hostname:
         return None
     login = parts.username if scheme == "ssh" else None
-    return Place(scheme, login, parts.hostname, port or _PORTS[scheme], _components(parts.path))
+    return Destination(
+        scheme, login, parts.hostname, port or _PORTS[scheme], _components(parts.path)
+    )
 
 
 def _components(path: str) -> tuple[str, ...]:
@@ -85,9 +87,9 @@ class Credentials:
 
     def find(self, url: str) -> CredentialSettings | None:
         """Return the entry with the longest prefix of a URL."""
-        if (wanted := place_of(url)) is None:
+        if (wanted := destination_of(url)) is None:
             return None
-        places = ((place_of(entry.url), entry) for entry in self._settings().credential)
+        places = ((destination_of(entry.url), entry) for entry in self._settings().credential)
         fitting = [(place, entry) for place, entry in places if place and place.covers(wanted)]
         longest = max(
             fitting, key=lambda it: (len(it[0].path), it[0].user is not None), default=None

@@ -31,7 +31,7 @@ from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
 from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
-from .upstream import Hosts, Upstream, default_url, parse_upstream, upstream_url
+from .upstream import HostLimits, Upstream, default_url, parse_upstream, upstream_url
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,7 +40,7 @@ class Mirrors(Inventory):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._hosts = Hosts(concurrency=lambda: self.settings().sync.concurrency)
+        self._hosts = HostLimits(concurrency=lambda: self.settings().sync.concurrency)
         self.credentials = Credentials(self.settings)
         self._syncs: Coalescer[protocol.Synced] = Coalescer()
 

@@ -151,7 +151,7 @@ _SPREAD = 0.2  # of pauses
 _PATIENCE_S = 90.0
 
 
-class Hosts:
+class HostLimits:
     """The limits of upstream hosts: concurrent connections, and a pause where one is unwell.
 
     A host that throttles is left alone until its Retry-After, or for a pause that doubles with each

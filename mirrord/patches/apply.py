@@ -22,7 +22,7 @@ from ..host.processes import ActingAs
 from ..model import TREE_DEPTH_LIMIT, ApplyStrategy, FoundStrategy
 from ..trees.manifest import blob_id
 from ..trees.reader import TreeReader
-from .change import Change, Expected
+from .change import Expected, JournaledChange
 from .fit import DIRECTORY, UNTRACKED, BaseFiles, File
 from .parse import EXECUTABLE, REGULAR, SUBMODULE
 from .strategies import apply_patch, is_within_limits, must_fit
@@ -95,7 +95,7 @@ def recover(job: PatchJob) -> None:
         full_disk_named("the files that were there"),
         TreeReader(root, owner) as reader,
     ):
-        Change(root, owner, reader, job.private).recover()
+        JournaledChange(root, owner, reader, job.private).recover()
 
 
 class CheckoutFiles:
@@ -173,7 +173,7 @@ def _write(
             return conversion.smudge(data, blob_id(data).hex()) if conversion else data
         return data
 
-    change = Change(worktree.root, worktree.owner, worktree.reader, job.private)
+    change = JournaledChange(worktree.root, worktree.owner, worktree.reader, job.private)
     change.make(removed, written, contents, expected)
 
 

@@ -21,7 +21,7 @@ from ..host.processes import ActingAs
 from ..trees.reader import TreeReader, parents
 from ..trees.writer import TreeWriter
 from . import journal as journals
-from .journal import Cleared, Journal, Step
+from .journal import Cleared, Journal, PathStep
 from .parse import EXECUTABLE, SUBMODULE, SYMLINK
 
 Contents = Callable[[bytes], bytes]
@@ -31,7 +31,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR)
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 
-class Change:
+class JournaledChange:
     """A change below `root`, a directory descriptor, with its journal in `private`.
 
     `reader` reads the tree; `owner` owns it.
@@ -124,7 +124,7 @@ class Change:
             secrets.token_hex(8),
             time.time_ns(),
             tuple(
-                Step(path, beside(path), path in old, path in written)
+                PathStep(path, beside(path), path in old, path in written)
                 for path in dict.fromkeys((*old, *new))
             ),
             tuple(made),

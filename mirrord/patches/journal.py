@@ -20,7 +20,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHANGING, _CHANGED = "changing.json", "changed.json"
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """What happens to one path: what is there moves away, new content moves in, or both.
 
     The temporary names are in the directory `beside`, which is there before and after the change.
@@ -51,17 +51,17 @@ class Journal:
 
     token: str
     mtime_ns: int
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     made: tuple[bytes, ...]
     cleared: tuple[Cleared, ...]
     is_done: bool = False
 
-    def iter_old(self) -> Iterator[tuple[bytes, Step]]:
+    def iter_old(self) -> Iterator[tuple[bytes, PathStep]]:
         """Yield the steps that move something away, each with its temporary name."""
         steps = enumerate(self.steps)
         return ((self._name(step.beside, f"{n}.old"), step) for n, step in steps if step.has_old)
 
-    def iter_new(self) -> Iterator[tuple[bytes, Step]]:
+    def iter_new(self) -> Iterator[tuple[bytes, PathStep]]:
         """Yield the steps that move something in, each with its temporary name."""
         steps = enumerate(self.steps)
         return ((self._name(step.beside, f"{n}.new"), step) for n, step in steps if step.has_new)
@@ -139,7 +139,7 @@ def _from_json(data: bytes, *, is_done: bool) -> Journal:
     return Journal(
         token,
         mtime_ns,
-        tuple(Step(path(step[0]), path(step[1]), *step[2:]) for step in steps),
+        tuple(PathStep(path(step[0]), path(step[1]), *step[2:]) for step in steps),
         tuple(map(path, made)),
         tuple(Cleared(path(each), path(beside), mode) for each, beside, mode in cleared),
         is_done,

@@ -217,7 +217,7 @@ def iter_tar(stream: Stream) -> Iterator[Member | str]:
 
 def read_directory(top: Path) -> Contents:
     """Read everything below a directory. Links are listed and not followed."""
-    reader = _Reader(is_archive=False)
+    reader = _ContentsReader(is_archive=False)
     contents, tree = reader.contents, reader.top
     with reader.bounded(""):
         for found in walk(top, one_device=True):
@@ -239,7 +239,7 @@ def read_archive(path: Path) -> Contents:
 
     Raises UsageError for other files.
     """
-    reader = _Reader(is_archive=True)
+    reader = _ContentsReader(is_archive=True)
     with path.open("rb", buffering=0) as file, reader.bounded(""):
         stream = open_tar(file, path.stat().st_size)
         if stream is None:
@@ -257,7 +257,7 @@ _DEPTH_LIMIT = 4
 _FILES_LIMIT = 5_000_000
 
 
-class _Reader:
+class _ContentsReader:
     def __init__(self, *, is_archive: bool) -> None:
         self.contents = Contents()
         self.top = self.contents.trees[""]

@@ -33,7 +33,7 @@ from mirrord.host.processes import ActingAs, die_with_parent, dies_with_parent
 from mirrord.host.trash import remove
 from mirrord.model import TREE_DEPTH_LIMIT, Backend
 from mirrord.patches.apply import CheckoutFiles
-from mirrord.patches.change import Change
+from mirrord.patches.change import JournaledChange
 from mirrord.patches.diff import collect
 from mirrord.patches.worktree import PatchJob, RawFile, open_worktree
 from mirrord.protocol import Checkout, ForkCheckout, MakeSnapshot, ResetCheckout, StartCheckout
@@ -253,7 +253,7 @@ def test_what_is_done_in_a_tree_is_done_as_its_owner(service: Service, pooled: C
             files = CheckoutFiles(worktree)
             assert files.read(b"README") and files.read(b"new/link")
             made = dict.fromkeys((b"made/by", b"made/too"), 0o100644)
-            change = Change(worktree.root, worktree.owner, worktree.reader, job.private)
+            change = JournaledChange(worktree.root, worktree.owner, worktree.reader, job.private)
             change.make([b"new/f"], made, lambda _: b"x\n", {})
             assert os.stat(b"made/by", dir_fd=worktree.root).st_uid == USER
     finally:

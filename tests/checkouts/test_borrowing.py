@@ -19,7 +19,7 @@ from gitrepos import ENV, Upstream, git
 from mirrord.checkouts.volumes import Existing, Volumes
 from mirrord.errors import CheckoutBusyError, DiskFullError, InvalidRequestError, MirrordError
 from mirrord.host.peers import Peer
-from mirrord.model import Backend, Objects
+from mirrord.model import Backend, ObjectSource
 from mirrord.protocol import (
     Checkout,
     ForkCheckout,
@@ -105,23 +105,23 @@ def test_who_does_not_see_the_store_gets_a_copy(service: Service) -> None:
     wanted = StartCheckout(instance="psf__requests@v2")
     service.call(volume.create, "cache", "tree", {}, wanted, PEER)
     (lease, _), *_ = volume.list()
-    assert (lease.objects, lease.borrows) == (Objects.PRIVATE, False)
+    assert (lease.objects, lease.borrows) == (ObjectSource.PRIVATE, False)
     shared = start(service)
     with pytest.raises(InvalidRequestError, match="borrows objects"):
         service.call(volume.create, "late", "tree", {}, Existing(shared.id), PEER)
-    service.change(objects=Objects.PRIVATE)
+    service.change(objects=ObjectSource.PRIVATE)
     private = start(service)
     assert (private.borrows, is_borrowing(private)) == (None, False)
     assert leaks(private) == set()
 
 
-@pytest.mark.parametrize("wanted", [Objects.AUTO, Objects.SHARED])
-def test_where_overlays_work_only_the_setting_shares(rich: Upstream, wanted: Objects) -> None:
+@pytest.mark.parametrize("wanted", [ObjectSource.AUTO, ObjectSource.SHARED])
+def test_where_overlays_work_only_the_setting_shares(rich: Upstream, wanted: ObjectSource) -> None:
     """The pool is asked for there by who binds the tree into a container."""
     with running_service(rich, with_overlay=True) as service:
         service.change(objects=wanted)
         held = start(service)
-        assert is_borrowing(held) == (wanted is Objects.SHARED)
+        assert is_borrowing(held) == (wanted is ObjectSource.SHARED)
         assert leaks(held) == set()
 
 

@@ -10,7 +10,7 @@ from mirrord.errors import (
     UpstreamThrottledError,
     UpstreamUnavailableError,
 )
-from mirrord.mirrors.upstream import Hosts, parse_upstream, upstream_url
+from mirrord.mirrors.upstream import HostLimits, parse_upstream, upstream_url
 from mirrord.model import MirrorName
 
 
@@ -74,7 +74,7 @@ def test_a_template_is_filled_in() -> None:
 def test_a_host_that_is_unwell_is_tried_one_at_a_time_after_a_pause() -> None:
     """The pause doubles; a success forgets. A directory of this machine is never paused."""
     now = 0.0
-    hosts = Hosts(concurrency=lambda: 5, clock=lambda: now, chance=lambda: 0.5)
+    hosts = HostLimits(concurrency=lambda: 5, clock=lambda: now, chance=lambda: 0.5)
 
     async def fail(name: str = "host") -> None:
         with pytest.raises(UpstreamUnavailableError):
@@ -117,7 +117,7 @@ def test_a_host_that_is_unwell_is_tried_one_at_a_time_after_a_pause() -> None:
 def test_a_host_that_throttles_is_left_alone_as_long_as_it_asks() -> None:
     """Without a Retry-After the wait doubles; a success forgets."""
     now = 0.0
-    hosts = Hosts(concurrency=lambda: 2, clock=lambda: now, chance=lambda: 0.5)
+    hosts = HostLimits(concurrency=lambda: 2, clock=lambda: now, chance=lambda: 0.5)
 
     async def refuse(retry_after_s: float | None) -> None:
         with pytest.raises(UpstreamThrottledError):

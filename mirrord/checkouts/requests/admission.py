@@ -25,7 +25,7 @@ from ...host.peers import Access, Owners, Peer, Process, Role
 from ...host.processes import Owner, is_mapped, may_give_files_away
 from ...host.trash import Trash
 from ...jobs.events import Events
-from ...model import Backend, Bind, History, MirrorName, Objects, View, new_checkout_id
+from ...model import Backend, Bind, History, MirrorName, ObjectSource, View, new_checkout_id
 from ...templates.store import store_path
 from ...units import format_duration
 from ..lease import Base, Lease, LeaseState, SavedState, Terms
@@ -46,7 +46,7 @@ class Admitted(NamedTuple):
     backends: list[Backend]
     history: History
     terms: Terms
-    objects: Objects
+    objects: ObjectSource
 
 
 @dataclass(eq=False, repr=False)
@@ -266,7 +266,7 @@ class Leasing:
         )  # fmt: skip
         return Admitted(backends, history, terms, self._choose_objects(owner, visible))
 
-    def _choose_objects(self, owner: Owner, visible: Visible) -> Objects:
+    def _choose_objects(self, owner: Owner, visible: Visible) -> ObjectSource:
         """Return whether the `.git` of a pool tree may borrow: its reader must see the store.
 
         Others than the daemon's own user may not enter `templates/`, another mount namespace need
@@ -274,9 +274,9 @@ class Leasing:
         """
         wanted = self.settings().checkouts.objects
         is_seen = owner[0] == os.geteuid() and visible is Visible.MOUNTS
-        if not is_seen or (wanted is Objects.AUTO and self.has_overlay):
-            return Objects.PRIVATE
-        return Objects.PRIVATE if wanted is Objects.PRIVATE else Objects.SHARED
+        if not is_seen or (wanted is ObjectSource.AUTO and self.has_overlay):
+            return ObjectSource.PRIVATE
+        return ObjectSource.PRIVATE if wanted is ObjectSource.PRIVATE else ObjectSource.SHARED
 
     def draft(self, admitted: Admitted, mirror: MirrorName, base: Base) -> Lease:
         """Return the lease of a new checkout on the preferred backend."""
