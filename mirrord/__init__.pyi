@@ -29,6 +29,7 @@ from .errors import CommitUnservableError as CommitUnservableError
 from .errors import ConflictError as ConflictError
 from .errors import CorruptCatalogError as CorruptCatalogError
 from .errors import CorruptObjectError as CorruptObjectError
+from .errors import CredentialUnusableError as CredentialUnusableError
 from .errors import DamagedMirrorError as DamagedMirrorError
 from .errors import DatasetNotFoundError as DatasetNotFoundError
 from .errors import DeadlineError as DeadlineError
@@ -41,6 +42,8 @@ from .errors import EnvironmentNotFoundError as EnvironmentNotFoundError
 from .errors import ForkTooLargeError as ForkTooLargeError
 from .errors import GitFailedError as GitFailedError
 from .errors import GitKilledError as GitKilledError
+from .errors import HostKeyChangedError as HostKeyChangedError
+from .errors import HostKeyUnknownError as HostKeyUnknownError
 from .errors import InstanceAmbiguousError as InstanceAmbiguousError
 from .errors import InstanceNotFoundError as InstanceNotFoundError
 from .errors import IntegrityError as IntegrityError
@@ -81,6 +84,8 @@ from .errors import RecipeNotFoundError as RecipeNotFoundError
 from .errors import ResourceError as ResourceError
 from .errors import SnapshotExistsError as SnapshotExistsError
 from .errors import SnapshotNotFoundError as SnapshotNotFoundError
+from .errors import SshKeyRefusedError as SshKeyRefusedError
+from .errors import SshMissingError as SshMissingError
 from .errors import StateTooNewError as StateTooNewError
 from .errors import SteeringRefusedError as SteeringRefusedError
 from .errors import StoppingError as StoppingError
@@ -141,9 +146,11 @@ from .protocol import BuildReport as BuildReport
 from .protocol import BundleFile as BundleFile
 from .protocol import BundleImported as BundleImported
 from .protocol import CacheActivity as CacheActivity
+from .protocol import CheckoutAnswer as CheckoutAnswer
 from .protocol import Closure as Closure
 from .protocol import Configuration as Configuration
 from .protocol import Copied as Copied
+from .protocol import CredentialCheck as CredentialCheck
 from .protocol import Dataset as Dataset
 from .protocol import DatasetChange as DatasetChange
 from .protocol import DatasetDiff as DatasetDiff
@@ -212,6 +219,8 @@ from .protocol import Status as Status
 from .protocol import Steering as Steering
 from .protocol import Synced as Synced
 from .protocol import Tested as Tested
+from .protocol import TurnAnswer as TurnAnswer
+from .protocol import TurnsAnswer as TurnsAnswer
 from .protocol import UnexpectedTest as UnexpectedTest
 from .protocol import UnpinnedCommit as UnpinnedCommit
 from .protocol import Usage as Usage
@@ -221,9 +230,3 @@ from .protocol import WorkerActivity as WorkerActivity
 from .sandbox.calls import Executed as Executed
 
 __version__: str
-from .errors import CredentialUnusableError as CredentialUnusableError
-from .errors import HostKeyChangedError as HostKeyChangedError
-from .errors import HostKeyUnknownError as HostKeyUnknownError
-from .errors import SshKeyRefusedError as SshKeyRefusedError
-from .errors import SshMissingError as SshMissingError
-from .protocol import CredentialCheck as CredentialCheck

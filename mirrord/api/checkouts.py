@@ -23,19 +23,20 @@ C = TypeVar("C", bound=protocol.Checkout)
 
 
 async def start_checkout(call: Call, body: protocol.StartCheckout) -> protocol.Checkout:
-    process = _bound_process(call, body.bind)
+    process = bound_process(call, body.bind)
     return await _release_if_abandoned(
         call, call.engine.checkouts.checkout(body, call.peer, process)
     )
 
 
 async def fork_checkout(call: Call, body: protocol.ForkCheckout) -> protocol.Fork:
-    process = _bound_process(call, body.bind)
+    process = bound_process(call, body.bind)
     forking = call.engine.checkouts.fork(call.path["id"], body, call.peer, process)
     return await _release_if_abandoned(call, forking)
 
 
-def _bound_process(call: Call, bind: Bind) -> Process | None:
+def bound_process(call: Call, bind: Bind) -> Process | None:
+    """Return the process that a lease ends with, if it is bound to one."""
     if bind is Bind.LEASE:
         return None
     return process_of(call.connection.transport.get_extra_info("socket"), call.peer)
@@ -209,7 +210,7 @@ async def apply_patch(call: Call, query: ApplyQuery) -> protocol.ApplyAnswer:
 
 async def grade_checkout(call: Call, body: protocol.StartGrade) -> protocol.Grade:
     """Make a grader's checkout with the changes of a checkout and the instance's tests."""
-    process, grading = _bound_process(call, body.bind), call.engine.grading
+    process, grading = bound_process(call, body.bind), call.engine.grading
     making = grading.grade(call.path["id"], body, call.peer, process)
     return await _release_if_abandoned(call, making)
 
@@ -237,7 +238,7 @@ async def grade_patch(call: Call, query: GradeQuery) -> protocol.Grade:
     """
     choices = query.model_dump(exclude={"strategy", "policy"})
     start = protocol.StartCheckout(view=View.GRADER, **choices)
-    process, grading = _bound_process(call, query.bind), call.engine.grading
+    process, grading = bound_process(call, query.bind), call.engine.grading
     async with read_patch(call.request, call.engine.mirrors.quarantine) as patch:
         source = ModelPatch(patch, query.strategy)
         making = grading.grade_patch(start, source, query.policy, call.peer, process)

@@ -295,7 +295,12 @@ def problem_headers(error: errors.MirrordError) -> dict[str, str]:
 
 
 def problem_response(error: Exception) -> Response:
-    """Return the answer to an exception. Unexpected ones are logged, but not shown."""
+    problem = error_of(error)
+    return Response(problem_body(problem), problem.http_status, problem_headers(problem))
+
+
+def error_of(error: Exception) -> errors.MirrordError:
+    """Return the error to answer an exception with. Unexpected ones are logged, but not shown."""
     found = (
         error if isinstance(error, errors.MirrordError) else host_error(error, "answer the request")
     )
@@ -306,11 +311,10 @@ def problem_response(error: Exception) -> Response:
         log.error("disk.failed", detail=found.message)
     elif found is None or found.exit_status == errors.InternalError.exit_status:
         log.error("request.crashed", detail=found.message if found else None, exc_info=error)
-    problem = found or errors.InternalError(
+    return found or errors.InternalError(
         "cannot answer the request: an unexpected error",
         hint="this is a bug; the daemon's log has the details",
     )
-    return Response(problem_body(problem), problem.http_status, problem_headers(problem))
 
 
 def invalid_request(part: str, error: ValidationError) -> errors.InvalidRequestError:

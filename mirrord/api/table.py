@@ -19,7 +19,7 @@ from starlette.responses import Response
 from .. import __version__, errors
 from ..host.peers import Role
 from ..protocol import API, RESULTS, Health, Message, Problem, Receipt, Request
-from . import checkouts, daemon, datasets, mirrors
+from . import checkouts, daemon, datasets, mirrors, turns
 from .request import MEDIA_TYPE, Call, Query, text_response
 
 OPEN, OWNER, MEMBER, ADMIN = Role
@@ -193,6 +193,7 @@ ENDPOINTS = (
     _post(f"{_CHECKOUT}/restore", ADMIN, checkouts.restore_paths, interruptible=True),
     _post(f"{_CHECKOUT}/grade", ADMIN, checkouts.grade_checkout, 201, interruptible=True),
     _post(f"{API}/grades", ADMIN, checkouts.grade_patch, 201, upload=_FILE, interruptible=True),
+    _post(f"{API}/turns", OWNER, turns.take_turns),
     _post(f"{API}/receipts/verify", MEMBER, checkouts.verify_receipt, interruptible=True),
 
     _get(f"{API}/operations", MEMBER, daemon.list_operations),

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..mirrors.service import Mirrors
 from ..patches.apply import apply, recover, restore
-from ..patches.diff import diff
+from ..patches.diff import Diff, diff
 from ..patches.journal import has_journal
 from ..patches.worktree import PatchJob
 from ..protocol import RestorePaths
@@ -47,6 +47,12 @@ class DiffAnswer(NamedTuple):
     made_by: str
     notes: tuple[str, ...] = ()
 
+    @staticmethod
+    def of(made: Diff, spool: Path) -> "DiffAnswer":
+        """Return the answer of a worker; a long one is in `spool`."""
+        made_by = f"git; reason={made.reason}" if made.reason else "libgit2"
+        return DiffAnswer(spool if made.content is None else made.content, made_by, made.notes)
+
 
 @dataclass(eq=False, repr=False)
 class Patches:
@@ -62,21 +68,28 @@ class Patches:
         self, lease: Lease, changed: ChangedPaths, form: model.DiffFormat = model.DiffFormat.PATCH
     ) -> DiffAnswer:
         """Return the changes from the base commit to the tree."""
-        quarantine, began = self.mirrors.quarantine, time.perf_counter()
-        spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
-        try:
-            content, reason, files, notes = await self.workers.run(
+        began = time.perf_counter()
+        async with self.spool() as spool:
+            made = await self.workers.run(
                 diff, self.job(lease), changed, form, spool, timeout=self.timeout()
             )
+        answer = DiffAnswer.of(made, spool)
+        duration_s = round(time.perf_counter() - began, 6)
+        facts = {"files": made.files, "made_by": answer.made_by, "duration_s": duration_s}
+        log.debug("checkout.diffed", checkout=lease.id, **facts)
+        return answer
+
+    @asynccontextmanager
+    async def spool(self) -> AsyncIterator[Path]:
+        """Yield a path for a long diff; what fails leaves no file there."""
+        quarantine = self.mirrors.quarantine
+        spool = quarantine.root / f"diff-{secrets.token_hex(8)}"
+        try:
+            yield spool
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await quarantine.remove(spool)
             raise
-        made_by = f"git; reason={reason}" if reason else "libgit2"
-        duration_s = round(time.perf_counter() - began, 6)
-        facts = {"files": files, "made_by": made_by, "duration_s": duration_s}
-        log.debug("checkout.diffed", checkout=lease.id, **facts)
-        return DiffAnswer(spool if content is None else content, made_by, notes)
 
     async def apply(
         self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy

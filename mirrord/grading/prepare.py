@@ -27,8 +27,8 @@ from ..git.objects.trees import BaseTree, TreeEntry
 from ..git.objects.trees import changes as tree_changes
 from ..host.files import entries_in, open_beneath, open_directory, opened
 from ..host.processes import ActingAs
-from ..model import ApplyStrategy, FoundStrategy
-from ..patches.diff import collect
+from ..model import ApplyStrategy, DiffFormat, FoundStrategy
+from ..patches.diff import Diff, collect, must_be_short, print_diff
 from ..patches.fit import BaseFiles, Change
 from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
@@ -72,11 +72,22 @@ class GradeJob:
         return self.layer.with_name(f".scratch-{self.layer.name}")
 
 
+class DiffOrder(NamedTuple):
+    """A diff to be printed with a grade; its `spool` is used for a moment only."""
+
+    form: DiffFormat
+    spool: Path
+
+
 class AgentTree(NamedTuple):
-    """The change is the difference in a checkout; `changed` lists the paths that may differ."""
+    """The change is the difference in a checkout; `changed` lists the paths that may differ.
+
+    With `order` it is also printed, from the same reading of the tree.
+    """
 
     job: PatchJob
     changed: ChangedPaths
+    order: DiffOrder | None = None
 
 
 class ModelPatch(NamedTuple):
@@ -101,6 +112,7 @@ class Prepared(NamedTuple):
     size_bytes: int
     kept: list[bytes]
     new_tests: list[bytes]
+    diff: Diff | None = None
 
 
 def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
@@ -111,10 +123,14 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
     with ExitStack() as stack:
         objects = stack.enter_context(open_objects(job.mirror))
         base = BaseTree(objects, job.tree)
-        tree, changed, strategy = None, list[bytes](), None
+        tree, changed, strategy, printed = None, list[bytes](), None, None
         if isinstance(source, AgentTree):
             tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
-            changes = collect(tree, changed)
+            left_out: list[bytes] = []
+            changes = collect(tree, changed, left_out)
+            if source.order:
+                printed = print_diff(source.job, tree, changes, left_out, *source.order)
+                must_be_short(printed.content)
         else:
             changes, strategy = _applied(job, objects, source)
         if job.layered:
@@ -141,6 +157,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         size_bytes=sum(len(change.data) for change in written),
         kept=[change.path for change in sifted.changes],
         new_tests=[change.path for change in context.tests.changes if change.mode is not None],
+        diff=printed,
     )
 
 

@@ -15,7 +15,7 @@ from .. import protocol
 from ..catalog import InstanceRow
 from ..checkouts.layers import Layers, objects_path
 from ..checkouts.lease import Base, Graded, SavedLayer, SavedState
-from ..checkouts.patching import Patches
+from ..checkouts.patching import DiffAnswer, Patches
 from ..checkouts.requests.admission import Admitted, Leasing, checkout_fields, must_mount
 from ..checkouts.requests.resolve import ResolvedRequest, Resolver
 from ..config import Settings
@@ -25,11 +25,12 @@ from ..environments.service import Environments
 from ..errors import InstanceNotFoundError, InvalidRequestError
 from ..host.peers import Peer, Process
 from ..mirrors.service import Mirrors
-from ..model import CheckoutId, Policy, SteeringKind, View, shown
+from ..model import CheckoutId, DiffFormat, Policy, SteeringKind, View, shown
+from ..patches.diff import Diff
 from ..telemetry import elapsed_s
 from ..workers.pool import Workers
 from .judging import Judge, Judged
-from .prepare import AgentTree, GradeJob, ModelPatch
+from .prepare import AgentTree, DiffOrder, GradeJob, ModelPatch
 from .rules import Policies, own_rule, runner_rule
 from .runners import files_of
 from .trust import split
@@ -71,6 +72,34 @@ class Grading:
         process: Process | None = None,
     ) -> protocol.Grade:
         """Make a grader's checkout with the changes in another checkout, and the tests."""
+        return (await self._grade(checkout, request, peer, process, None))[0]
+
+    async def grade_and_diff(
+        self,
+        checkout: str,
+        request: protocol.StartGrade,
+        peer: Peer,
+        process: Process | None,
+        form: DiffFormat,
+    ) -> tuple[protocol.Grade, DiffAnswer]:
+        """Make a grade, and the diff of the checkout, from one reading of its tree.
+
+        Raises DiffTooLargeError for a diff that does not fit into an answer.
+        """
+        async with self.patches.spool() as spool:
+            order = DiffOrder(form, spool)
+            grade, printed = await self._grade(checkout, request, peer, process, order)
+        assert printed is not None
+        return grade, DiffAnswer.of(printed, spool)
+
+    async def _grade(
+        self,
+        checkout: str,
+        request: protocol.StartGrade,
+        peer: Peer,
+        process: Process | None,
+        order: DiffOrder | None,
+    ) -> tuple[protocol.Grade, Diff | None]:
         began = time.perf_counter()
         policies = self.policies(request.policy)
         with ExitStack() as stack:
@@ -84,12 +113,13 @@ class Grading:
                 base = replace(parent.base, layer=None, environment_layer=None)
                 found = ResolvedRequest(parent.mirror, base)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
-                source = AgentTree(self.patches.job(parent), changed)
+                source = AgentTree(self.patches.job(parent), changed, order)
                 if parent.base.environment is not None:
                     admitted = admitted._replace(backends=must_mount(admitted.backends))
                 judged, found = await self._prepare(stack, admitted, found, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
-                return await self._hand_out(began, admitted, found, judged, policies, parent.id)
+                terms = admitted, found, judged, policies
+                return await self._hand_out(began, *terms, parent.id), judged.prepared.diff
 
     async def grade_patch(
         self,

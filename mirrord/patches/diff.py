@@ -57,33 +57,43 @@ def diff(
     with open_worktree(job) as worktree:
         left_out: list[bytes] = []
         changes = collect(worktree, list_changed(), left_out)
-        notes = (*_special(left_out), *_below_submodules(worktree.base, changes))
-        renderer = Renderer(worktree.objects, worktree.attributes)
+        return print_diff(job, worktree, changes, left_out, form, spool)
 
-        def print_some(some: list[Change]) -> bytes | None:
-            part = spool.with_name(f"{spool.name}-part")
-            try:
-                return _by_git(job, worktree, some, form, part)
-            finally:
-                part.unlink(missing_ok=True)
 
+def print_diff(
+    job: PatchJob,
+    worktree: Worktree,
+    changes: list[Change],
+    left_out: list[bytes],
+    form: DiffFormat,
+    spool: Path,
+) -> Diff:
+    """Print collected changes; `left_out` are the paths that no patch records."""
+    notes = (*_special(left_out), *_below_submodules(worktree.base, changes))
+    renderer = Renderer(worktree.objects, worktree.attributes)
+
+    def print_some(some: list[Change]) -> bytes | None:
+        part = spool.with_name(f"{spool.name}-part")
         try:
-            if form is DiffFormat.STAT:
-                raise NeedsGitError("stat")
-            entries = find_renames(worktree.objects, changes)
-            is_patch = form is DiffFormat.PATCH
-            with full_disk_named("a private copy of the changes"):
-                printed = (
-                    renderer.patch(entries, print_some)
-                    if is_patch
-                    else renderer.name_status(entries)
-                )
-                content = _spooled(printed, spool)
-        except NeedsGitError as error:
-            renderer.reason = error.reason
-            with full_disk_named("a private copy of the changes"):
-                content = _by_git(job, worktree, changes, form, spool)
-        return Diff(content, renderer.reason, len(changes), notes)
+            return _by_git(job, worktree, some, form, part)
+        finally:
+            part.unlink(missing_ok=True)
+
+    try:
+        if form is DiffFormat.STAT:
+            raise NeedsGitError("stat")
+        entries = find_renames(worktree.objects, changes)
+        is_patch = form is DiffFormat.PATCH
+        with full_disk_named("a private copy of the changes"):
+            printed = (
+                renderer.patch(entries, print_some) if is_patch else renderer.name_status(entries)
+            )
+            content = _spooled(printed, spool)
+    except NeedsGitError as error:
+        renderer.reason = error.reason
+        with full_disk_named("a private copy of the changes"):
+            content = _by_git(job, worktree, changes, form, spool)
+    return Diff(content, renderer.reason, len(changes), notes)
 
 
 _NAMED = 10  # paths of a note
@@ -166,6 +176,15 @@ def _by_git(
     content = spool.read_bytes()
     spool.unlink()
     return content
+
+
+def must_be_short(content: object) -> None:
+    """Raise DiffTooLargeError for a diff that is in a file, where the answer is JSON."""
+    if not isinstance(content, bytes):
+        raise DiffTooLargeError(
+            f"cannot answer with the diff: it is larger than {SPOOLED_BYTES >> 20} MiB",
+            hint="ask for it by itself, then end the turn without it",
+        )
 
 
 def _too_large() -> DiffTooLargeError:

@@ -13,6 +13,7 @@ from .codec import (
     Label,
     LayerName,
     OwnerUid,
+    Problem,
     Repo,
     Request,
     Revision,
@@ -125,6 +126,27 @@ class StartGrade(Request):
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
     sandbox: bool = False
+
+
+class Turn(Request):
+    """Ends a turn in `checkout`: its `diff`, a `grade`, a `snapshot`, a `reset` and its `release`.
+
+    They are done in this order, up to the first that fails. A reset with a release makes no tree.
+    """
+
+    checkout: Word
+    diff: model.DiffFormat | None = None
+    grade: StartGrade | None = None
+    snapshot: MakeSnapshot | None = None
+    reset: ResetCheckout | None = None
+    release: bool = False
+
+
+class TakeTurns(Request):
+    """Ends turns, all at once, and after them makes `checkouts`, all at once."""
+
+    turns: Annotated[list[Turn], Bounds(max_length=64)] = []
+    checkouts: Annotated[list[StartCheckout], Bounds(max_length=64)] = []
 
 
 class Checkout(Answer):
@@ -291,6 +313,37 @@ class Proof(Answer):
 
 class ResetAnswer(Checkout):
     proof: Proof
+
+
+class TurnAnswer(Answer):
+    """What was done of a turn, and the `problem` of the step that failed.
+
+    `diff` is in base64; `diff_by` and `notes` are those of a diff's headers.
+    """
+
+    checkout: str
+    diff: str | None = None
+    diff_by: str | None = None
+    notes: list[str] = []
+    grade: Grade | None = None
+    snapshot: Snapshot | None = None
+    reset: ResetAnswer | None = None
+    released: bool = False
+    problem: Problem | None = None
+
+
+class CheckoutAnswer(Answer):
+    """One checkout of several, or the `problem` that it met."""
+
+    checkout: Checkout | None = None
+    problem: Problem | None = None
+
+
+class TurnsAnswer(Answer):
+    """The answers to all turns and checkouts, in the order of the request."""
+
+    turns: list[TurnAnswer]
+    checkouts: list[CheckoutAnswer]
 
 
 class ApplyAnswer(Checkout):

@@ -213,23 +213,36 @@ def test_a_diff_ends_with_its_client(house: tuple[Daemon, Upstream]) -> None:
     assert ask(running, ALICE, "GET", f"/v1/checkouts/{checkout['id']}/diff") == b""
 
 
-def test_a_checkout_whose_answer_nobody_read_is_released(house: tuple[Daemon, Upstream]) -> None:
+_START = {"mirror": "up/stream", "commit": "main"}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("checkouts", _START), ("turns", {"checkouts": [_START]})]
+)
+def test_a_checkout_whose_answer_nobody_read_is_released(
+    house: tuple[Daemon, Upstream], path: str, asked: dict[str, object]
+) -> None:
     """Its client was killed, or its task cancelled, with the answer already in the socket."""
     running, _ = house
     before = [each["id"] for each in running.json("GET", "/v1/checkouts")]
-    body = json.dumps({"mirror": "up/stream", "commit": "main"}).encode()
-    head = f"POST /v1/checkouts HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    gone = _abandoned_checkouts(running)
     for is_read in (True, False):
         with connect(running, ALICE) as connection:
             connection.sendall(head.encode() + body)
             assert select.select([connection], [], [], 60)[0]
             answer = b""
-            while is_read and not answer.endswith(b"}"):  # head and body are written apart
+            while is_read and not answer.endswith(b"}"):
                 answer += connection.recv(1 << 16)
-    until(lambda: any(line["event"] == "checkout.abandoned" for line in running.log_lines))
+    until(lambda: _abandoned_checkouts(running) == gone + 1)
     held = [each["id"] for each in running.json("GET", "/v1/checkouts")]
     [kept] = [identity for identity in held if identity not in before]
     ask(running, ALICE, "DELETE", f"/v1/checkouts/{kept}")
+
+
+def _abandoned_checkouts(running: Daemon) -> int:
+    return sum(line["event"] == "checkout.abandoned" for line in running.log_lines)
 
 
 def test_the_first_checkout_of_a_commit_ends_with_the_last_who_wants_it(

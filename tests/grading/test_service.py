@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
+from base64 import b64decode
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +34,15 @@ from mirrord import (
     AccessError,
     AsyncClient,
     Backend,
+    Checkout,
+    CheckoutNotFoundError,
     ConflictError,
+    DiffTooLargeError,
     InstanceNotFoundError,
     InvalidPatchError,
     InvalidRequestError,
     PatchConflictError,
+    SnapshotNotFoundError,
     SteeringRefusedError,
 )
 from mirrord.cli.main import run
@@ -378,3 +385,124 @@ def test_an_agent_cannot_convert_the_tests(tmp_path: Path) -> None:
                 "tests/test_hidden.py"
             ]
             assert os.stat(grade.path / "shapes/area.py").st_size == len(WRONG)
+
+
+# -- turns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [Backend.OVERLAY, Backend.POOL])
+def test_a_turn_ends_in_one_request(lab: GradingLab, backend: Backend) -> None:
+    """The same diff and grade as by themselves; of checkout and daemon nothing else is left."""
+    with lab.agent(backend=backend) as checkout:
+        patch = checkout.diff()
+        before = _requests(lab)
+        finished = checkout.finish(diff=True, grade={"owner": GRADER, "backend": backend})
+        assert _requests(lab) - before == Counter(take_turns=1)
+        assert finished.grade is not None
+        with finished.grade as grade:
+            assert (finished.diff, finished.diff_by, finished.released) == (patch, "libgit2", True)
+            assert files_of(grade.path) == PROJECT | HIDDEN | {"shapes/area.py": WRONG}
+            assert grade.lease.parent == checkout.id
+            assert [each.id for each in lab.client.list_checkouts()] == [grade.id]
+    assert lab.client.list_checkouts() == []
+
+
+def _requests(lab: GradingLab) -> Counter[str]:
+    """Count the requests so far by endpoint; renewals come when they are due."""
+    found = re.findall(
+        r'^mirrord_requests_total\{endpoint="(\w+)".*\} (\S+)$', lab.client.metrics(), re.MULTILINE
+    )
+    return Counter(
+        {name: int(float(n)) for name, n in found if name not in {"get_metrics", "renew_checkout"}}
+    )
+
+
+def test_a_turn_moves_and_many_are_one_request(lab: GradingLab) -> None:
+    with lab.agent() as one, lab.agent() as other:
+        commit = f"acme/shapes@{lab.commit}"
+        taken = lab.client.turn(
+            [
+                one.ending(diff="name-status", reset={"commit": lab.commit}),
+                other.ending(snapshot="kept", reset=True, release=True),
+            ],
+            [commit, "acme__shapes-none", INSTANCE],
+        )
+        first, second = taken.turns
+        assert (first.diff, first.released, first.error) == (b"M\tshapes/area.py\n", False, None)
+        assert first.proof is not None and one.lease.resets == 1
+        assert files_of(one.path) == PROJECT
+        assert second.snapshot is not None and second.snapshot.name == "kept"
+        assert (second.proof, second.released) == (None, True)
+        made, missing, also = taken.checkouts
+        assert isinstance(missing, InstanceNotFoundError)
+        assert isinstance(made, Checkout) and isinstance(also, Checkout)
+        with made, also:
+            assert {made.instance, also.instance} == {None, INSTANCE}
+    names = [event.name for event in lab.client.events(after="0", follow=False)
+             if event.fields.get("checkout") == other.id]  # fmt: skip
+    assert "checkout.reset" not in names
+
+
+def test_what_fails_ends_a_turn_and_loses_nothing(lab: GradingLab) -> None:
+    with lab.agent() as checkout:
+        write(checkout.path / "conftest.py", "x = 1\n")
+        give_away(checkout.path)
+        grade = {"policy": "refuse", "owner": GRADER}
+        (turn,) = lab.client.turn([checkout.ending(diff=True, grade=grade, release=True)]).turns
+        assert isinstance(turn.error, SteeringRefusedError)
+        assert (turn.grade, turn.released) == (None, False)
+        assert turn.diff == checkout.diff()
+        with pytest.raises(SteeringRefusedError):
+            checkout.finish(grade=grade)
+        with pytest.raises(SnapshotNotFoundError):
+            checkout.finish(grade={"owner": GRADER}, reset={"to": "none"})
+        assert [each.id for each in lab.client.list_checkouts()] == [checkout.id]
+        (gone,) = lab.client.turn([checkout.ending(release=True)]).turns
+        assert gone.released
+        (late,) = lab.client.turn([checkout.ending(diff=True, release=True)]).turns
+        assert isinstance(late.error, CheckoutNotFoundError)
+
+
+def test_a_turn_with_a_long_diff_asks_for_it_apart(lab: GradingLab) -> None:
+    with lab.agent() as checkout:
+        write(checkout.path / "long.txt", "x\n" * 600_000)
+        give_away(checkout.path)
+        (turn,) = lab.client.turn([checkout.ending(diff=True, release=True)]).turns
+        assert isinstance(turn.error, DiffTooLargeError)
+        finished = checkout.finish(grade={"owner": GRADER})
+        assert finished.grade is not None
+        with finished.grade as grade:
+            assert finished.released
+            assert finished.diff is not None and len(finished.diff) > 1_200_000
+            assert (grade.path / "long.txt").stat().st_size == 1_200_000
+
+
+def test_an_agent_ends_its_turn_without_a_grade(lab: GradingLab) -> None:
+    """Its own checkout's diff and release are its own; a grade or another checkout is not."""
+    with lab.agent() as checkout:
+        turns = [
+            {"checkout": checkout.id, "grade": {}},
+            {"checkout": checkout.id, "diff": "patch"},
+        ]
+        body = json.dumps({"turns": turns, "checkouts": [{"instance": INSTANCE}]})
+        done = subprocess.run(
+            ["curl", "-s", "--unix-socket", lab.running.socket, "-d", body, "http://x/v1/turns"],
+            user=AGENT, group=AGENT, extra_groups=[], capture_output=True, check=True,
+        )  # fmt: skip
+        answer = json.loads(done.stdout)
+        graded, shown = answer["turns"]
+        assert (graded["problem"]["code"], graded["grade"]) == ("not-allowed", None)
+        assert (shown["problem"], b64decode(shown["diff"])) == (None, checkout.diff())
+        assert answer["checkouts"][0]["problem"]["code"] == "not-allowed"
+
+
+def test_asyncio_ends_turns(lab: GradingLab) -> None:
+    async def turn() -> tuple[bytes | None, bool]:
+        async with AsyncClient(lab.running.socket) as client:
+            checkout = await client.checkout(INSTANCE)
+            write(checkout.path / "new", "x")
+            finished = await checkout.finish()
+            return finished.diff, finished.released
+
+    diff, released = asyncio.run(turn())
+    assert (b"+x" in (diff or b""), released) == (True, True)

@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from ... import model, protocol
-from ...errors import CheckoutNotFoundError, MirrordError
+from ...errors import CheckoutNotFoundError, DiffTooLargeError, MirrordError
 from ..http import seconds_of
 from ..primitives_async import AsyncWorker, Pending, async_to_end
+from .turns import AsyncEnding, AsyncFinished, turn_of
 
 if TYPE_CHECKING:
     from .client import AsyncClient
@@ -187,6 +189,51 @@ class AsyncCheckout:
         how["sandbox"] = sandbox
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
+    def ending(
+        self,
+        *,
+        diff: bool | model.DiffFormat = False,
+        grade: bool | Mapping[str, Any] = False,
+        snapshot: bool | str = False,
+        reset: bool | str | Mapping[str, Any] = False,
+        release: bool = False,
+    ) -> AsyncEnding:
+        """Return the end of a turn here, for `Client.turn`; the steps are those of `finish`."""
+        steps: dict[str, Any] = {"diff": diff, "grade": grade, "snapshot": snapshot}
+        return AsyncEnding(self, turn_of(self.id, **steps, reset=reset, release=release))
+
+    async def finish(
+        self,
+        *,
+        diff: bool | model.DiffFormat = True,
+        grade: bool | Mapping[str, Any] = False,
+        snapshot: bool | str = False,
+        reset: bool | str | Mapping[str, Any] = False,
+        release: bool | None = None,
+    ) -> AsyncFinished:
+        """End a turn in one request: diff, grade, snapshot, then reset or release.
+
+        `grade` may be the arguments of `grade`, `snapshot` a name. `reset` is True, the instance to
+        move to, or the arguments of `reset`. By default the checkout is released, unless it is
+        reset or has a snapshot made. Raises the error of the step that failed: then the checkout is
+        still held, and a grade that was made is released.
+        """
+        if release is None:
+            release = reset is False and not snapshot
+        steps: dict[str, Any] = {"grade": grade, "snapshot": snapshot, "reset": reset}
+        steps["release"] = release
+        finished = (await self._client.turn([self.ending(diff=diff, **steps)])).turns[0]
+        if diff and isinstance(finished.error, DiffTooLargeError):  # it does not fit an answer
+            form = model.DiffFormat.PATCH if diff is True else diff
+            content = await self.diff(format=form)
+            finished = (await self._client.turn([self.ending(**steps)])).turns[0]
+            finished = replace(finished, diff=content)
+        if finished.error is not None:
+            if finished.grade is not None:
+                await finished.grade.release()
+            raise finished.error
+        return finished
+
     async def attach(
         self,
         path: Path | str,
@@ -306,10 +353,13 @@ class AsyncRenewal:
                 if self._worker is not None:
                     self._worker.wake()
 
-    def drop(self, checkout: str) -> None:
+    def drop(self, checkout: str) -> bool:
+        """Stop renewing a lease; return whether it was renewed."""
         with self._lock:
-            if self._due.pop(checkout, None) is not None and self._worker is not None:
+            was_held = self._due.pop(checkout, None) is not None
+            if was_held and self._worker is not None:
                 self._worker.wake()
+        return was_held
 
     async def stop(self) -> None:
         with self._lock:

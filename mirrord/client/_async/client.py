@@ -18,6 +18,7 @@ from ..primitives_async import Pending, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
 from .rehearsal import AsyncRehearsal
+from .turns import AsyncEnding, AsyncFinished, AsyncTaken, start_of
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -655,6 +656,48 @@ class AsyncClient:
     async def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         await self._connection.request("DELETE", "checkouts", checkout)
+
+    async def turn(
+        self,
+        endings: Iterable[AsyncEnding] = (),
+        checkouts: Iterable[str | protocol.StartCheckout] = (),
+        *,
+        label: str | None = None,
+        auto_renew: bool = True,
+    ) -> AsyncTaken:
+        """End turns, then make checkouts, all in one request; up to 64 of each.
+
+        `endings` are made by `AsyncCheckout.ending`. `checkouts` are ids of instances, or messages
+        of `mirrord.protocol`. What fails is in the answer, and raises nothing.
+        """
+        asked = list(endings)
+        starts = [start_of(each, http.label_of(label)) for each in checkouts]
+        gone = [each.checkout for each in asked if each.request.release]
+        renewed = [each for each in gone if self._renewal.drop(each.id)]
+        body = protocol.TakeTurns(turns=[each.request for each in asked], checkouts=starts)
+        released: set[str] = set()
+        try:
+            answer = await self._post(protocol.TurnsAnswer, "turns", body=body)
+            released = {each.checkout for each in answer.turns if each.released}
+        finally:
+            for each in renewed:
+                if each.id not in released:
+                    self._renewal.hold(each)
+        turns = []
+        for ending, done in zip(asked, answer.turns, strict=True):
+            ending.checkout.lease = done.reset or ending.checkout.lease
+            grade = None
+            if done.grade and ending.request.grade:
+                ttl = ending.request.grade.ttl
+                grade = self._held(AsyncGrade(self, done.grade, ttl), auto_renew)
+            turns.append(AsyncFinished.of(done, grade))
+        made = [
+            self._held(AsyncCheckout(self, each.checkout, start.ttl), auto_renew)
+            if each.checkout
+            else errors.from_problem(each.problem.to_json() if each.problem else {})
+            for start, each in zip(starts, answer.checkouts, strict=True)
+        ]
+        return AsyncTaken(turns, made)
 
     async def rehearsal(
         self,

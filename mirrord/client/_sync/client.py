@@ -19,6 +19,7 @@ from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
 from .rehearsal import Rehearsal
+from .turns import Ending, Finished, Taken, start_of
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -648,6 +649,48 @@ class Client:
     def release_checkout(self, checkout: str) -> None:
         self._renewal.drop(checkout)
         self._connection.request("DELETE", "checkouts", checkout)
+
+    def turn(
+        self,
+        endings: Iterable[Ending] = (),
+        checkouts: Iterable[str | protocol.StartCheckout] = (),
+        *,
+        label: str | None = None,
+        auto_renew: bool = True,
+    ) -> Taken:
+        """End turns, then make checkouts, all in one request; up to 64 of each.
+
+        `endings` are made by `Checkout.ending`. `checkouts` are ids of instances, or messages
+        of `mirrord.protocol`. What fails is in the answer, and raises nothing.
+        """
+        asked = list(endings)
+        starts = [start_of(each, http.label_of(label)) for each in checkouts]
+        gone = [each.checkout for each in asked if each.request.release]
+        renewed = [each for each in gone if self._renewal.drop(each.id)]
+        body = protocol.TakeTurns(turns=[each.request for each in asked], checkouts=starts)
+        released: set[str] = set()
+        try:
+            answer = self._post(protocol.TurnsAnswer, "turns", body=body)
+            released = {each.checkout for each in answer.turns if each.released}
+        finally:
+            for each in renewed:
+                if each.id not in released:
+                    self._renewal.hold(each)
+        turns = []
+        for ending, done in zip(asked, answer.turns, strict=True):
+            ending.checkout.lease = done.reset or ending.checkout.lease
+            grade = None
+            if done.grade and ending.request.grade:
+                ttl = ending.request.grade.ttl
+                grade = self._held(Grade(self, done.grade, ttl), auto_renew)
+            turns.append(Finished.of(done, grade))
+        made = [
+            self._held(Checkout(self, each.checkout, start.ttl), auto_renew)
+            if each.checkout
+            else errors.from_problem(each.problem.to_json() if each.problem else {})
+            for start, each in zip(starts, answer.checkouts, strict=True)
+        ]
+        return Taken(turns, made)
 
     def rehearsal(
         self,
