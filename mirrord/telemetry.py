@@ -127,7 +127,8 @@ def configure(
     renderer: Processor = structlog.processors.JSONRenderer(default=str)
     if form == "console" or (form == "auto" and out.isatty()):
         plain = structlog.dev.plain_traceback
-        renderer = structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=plain)
+        colors = out.isatty() and not os.environ.get("NO_COLOR")
+        renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)
     number = logging.getLevelNamesMapping()[level.upper()]
     is_watched = out.isatty() or bool(os.environ.get("PYTHONUNBUFFERED"))
     writer = _LineWriter(out, _buffer() if buffered and not is_watched else None)

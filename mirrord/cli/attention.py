@@ -1,11 +1,10 @@
 """What needs attention, from the status of the daemon."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..protocol import Mirror, Status
-from .output import cell, count, moment, problem_of
+from .output import cell, count, moment, problem_of, styled
 
 # of mirrors with the same problem, in one line
 _NAMES_SHOWN = 3
@@ -93,9 +92,7 @@ def _mirror_problems(mirrors: Sequence[Mirror]) -> Iterator[Attention]:
 
 def attention_lines(problems: list[Attention]) -> Iterator[str]:
     for each in problems:
-        kind = f"{each.kind}:"
-        if sys.stdout.isatty():
-            kind = f"\x1b[{_COLOURS[each.kind]}m{kind}\x1b[0m"
+        kind = styled(f"{each.kind}:", _COLOURS[each.kind])
         yield f"{kind} {cell(each.fact.removeprefix(_WARNING))}"
         if each.action:
             yield f"  -> {cell(each.action)}"

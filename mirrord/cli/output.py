@@ -3,6 +3,7 @@
 A pipe gets whole cells and times. On a terminal tables fit its width, and times are ages.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +47,13 @@ def table(
             texts[n].rjust(widths[n]) if numeric[n] else texts[n].ljust(widths[n]) for n in columns
         )
         line = "  ".join(aligned).rstrip()
-        yield f"\x1b[1m{line}\x1b[0m" if number == 0 and is_bold else line
+        yield styled(line, "1") if number == 0 and is_bold else line
+
+
+def styled(text: str, style: str) -> str:
+    """Return text with an ANSI style, on a terminal whose user wants it: NO_COLOR turns it off."""
+    is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\x1b[{style}m{text}\x1b[0m" if is_wanted else text
 
 
 def _fit(widths: list[int], terminal: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from functools import cached_property
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+import click
 
 import mirrord
 
@@ -36,6 +39,7 @@ class Session:
     config: str | None = None
     socket: str | None = None
     debug: bool = False
+    is_paged: bool = True
 
     @cached_property
     def client(self) -> mirrord.Client:
@@ -53,6 +57,12 @@ class Session:
         if self.json:
             self.print_json(answer)
             return
+        if self.is_paged and sys.stdout.isatty():
+            lines = list(lines)
+            if sum(line.count("\n") + 1 for line in lines) > shutil.get_terminal_size().lines:
+                # in $PAGER, else less, as git does; a terminal's colours are shown
+                click.echo_via_pager("".join(f"{line}\n" for line in lines), color=True)
+                return
         for line in lines:
             print_line(line)
 

@@ -1,6 +1,9 @@
 """Tables and times, on a terminal and in a pipe."""
 
+import os
+import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -57,3 +60,39 @@ def test_a_terminal_gets_ages(
 ) -> None:
     del terminal
     assert moment(utc_now() - passed) == expected
+
+
+_ANSWER = """
+from mirrord.cli.output import table
+from mirrord.cli.session import Session
+Session().answer(None, table(["FORMAT"], [["generic"]] * 9))
+"""
+
+
+def _typed(terminal_lines: int, **environment: str) -> str:
+    """Return what a verb writes to a terminal of so many lines: a table of ten."""
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        size = {"LINES": str(terminal_lines), "COLUMNS": "80", "TERM": "xterm"}
+        command = [sys.executable, "-c", _ANSWER]
+        subprocess.run(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            check=True,
+            env={**os.environ, "NO_COLOR": "", **size, **environment},
+        )
+        os.close(theirs)
+        written = b""
+        with suppress(OSError):  # EIO is the end of a terminal
+            while part := screen.read(65536):
+                written += part
+    return written.decode()
+
+
+def test_a_list_that_is_longer_than_the_terminal_goes_through_the_pager() -> None:
+    """As git's, and NO_COLOR is heard."""
+    assert "GENERIC" in _typed(5, PAGER="tr a-z A-Z")
+    short = _typed(500, PAGER="tr a-z A-Z")
+    assert ("generic" in short, "\x1b[1mFORMAT" in short) == (True, True)
+    assert "\x1b" not in _typed(500, NO_COLOR="1")

@@ -25,7 +25,7 @@ from ...quoting import legible, quote_name
 from ...seal.scan import scan_root
 from ...seal.verify import verify_seal as verify_repository
 from ...telemetry import masked
-from ..output import count, size
+from ..output import count, size, styled
 from ..session import Argument, Option, Session, print_line
 
 _ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
@@ -130,9 +130,7 @@ def _repair_lines(repaired: list[Repaired]) -> Iterator[str]:
 def _check_lines(checks: list[Check]) -> Iterator[str]:
     width = max(len(check.name) for check in checks)
     for check in checks:
-        verdict = check.verdict.ljust(4)
-        if sys.stdout.isatty():
-            verdict = f"\x1b[{_COLOURS[check.verdict]}m{verdict}\x1b[0m"
+        verdict = styled(check.verdict.ljust(4), _COLOURS[check.verdict])
         yield f"{verdict}  {check.name.ljust(width)}  {check.fact}"
         if check.remedy:
             yield f"{' ' * (width + 8)}{check.remedy}"

@@ -49,6 +49,7 @@ def status(
             "cannot use --watch with --json: an answer has many lines",
             hint="`mirrord top --json` prints one object per line",
         )
+    session.is_paged = not watch
     found = _wait_for_status(session, wait)
     while True:
         _print_status(session, found, every=every, problems=problems)
