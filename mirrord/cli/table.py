@@ -153,7 +153,7 @@ bundle create; mirrors:create_bundle; 34789; Write a mirror, its pins and its re
 bundle import; mirrors:import_bundle; 345789; Create a mirror from a bundle, or merge it into one.
   bundle import requests.bundle
 # Operate
-serve; status:serve; 357; Run the daemon in the foreground.
+serve; status:serve; 357; Run the daemon, in the foreground or detached.
   serve --config config.toml
 status; status:status; 39; Show the state of the daemon, and what needs attention.
   status --problems

@@ -787,6 +787,34 @@ def test_a_terminal_sees_progress_and_the_answer_stays_clean(world: World) -> No
     assert done.stdout.startswith(b"demo: 2 instances")
 
 
+def test_serve_detaches_when_it_serves_and_says_why_it_does_not() -> None:
+    """With the process to stop and its log; a second one is refused."""
+    with daemon(start=False) as made:
+        words = [sys.executable, "-m", "mirrord", "--config", str(made.config), "--json"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+        def serve() -> subprocess.CompletedProcess[str]:
+            command = [*words, "serve", "--detach"]
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
+
+        first = serve()
+        answer = json.loads(first.stdout)
+        try:
+            made.wait_until_healthy()
+            again = serve()
+            assert (again.returncode, "one answers at" in again.stderr) == (5, True)
+        finally:
+            os.kill(answer["pid"], signal.SIGTERM)
+        until(lambda: "stopped" in Path(answer["log"]).read_text())
+        made.write_config("[sync]\nconcurrency = 0\n")
+        words.remove("--json")
+        bad = serve()
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert "sync.concurrency" in bad.stderr
+
+
 def test_serve_becomes_the_daemon() -> None:
     """The same process: a service manager signals it directly."""
     with daemon(start=False) as made:

@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import StrEnum
@@ -25,11 +26,64 @@ from ...quoting import legible, quote_name
 from ...seal.scan import scan_root
 from ...seal.verify import verify_seal as verify_repository
 from ...telemetry import masked
-from ..output import count, size, styled
+from ..output import count, facts, size, styled
 from ..session import Argument, Option, Session, print_line
 
 _ARRAYS_OF_TABLES = ("credential", "mirror", "rule")  # empty, they are left out of TOML
+_POLL_S = 0.1  # while a daemon starts; nothing tells that its socket will exist
+_LAST_WORDS_BYTES = 4096
 _COLOURS = {"ok": "32", "warn": "33", "fail": "31"}
+
+
+def _log_path(session: Session) -> Path:
+    return Layout(config.load(find_config(session)).state_dir).root / "daemon.log"
+
+
+def detach(session: Session) -> bool:
+    """Go on in a process without terminal, which logs to a file: false there.
+
+    True in this one, when that process serves. Exits with its status if it ended before.
+    """
+    if pid := _fork(session):
+        _wait_for_child(session, pid)
+    return bool(pid)
+
+
+def _fork(session: Session) -> int:
+    with suppress(errors.NoDaemonError):
+        session.client.health()
+        fact = f"cannot start a daemon: one answers at {session.client.socket}"
+        raise errors.AlreadyRunningError(fact, hint="stop it, or name another socket and state_dir")
+    path = _log_path(session)
+    Layout(path.parent).make_root()
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    if pid := os.fork():
+        os.close(log)
+        return pid
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, file in enumerate((nothing, log, log)):
+        os.dup2(file, fd)
+    return 0
+
+
+def _wait_for_child(session: Session, pid: int) -> None:
+    """Return when the daemon answers, with its exit status and last words if it ends before."""
+    path = _log_path(session)
+    start = path.stat().st_size
+    while True:
+        with suppress(errors.NoDaemonError):
+            session.client.health()
+            break
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            with path.open("rb") as log:
+                log.seek(start)
+                session.note(log.read(_LAST_WORDS_BYTES).decode(errors="replace").rstrip())
+            raise SystemExit(os.waitstatus_to_exitcode(status))
+        time.sleep(_POLL_S)
+    answer = {"pid": pid, "socket": str(session.client.socket), "log": str(path)}
+    session.answer(answer, facts(answer.items()))
 
 
 def config_check(

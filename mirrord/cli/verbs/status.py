@@ -209,8 +209,22 @@ def _describe_audit(found: Status) -> str:
     return f"{text}; {count(audit.open_count, 'finding')}" if audit.open_count else text
 
 
-def serve(session: Session) -> None:
-    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP."""
+def serve(
+    session: Session,
+    detach: Annotated[
+        bool, Option("Run in the background, and return when it serves; logs to state_dir.")
+    ] = False,
+) -> None:
+    """Stops on SIGTERM and SIGINT; reloads its configuration on SIGHUP.
+
+    `--detach` prints the process to stop, the socket and the log. Services are better kept by
+    systemd: `mirrord service install`.
+    """
+    if detach:
+        from . import local  # noqa: PLC0415 - it reads the configuration, as the daemon will
+
+        if local.detach(session):
+            return
     options = [("--config", session.config), ("--socket", session.socket)]
     arguments = [word for option, value in options if value for word in (option, value)]
     sys.stdout.flush()
