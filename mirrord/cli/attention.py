@@ -13,7 +13,7 @@ _NAMES_SHOWN = 3
 _NEARLY_FULL = 0.9
 
 # SGR: red and yellow, of every terminal's 16 colours
-_COLOURS = {"degraded": 31, "problem": 31, "warning": 33}
+_COLOURS = {"degraded": "31", "problem": "31", "warning": "33"}
 
 _WARNING = "warning: "
 

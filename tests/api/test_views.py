@@ -303,11 +303,16 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("POST", "/v1/checkouts/{id}/grade"): each("checkouts/ID/grade", {}),
         ("POST", "/v1/grades"): [(f"grades?instance={identity}", {}) for identity in ids],
         ("POST", "/v1/turns"): [
-            ("turns", {"turns": [{"checkout": identity, "diff": "patch", "grade": {}}]})
-            for identity in held
-        ]
-        + [("turns", {"checkouts": [{"instance": identity, **more}]})
-            for identity in ids for more in ({}, {"view": "grader"})],
+            *(
+                ("turns", {"turns": [{"checkout": identity, "diff": "patch", "grade": {}}]})
+                for identity in held
+            ),
+            *(
+                ("turns", {"checkouts": [{"instance": identity, **more}]})
+                for identity in ids
+                for more in ({}, {"view": "grader"})
+            ),
+        ],
         ("POST", "/v1/receipts/verify"): [
             ("receipts/verify", {**receipt, **more})
             for identity in ids

@@ -46,6 +46,7 @@ from mirrord import (
     SteeringRefusedError,
 )
 from mirrord.cli.main import run
+from mirrord.model import DiffFormat
 
 pytestmark = pytest.mark.root
 
@@ -422,7 +423,7 @@ def test_a_turn_moves_and_many_are_one_request(lab: GradingLab) -> None:
         commit = f"acme/shapes@{lab.commit}"
         taken = lab.client.turn(
             [
-                one.ending(diff="name-status", reset={"commit": lab.commit}),
+                one.ending(diff=DiffFormat.NAME_STATUS, reset={"commit": lab.commit}),
                 other.ending(snapshot="kept", reset=True, release=True),
             ],
             [commit, "acme__shapes-none", INSTANCE],
