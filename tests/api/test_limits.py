@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -53,6 +54,22 @@ def test_an_upload_that_fills_the_disk_is_refused_and_removed(small_disk: Daemon
     assert small_disk.json("GET", "/v1/mirrors") == []
 
 
+SMALL_RING = """
+import runpy
+from mirrord.jobs.events import Events
+Events.__init__.__kwdefaults__["capacity"] = 512
+runpy.run_module("mirrord.daemon", run_name="__main__", alter_sys=True)
+"""
+
+
+class SmallRing(Daemon):
+    """It keeps 512 events instead of 4,096, which a socket's buffers may hold by themselves."""
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-P", "-c", SMALL_RING, "--config", str(self.config)]
+
+
 def heal_nothing(running: Daemon, numbers: range) -> None:
     """Three events each."""
     with running.connect() as connection:
@@ -69,12 +86,14 @@ def heal_nothing(running: Daemon, numbers: range) -> None:
 @pytest.mark.timeout(300)
 def test_a_follower_that_does_not_read_costs_nothing_and_learns_what_it_missed() -> None:
     """The daemon neither waits for it nor buffers its events."""
-    with daemon('[log]\nlevel = "error"\n') as running:
-        heal_nothing(running, range(900))
+    with daemon('[log]\nlevel = "error"\n', kind=SmallRing) as running:
+        heal_nothing(running, range(100))
         with running.connect() as connection:
             connection.sendall(b"GET /v1/events?after=0 HTTP/1.1\r\nhost: x\r\n\r\n")
-            heal_nothing(running, range(900, 1900))
             raw = b""
+            while b"operation.started" not in raw:
+                raw += connection.recv(1 << 16)
+            heal_nothing(running, range(100, 800))
             while b"events.dropped" not in raw:
                 chunk = connection.recv(1 << 20)
                 assert chunk, "the stream ended without saying what was dropped"

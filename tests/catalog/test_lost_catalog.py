@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from typed import typed
 
 pytestmark = pytest.mark.slow
 
@@ -61,16 +60,7 @@ class World:
 
     def call(self, *words: str) -> tuple[int, Any]:
         """The command line, answering in JSON."""
-        command = [
-            sys.executable,
-            "-m",
-            "mirrord",
-            "--config",
-            str(self.daemon.config),
-            "--json",
-            *words,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = typed("--config", self.daemon.config, "--json", *words)
         return done.returncode, json.loads(done.stdout or "null")
 
     def doctor(self) -> dict[str, str]:

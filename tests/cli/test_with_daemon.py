@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import chdir, closing, redirect_stderr, redirect_stdout
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +19,10 @@ import anyio
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from typed import typed
 from waiting import until
 
 from mirrord import AsyncClient, Client, Sandbox
-from mirrord.cli.main import run
 from mirrord.errors import InstanceAmbiguousError, InvalidDatasetError
 from mirrord.model import DiffFormat, View
 
@@ -56,21 +55,8 @@ class World(NamedTuple):
 def _run(
     running: Daemon, *words: str | Path, stdin: str | None = None, cwd: Path | None = None
 ) -> Ran:
-    """In this process, for speed; what it prints is bytes at the end."""
-    out, err = (
-        io.TextIOWrapper(
-            io.BytesIO(), encoding="utf-8", errors="surrogateescape", write_through=True
-        )
-        for _ in range(2)
-    )
-    given = io.TextIOWrapper(io.BytesIO((stdin or "").encode()), encoding="utf-8")
-    before, sys.stdin = sys.stdin, given
-    try:
-        with redirect_stdout(out), redirect_stderr(err), chdir(cwd or Path.cwd()):
-            status = run(["--socket", str(running.socket), *map(str, words)])
-    finally:
-        sys.stdin = before
-    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+    done = typed("--socket", running.socket, *words, stdin=stdin or "", cwd=cwd)
+    return Ran(done.returncode, done.stdout, done.stderr)
 
 
 def _spawn(running: Daemon, *words: str | Path) -> Ran:

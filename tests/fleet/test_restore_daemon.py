@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 from mirror_parts import Builder, House
+from typed import typed
 from waiting import until
 
 from mirrord.catalog import Generation
@@ -117,8 +117,7 @@ def lost(published: Lost, tmp_path: Path) -> Lost:
 
 
 def run(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return typed("--socket", running.socket, *words)
 
 
 def test_a_new_machine_serves_what_the_lost_one_had(lost: Lost) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from typed import typed
 from waiting import until
 
 from mirrord.quoting import unquote_name
@@ -115,8 +114,7 @@ def operation(running: Daemon, path: str, body: Any) -> dict[str, Any]:
 
 
 def run(running: Daemon, *words: str) -> str:
-    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = typed("--socket", running.socket, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -132,7 +130,7 @@ FOLLOWED = ("refs/heads", "refs/tags")
 
 
 def must_be_whole(running: Daemon, name: str, upstream: Path, faults: set[str]) -> None:
-    """The mirror has what upstream has; audit, bundle and ref history take all of it."""
+    """The mirror has what upstream has, and an audit takes all of it."""
     mirror = running.state_dir / f"mirrors/o__{name}"
     shown = running.json("GET", f"/v1/mirrors/o__{name}")
     assert {unquote_name(it["ref"]) for it in shown["ref_faults"]} == faults
@@ -140,6 +138,11 @@ def must_be_whole(running: Daemon, name: str, upstream: Path, faults: set[str]) 
     assert refs_of(mirror, *FOLLOWED) == wanted
     audit = operation(running, "/v1/audits", {"mirrors": [f"o/{name}"], "level": "content"})
     assert audit["result"]["findings"] == []
+
+
+def must_travel(running: Daemon, name: str) -> None:
+    """A bundle and the ref history take all refs of the mirror."""
+    wanted = refs_of(running.state_dir / f"mirrors/o__{name}", *FOLLOWED)
     bundle = running.root / f"{name}.bundle"
     run(running, "bundle", "create", f"o/{name}", str(bundle))
     copy = f"{name}-{len(list(running.state_dir.glob('mirrors/copy__*')))}"
@@ -166,6 +169,7 @@ def test_refs_of_every_kind_are_kept_or_told(
     upstream.git("update-ref", "refs/heads/later", "main")
     assert operation(running, f"/v1/mirrors/o__{name}/sync", {})["state"] == "done"
     must_be_whole(running, name, upstream.path, FAULTS.get(kind, set()))
+    must_travel(running, name)
 
 
 def test_a_branch_becomes_a_directory_and_a_branch_again(
@@ -181,6 +185,7 @@ def test_a_branch_becomes_a_directory_and_a_branch_again(
         upstream.git("branch", "--move", old, new)
         assert operation(running, "/v1/mirrors/o__dir/sync", {})["state"] == "done"
         must_be_whole(running, "dir", upstream.path, set())
+        must_travel(running, "dir")
 
 
 def test_an_empty_upstream_is_told_and_then_gets_its_first_push(
@@ -192,3 +197,4 @@ def test_an_empty_upstream_is_told_and_then_gets_its_first_push(
     upstream.commit({"a": "1"})
     assert operation(running, "/v1/mirrors/o__empty/sync", {})["state"] == "done"
     must_be_whole(running, "empty", upstream.path, set())
+    must_travel(running, "empty")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
+from typed import typed
 from waiting import until
 
 from mirrord.git.fsck import RULES, Severity
@@ -69,8 +69,7 @@ def operation(running: Daemon, path: str, body: Any) -> dict[str, Any]:
 
 
 def run(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mirrord", "--socket", str(running.socket), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return typed("--socket", running.socket, *words)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,7 @@ def daemon(
     start: bool = True,
     environment: Mapping[str, str] | None = None,
     user: int | None = None,
+    kind: type[Daemon] = Daemon,
 ) -> Iterator[Daemon]:
     """A daemon in a short scratch directory, stopped at the end whatever happened."""
     with tempfile.TemporaryDirectory(prefix="md-", ignore_cleanup_errors=True) as scratch:
@@ -245,7 +246,7 @@ def daemon(
         root.chmod(0o755)
         if user is not None:
             os.chown(root, user, user)
-        made = Daemon(root, text, environment=environment, user=user)
+        made = kind(root, text, environment=environment, user=user)
         try:
             yield made.start() if start else made
         finally:
