@@ -11,7 +11,7 @@ from mirrord import AsyncClient, AsyncSandbox
 
 async def roll_out(client: AsyncClient, instance: str, command: str) -> int:
     """Run two episodes in one checkout; return how many made the same change as the first."""
-    async with client.checkout(instance, environment="auto") as checkout:
+    async with client.checkout(instance, environment="auto", sandbox=True) as checkout:
         sandbox = AsyncSandbox(checkout)
         await sandbox.exec(command, timeout=120)
         first = await checkout.diff()

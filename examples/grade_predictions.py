@@ -17,7 +17,7 @@ with Client() as client:
         row = json.loads(line)
         instance, patch = row["instance_id"], row["model_patch"]
         try:
-            graded = client.grade(instance, patch, strategy="tolerant", environment="auto")
+            graded = client.grade(instance, patch, environment="auto", sandbox=True)
             with graded as grade, Sandbox(grade) as sandbox:
                 passed = sandbox.exec(test, timeout=600).exit_code == 0
                 doubts = [finding.rule for finding in grade.steering]

@@ -7,7 +7,7 @@ from mirrord import Client, Sandbox
 instance, *commands = sys.argv[1:]
 with (
     Client() as client,
-    client.checkout(instance, environment="auto") as checkout,
+    client.checkout(instance, environment="auto", sandbox=True) as checkout,
     Sandbox(checkout) as sandbox,
 ):
     for command in commands:

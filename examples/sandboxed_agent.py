@@ -17,7 +17,7 @@ MOST_TURNS = 50
 instance, *agent = sys.argv[1:]
 with (
     Client() as client,
-    client.checkout(instance, environment="auto", owner=65534) as checkout,
+    client.checkout(instance, environment="auto", owner=65534, sandbox=True) as checkout,
     Sandbox(checkout, memory_bytes=2 * 1024**3, processes=256) as sandbox,
 ):
     seen = b""

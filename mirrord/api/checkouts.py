@@ -225,6 +225,7 @@ class GradeQuery(Query):
     ttl: float | None = Field(None, gt=0, le=366 * 86400, description="seconds")
     owner: int | None = Field(None, ge=0, lt=2**32 - 1)
     bind: Bind = Bind.LEASE
+    attach: bool = False
     sandbox: bool = False
     layer: LayerName | None = None
     environment: EnvironmentName | None = None

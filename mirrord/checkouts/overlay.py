@@ -292,8 +292,8 @@ class OverlayBackend:
         with full_disk_named(f"checkout {lease.id}"):
             # a reset may be the first to show an environment
             if layer == overlay.layer or overlay.target == ENVIRONMENT:
-                with suppress(FileExistsError):  # closed to the client until the mount covers it
-                    os.mkdir(f"{lease.directory}/{overlay.target}", 0o700)
+                with suppress(FileExistsError):
+                    os.mkdir(f"{lease.directory}/{overlay.target}", _uncovered_mode())
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:  # left by a reset that failed
@@ -323,6 +323,14 @@ class OverlayBackend:
             return remove_layer(old)
 
         self.trash.add(old, take_down=partial(self.trash.in_thread, remove))
+
+
+def _uncovered_mode() -> int:
+    """Return the mode of a mount point: closed to the client until, and where, no mount covers it.
+
+    Outside of a home it never is, and the client has the uid that owns it.
+    """
+    return 0 if home.is_inside() else 0o700
 
 
 def _remove(directories: Directories) -> bool:

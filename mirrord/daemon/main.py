@@ -300,6 +300,7 @@ class Daemon:
         try:
             if await self._open(web):
                 self._spawn(self._notify_watchdog())
+                self._spawn(self._keep_home())
                 await self._stop.wait()
         finally:
             await self._shut_down([server, driver, web])
@@ -394,6 +395,23 @@ class Daemon:
         with contextlib.suppress(errors.MirrordError):  # the engine logs it and keeps the settings
             await self._engine.reload()
         self._notifier.ready(self._serving)
+
+    async def _keep_home(self) -> None:
+        """Replace the holder of the home when it ends; `home.warnings` tells where that fails."""
+        loop = asyncio.get_running_loop()
+        while (holder := home.holder()) is not None:
+            ended = asyncio.Event()
+            loop.add_reader(holder, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(holder)
+            try:
+                await anyio.to_thread.run_sync(home.replace_holder, self._engine.layout.root)
+            except (errors.MirrordError, OSError):
+                log.exception("holder.lost")
+                return
+            log.warning("holder.replaced")
 
     async def _notify_watchdog(self) -> None:
         """Notify systemd from the event loop, so that a hanging loop is noticed."""

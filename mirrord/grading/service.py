@@ -41,7 +41,7 @@ GRADED = "graded"
 """The snapshot of every grade: the base with the change and the tests, as it was made."""
 
 # from a request for a grade to one for a checkout
-_COPIED = ("backend", "ttl", "owner", "bind", "sandbox")
+_COPIED = ("backend", "ttl", "owner", "bind", "attach", "sandbox")
 _DROPPED_KEPT = 1000  # paths in a lease, which is written at each reset and renewal
 
 

@@ -1,8 +1,9 @@
 """The holder: the process that keeps the namespaces of an ordinary user's daemon, and its mounts.
 
 `home.py` starts it by its path, so it imports the standard library only. It makes a user and a
-mount namespace, has its parent map the ids, listens in the state directory, and waits. It ends when
-a connection says so, at SIGTERM, and when its socket is gone or is another holder's.
+mount namespace and has its parent map the ids, or keeps those of its parent, where it replaces a
+holder that was killed. It listens in the state directory, and waits. It ends when a connection says
+so, at SIGTERM, and when its socket is gone or is another holder's.
 """
 
 import ctypes
@@ -19,19 +20,10 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 _MS_REC, _MS_SLAVE = 0x4000, 1 << 19  # linux/mount.h
 
 
-def main(state_dir: str) -> None:
+def main(state_dir: str, *, inherits: bool) -> None:
     """Answer the parent on stdout: a word for each step that worked, or why one failed."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def must(result: int, verb: str) -> None:
-        if result < 0:
-            sys.exit(f"cannot {verb}: {os.strerror(ctypes.get_errno())}")
-
-    must(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "make a user namespace")
-    say("unshared")
-    sys.stdin.readline()  # until the ids are mapped
-    # Ubuntu's AppArmor lets the namespace be made, and refuses what it is for.
-    must(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount in a user namespace")
+    if not inherits:
+        make_namespaces()
     os.setsid()
     directory = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     path = f"/proc/self/fd/{directory}/{SOCKET}"  # of any length
@@ -49,6 +41,21 @@ def main(state_dir: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     keep(listener, state_dir, own)
+
+
+def make_namespaces() -> None:
+    """Make them, or end with the reason."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def must(result: int, verb: str) -> None:
+        if result < 0:
+            sys.exit(f"cannot {verb}: {os.strerror(ctypes.get_errno())}")
+
+    must(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "make a user namespace")
+    say("unshared")
+    sys.stdin.readline()  # until the ids are mapped
+    # Ubuntu's AppArmor lets the namespace be made, and refuses what it is for.
+    must(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "mount in a user namespace")
 
 
 def say(word: str) -> None:
@@ -82,4 +89,4 @@ def keep(listener: socket.socket, state_dir: str, own: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], inherits="inherit" in sys.argv[2:])

@@ -20,11 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import BackendUnavailableError, NotFoundError
-from . import holder
 from .files import opened
+from .holder import END, SOCKET
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 _TIMEOUT_S = 10.0
+_HOLDER = Path(__file__).with_name("holder.py")
 _HINT = "see docs/rootless.md, or set `[service] namespace` to never; the pool backend serves"
 _libc = ctypes.CDLL(None, use_errno=True)
 refusals: list[str] = []
@@ -80,6 +81,26 @@ def enter(state_dir: Path) -> None:
         raise
 
 
+def holder() -> int | None:
+    """Return the pidfd of the holder whose home this process has entered; it ends with it."""
+    return _holders[-1] if _holders else None
+
+
+def replace_holder(state_dir: Path) -> None:
+    """Have a new holder keep the namespaces of this process, whose holder has ended.
+
+    One that was made meanwhile, with a home of its own, ends, because its socket is replaced.
+    Raises BackendUnavailableError, OSError.
+    """
+    _start(state_dir, "inherit")
+    if (process := find(state_dir)) is None:
+        raise BackendUnavailableError("cannot replace the holder: the new one ended", hint=_HINT)
+    old, _holders[-1] = _holders[-1], process
+    with suppress(ChildProcessError):  # it may have been an earlier daemon's
+        os.waitid(os.P_PIDFD, old, os.WEXITED | os.WNOHANG)
+    os.close(old)
+
+
 def enter_existing(state_dir: Path) -> None:
     """Join the home of a running daemon. Raises NotFoundError."""
     try:
@@ -119,7 +140,7 @@ def end(state_dir: Path) -> None:
     """Tell the holder to end, and so the mounts that no other process has."""
     with suppress(OSError), _connected(state_dir) as connection:
         if connection is not None:
-            connection.send(holder.END)
+            connection.send(END)
             connection.recv(1)  # until it closed the connection
 
 
@@ -134,7 +155,7 @@ class _connected:  # noqa: N801
         self._socket.settimeout(_TIMEOUT_S)
         try:
             with opened(os.open(self._state_dir, os.O_PATH | os.O_DIRECTORY)) as directory:
-                self._socket.connect(f"/proc/self/fd/{directory}/{holder.SOCKET}")
+                self._socket.connect(f"/proc/self/fd/{directory}/{SOCKET}")
         except (FileNotFoundError, ConnectionRefusedError):
             return None
         return self._socket
@@ -143,9 +164,9 @@ class _connected:  # noqa: N801
         self._socket.close()
 
 
-def _start(state_dir: Path) -> None:
-    """Start a holder, and map the ids of its user namespace."""
-    command = [sys.executable, "-I", "-S", holder.__file__, str(state_dir)]
+def _start(state_dir: Path, *inherit: str) -> None:
+    """Start a holder, and map the ids of its user namespace unless it inherits ours."""
+    command = [sys.executable, "-I", "-S", _HOLDER, str(state_dir), *inherit]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env={}, text=True
@@ -154,13 +175,13 @@ def _start(state_dir: Path) -> None:
     assert process.stdout
     assert process.stderr
     with process.stdin, process.stdout, process.stderr:
-        if process.stdout.readline():
+        if not inherit and process.stdout.readline():
             _map_ids(process.pid)
             process.stdin.write("\n")
             process.stdin.flush()
-            if process.stdout.readline():
-                process.returncode = 0  # it outlives us: nobody waits for it
-                return
+        if process.stdout.readline():
+            process.returncode = 0  # it outlives us: nobody waits for it
+            return
         reason = process.stderr.read().strip() or "its holder ended"
     process.wait()
     raise BackendUnavailableError(f"cannot make a home: {reason}", hint=_HINT)

@@ -125,6 +125,7 @@ class StartGrade(Request):
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE
+    attach: bool = False
     sandbox: bool = False
 
 

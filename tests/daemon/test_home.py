@@ -6,97 +6,18 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import anyone
 import pytest
-from accounts import accounts
-from daemons import Daemon
-from gitrepos import Upstream
+from homes import SUB, UID, Home, home
 from waiting import until
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
-UID, SUB = 47110, 471100000
 ROW = "owner/name@main"
-_WITHOUT = ("bwrap", "--unshare-user", "--disable-userns", "--dev-bind", "/", "/", "--")
-
-
-class Home(Daemon):
-    """A user's daemon; its clients run as the user, outside of its namespaces."""
-
-    def run(
-        self, *arguments: str, check: bool = True, user: int = UID, prefix: Sequence[str] = ()
-    ) -> subprocess.CompletedProcess[str]:
-        command = [*prefix, *anyone.python(), "-P", *arguments]
-        done = subprocess.run(
-            command,
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.root),
-                "MIRRORD_SOCKET": str(self.socket),
-            },
-            cwd="/",
-            user=user,
-            group=user,
-            extra_groups=(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        if check and done.returncode:
-            raise AssertionError(
-                f"{arguments} ended with {done.returncode}: {done.stderr}{self.log}"
-            )
-        return done
-
-    def cli(self, *arguments: str, **how: object) -> str:
-        return self.run("-m", "mirrord", *arguments, **how).stdout  # type: ignore[arg-type]
-
-    def holder(self) -> int:
-        """Its pid, as the kernel knows the process that listens."""
-        script = "import pathlib, sys; from mirrord.host import home\n"
-        script += f"pidfd = home.find(pathlib.Path({str(self.state_dir)!r}))\n"
-        script += (
-            "print(pidfd and open(f'/proc/self/fdinfo/{pidfd}').read().split('Pid:')[1].split()[0])"
-        )
-        return int(self.run("-c", script).stdout)
-
-    def end_holder(self) -> None:
-        with suppress(AssertionError, ValueError, ProcessLookupError):
-            os.kill(self.holder(), signal.SIGKILL)
-
-
-@contextmanager
-def home(text: str = "", *, subordinate: bool = False, namespaces: bool = True) -> Iterator[Home]:
-    line = f"md{UID}:{SUB}:65536"
-    lines = {"subuid": line, "subgid": line} if subordinate else {}
-    with (
-        accounts(passwd=f"md{UID}:x:{UID}:{UID}::/:/bin/sh", group=f"md{UID}:x:{UID}:", **lines),
-        tempfile.TemporaryDirectory(prefix="md-", ignore_cleanup_errors=True) as scratch,
-    ):
-        root = Path(scratch)
-        root.chmod(0o755)
-        upstream = Upstream(root / "up" / "owner" / "name")
-        upstream.commit({"a.txt": "a\n", "d/b.txt": "b\n"})
-        made = Home(root, f'[upstream]\nurl = "file://{root}/up/{{owner}}/{{name}}"\n{text}')
-        made.user = UID
-        made._environment |= {"HOME": scratch}
-        for path in (root, *root.rglob("*")):
-            os.chown(path, UID, UID)
-        made.start(prefix=() if namespaces else _WITHOUT)
-        try:
-            made.cli("mirror", "add", "owner/name")
-            yield made
-        finally:
-            if made.process is not None:
-                made.stop()
-            made.end_holder()
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +67,16 @@ def test_a_command_from_outside_sees_the_overlay_and_its_changes_are_the_checkou
 ) -> None:
     held = checkout(at_home, "--attach")
     assert held["backend"] == "overlay"
-    assert not os.path.ismount(held["path"])
+    closed = at_home.run("-c", f"import os; os.listdir({held['path']!r})", check=False)
+    assert "PermissionError" in closed.stderr, "its path is an empty directory outside of the home"
     script = "cat a.txt; echo c >> a.txt; mkdir new; echo n > new/f; rm d/b.txt"
     assert at_home.cli("exec", held["id"], "--", "sh", "-c", script) == "a\n"
     patch = at_home.cli("diff", held["id"])
     assert "new/f" in patch
     assert "deleted file" in patch
-    fork = json.loads(at_home.cli("fork", held["id"], "--json"))
-    assert at_home.cli("exec", fork["id"], "--", "cat", "new/f") == "n\n"
+    forked = at_home.run("-m", "mirrord", "fork", held["id"])
+    assert "mirrord enter" in forked.stderr
+    assert at_home.cli("exec", forked.stdout.strip(), "--", "cat", "new/f") == "n\n"
     at_home.cli("snapshot", "create", held["id"], "one")
     at_home.cli("reset", held["id"])
     assert at_home.cli("diff", held["id"]) == ""
@@ -248,21 +171,33 @@ def test_mounts_and_sandboxes_survive_the_daemon(number: signal.Signals) -> None
         until(lambda: not is_alive(holder))
 
 
-def test_a_dead_holder_costs_a_mount_and_no_change() -> None:
+def test_a_dead_holder_is_replaced_or_costs_a_mount_and_no_change() -> None:
     with home() as made:
         held = checkout(made, "--attach")
         made.cli("exec", held["id"], "--", "sh", "-c", "echo mine > mine")
-        before = made.holder()
-        os.kill(before, signal.SIGKILL)
-        until(lambda: warnings(made))
-        assert any("holder" in warning for warning in warnings(made))
-        assert made.cli("exec", held["id"], "--", "cat", "mine") == "mine\n"
+        os.kill(before := made.holder(), signal.SIGKILL)
+        until(lambda: "holder.replaced" in made.log)
+        assert made.holder() != before
+        assert warnings(made) == []
+        assert made.cli("enter", "--", "cat", f"{held['path']}/mine") == "mine\n"
+        os.kill(made.pid, signal.SIGSTOP)  # it cannot replace it
+        os.kill(before := made.holder(), signal.SIGKILL)
         made.stop(signal.SIGKILL)
         made.start()
         assert made.holder() != before
         assert "checkout.remounted" in made.log
         assert made.cli("exec", held["id"], "--", "cat", "mine") == "mine\n"
         assert made.cli("enter", "--", "cat", f"{held['path']}/mine") == "mine\n"
+
+
+def test_where_no_holder_can_be_had_status_says_so() -> None:
+    with home() as made:
+        before = made.holder()
+        (made.state_dir / "holder.sock").rename(made.state_dir / "aside")
+        (made.state_dir / "holder.sock").mkdir()
+        os.kill(before, signal.SIGKILL)
+        until(lambda: warnings(made))
+        assert any("until it is restarted" in warning for warning in warnings(made))
 
 
 def test_the_holder_ends_with_its_state_directory() -> None:

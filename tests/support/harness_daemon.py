@@ -88,14 +88,13 @@ class HarnessLab:
 
     def reward(self, patch: str) -> bool:
         """Whether the hidden tests pass with a patch, in a grade of ours."""
-        grade = self.client.grade(INSTANCE, patch=patch, environment="auto")
+        grade = self.client.grade(INSTANCE, patch=patch, environment="auto", sandbox=True)
         with grade as held, Sandbox(held) as sandbox:
             return sandbox.exec(TEST).exit_code == 0
 
 
-@contextmanager
-def harness_lab(root: Path) -> Iterator[HarnessLab]:
-    upstream = Upstream(root / "acme" / "shapes")
+def make_instance(root: Path, upstream: Upstream) -> dict[str, Any]:
+    """An instance whose row is in `shapes.jsonl`, and whose recipe in `recipes.toml`."""
     commit = upstream.commit(dict(PROJECT))
     patches = {}
     for name, files in {
@@ -118,13 +117,19 @@ def harness_lab(root: Path) -> Iterator[HarnessLab]:
         "PASS_TO_PASS": '["tests/test_area.py::test_none"]',
         **patches,
     }
-    file = root / "shapes.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    recipes = root / "recipes.toml"
-    recipes.write_text(recipe("acme__shapes-1.0", "tiny==1.0"))
+    (root / "shapes.jsonl").write_text(json.dumps(row) + "\n")
+    facts = {"install": "['echo made > $VIRTUAL_ENV/made.txt']"}
+    facts |= {"test_command": f'"{TEST}"', "log_parser": '"pytest"'}
+    (root / "recipes.toml").write_text(recipe("acme__shapes-1.0", "tiny==1.0", **facts))
+    return row
+
+
+@contextmanager
+def harness_lab(root: Path) -> Iterator[HarnessLab]:
+    row = make_instance(root, Upstream(root / "acme" / "shapes"))
     text = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n'
     with building(text) as (running, _), Client(running.socket) as client:
-        client.wait(client.import_dataset(file))
-        client.import_recipes(recipes)
+        client.wait(client.import_dataset(root / "shapes.jsonl"))
+        client.import_recipes(root / "recipes.toml")
         client.wait(client.build_environments(INSTANCE))
         yield HarnessLab(root, running, client, row)

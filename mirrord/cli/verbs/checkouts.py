@@ -3,14 +3,16 @@
 import base64
 import os
 import re
+import stat
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
 from ...model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
-from ...protocol import RestoreAnswer
+from ...protocol import Checkout, RestoreAnswer
 from ...quoting import quote_name, unquote_name
 from ..output import count, listing, when
 from ..session import (
@@ -36,6 +38,8 @@ Layer = Annotated[str | None, Option("Prepared layer of the commit to start with
 _ENVIRONMENT_HELP = "Environment: KEY, KEY@DIGEST, or auto for that of the instance."
 Environment = Annotated[str | None, Option(_ENVIRONMENT_HELP, "KEY", names="environment")]
 Dataset = Annotated[str | None, Option(_DATASET_HELP, "NAME", names="dataset")]
+_ATTACH_HELP = "Make it for `mirrord exec` and `attach`: its path need not be visible here."
+Attachable = Annotated[bool, Option(_ATTACH_HELP, flags="--attach")]
 _LABEL_HELP = "A word to list and release the checkout by [MIRRORD_LABEL]."
 Label = Annotated[str | None, Option(_LABEL_HELP, "LABEL")]
 _INSTEAD_HELP = "Another instance or commit of the same mirror."
@@ -57,12 +61,7 @@ def checkout(
     backend: BackendOption = None,
     ttl: Ttl = None,
     owner: OwnerOption = None,
-    attachable: Annotated[
-        bool,
-        Option(
-            "Make it for `mirrord attach`: its path need not be visible here.", flags="--attach"
-        ),
-    ] = False,
+    attachable: Attachable = False,
     layer: Layer = None,
     environment: Environment = None,
     label: Label = None,
@@ -75,7 +74,16 @@ def checkout(
     asked |= {"backend": backend, "layer": layer, "environment": environment, "label": label}
     asked |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     handle = session.client.checkout(instance, **asked, attach=attachable, auto_renew=False)
-    session.answer(handle.lease, [handle.lease.path])
+    print_path(session, handle.lease)
+
+
+def print_path(session: Session, lease: Checkout) -> None:
+    """Answer with a new checkout; say so where its path is closed, being a mount elsewhere."""
+    session.answer(lease, [lease.path])
+    with suppress(OSError):
+        if stat.S_IMODE(os.stat(lease.path).st_mode) == 0:
+            fact = "it is mounted in the daemon's own namespace, and its path is closed outside"
+            session.note(f"{fact}: use `mirrord exec {lease.id}`, or `mirrord enter`")
 
 
 def reset(
@@ -129,7 +137,7 @@ def fork(
         ttl=read_duration(ttl, "--ttl"),
         auto_renew=False,
     )
-    session.answer(handle.lease, [handle.lease.path])
+    print_path(session, handle.lease)
 
 
 SnapshotName = Annotated[str, Argument("Name of a snapshot.", "NAME")]

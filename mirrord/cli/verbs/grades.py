@@ -21,7 +21,7 @@ from ..session import (
     read_jobs,
     read_owner,
 )
-from .checkouts import Dataset, Environment, Layer, find_id
+from .checkouts import Attachable, Dataset, Environment, Layer, find_id, print_path
 
 _TARGET_HELP = "Id or path of a checkout; with --patch an instance, or NAME@COMMITISH."
 _POLICY_HELP = (
@@ -49,6 +49,7 @@ def grade(
     backend: BackendOption = None,
     ttl: Ttl = None,
     owner: OwnerOption = None,
+    attachable: Attachable = False,
     layer: Layer = None,
     environment: Environment = None,
     report: Annotated[list[Path] | None, Option(_REPORT_HELP, "FILE")] = None,
@@ -72,8 +73,8 @@ def grade(
     common |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     common |= {"auto_renew": False}
     if predictions is not None:
-        if target or patch or layer or environment or strategy:
-            hint = "remove the ID, --patch, --layer, --environment and --strategy"
+        if target or patch or layer or environment or strategy or attachable:
+            hint = "remove the ID, --patch, --layer, --environment, --strategy and --attach"
             raise UsageError("cannot combine --predictions with another target", hint=hint)
         from .. import predictions as predictions_module  # noqa: PLC0415 - loads asyncio
 
@@ -87,6 +88,7 @@ def grade(
     if report or keep or run:
         hint = "add --predictions FILE"
         raise UsageError("cannot use --report, --keep or --run without --predictions", hint=hint)
+    common["attach"] = attachable
     if target is None:
         hint = "name a checkout, or an instance with --patch, or give --predictions"
         raise UsageError("cannot tell what to grade", hint=hint)
@@ -103,7 +105,7 @@ def grade(
         handle = session.client.grade(target, read_file(patch), **choices, **common)
     for line in _remarks(handle.report):
         session.note(line)
-    session.answer(handle.report, [handle.report.path])
+    print_path(session, handle.report)
 
 
 def _remarks(grade: Grade) -> list[str]:

@@ -178,6 +178,7 @@ class AsyncCheckout:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
@@ -186,7 +187,7 @@ class AsyncCheckout:
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
-        how["sandbox"] = sandbox
+        how |= {"attach": attach, "sandbox": sandbox}
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     def ending(

@@ -569,6 +569,7 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         layer: str | None = None,
         environment: str | None = None,
@@ -587,6 +588,7 @@ class AsyncClient:
             "ttl": http.seconds_of(ttl),
             "owner": owner,
             "bind": str(bind),
+            "attach": attach,
             "sandbox": sandbox,
         }
         query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
@@ -602,12 +604,13 @@ class AsyncClient:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Pending[AsyncGrade]:
         """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
         members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
-        members["sandbox"] = sandbox
+        members |= {"attach": attach, "sandbox": sandbox}
         body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
         request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")

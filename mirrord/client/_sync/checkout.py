@@ -177,6 +177,7 @@ class Checkout:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Grade:
@@ -185,7 +186,7 @@ class Checkout:
         Arguments are those of `Client.grade`. Run the tests as another user than the agent.
         """
         how: dict[str, Any] = {"policy": policy, "backend": backend, "ttl": ttl, "owner": owner}
-        how["sandbox"] = sandbox
+        how |= {"attach": attach, "sandbox": sandbox}
         return self._client.grade_checkout(self.id, **how, bind=bind, auto_renew=auto_renew)
 
     def ending(

@@ -566,6 +566,7 @@ class Client:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         layer: str | None = None,
         environment: str | None = None,
@@ -584,6 +585,7 @@ class Client:
             "ttl": http.seconds_of(ttl),
             "owner": owner,
             "bind": str(bind),
+            "attach": attach,
             "sandbox": sandbox,
         }
         query |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
@@ -599,12 +601,13 @@ class Client:
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
+        attach: bool = False,
         sandbox: bool = False,
         auto_renew: bool = True,
     ) -> Grade:
         """Lease a tree with the changes of a checkout and the instance's tests; see `grade`."""
         members = {"policy": http.policy_text(policy), "backend": backend, "owner": owner}
-        members["sandbox"] = sandbox
+        members |= {"attach": attach, "sandbox": sandbox}
         body = http.message(protocol.StartGrade, **members, ttl=http.seconds_of(ttl), bind=bind)
         request = {"body": body, "auto_renew": auto_renew}
         path = ("checkouts", checkout, "grade")

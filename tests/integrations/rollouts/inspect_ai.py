@@ -59,7 +59,9 @@ def hidden_tests() -> Scorer:
         patch = (await checkout.diff()).decode()
         async with (
             AsyncClient() as client,
-            client.grade(ROW["instance_id"], patch=patch, environment="auto") as grade,
+            client.grade(
+                ROW["instance_id"], patch=patch, environment="auto", sandbox=True
+            ) as grade,
             AsyncSandbox(grade) as box,
         ):
             done = await box.exec("python -B tests/run.py")
