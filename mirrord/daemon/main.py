@@ -276,6 +276,8 @@ class Daemon:
         self._serving = f"serving {listeners.api[0].path}"
         self._volumes_fault: str | None = None
         engine.health.warn_by(lambda: [self._volumes_fault] if self._volumes_fault else [])
+        self._lost_home: list[str] = []
+        engine.health.degrade_by(lambda: self._lost_home)
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -397,7 +399,7 @@ class Daemon:
         self._notifier.ready(self._serving)
 
     async def _keep_home(self) -> None:
-        """Replace the holder of the home when it ends; `home.warnings` tells where that fails."""
+        """Replace the holder of the home when it ends; degrade the daemon where that fails."""
         loop = asyncio.get_running_loop()
         while (holder := home.holder()) is not None:
             ended = asyncio.Event()
@@ -410,6 +412,9 @@ class Daemon:
                 await anyio.to_thread.run_sync(home.replace_holder, self._engine.layout.root)
             except (errors.MirrordError, OSError):
                 log.exception("holder.lost")
+                fact = "the holder of the daemon's namespaces was killed, and cannot be replaced"
+                effect = "mounts end with this daemon, and `mirrord enter` finds none"
+                self._lost_home = [f"{fact}: {effect} until it is restarted"]
                 return
             log.warning("holder.replaced")
 

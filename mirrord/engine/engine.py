@@ -141,7 +141,7 @@ class Engine:
         await self.mirrors.open()
         # datasets remove stale pins when they open, so mirrors and catalog have to agree before
         await self.datasets.open()
-        self.health.warn_by(home.warnings)
+        self.health.warn_by(lambda: home.refusals)
         self.health.warn_by(self.datasets.warnings)
         self.health.warn_by(self._file_warnings)
         self.health.warn_by(lambda: [self._config_fault] if self._config_fault else [])

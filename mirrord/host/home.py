@@ -10,7 +10,6 @@ refuse them in different ways.
 import ctypes
 import fcntl
 import os
-import select
 import shutil
 import socket
 import struct
@@ -36,17 +35,6 @@ _holders: list[int] = []  # the pidfd of the holder whose home this process has 
 def is_inside() -> bool:
     """Return whether this process has entered a home."""
     return bool(_holders)
-
-
-def warnings() -> list[str]:
-    """Return why this process has no home, or that it ends with this process."""
-    ended = select.poll()
-    for process in _holders:
-        ended.register(process, select.POLLIN)
-    if ended.poll(0):
-        fact = "the holder of the daemon's namespaces was killed: mounts end with this daemon, and"
-        return [*refusals, f"{fact} `mirrord enter` finds none until it is restarted"]
-    return refusals
 
 
 def enter(state_dir: Path) -> None:
@@ -166,7 +154,7 @@ class _connected:  # noqa: N801
 
 def _start(state_dir: Path, *inherit: str) -> None:
     """Start a holder, and map the ids of its user namespace unless it inherits ours."""
-    command = [sys.executable, "-I", "-S", _HOLDER, str(state_dir), *inherit]
+    command = [sys.executable, "-I", "-S", str(_HOLDER), str(state_dir), *inherit]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, cwd="/", env={}, text=True

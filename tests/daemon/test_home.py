@@ -198,6 +198,7 @@ def test_where_no_holder_can_be_had_status_says_so() -> None:
         os.kill(before, signal.SIGKILL)
         until(lambda: warnings(made))
         assert any("until it is restarted" in warning for warning in warnings(made))
+        assert json.loads(made.cli("status", "--json"))["health"]["status"] == "degraded"
 
 
 def test_the_holder_ends_with_its_state_directory() -> None:
