@@ -52,6 +52,7 @@ from .errors import InvalidBundleError as InvalidBundleError
 from .errors import InvalidCommitError as InvalidCommitError
 from .errors import InvalidConfigError as InvalidConfigError
 from .errors import InvalidDatasetError as InvalidDatasetError
+from .errors import InvalidImageError as InvalidImageError
 from .errors import InvalidMappingError as InvalidMappingError
 from .errors import InvalidNameError as InvalidNameError
 from .errors import InvalidPatchError as InvalidPatchError

@@ -18,8 +18,10 @@ from .. import protocol
 from ..datasets.fields import MAPPING_LIMIT_BYTES, parse_mapping
 from ..datasets.formats import format_infos
 from ..datasets.service import DatasetFile
+from ..environments.images import ARCHIVES, REGISTRY
 from ..errors import AccessError, EnvironmentNotFoundError, InvalidRecipeError, InvalidRequestError
-from ..model import DatasetName, View, parse_dataset_name
+from ..model import DatasetName, View, parse_dataset_name, shown
+from ..places import read_workdir
 from .request import (
     DATASET_LIMIT_BYTES,
     JSON_LIMIT_BYTES,
@@ -157,6 +159,12 @@ class RecipesQuery(Query):
     filename: str = Field("the file", max_length=255, description="used in error messages")
 
 
+class ImageQuery(Query):
+    source: str = Field(min_length=1, max_length=1000, description="docker://…, or KIND:NAME")
+    key: _Name | None = Field(None, description="default: named like the source")
+    tree: str | None = Field(None, max_length=200, description="default: as it is found")
+
+
 class LogQuery(Query):
     follow: bool = Field(False, description="stream until the build has ended")
 
@@ -170,11 +178,13 @@ async def get_environment(call: Call) -> protocol.Environment:
 
 
 def _visible_environment(call: Call, environment: protocol.Environment) -> protocol.Environment:
-    """Hide the setup commit and findings from members: a finding can name a file of the fix."""
+    """Hide from members the setup commit, findings, which can name a file of the fix, and the
+    source of an image, which can name its commit.
+    """
     if call.is_admin:
         return environment
     prepared = [replace(each, findings=[]) for each in environment.prepared]
-    return replace(environment, commit=None, findings=[], prepared=prepared)
+    return replace(environment, commit=None, source=None, findings=[], prepared=prepared)
 
 
 async def build_environments(call: Call, body: protocol.BuildEnvironments) -> protocol.Operation:
@@ -195,6 +205,29 @@ async def import_recipes(call: Call, query: RecipesQuery) -> list[protocol.Recip
         fact = f"cannot read recipes from {query.filename}: it is not UTF-8"
         raise InvalidRecipeError(fact) from error
     return await call.engine.environments.import_recipes(text, query.filename)
+
+
+async def import_image(call: Call, query: ImageQuery) -> protocol.Operation:
+    """Import an image of a registry, or the uploaded archive, as an environment."""
+    kind, _, name = query.source.partition(":")
+    if query.tree is not None:
+        try:
+            read_workdir(query.tree)
+        except ValueError as error:
+            fact = f"cannot show the tree at {shown(query.tree)}: it {error}"
+            raise InvalidRequestError(fact, hint="for example /testbed") from error
+    request = protocol.ImportImage(source=query.source, key=query.key, tree=query.tree)
+    engine, path = call.engine, None
+    if not query.source.startswith(REGISTRY):
+        if kind not in ARCHIVES or not name:
+            raise InvalidRequestError(
+                f"cannot import an image of {shown(query.source)}: no such kind of source",
+                hint=f"one is {REGISTRY}REPOSITORY:TAG, or an upload, {', '.join(ARCHIVES)}",
+            )
+        await engine.room.ensure("import an image")
+        limit = engine.settings().environments.image_bytes
+        path = await spool_body(call.request, engine.mirrors.quarantine, limit)
+    return await engine.work.import_image(request, path, owner_uid=call.peer.uid)
 
 
 async def remove_environment(call: Call) -> None:

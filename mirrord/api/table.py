@@ -160,6 +160,7 @@ ENDPOINTS = (
     _get(f"{API}/environments", MEMBER, datasets.list_environments),
     _post(f"{API}/environments", ADMIN, datasets.build_environments, 202),
     _post(f"{API}/environments/recipes", ADMIN, datasets.import_recipes, 201, upload=_TOML),
+    _post(f"{API}/environments/images", ADMIN, datasets.import_image, 202, upload=_FILE),
     _get(_ENVIRONMENT, MEMBER, datasets.get_environment),
     _delete(_ENVIRONMENT, ADMIN, datasets.remove_environment, 204),
     _get(f"{_ENVIRONMENT}/log", MEMBER, datasets.get_log, answer="text/plain"),

@@ -71,6 +71,7 @@ class Base:
     diffs and resets are relative, and over that `layer`, the content of a fork, snapshot or grade
     (`layers.py`); `environment_layer` is likewise over the environment. A sandbox shows the
     tree at `workdir` too. `whole` is the composed tree of a commit with submodules.
+    `image` is what commands in the environment start with, as JSON, if that is an image.
     """
 
     commit: CommitId
@@ -83,6 +84,7 @@ class Base:
     environment_layer: LayerId | None = None
     workdir: str | None = None
     whole: str | None = None
+    image: str | None = None
 
     @property
     def clean_tree(self) -> str:

@@ -119,6 +119,8 @@ class EnvironmentSettings(Section):
 
     index: Annotated[str, AfterValidator(values.index)] = ""
     network: StrictBool = True
+    auth_file: Annotated[str, AfterValidator(values.path_or_nothing)] = ""
+    image_bytes: Size = 20 * 1024**3
 
 
 class LogSettings(Section):

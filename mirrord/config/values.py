@@ -194,6 +194,11 @@ def _absolute(value: Path) -> Path:
     return value
 
 
+def path_or_nothing(text: str) -> str:
+    """Return an absolute path, or nothing."""
+    return str(_absolute(Path(text))) if text else text
+
+
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration)]
 
 Period = Annotated[Duration, Field(gt=timedelta())]

@@ -88,4 +88,5 @@ _CHECKS: dict[str, _Check] = {
     "volumes": service.volumes,
     "exec": service.confinement,
     "builds": host.builds,
+    "images": host.images,
 }

@@ -111,6 +111,17 @@ def builds(settings: Settings) -> Result:
         return "warn", error.message.partition(": ")[2], f"to build environments, {error.hint}"
 
 
+def images(settings: Settings) -> Result:
+    """Check what imports of images need."""
+    missing = [name for name in ("skopeo", "umoci") if shutil.which(name) is None]
+    if missing:
+        return "warn", f"{' and '.join(missing)} not installed", f"install `{' '.join(missing)}`"
+    file = settings.environments.auth_file
+    if file and not os.access(file, os.R_OK):
+        return "warn", f"{file} cannot be read", "set [environments] auth_file"
+    return "ok", "by skopeo and umoci", ""
+
+
 def certificates(settings: Settings) -> Result:
     exists = Path("/etc/ssl/certs").is_dir()
     fact = f"/etc/ssl/certs {'exists' if exists else 'is missing'}"

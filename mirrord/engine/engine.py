@@ -25,6 +25,7 @@ from ..checkouts.volumes import Volumes
 from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.building import Builds
+from ..environments.images import Images
 from ..environments.probing import Probes
 from ..environments.service import Environments
 from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
@@ -240,7 +241,8 @@ class Engine:
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
         self.environments = Environments(
-            builds=builds, recipes=place / "recipes", datasets=self.datasets
+            builds=builds, recipes=place / "recipes", datasets=self.datasets,
+            images=Images(place=place, store=self.environment_store, mirrors=self.mirrors),
         )  # fmt: skip
         self._closing.push_async_callback(self.environments.close)
         self.grading = Grading(

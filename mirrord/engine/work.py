@@ -19,6 +19,7 @@ from ..audit.service import Audits
 from ..catalog import Catalog
 from ..config import Settings
 from ..datasets.service import DatasetFile, Datasets
+from ..environments.images import key_of_image
 from ..environments.service import Environments
 from ..errors import DiskFullError, InstanceNotFoundError, InvalidRequestError, MirrordError
 from ..fleet import with_obstore
@@ -32,6 +33,7 @@ from ..model import AuditLevel, CommitId, CommitRole, DatasetName, History, Mirr
 from ..protocol import (
     BuildEnvironments,
     BundleImported,
+    ImportImage,
     Message,
     NotRestored,
     Operation,
@@ -248,6 +250,16 @@ class BackgroundWork:
 
         subject = names or str(request.dataset)
         return self.operations.start("environment.build", subject, run, owner_uid=owner_uid)
+
+    async def import_image(
+        self, request: ImportImage, upload: Path | None, *, owner_uid: int = 0
+    ) -> Operation:
+        """Import an image, and remove the uploaded file."""
+        run = partial(self.environments.images.add, request, upload)
+        kind, subject = "environment.import", key_of_image(request)
+        if upload is None:
+            return self.operations.start(kind, subject, run, owner_uid=owner_uid)
+        return await self._start_with(upload, kind, subject, run, owner_uid)
 
     async def heal_with(self, bundle: Path, mirror: str, *, owner_uid: int = 0) -> Operation:
         """Heal a mirror with an uploaded bundle as another donor, and remove the file.

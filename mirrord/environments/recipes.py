@@ -22,7 +22,7 @@ ReadFile = Callable[[str], str | None]
 
 NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 FILE = "-r "
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 # a recipe with more lines, or with a longer one, is refused
 _LINES, _CHARACTERS = 2000, 20_000
 
@@ -42,11 +42,11 @@ def key_of(row: InstanceRow) -> str:
     which may be the gold one; then repository and version. There may be no recipe for it.
     """
     image, owner_name = row.environment, MirrorName.parse(row.repo).key
-    if image and not _names_instance(image, row.id) and not _COMMIT.search(image):
-        return _slug(image)
+    if image and not _names_instance(image, row.id) and not COMMIT.search(image):
+        return slug(image)
     if row.version:
-        return _slug(f"{owner_name}-{row.version}")
-    return _slug(f"{owner_name}-py{row.python_version}" if row.python_version else owner_name)
+        return slug(f"{owner_name}-{row.version}")
+    return slug(f"{owner_name}-py{row.python_version}" if row.python_version else owner_name)
 
 
 def _names_instance(image: str, instance: str) -> bool:
@@ -55,7 +55,7 @@ def _names_instance(image: str, instance: str) -> bool:
     return instance.lower().replace("__", "-") in plain
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     """Return a text as a key; one that is too long is cut and gets a hash."""
     found = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")
     if len(found) > 120 or not found:

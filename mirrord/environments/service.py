@@ -23,11 +23,12 @@ from ..git.objects.repository import open_objects, read_commit
 from ..git.objects.trees import BaseTree
 from ..jobs.operations import together
 from ..jsontext import loads
-from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName
+from ..model import ENVIRONMENT_KEY, CommitId, CommitRole, MirrorName, shown
 from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
+from .images import Images
 from .recipes import checked, digest_of, key_of, recipes_of_toml
 from .requirements import expanded, reads_tree
 from .specs import recipe_of
@@ -43,6 +44,7 @@ class Environments:
     """The environments of one daemon. Belongs to one event loop."""
 
     builds: Builds
+    images: Images
     recipes: Path
     datasets: Datasets
     _running: Coalescer[None] = field(default_factory=Coalescer)
@@ -132,6 +134,11 @@ class Environments:
         for record in self.store.iter_records(name):
             facts = record.facts
             mirror = MirrorName.parse(facts["mirror"]) if facts["mirror"] else None
+            if facts["recipe"] is None:
+                raise errors.InvalidRequestError(
+                    f"cannot build environment {shown(name)}: it is an image",
+                    hint="import it again: `mirrord environment import`",
+                )
             recipe = Recipe.from_json(facts["recipe"])
             return Plan(recipe, record.digest, mirror, facts["commit"], ())
         raise errors.EnvironmentNotFoundError(
@@ -231,7 +238,8 @@ class Environments:
             if name in (each.key, each.name):
                 return each
         record = self._record(name)
-        recipe = Recipe.from_json(record.facts["recipe"])
+        written = record.facts["recipe"]
+        recipe = Recipe.from_json(written) if written is not None else None
         prepared = self.builds.list_preparations(record.digest)
         return replace(self._describe(record), recipe=recipe, prepared=prepared)
 
@@ -272,6 +280,7 @@ class Environments:
         if imported:
             await anyio.to_thread.run_sync(path.unlink)
         await self.builds.sweep()
+        self.images.sweep()
 
     def _record(self, name: str) -> EnvironmentRecord:
         """Return the newest ready environment of a name, or else the last failed build."""
@@ -287,7 +296,8 @@ class Environments:
         return protocol.Environment(
             **{name: facts[name] for name in _FIELDS if name in facts},
             name=record.name,
-            python=facts["recipe"]["python"],
+            python=facts["recipe"]["python"] if facts["recipe"] else None,
+            image=protocol.Image.from_json(facts["image"]) if "image" in facts else None,
             built_at=datetime.fromtimestamp(record.at, UTC),
             used_at=datetime.fromtimestamp(self.store.used_at(record.digest), UTC),
             holders=self.store.held[record.digest],
@@ -295,8 +305,8 @@ class Environments:
 
 
 _FIELDS = (
-    *("key", "digest", "state", "mirror", "commit", "interpreter", "duration_s", "manifest"),
-    *("files", "size_bytes", "shared_bytes", "dropped", "error", "tail", "findings"),
+    *("key", "digest", "state", "source", "mirror", "commit", "interpreter", "duration_s"),
+    *("manifest", "files", "size_bytes", "shared_bytes", "dropped", "error", "tail", "findings"),
 )
 
 

@@ -187,7 +187,8 @@ class Grading:
         """Return the recipe of the environment, or else of the instance."""
         if (environment := found.base.environment) is not None:
             record = self.environments.store.record(environment.digest)
-            return protocol.Recipe.from_json(record.facts["recipe"]) if record else None
+            written = record.facts["recipe"] if record else None
+            return protocol.Recipe.from_json(written) if written else None
         return await self.environments.find_recipe(row) if row else None
 
     async def _hand_out(

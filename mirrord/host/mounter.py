@@ -246,11 +246,14 @@ _LAYER = {
         rf"{_MIRROR}/(trees/{_ID}(@{_ID})?/(files|index)|gits/(sealed|squashed)-{_ID})"
         rf"|\.layers/{_CHECKOUT.pattern}"
     ),
-    ENVIRONMENT: re.compile(rf"\.environments/[0-9a-f]{{64}}/files|\.layers/{_CHECKOUT.pattern}"),
+    ENVIRONMENT: re.compile(
+        r"\.environments/(?:[0-9a-f]{64}/files|\.layers/[0-9a-f]{64})"
+        rf"|\.layers/{_CHECKOUT.pattern}"
+    ),
 }
 # The daemon is not root and may be taken over: each number it sends is bounded. A stack has at most
-# 18 layers.
-_LAYERS_MAX = 64
+# 18 layers, one over an image 127 more.
+_LAYERS_MAX = 160
 
 
 def _perform(mounter: GuardedMounter, request: Mapping[str, Any]) -> list[int]:

@@ -22,6 +22,7 @@ from .codec import (
     Word,
     canonical,
 )
+from .environments import Image
 
 
 class StartCheckout(Request):
@@ -158,7 +159,8 @@ class Checkout(Answer):
     follows every reset. Resets and diffs are relative to the prepared `layer`. `taken_by` is the
     uid that asked for the checkout; it and `owner_uid` may use and release it. `parent` is the
     checkout that this one was forked from or grades. `volumes` are its names in docker or podman.
-    `workdir` is where the instance's row wants the tree in a sandbox.
+    `workdir` is where the instance's row wants the tree in a sandbox. The `image` is the
+    environment's, if that is one.
     `.git` of a pool tree may borrow the objects of the directory `borrows`, which has to be shown
     at the same path, read-only, wherever the tree is. `is_resetting` after a reset that failed
     half-way: only another reset or a release works then.
@@ -187,6 +189,7 @@ class Checkout(Answer):
     is_resetting: bool = False
     layer: str | None = None
     environment: str | None = None
+    image: Image | None = None
     workdir: str | None = None
     label: str | None = None
     timings: dict[str, float] = {}

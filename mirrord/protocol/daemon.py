@@ -144,6 +144,7 @@ RESULTS: dict[str, type[Answer]] = {
     "prewarm": Prewarmed,
     "dataset.prepare": Prewarmed,
     "environment.build": BuildReport,
+    "environment.import": BuildReport,
 }
 """The result of each kind of operation. `mirror.maintain` has none."""
 

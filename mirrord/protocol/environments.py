@@ -45,6 +45,38 @@ class BuildEnvironments(Request):
     frozen: bool = False
 
 
+class ImportImage(Request):
+    """Imports an image of `source` as the environment `key`, by default named like the source.
+
+    `source` is `docker://…`, or the kind and name of an upload. `tree` is where the image has its
+    repository; by default that is found.
+    """
+
+    source: Word
+    key: Word | None = None
+    tree: Word | None = None
+
+
+class Image(Answer):
+    """What commands in an image start with.
+
+    The tree of a checkout is shown at `tree`; `repositories` are the directories with a `.git` that
+    the image has.
+    """
+
+    layers: int
+    user: str
+    uid: int
+    gid: int
+    home: str
+    workdir: str
+    tree: str
+    variables: dict[str, str] = {}
+    entrypoint: list[str] = []
+    command: list[str] = []
+    repositories: list[str] = []
+
+
 class FailedBuild(Answer):
     key: str
     detail: str
@@ -78,14 +110,15 @@ class Environment(Answer):
     shared with other environments. `dropped` counts omitted files by reason, `findings` are those
     of the scan. A failed build has an `error` and the last lines of its log (`tail`). `interpreter`
     is the host's, or None if the environment has its own. `holders` counts the checkouts and
-    prepared layers that use it. Lists omit `prepared` and `recipe`.
+    prepared layers that use it. Lists omit `prepared` and `recipe`. Of an imported `image`, which
+    has a `source` but no `python` and no `recipe`, `size_bytes` are those of its layers.
     """
 
     key: str
     name: str
     digest: str
     state: Literal["building", "ready", "failed"]
-    python: str
+    python: str | None = None
     built_at: datetime
     interpreter: str | None = None
     mirror: str | None = None
@@ -103,6 +136,8 @@ class Environment(Answer):
     tail: list[str] = []
     prepared: list[Preparation] = []
     recipe: Recipe | None = None
+    image: Image | None = None
+    source: str | None = None
 
 
 class RehearsalStep(Answer):

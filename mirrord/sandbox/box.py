@@ -30,6 +30,7 @@ from typing import Any
 from ..errors import BackendUnavailableError
 from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED
+from ..protocol import Image
 from . import attacher, seccomp
 
 # Copied as files: a bind mount costs 0.2 ms, and more on a host with many mounts.
@@ -106,6 +107,9 @@ class Box:
     and /, is in memory, up to `scratch_bytes`. `pipes` is a directory of pipes, shown at PIPES.
     `mount` is the descriptor of the mount of the tree's parent directory, where this mount
     namespace does not show it.
+
+    With an `image` the environment is a whole root file system, with the image's variables and
+    user; the tree is where the image has its repository, and at `workdir`.
     """
 
     tree: Path
@@ -122,6 +126,7 @@ class Box:
     files: Mapping[str, bytes] = field(default_factory=dict)
     scratch_bytes: int = 4 * 1024**3
     mount: int | None = None
+    image: Image | None = None
 
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
@@ -144,10 +149,12 @@ class Box:
                 return str(descriptor)
 
             given: list[int] = list(options.pop("pass_fds", ()))
-            arguments = [*self._namespaces(), *self._host(), *self._own()]
+            host = self._root(self.image) if self.image else self._host()
+            arguments = [*self._namespaces(), *host, *self._own()]
+            how = "--ro-bind-data" if self.image else "--file"
             for path, content in self._files():
                 mode = "0555" if content.startswith(b"#!") else "0444"
-                arguments += "--perms", mode, "--file", give(content), path
+                arguments += "--perms", mode, how, give(content), path
             arguments += "--seccomp", give(seccomp.program()), "--chdir", self.workdir
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             shown = showing(self.mount, self.tree.parent)
@@ -173,6 +180,8 @@ class Box:
             yield "--disable-userns"
         if not self.network:
             yield "--unshare-net"
+        if self.image:
+            yield from ("--uid", str(self.image.uid), "--gid", str(self.image.gid))
 
     def _host(self) -> Iterator[str]:
         """The host's programs, read-only, in a root directory in memory."""
@@ -180,28 +189,40 @@ class Box:
         yield from _programs()
         for directory in ("/etc/alternatives", "/etc/ssl/certs"):
             yield from ("--ro-bind-try", directory, directory)
+        yield from self._kernel()
+        yield from ("--dir", "/run", "--dir", "/var")
+        yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
+
+    def _root(self, image: Image) -> Iterator[str]:
+        """An image's root file system, whose changes a reset discards."""
+        assert self.environment
+        yield from ("--bind", str(self.environment), "/")
+        yield from self._kernel()
+
+    @staticmethod
+    def _kernel() -> Iterator[str]:
         # Read-only, because uid 0 may write to /proc/sys without any capability.
         yield from ("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev")
         # By its memory in /proc/1 an agent, of the same uid, would rule bwrap.
         yield from ("--perms", "0555", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1")
         if os.path.exists("/proc/keys"):  # names the keys of who starts the sandbox
             yield from ("--ro-bind", "/dev/null", "/proc/keys")
-        yield from ("--dir", "/run", "--dir", "/var")
-        yield from ("--symlink", "/tmp", "/var/tmp")  # noqa: S108
 
     def _own(self) -> Iterator[str]:
-        for path, mode in (("/tmp", "1777"), (SANDBOX_HOME, "0700")):  # noqa: S108
+        own = {"/tmp": "1777", **({} if self.image else {SANDBOX_HOME: "0700"})}  # noqa: S108
+        for path, mode in own.items():
             yield from ("--perms", mode, "--dir", path)
         for inside, shown in {
             **self.readable,
             **({PIPES: self.pipes} if self.pipes else {}),
         }.items():
             yield from ("--ro-bind", str(shown), inside)
-        if self.environment:
+        if self.environment and not self.image:
             how = "--ro-bind" if self.is_environment_shared else "--bind"
             yield from (how, str(self.environment), ENVIRONMENT)
-        is_within = f"{self.workdir}/".startswith(f"{TESTBED}/")
-        places = (TESTBED,) if is_within else (TESTBED, self.workdir)
+        main = self.image.tree if self.image else TESTBED
+        is_within = f"{self.workdir}/".startswith(f"{main}/")
+        places = (main,) if is_within else (main, self.workdir)
         for inside, shown in {**dict.fromkeys(places, self.tree), **self.writable}.items():
             yield from ("--bind", str(shown), inside)
         for place in places:
@@ -213,6 +234,8 @@ class Box:
 
     def all_variables(self, at: Callable[[str], str]) -> dict[str, str]:
         """Return the variables of a command that finds the paths of the sandbox by `at`."""
+        if self.image:
+            return self._image_variables(self.image)
         environment = at(ENVIRONMENT)
         search = f"/usr/local/bin:/usr/bin:/bin:{at(PROGRAMS)}"
         active = {"VIRTUAL_ENV": environment, "CONDA_DEFAULT_ENV": "testbed"}
@@ -228,12 +251,33 @@ class Box:
             **self.variables,
         }
 
+    def _image_variables(self, image: Image) -> dict[str, str]:
+        """Return the image's variables, with those that docker sets."""
+        search = image.variables.get("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:"
+                                     "/sbin:/bin")  # fmt: skip
+        return {
+            "MIRRORD_ISOLATION": Isolation.NAMESPACES,
+            "HOME": image.home,
+            "MIRRORD_WORKDIR": self.workdir,
+            **image.variables,
+            "PATH": f"{search}:{PROGRAMS}",
+            **self.variables,
+        }
+
     def own_files(self, at: Callable[[str], str]) -> dict[str, bytes]:
         """Return the files that are made for the sandbox, the one that activates it too."""
-        shim = {ACTIVATE: _SHIM.format(at(ENVIRONMENT)).encode()} if self.environment else {}
+        is_prefix = self.environment and not self.image
+        shim = {ACTIVATE: _SHIM.format(at(ENVIRONMENT)).encode()} if is_prefix else {}
         return {**shim, **self.files}
 
     def _files(self) -> Iterator[tuple[str, bytes]]:
+        if self.image:
+            yield "/etc/hosts", f"127.0.0.1 localhost {_NAME}\n::1 localhost\n".encode()
+            if self.network:
+                with suppress(OSError):
+                    yield "/etc/resolv.conf", Path("/etc/resolv.conf").read_bytes()
+            yield from self.own_files(self.at).items()
+            return
         uid, gid = self.owner or (os.geteuid(), os.getegid())
         yield "/etc/passwd", f"{_NAME}:x:{uid}:{gid}::{SANDBOX_HOME}:/bin/bash\n".encode()
         yield "/etc/group", f"{_NAME}:x:{gid}:\n".encode()

@@ -160,6 +160,7 @@ def box_of(
 ) -> Box:
     """Return the box of a checkout, by default with the checkout's environment and workdir."""
     is_own = lease.owner_uid == os.geteuid()
+    image = lease.image if environment is None else None
     facts = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
     facts |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
     return Box(
@@ -171,7 +172,8 @@ def box_of(
         network=network,
         variables={**facts, **variables},
         frozen=frozen,
-        workdir=workdir or lease.workdir or TESTBED,
+        workdir=workdir or lease.workdir or (image.tree if image else TESTBED),
+        image=image,
         readable={lease.borrows: Path(lease.borrows)} if lease.borrows else {},
         files=_git_files(network=network),
     )

@@ -147,6 +147,14 @@ def isolate(box: Box, demanded: Isolation | None = None) -> Box | DirectBox:
 
     Raises BackendUnavailableError if that is not possible here.
     """
+    if box.image:
+        if reason := _refusal(demanded or Isolation.NAMESPACES, box.owner, box.mount):
+            fact = f"cannot run a command in an image: {reason}"
+            raise BackendUnavailableError(fact, hint=_ASK)
+        if demanded not in (None, Isolation.NAMESPACES):
+            fact = f"cannot isolate a command in an image by {demanded}: it needs namespaces"
+            raise BackendUnavailableError(fact, hint="demand `namespaces`, or nothing")
+        return box
     if demanded is None:
         demanded = Isolation.NAMESPACES if box.mount is not None else best(box.owner)
     elif reason := _refusal(demanded, box.owner, box.mount):

@@ -9,6 +9,7 @@ and mode are hard links of one in `.files`. The daemon's user owns all of it.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -87,18 +88,19 @@ class EnvironmentStore:
 
     def __init__(self, state_dir: Path, trash: Trash) -> None:
         self.root = state_dir / "templates" / DIRECTORY
-        self.shared = self.root / ".files"
+        self.shared, self.layers = self.root / ".files", self.root / ".layers"
         self._trash = trash
         self._records: dict[str, EnvironmentRecord] = {}
         self.held: Counter[str] = Counter()
 
     def open(self) -> None:
         """Read what is on disk; remove what is incomplete, and keep what cannot be read."""
+        self.sweep_layers(unfinished=True)
         with suppress(FileNotFoundError):
             for path in sorted(self.root.iterdir()):
                 if path.name.startswith((_BUILDING, TRASH_PREFIX)):
                     self._trash.remove(path)
-                elif path != self.shared:
+                elif path not in (self.shared, self.layers):
                     self._open(path)
 
     def _open(self, path: Path) -> None:
@@ -143,6 +145,47 @@ class EnvironmentStore:
     def directory(self, digest: str) -> Path:
         """Return the prefix of an environment."""
         return self.root / digest / "files"
+
+    def lowers(self, digest: str) -> tuple[Path, ...]:
+        """Return the layers of an environment, the top first: its prefix, or an image's."""
+        record = self._records.get(digest)
+        stack = record.facts.get("stack", []) if record else []
+        return (self.directory(digest), *(self.layers / name for name in stack))
+
+    def find_image(self, digest: str) -> str | None:
+        """Return what commands in an image start with, as JSON; None for other environments."""
+        record = self._records.get(digest)
+        return json.dumps(record.facts["image"]) if record and "image" in record.facts else None
+
+    # -- layers of images --------------------------------------------------------------------------
+
+    def read_layer(self, name: str) -> dict[str, Any] | None:
+        """Return what is known of a layer; None if it is not here."""
+        with suppress(FileNotFoundError, ValueError):
+            facts = loads(read_plain(self.layers / f"{name}.json"))
+            return dict(facts) if (self.layers / name).is_dir() else None
+        return None
+
+    def add_layer(self, made: Path, name: str, facts: dict[str, Any]) -> None:
+        """Publish a layer, which appears with the second rename."""
+        with full_disk_named("a layer of an image"):
+            new = self.layers / f".building-{name}.json"
+            new.write_text(json.dumps(facts))
+            new.rename(self.layers / f"{name}.json")
+        made.rename(self.layers / name)
+
+    def sweep_layers(self, *, unfinished: bool = False) -> None:
+        """Remove the layers that no image has; those `unfinished` instead, where nothing makes
+        them.
+        """
+        used = {name for each in self._records.values() for name in each.facts.get("stack", [])}
+        with suppress(FileNotFoundError):
+            for path in sorted(self.layers.iterdir()):
+                is_building = path.name.startswith((_BUILDING, TRASH_PREFIX))
+                if is_building if unfinished else not is_building and path.stem not in used:
+                    gone = new_trash(self.layers)
+                    path.rename(gone)
+                    self._trash.add(gone) if not unfinished else self._trash.remove(gone)
 
     # -- in use ------------------------------------------------------------------------------------
 

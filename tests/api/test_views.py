@@ -260,6 +260,7 @@ def requests(world: World) -> dict[tuple[str, str], list[tuple[str, object]]]:
         ("GET", "/v1/environments"): [("environments", None)],
         ("POST", "/v1/environments"): [("environments", {"names": [name]}) for name in ids],
         ("POST", "/v1/environments/recipes"): [("environments/recipes", {})],
+        ("POST", "/v1/environments/images"): [("environments/images?source=dir:x", {})],
         ("GET", "/v1/environments/{key}"): [("environments/k", None)],
         ("GET", "/v1/environments/{key}/log"): [("environments/k/log", None)],
         ("DELETE", "/v1/environments/{key}"): [("environments/k", None)],

@@ -317,6 +317,8 @@ LIVE = {
     "access.bytes_per_user": 0,
     "access.rate_per_user": 0,
     "access.ttl_max": "1h",
+    "environments.auth_file": "/etc/mirrord/auth.json",
+    "environments.image_bytes": 1024**3,
     "environments.index": "/srv/packages",
     "environments.network": False,
     "grading.policy": "drop",

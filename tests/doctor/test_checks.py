@@ -34,7 +34,7 @@ def _checks(state_dir: Path, socket: Path | None = None) -> dict[str, Check]:
 def test_every_check_answers_and_what_is_not_well_has_a_remedy(tmp_path: Path) -> None:
     """A verdict alone helps nobody."""
     checks = _checks(tmp_path / "state")
-    assert len(checks) == 48
+    assert len(checks) == 49
     assert all(check.fact for check in checks.values())
     assert all(check.remedy for check in checks.values() if check.verdict != "ok")
     assert {checks[name].verdict for name in ("git", "libgit2", "python packages", "kernel")} <= {
@@ -138,6 +138,8 @@ def test_it_is_tried_whether_a_sandbox_can_be_made(
     found = _checks(tmp_path)["exec"]
     assert (found.verdict, found.fact) == ("warn", "bwrap is not installed")
     assert "bubblewrap" in found.remedy
+    images = _checks(tmp_path)["images"]
+    assert (images.verdict, images.fact) == ("warn", "skopeo and umoci not installed")
 
 
 def test_what_builds_of_environments_lack_is_told(

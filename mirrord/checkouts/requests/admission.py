@@ -25,6 +25,7 @@ from ...host.peers import Access, Owners, Peer, Process, Role
 from ...host.processes import Owner, is_mapped, may_give_files_away
 from ...host.trash import Trash
 from ...jobs.events import Events
+from ...jsontext import loads
 from ...model import Backend, Bind, History, MirrorName, ObjectSource, View, new_checkout_id
 from ...templates.store import store_path
 from ...units import format_duration
@@ -386,6 +387,7 @@ def checkout_fields(lease: Lease, timings: dict[str, float]) -> dict[str, Any]:
         "layer": base.saved.name if base.saved else None,
         "environment": str(base.environment) if base.environment else None,
         "workdir": base.workdir,
+        "image": protocol.Image.from_json(loads(base.image)) if base.image else None,
         "owner_uid": terms.owner_uid,
         "owner_gid": terms.owner_gid,
         "taken_by": terms.taken_by,

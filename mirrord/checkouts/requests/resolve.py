@@ -272,7 +272,10 @@ class Resolver:
             if history is not History.LINKED:
                 composed = await self.datasets.find_composition(found.mirror, found.base.commit)
                 whole = composed.tree if composed else None
-            base = replace(found.base, saved=saved, environment=environment, whole=whole)
+            image = self.environments.find_image(environment.digest) if environment else None
+            base = replace(
+                found.base, saved=saved, environment=environment, whole=whole, image=image
+            )
             yield found._replace(base=base)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:

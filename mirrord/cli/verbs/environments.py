@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+from ...client.archives import is_image
 from ...errors import UsageError
 from ...protocol import BuildReport, Environment
 from ..output import count, facts_of, listing, short, size
 from ..session import Argument, NoWait, Option, Session
-from ..waiting import conclude, exit_as
+from ..waiting import conclude, exit_as, watching
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
 Name = Annotated[str, Argument(_NAME_HELP, "KEY", "environment")]
@@ -52,9 +53,36 @@ def _build_lines(report: BuildReport) -> Iterator[str]:
 
 def add(
     session: Session,
-    file: Annotated[Path, Argument("TOML file with [[environment]] tables.")],
+    source: Annotated[
+        str, Argument("TOML file with [[environment]] tables, or an image.", "FILE|IMAGE")
+    ],
+    key: Annotated[str | None, Option("Name of an image's environment.", "KEY")] = None,
+    tree: Annotated[
+        str | None, Option("Where the image has its repository; default: as found.", "PATH")
+    ] = None,
+    no_wait: NoWait = False,
 ) -> None:
-    """An imported recipe takes precedence over that of rows with the same key."""
+    """An imported recipe takes precedence over that of rows with the same key.
+
+    An IMAGE is docker://REPOSITORY:TAG, which the daemon fetches, docker-archive:FILE,
+    oci-archive:FILE, oci:DIRECTORY[:TAG] or dir:ROOTFS. Checkouts with its environment show the
+    sealed tree in place of its repository. What cannot be used of it is a finding (status 8).
+    """
+    if is_image(source):
+        try:
+            with watching(session, f"sending {source}") as watch:
+                operation = session.client.import_image(source, key=key, tree=tree, progress=watch)
+        except OSError as error:
+            raise UsageError(f"cannot read {source}: {error.strerror}") from error
+        done = conclude(session, operation, no_wait, BuildReport, _build_lines)
+        for failure in done.failed if done else ():
+            session.note(failure.detail)
+        exit_as(done)
+        return
+    if key or tree:
+        hint = "name a recipe's key in its file"
+        raise UsageError("cannot use --key and --tree with a file of recipes", hint=hint)
+    file = Path(source)
     try:
         recipes = session.client.import_recipes(file)
     except OSError as error:
@@ -76,7 +104,7 @@ def show(session: Session, key: Name) -> None:
 
 def _environment_lines(found: Environment) -> Iterator[str]:
     at = f"{found.mirror}@{short(found.commit)}" if found.mirror and found.commit else None
-    names = "environment=name state python interpreter built_at built=built_at used=used_at"
+    names = "environment=name state source python interpreter built_at built=built_at used=used_at"
     names += " held=holders files size manifest left_out findings error"
     shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared"
     left_out = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items()) or None

@@ -14,6 +14,7 @@ from ... import errors, model, protocol
 from ...places import socket_path
 from ...units import in_seconds
 from .. import http, mounts
+from ..archives import open_image
 from ..primitives_async import Pending, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
@@ -353,6 +354,26 @@ class AsyncClient:
         path = ("environments", "recipes")
         found = await self._connection.request("POST", *path, content=content, filename=name)
         return http.read_list(found, protocol.Recipe)
+
+    async def import_image(
+        self,
+        source: str,
+        *,
+        key: str | None = None,
+        tree: str | None = None,
+        progress: ReportProgress | None = None,
+    ) -> protocol.Operation:
+        """Import an image as an environment.
+
+        `source` is `docker://REPOSITORY:TAG`, which the daemon fetches, or of this host
+        `docker-archive:FILE`, `oci-archive:FILE`, `oci:DIRECTORY[:TAG]` or `dir:ROOTFS`.
+        `key` names it, by default like the source. `tree` is where the image has its
+        repository. The operation's result is a BuildReport.
+        """
+        sent, archive = open_image(source)
+        content = None if archive is None else async_pieces(archive, _counted(None, progress))
+        path, query = ("environments", "images"), {"source": sent, "key": key, "tree": tree}
+        return await self._post(protocol.Operation, *path, content=content, **query)
 
     async def environment_log(self, name: str, *, follow: bool = False) -> AsyncGenerator[bytes]:
         """Yield the log of a build in pieces; with `follow` until it ends."""

@@ -15,6 +15,7 @@ from ... import errors, model, protocol
 from ...places import socket_path
 from ...units import in_seconds
 from .. import http, mounts
+from ..archives import open_image
 from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
@@ -352,6 +353,26 @@ class Client:
         path = ("environments", "recipes")
         found = self._connection.request("POST", *path, content=content, filename=name)
         return http.read_list(found, protocol.Recipe)
+
+    def import_image(
+        self,
+        source: str,
+        *,
+        key: str | None = None,
+        tree: str | None = None,
+        progress: ReportProgress | None = None,
+    ) -> protocol.Operation:
+        """Import an image as an environment.
+
+        `source` is `docker://REPOSITORY:TAG`, which the daemon fetches, or of this host
+        `docker-archive:FILE`, `oci-archive:FILE`, `oci:DIRECTORY[:TAG]` or `dir:ROOTFS`.
+        `key` names it, by default like the source. `tree` is where the image has its
+        repository. The operation's result is a BuildReport.
+        """
+        sent, archive = open_image(source)
+        content = None if archive is None else pieces(archive, _counted(None, progress))
+        path, query = ("environments", "images"), {"source": sent, "key": key, "tree": tree}
+        return self._post(protocol.Operation, *path, content=content, **query)
 
     def environment_log(self, name: str, *, follow: bool = False) -> Generator[bytes, None, None]:
         """Yield the log of a build in pieces; with `follow` until it ends."""

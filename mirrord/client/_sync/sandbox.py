@@ -102,7 +102,8 @@ class Sandbox:
     @property
     def workdir(self) -> str:
         """The directory in which commands start, as they see it."""
-        return self._workdir or self._checkout.lease.workdir or TESTBED
+        lease = self._checkout.lease
+        return self._workdir or lease.workdir or (lease.image.tree if lease.image else TESTBED)
 
     def isolation(self) -> Isolation:
         """Return what keeps commands from the host."""

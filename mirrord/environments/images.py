@@ -1,0 +1,466 @@
+"""Images: fetched by skopeo(1), unpacked by umoci(1), kept as layers that images share.
+
+An image is an environment whose prefix is a root file system: layers of overlayfs in
+`.environments/.layers`, each named by the digest of its content and unpacked once, below a layer of
+its own that hides the image's repository. This is the only module that runs the two programs. Both
+run as the daemon's user, who owns all unpacked files.
+
+A fetched image stays in `environments/images` until it is imported, so an import that is repeated
+after a failure continues. A layer appears by one rename.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+
+from .. import errors, protocol
+from ..errors import InvalidImageError, full_disk_named
+from ..host.children import NOTHING, Child, start
+from ..host.files import read_plain
+from ..jobs.operations import together
+from ..jsontext import loads
+from ..mirrors.service import Mirrors
+from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
+from ..places import TESTBED, read_workdir
+from ..protocol import Progress, ProgressSink
+from ..templates.environments import RECORD, EnvironmentStore
+from .layers import Listing, User, find_user, finish_layer, list_layer, make_cover
+from .recipes import COMMIT, slug
+
+_FETCH_TIMEOUT = timedelta(hours=6)
+# 450 MB take umoci 9 s
+_LAYER_TIMEOUT = timedelta(hours=1)
+_AT_ONCE = 2
+_LAYERS_LIMIT = 127  # as docker's; the mount service accepts 160
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_JSON_LIMIT_BYTES = 4 << 20  # of a manifest: as registries have it
+_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+_CONFIG = "application/vnd.oci.image.config.v1+json"
+_LAYER = "application/vnd.oci.image.layer.v1.tar"
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+_LOOPBACK = re.compile(r"docker://(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?/")
+_TAIL_BYTES = 2000
+REGISTRY = "docker://"
+ARCHIVES = ("docker-archive", "oci-archive", "rootfs")
+"""Kinds of uploads; `rootfs` is an archive of a root file system."""
+
+
+class _Layer(NamedTuple):
+    """A layer of an image: of `blob`, compressed or not, with the content `diff_id`."""
+
+    blob: str
+    media_type: str
+    size: int
+    diff_id: str
+
+    @property
+    def name(self) -> str:
+        return self.diff_id.removeprefix("sha256:")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Images:
+    """Imports images into one store. Belongs to one event loop."""
+
+    place: Path
+    store: EnvironmentStore
+    mirrors: Mirrors
+    _turn: anyio.Lock = field(default_factory=anyio.Lock)
+
+    async def add(
+        self, request: protocol.ImportImage, upload: Path | None, progress: ProgressSink
+    ) -> protocol.BuildReport:
+        """Import an image; a refusal is reported, and kept as a failed environment."""
+        key = key_of_image(request)
+        if not ENVIRONMENT_KEY.fullmatch(key):
+            raise errors.InvalidRequestError(
+                f"cannot name an environment {shown(key)}: a key has a-z, 0-9, '.', '_' and '-'",
+                hint="name one with --key",
+            )
+        async with self._turn:
+            await self.mirrors.room.ensure("import an image")
+            began = time.time()
+            self.mirrors.events.publish("environment.started", key=key, digest="")
+            facts: dict[str, Any] = {"key": key, "source": request.source, "recipe": None}
+            facts |= {"mirror": None, "commit": None, "interpreter": None, "tail": []}
+            try:
+                async with self._fetched(request.source, upload, progress) as fetched:
+                    facts |= await self._unpacked(fetched, request, progress)
+                facts |= {"state": "ready", "error": None}
+            except InvalidImageError as error:
+                facts |= {"state": "failed", "error": error.message.partition(": ")[2]}
+                text = json.dumps([key, request.source])
+                facts["digest"] = hashlib.sha256(text.encode()).hexdigest()
+            facts |= {"at": time.time(), "duration_s": round(time.time() - began, 3)}
+            await self._publish(facts)
+        name = str(EnvironmentName(key, facts["digest"]))
+        if facts["error"]:
+            detail = f"cannot import image {request.source}: {facts['error']}"
+            failure = protocol.FailedBuild(key=key, detail=detail)
+            return protocol.BuildReport(ready=[], failed=[failure])
+        return protocol.BuildReport(ready=[name])
+
+    async def _publish(self, facts: dict[str, Any]) -> None:
+        """Make the environment of a record; nothing changes where it exists."""
+        digest, is_ready = facts["digest"], facts["state"] == "ready"
+        known = self.store.record(digest)
+        if is_ready and not (known and known.is_ready):
+            path = self.store.new_path()
+            path.mkdir(mode=0o700)
+            try:
+                tree = facts["image"]["tree"]
+                cover = [tree] if tree in facts["image"]["repositories"] else []
+                await anyio.to_thread.run_sync(make_cover, path / "files", cover)
+                self._write(path, facts)
+            finally:
+                self.mirrors.trash.add(path)
+        elif not is_ready:
+            path = self.store.new_path()
+            path.mkdir(mode=0o700)
+            self._write(path, facts)
+        name = "environment.built" if is_ready else "environment.failed"
+        named = ("key", "digest", "duration_s", *(("files", "size_bytes", "shared_bytes")
+                 if is_ready else ()))  # fmt: skip
+        more = {} if is_ready else {"detail": facts["error"]}
+        self.mirrors.events.publish(name, **{each: facts[each] for each in named}, **more)
+
+    def _write(self, path: Path, facts: dict[str, Any]) -> None:
+        with full_disk_named("an environment"):
+            (path / "log").write_text(f"imported from {facts['source']}\n")
+            (path / RECORD).write_text(json.dumps(facts))
+        self.store.add(path, facts["digest"])
+
+    def sweep(self) -> None:
+        """Remove the layers that no image has, unless an import may be about to use them."""
+        if not self._turn.locked():
+            self.store.sweep_layers()
+
+    def fetched(self) -> list[Path]:
+        """Return what imports that failed have fetched."""
+        return sorted((self.place / "images").glob("*")) if not self._turn.locked() else []
+
+    # -- fetching ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _fetched(
+        self, source: str, upload: Path | None, progress: ProgressSink
+    ) -> AsyncIterator[Path]:
+        """Yield an OCI layout with the image; it is kept if the block fails for another reason than
+        the image itself.
+        """
+        progress(Progress(done=0, unit="layers", note=f"fetching {source}"))
+        if source.startswith(REGISTRY):
+            place = self.place / "images" / hashlib.sha256(source.encode()).hexdigest()[:32]
+            await anyio.to_thread.run_sync(lambda: place.mkdir(0o700, True, True))
+            await self._copy(source, place)
+            try:
+                yield place
+            except InvalidImageError:
+                await anyio.to_thread.run_sync(shutil.rmtree, place, True)
+                raise
+            await anyio.to_thread.run_sync(shutil.rmtree, place, True)
+            return
+        async with self.mirrors.quarantine.directory("image") as place:
+            kind, _, name = source.partition(":")
+            assert upload is not None
+            if kind == "rootfs":
+                await anyio.to_thread.run_sync(_wrap, upload, place)
+            else:
+                reference = ":".join(name.split(":")[1:])
+                await self._copy(f"{kind}:{upload}{reference and ':' + reference}", place)
+            yield place
+
+    async def _copy(self, source: str, place: Path) -> None:
+        settings = self.mirrors.settings().environments
+        options = ["--insecure-policy", f"--tmpdir={place}"]
+        own = ["--dest-oci-accept-uncompressed-layers", "--remove-signatures"]
+        is_registry = source.startswith(REGISTRY)
+        if is_registry and settings.auth_file:
+            own.append(f"--src-authfile={settings.auth_file}")
+        if _LOOPBACK.match(source):  # as docker does
+            own.append("--src-tls-verify=false")
+        argv = ["skopeo", *options, "copy", "--quiet", *own, source, f"oci:{place}:image"]
+        failure = await _run(argv, place, _FETCH_TIMEOUT)
+        if failure and is_registry:
+            kind = errors.UpstreamAuthError if _is_denied(failure) else errors.UpstreamError
+            raise kind(f"cannot fetch image {source}: {failure}", hint=_HINT)
+        if failure:
+            raise InvalidImageError(f"cannot read the image: {failure}")
+
+    # -- unpacking ---------------------------------------------------------------------------------
+
+    async def _unpacked(
+        self, place: Path, request: protocol.ImportImage, progress: ProgressSink
+    ) -> dict[str, Any]:
+        """Unpack the layers that are not here; return the facts of a record."""
+        config, layers = await anyio.to_thread.run_sync(_read_image, place)
+        done = shared_bytes = 0
+        names: list[str | None] = [None] * len(layers)
+        kept: list[dict[str, Any]] = [{} for _ in layers]
+        opaque: dict[int, tuple[Path, Listing]] = {}
+        turns = asyncio.Semaphore(_AT_ONCE)
+        self.store.layers.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        async def one(number: int, layer: _Layer) -> None:
+            nonlocal done, shared_bytes
+            async with turns:
+                known = await anyio.to_thread.run_sync(self.store.read_layer, layer.name)
+                if known is not None:
+                    shared_bytes += known["size_bytes"]
+                    names[number], kept[number] = layer.name, known
+                else:
+                    root, listing = await self._unpack(place, layer)
+                    if listing.opaque:
+                        opaque[number] = root, listing
+                    else:
+                        kept[number] = await self._finish(layer.name, root, listing, [])
+                        names[number] = layer.name
+            done += 1
+            note = f"unpacking {request.source}"
+            progress(Progress(done=done, total=len(layers), unit="layers", note=note))
+
+        try:
+            await together(one(number, layer) for number, layer in enumerate(layers))
+            for number, (root, listing) in sorted(opaque.items()):
+                chain = "\n".join(layer.diff_id for layer in layers[: number + 1])
+                name = hashlib.sha256(chain.encode()).hexdigest()
+                below = [self.store.layers / str(each) for each in reversed(names[:number])]
+                kept[number] = await self._finish(name, root, listing, below)
+                names[number] = name
+        finally:
+            for path in self.store.layers.glob(".building-*"):
+                self.mirrors.trash.add(path)
+        stack = [str(name) for name in reversed(names)]
+        return await self._described(config, stack, kept, request) | {"shared_bytes": shared_bytes}
+
+    async def _unpack(self, place: Path, layer: _Layer) -> tuple[Path, Listing]:
+        """Unpack one layer by umoci, as an image of that layer alone."""
+        limit = self.mirrors.settings().environments.image_bytes
+        blob = place / "blobs/sha256" / layer.blob.removeprefix("sha256:")
+        listing = await self.mirrors.workers.run(
+            list_layer, blob, layer.diff_id, limit, timeout=_LAYER_TIMEOUT
+        )
+        single = place / f"single-{layer.name}"
+        root = self.store.layers / f".building-{layer.name}"
+        await anyio.to_thread.run_sync(_make_single, place, single, layer)
+        await anyio.to_thread.run_sync(shutil.rmtree, root, True)
+        argv = ["umoci", "raw", "unpack", "--rootless", f"--image={single}:layer", str(root)]
+        if failure := await _run(argv, place, _LAYER_TIMEOUT):
+            raise InvalidImageError(f"cannot unpack the image: {failure}")
+        return root, listing
+
+    async def _finish(
+        self, name: str, root: Path, listing: Listing, below: list[Path]
+    ) -> dict[str, Any]:
+        dropped = await self.mirrors.workers.run(
+            finish_layer, root, listing, below, timeout=_LAYER_TIMEOUT
+        )
+        facts = {"files": listing.files, "size_bytes": listing.size_bytes, "dropped": dropped}
+        facts["repositories"] = listing.repositories
+        await anyio.to_thread.run_sync(self.store.add_layer, root, name, facts)
+        return facts
+
+    async def _described(
+        self, config: dict[str, Any], stack: list[str], kept: list[dict[str, Any]],
+        request: protocol.ImportImage,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return what a record says of an image, whose `stack` of layers begins with the top."""
+        own = config.get("config") or {}
+        paths = [self.store.layers / name for name in stack]
+        user: User = await anyio.to_thread.run_sync(find_user, paths, str(own.get("User") or ""))
+        repositories = sorted({path for each in kept for path in each["repositories"]})
+        workdir = os.path.normpath(str(own.get("WorkingDir") or "/"))
+        image = {
+            "layers": len(stack), "uid": user.uid, "gid": user.gid,
+            "user": user.name, "home": user.home, "workdir": workdir,
+            "variables": dict(_variables(own)), "entrypoint": _words(own, "Entrypoint"),
+            "command": _words(own, "Cmd"), "repositories": repositories,
+            "tree": request.tree or _find_tree(workdir, repositories),
+        }  # fmt: skip
+        dropped: dict[str, int] = {}
+        for each in kept:
+            for reason, count in each["dropped"].items():
+                dropped[reason] = dropped.get(reason, 0) + count
+        text = json.dumps([request.key, request.source, image, stack], sort_keys=True)
+        return {
+            "digest": hashlib.sha256(text.encode()).hexdigest(), "image": image, "stack": stack,
+            "files": sum(each["files"] for each in kept),
+            "size_bytes": sum(each["size_bytes"] for each in kept),
+            "dropped": dropped, "findings": [], "manifest": None,
+        }  # fmt: skip
+
+
+_HINT = "credentials of registries: `[environments] auth_file`, made by `skopeo login --authfile`"
+
+
+def key_of_image(request: protocol.ImportImage) -> str:
+    """Return the key of an image. Members see it, so it names no commit, which may be the fix."""
+    if request.key:
+        return request.key
+    name = request.source.partition(":")[2].strip("/") or "image"
+    return slug(COMMIT.sub(lambda it: hashlib.sha256(it[0].encode()).hexdigest()[:12], name))
+
+
+def _is_denied(text: str) -> bool:
+    return any(word in text for word in ("unauthorized", "authentication required", "denied"))
+
+
+async def _run(argv: Sequence[str], scratch: Path, timeout: timedelta) -> str | None:
+    """Run a program to its end; return the end of what it said if it failed."""
+    program = shutil.which(argv[0])
+    if program is None:
+        raise errors.ResourceError(
+            f"cannot import an image: {argv[0]} is not installed",
+            hint=f"install it: `apt-get install {argv[0]}`",
+        )
+    variables = {"PATH": os.defpath, "HOME": str(scratch), "TMPDIR": str(scratch)}
+    tail = b""
+    try:
+        async with asyncio.timeout(timeout.total_seconds()):
+            process = start([program, *argv[1:]], variables, scratch, stdout=NOTHING)
+            async with Child(process) as child:
+                while piece := await child.read_stderr():
+                    tail = (tail + piece)[-_TAIL_BYTES:]
+                status = await child.wait()
+    except TimeoutError:
+        return f"{argv[0]} took longer than {timeout}"
+    lines = tail.decode(errors="replace").strip().splitlines()
+    last = re.sub(r'.*level=(?:fatal|error) msg="(.*)"$', r"\1", lines[-1]) if lines else ""
+    return (last.replace(str(scratch), "") or f"{argv[0]} ended with {status}") if status else None
+
+
+# -- files of layouts, in threads ------------------------------------------------------------------
+
+
+def _wrap(archive: Path, place: Path) -> None:
+    """Make an OCI layout of one layer, an archive, which is moved into it."""
+    with archive.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    blobs = place / "blobs/sha256"
+    blobs.mkdir(parents=True)
+    size = archive.stat().st_size
+    os.link(archive, blobs / digest)
+    layer = _Layer(f"sha256:{digest}", _LAYER, size, f"sha256:{digest}")
+    _write_layout(place, place, layer, "image")
+
+
+def _make_single(place: Path, single: Path, layer: _Layer) -> None:
+    """Make a layout with an image of one layer, whose blob is that of another layout."""
+    with suppress(FileExistsError):
+        (single / "blobs/sha256").mkdir(parents=True)
+    name = layer.blob.removeprefix("sha256:")
+    with suppress(FileExistsError):
+        os.link(place / "blobs/sha256" / name, single / "blobs/sha256" / name)
+    _write_layout(single, single, layer, "layer")
+
+
+def _write_layout(place: Path, blobs: Path, layer: _Layer, tag: str) -> None:
+    def put(value: dict[str, Any], media_type: str) -> dict[str, Any]:
+        text = json.dumps(value).encode()
+        digest = hashlib.sha256(text).hexdigest()
+        (blobs / "blobs/sha256" / digest).write_bytes(text)
+        return {"mediaType": media_type, "digest": f"sha256:{digest}", "size": len(text)}
+
+    machine = platform.machine()
+    rootfs = {"type": "layers", "diff_ids": [layer.diff_id]}
+    config = {"architecture": _MACHINES.get(machine, machine), "os": "linux", "config": {}}
+    named = put({**config, "rootfs": rootfs, "history": [{"created_by": "mirrord"}]}, _CONFIG)
+    held = {"mediaType": layer.media_type, "digest": layer.blob, "size": layer.size}
+    manifest = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": named, "layers": [held]}
+    entry = put(manifest, _MANIFEST) | {"annotations": {"org.opencontainers.image.ref.name": tag}}
+    (place / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    (place / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+
+
+def _read_image(place: Path) -> tuple[dict[str, Any], list[_Layer]]:
+    """Return the configuration and the layers of the image in a layout, the lowest first."""
+    try:
+        index = loads(read_plain(place / "index.json"))
+        config_of, held = _read_manifest(place, index["manifests"][-1])
+        config = _read_blob(place, config_of)
+        diff_ids = config["rootfs"]["diff_ids"]
+        layers = [
+            _Layer(_digest(each["digest"]), _plain_type(each["mediaType"]), int(each["size"]),
+                   _digest(diff_id))
+            for each, diff_id in zip(held, diff_ids, strict=True)
+        ]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise InvalidImageError(f"cannot read the image: {error}") from error
+    machine = _MACHINES.get(platform.machine(), platform.machine())
+    if config.get("architecture", machine) != machine:
+        fact = f"it is for {shown(str(config['architecture']))}, and this host is {machine}"
+        raise InvalidImageError(f"cannot use the image: {fact}")
+    if len(layers) > _LAYERS_LIMIT:
+        fact = f"it has {len(layers)} layers, and at most {_LAYERS_LIMIT} are shown"
+        raise InvalidImageError(f"cannot use the image: {fact}")
+    return config, layers
+
+
+def _read_manifest(place: Path, entry: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    manifest = _read_blob(place, entry)
+    return manifest["config"], manifest["layers"]
+
+
+def _read_blob(place: Path, entry: dict[str, Any]) -> Any:
+    """Read a JSON blob and verify its digest."""
+    name = _digest(entry["digest"]).removeprefix("sha256:")
+    path = place / "blobs/sha256" / name
+    if path.lstat().st_size > _JSON_LIMIT_BYTES:
+        raise ValueError(f"blob {name[:12]} has more than {_JSON_LIMIT_BYTES} bytes")
+    text = read_plain(path)
+    if hashlib.sha256(text).hexdigest() != name:
+        raise ValueError(f"blob {name[:12]} has another content than its digest says")
+    return loads(text)
+
+
+def _digest(text: str) -> str:
+    if not _DIGEST.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no sha256")
+    return text
+
+
+def _plain_type(text: str) -> str:
+    """Return a layer's type as umoci knows it."""
+    if text.endswith("zstd"):
+        raise ValueError("a layer is compressed by zstd, which umoci does not unpack")
+    return f"{_LAYER}+gzip" if text.endswith("gzip") else _LAYER
+
+
+def _variables(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for line in config.get("Env") or []:
+        name, is_set, value = str(line).partition("=")
+        if name and is_set and "\0" not in line:
+            yield name, value
+
+
+def _words(config: dict[str, Any], name: str) -> list[str]:
+    return [str(each) for each in config.get(name) or []]
+
+
+def _find_tree(workdir: str, repositories: Sequence[str]) -> str:
+    """Choose where the tree is shown: at the repository in the working directory, or the only one
+    outside of others, else at the working directory.
+    """
+    if workdir in repositories:
+        return workdir
+    tops = [path for path in repositories if path.count("/") <= 3 and path != "/"]
+    tops = [path for path in tops if not any(path.startswith(f"{each}/") for each in tops)]
+    likely = [path for path in tops if path == TESTBED] or (tops if len(tops) == 1 else [])
+    for path in (*likely, workdir):
+        with suppress(ValueError):
+            return read_workdir(path)
+    return TESTBED

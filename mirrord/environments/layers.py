@@ -1,0 +1,280 @@
+"""Layers of images: an archive is judged before it is unpacked, and a layer of overlays after it.
+
+umoci(1) unpacks (`images.py`); this module decides what it may unpack, and turns the result into a
+layer of overlayfs: files of the daemon's user, without set-id bits, extended attributes and
+devices, and with a whiteout for each path that the archive removes. Everything runs in workers.
+"""
+
+import gzip
+import hashlib
+import os
+import stat
+import tarfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self, cast
+
+from ..errors import InvalidImageError, full_disk_named
+from ..host.files import entries_in, make_whiteout, open_child, open_directory, open_plain, opened
+from ..model import TREE_DEPTH_LIMIT, TREE_PATH_LIMIT_BYTES, shown
+from ..templates.environments import FILES_LIMIT
+
+_PIECE = 1 << 18
+# as Go's reader of archives; Python's would read a header of any size into memory
+_HEADER_LIMIT_BYTES = 1 << 20
+_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+# OCI's image specification, layer.md
+_WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
+_SET_ID = stat.S_ISUID | stat.S_ISGID
+
+
+class Listing(NamedTuple):
+    """What an archive has: `removed` paths of layers below it, directories that hide those
+    (`opaque`), and directories with a `.git`.
+    """
+
+    files: int
+    size_bytes: int
+    removed: list[str]
+    opaque: list[str]
+    repositories: list[str]
+
+
+class User(NamedTuple):
+    """Who a container's processes are, by the image's passwd file."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+
+
+class _Header(tarfile.TarInfo):
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _HEADERS and found.size > _HEADER_LIMIT_BYTES:
+            raise _refused(f"a header of {found.size} bytes")
+        return found
+
+
+class _Hashed:
+    """A stream that hashes what is read, and refuses to go beyond a limit."""
+
+    def __init__(self, stream: IO[bytes], limit_bytes: int) -> None:
+        self._stream, self._left, self.digest = stream, limit_bytes, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        piece = self._stream.read(size)
+        self._left -= len(piece)
+        if self._left < 0:
+            raise _refused("more bytes unpacked than `[environments] image_bytes` allows")
+        self.digest.update(piece)
+        return piece
+
+
+def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
+    """Judge a layer's archive, plain or gzip, without unpacking it; verify that its content has the
+    digest `diff_id`. Raises InvalidImageError.
+    """
+    with open_plain(blob) as file:
+        is_gzip = file.peek(2)[:2] == b"\x1f\x8b"
+        stream: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
+        hashed = _Hashed(stream, limit_bytes + FILES_LIMIT * 1024)
+        try:
+            readable = cast("IO[bytes]", hashed)  # only `read` is called
+            with tarfile.open(fileobj=readable, mode="r|", tarinfo=_Header) as archive:
+                listing = _listed(archive, limit_bytes)
+            while hashed.read(_PIECE):
+                pass
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeError) as error:
+            raise _refused(f"no archive that can be read: {error}") from error
+    if f"sha256:{hashed.digest.hexdigest()}" != diff_id:
+        raise _refused(f"a content that is not that of its digest {shown(diff_id)}")
+    return listing
+
+
+def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
+    files = size_bytes = 0
+    removed, opaque, repositories = [], [], set()
+    kept: list[tarfile.TarInfo] = archive.members  # type: ignore[attr-defined]
+    for member in archive:
+        kept.clear()  # else it keeps them all, a million of them
+        path = _checked(member.name)
+        files += 1
+        size_bytes += member.size  # of a sparse file what it would unpack to
+        if files > FILES_LIMIT:
+            raise _refused(f"more than {FILES_LIMIT} files")
+        if size_bytes > limit_bytes:
+            raise _refused("more bytes unpacked than `[environments] image_bytes` allows")
+        above, name = os.path.split(path)
+        if name == _OPAQUE:
+            opaque.append(above)
+        elif name.startswith(_WHITEOUT):
+            removed.append(_checked(os.path.join(above, name.removeprefix(_WHITEOUT))))
+        elif name == ".git":
+            repositories.add(f"/{above}")
+        if member.islnk():
+            _checked(member.linkname)
+        elif (member.ischr() or member.isblk()) and not f"{path}/".startswith("dev/"):
+            raise _refused(f"the device node {shown(path)}")
+    return Listing(files, size_bytes, removed, opaque, sorted(repositories))
+
+
+def _checked(name: str) -> str:
+    """Return a path of an archive relative to its root. Raises InvalidImageError."""
+    parts = [each for each in name.split("/") if each not in ("", ".")]
+    path = "/".join(parts)
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise _refused(f"the path {shown(name)}, which leads out of it")
+    if len(parts) > TREE_DEPTH_LIMIT or len(os.fsencode(path)) > TREE_PATH_LIMIT_BYTES:
+        raise _refused(f"a path of {len(parts)} components")
+    return path
+
+
+def _refused(fact: str) -> InvalidImageError:
+    return InvalidImageError(f"cannot unpack the image: a layer has {fact}")
+
+
+# -- unpacked -------------------------------------------------------------------------------------
+
+
+def finish_layer(root: Path, listing: Listing, below: Sequence[Path]) -> dict[str, int]:
+    """Turn what was unpacked into a layer; return what was left out, by reason.
+
+    `below` are the layers below it, needed if a directory of it is opaque.
+    """
+    dropped: Counter[str] = Counter()
+    with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
+        os.fchmod(top, 0o755)
+        _strip(top, dropped)
+        hidden = [path for at in listing.opaque for path in _hidden(root, at, below)]
+        for path in [*listing.removed, *hidden]:
+            _remove(top, path)
+    os.sync()  # after a power failure no file of a layer is empty
+    return dict(dropped)
+
+
+def make_cover(root: Path, paths: Sequence[str]) -> None:
+    """Make a layer that hides paths of the layers below it."""
+    root.mkdir(mode=0o755)
+    with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
+        for path in paths:
+            _remove(top, path.strip("/"))
+
+
+def _strip(directory: int, dropped: Counter[str]) -> None:
+    for attribute in os.listxattr(directory):
+        os.removexattr(directory, attribute)
+    for name, kind in entries_in(directory):
+        if kind == stat.S_IFDIR:
+            with opened(open_child(directory, name)) as child:
+                found = os.fstat(child)
+                if found.st_mode & _SET_ID:
+                    os.fchmod(child, stat.S_IMODE(found.st_mode) & ~_SET_ID)
+                _strip(child, dropped)
+        elif kind == stat.S_IFREG:
+            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+            if found.st_mode & _SET_ID:
+                dropped["set-id bits"] += 1
+                os.chmod(name, stat.S_IMODE(found.st_mode) & ~_SET_ID, dir_fd=directory)
+            path = f"/proc/self/fd/{directory}/{os.fsdecode(name)}"
+            for attribute in os.listxattr(path, follow_symlinks=False):
+                os.removexattr(path, attribute, follow_symlinks=False)
+        elif kind != stat.S_IFLNK:
+            dropped["devices, pipes and sockets"] += 1
+            os.unlink(name, dir_fd=directory)
+
+
+def _remove(top: int, path: str) -> None:
+    """Hide a path of lower layers, unless this layer has it too."""
+    *above, name = map(os.fsencode, path.split("/"))
+    at = os.dup(top)
+    try:
+        for each in above:
+            with suppress(FileExistsError):
+                os.mkdir(each, 0o755, dir_fd=at)
+            inner = open_child(at, each)
+            os.close(at)
+            at = inner
+        with suppress(FileExistsError):
+            make_whiteout(at, name)
+    except NotADirectoryError:  # a file or link of this layer hides it already
+        pass
+    finally:
+        os.close(at)
+
+
+def _hidden(root: Path, at: str, below: Sequence[Path]) -> Iterator[str]:
+    """Yield what lower layers have below a directory, and this layer has not.
+
+    overlayfs has a mark for such directories, which only root may set; whiteouts do the same.
+    """
+    names = {name for each in below for name in _names(each, at)}
+    for name in sorted(names):
+        path = f"{at}/{name}".lstrip("/")
+        try:
+            mode = os.lstat(root / path).st_mode
+        except OSError:
+            yield path
+        else:
+            if stat.S_ISDIR(mode):
+                yield from _hidden(root, path, below)
+
+
+def _names(root: Path, path: str) -> list[str]:
+    """Return the names in a directory of a layer; none if there is no such directory."""
+    with suppress(FileNotFoundError, NotADirectoryError), _opened(root, path) as directory:
+        return os.listdir(directory)
+    return []
+
+
+def _opened(root: Path, path: str) -> Any:
+    """Open a directory of a layer without following links."""
+    at = open_directory(root)
+    for name in filter(None, path.split("/")):
+        try:
+            inner = open_child(at, os.fsencode(name))
+        except OSError as error:
+            raise FileNotFoundError(path) from error
+        finally:
+            os.close(at)
+        at = inner
+    return opened(at)
+
+
+# -- users ----------------------------------------------------------------------------------------
+
+
+def find_user(layers: Sequence[Path], given: str) -> User:
+    """Return the user of an image's configuration: a name or uid, with a group if one is given."""
+    name, _, group = given.partition(":")
+    name = name or "0"
+    users = [line.split(":") for line in _lines(layers, "passwd")]
+    users = [each for each in users if len(each) == 7 and (each[2] + each[3]).isdecimal()]
+    entry = next((each for each in users if name in (each[0], each[2])), None)
+    if entry is None and not name.isdecimal():
+        raise InvalidImageError(f"cannot use the image: it has no user {shown(name)}")
+    uid = int(entry[2]) if entry else int(name)
+    gid = int(entry[3]) if entry else 0
+    if group:
+        groups = [line.split(":") for line in _lines(layers, "group")]
+        numbers = [each[2] for each in groups if len(each) > 2 and group in (each[0], each[2])]
+        gid = int(next(iter(numbers), group if group.isdecimal() else gid))
+    home = entry[5] if entry and entry[5].startswith("/") else "/root" if uid == 0 else "/"
+    return User(entry[0] if entry else "root" if uid == 0 else str(uid), uid, gid, home)
+
+
+def _lines(layers: Sequence[Path], name: str) -> list[str]:
+    """Return the lines of a file in /etc of the uppermost layer that has it."""
+    for layer in layers:
+        with suppress(OSError), _opened(layer, "etc") as directory:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(name, flags, dir_fd=directory)
+            with os.fdopen(file, "rb") as content:
+                if stat.S_ISREG(os.fstat(file).st_mode):
+                    return content.read(_HEADER_LIMIT_BYTES).decode(errors="replace").splitlines()
+    return []

@@ -1,0 +1,177 @@
+"""Images give the machine, checkouts give the tree: imported once, shared by layers, refused if hostile."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import images
+import pytest
+from daemons import Daemon, daemon
+from gitrepos import Upstream
+from waiting import until
+
+from mirrord import Client, Sandbox
+from mirrord.errors import EnvironmentInUseError, UpstreamError, UsageError
+from mirrord.protocol import BuildReport
+from mirrord.sandbox.box import find_obstacle
+
+MISSING = [name for name in ("skopeo", "umoci") if not shutil.which(name)]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
+    pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
+]
+AGENT = 34541
+
+
+class Bench:
+    """A daemon with a mirror of three commits, and images of the second."""
+
+    def __init__(self, made: Daemon, place: Path) -> None:
+        self.place, self.layers = place, made.root / "state/templates/.environments/.layers"
+        self.upstream = Upstream(place / "r")
+        self.base, self.future = [
+            self.upstream.commit({"README": f"{number}\n"}) for number in range(2)
+        ]
+        self.client = Client(made.socket)
+        operation = self.client.wait(self.client.add_mirror("o/r", url=self.upstream.url))
+        assert operation.error is None
+        self.root = images.root(place / "root")
+
+    def imported(self, source: str, key: str) -> BuildReport:
+        ended = self.client.wait(self.client.import_image(source, key=key))
+        assert ended.result is not None, ended.error
+        return BuildReport.from_json(ended.result)
+
+    def remove(self, key: str) -> None:
+        until(lambda: not self.client.get_environment(key).holders)  # of released checkouts
+        self.client.remove_environment(key)
+
+    def kept(self) -> set[str]:
+        return {path.name for path in self.layers.iterdir() if not path.name.startswith(".trash")}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    text = '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n'
+    with daemon(start=False) as made:
+        made.write_config(f'{text}[access]\ncommits = "any"\n')
+        made.start()
+        found = Bench(made, tmp_path_factory.mktemp("images"))
+        yield found
+        found.client.close()
+
+
+def test_a_checkout_stands_in_the_place_of_the_images_repository(bench: Bench) -> None:
+    clone = bench.root / "testbed"
+    subprocess.run(["git", "clone", "-q", bench.upstream.path, clone], check=True)
+    try:
+        assert bench.imported(f"dir:{bench.root}", "whole").failed == []
+    finally:
+        shutil.rmtree(clone)
+    known = bench.client.get_environment("whole")
+    assert known.image is not None
+    assert (known.image.tree, known.image.repositories) == ("/testbed", ["/testbed"])
+    assert (known.python, known.recipe) == (None, None)
+
+    with (
+        bench.client.checkout(f"o/r@{bench.base}", environment="whole", owner=AGENT) as checkout,
+        Sandbox(checkout) as sandbox,
+    ):
+        said = sandbox.exec("id -u; pwd; cat README; git status --short; touch /etc/new /new new")
+        assert said.stdout == b"0\n/testbed\n0\n", said
+        hidden = Sandbox(checkout, workdir="/srv/app")
+        found = hidden.exec(f"pwd; git -C /testbed cat-file -e {bench.future}")
+        assert (found.stdout, found.exit_code) == (b"/srv/app\n", 1)
+        hidden.close()
+        checkout.reset()
+        assert (
+            sandbox.exec("ls /etc /new new").stdout.split()
+            == b"/etc: gitconfig hosts passwd".split()
+        )
+        with pytest.raises(EnvironmentInUseError):
+            bench.client.remove_environment("whole")
+    bench.remove("whole")
+
+
+def test_layers_are_unpacked_once_and_removed_with_the_last_image(bench: Bench) -> None:
+    base = images.layer([("d/x", b"1", {}), ("d/y", b"2", {}), ("e", b"3", {})], above=bench.root)
+    above = images.layer([
+        ("d/.wh..wh..opq", b"", {}), ("d/z", b"4", {}), (".wh.e", b"", {}),
+        ("su", b"5", {"mode": 0o4755, "uid": 9}), ("dev/sda", b"", {"type": tarfile.BLKTYPE}),
+    ])  # fmt: skip
+    config = {"Env": ["A=b c", "PATH=/bin"], "User": "me", "WorkingDir": "/srv/app"}
+    images.oci(bench.place / "one", [base])
+    images.oci(bench.place / "two", [base, above], config)
+    archive = shutil.make_archive(str(bench.place / "two"), "tar", bench.place / "two")
+    assert bench.imported(f"oci:{bench.place}/one", "one").failed == []
+    (lowest,) = {name for name in bench.kept() if not name.endswith(".json")}
+    inode = (bench.layers / lowest).stat().st_ino
+    assert bench.imported(f"oci-archive:{archive}:image", "two").failed == []
+    first, second = map(bench.client.get_environment, ("one", "two"))
+    assert (second.shared_bytes, second.size_bytes - first.size_bytes) == (first.size_bytes, 2)
+    assert second.dropped == {"set-id bits": 1}
+    assert (bench.layers / lowest).stat().st_ino == inode
+
+    with (
+        bench.client.checkout(f"o/r@{bench.base}", environment="two", owner=AGENT) as checkout,
+        Sandbox(checkout) as sandbox,
+    ):
+        ask = 'id -u; id -g; pwd; echo "$A" "$HOME"; ls d /d; ls -ld /su; ls /e'
+        lines = sandbox.exec(ask).stdout.decode().splitlines()
+        assert lines[:4] == ["7", "8", "/srv/app", "b c /opt"]
+        assert lines[4:6] == ["/d:", "z"]
+        assert lines[6].startswith("-rwxr-xr-x 1 me ")
+        assert len(lines) == 7
+
+    bench.remove("one")
+    assert lowest in bench.kept()
+    bench.remove("two")
+    assert bench.kept() == set()
+
+
+@pytest.mark.parametrize(
+    ("members", "fact"),
+    [
+        ([("/etc/x", b"", {})], "which leads out of it"),
+        ([("a/../../x", b"", {})], "which leads out of it"),
+        ([("x", b"", {"type": tarfile.LNKTYPE, "linkname": "../../etc/passwd"})], "leads out"),
+        ([("x", b"", {"type": tarfile.CHRTYPE})], "device node"),
+        ([("a/.wh...", b"", {})], "which leads out of it"),
+        ([("x", b"", {"pax_headers": {"GNU.sparse.major": "0", "comment": "y" * (2 << 20)}})],
+         "a header of"),
+        ([("d/" * 500 + "x", b"", {})], "components"),
+    ],
+)  # fmt: skip
+def test_a_hostile_archive_is_refused(
+    bench: Bench, tmp_path: Path, members: list[images.Member], fact: str
+) -> None:
+    images.oci(tmp_path / "i", [images.layer(members)])
+    (failed,) = bench.imported(f"oci:{tmp_path}/i", "hostile").failed
+    assert fact in failed.detail
+    known = bench.client.get_environment("hostile")
+    assert (known.state, known.error) == ("failed", failed.detail.partition(": ")[2])
+    assert not [name for name in bench.kept() if name.startswith(".building")]
+    bench.remove("hostile")
+
+
+def test_what_is_no_image_is_refused(bench: Bench, tmp_path: Path) -> None:
+    images.oci(tmp_path / "i", [images.layer([("x", b"1", {})])])
+    for blob in (tmp_path / "i/blobs/sha256").iterdir():
+        if tarfile.is_tarfile(blob):
+            blob.write_bytes(images.layer([("x", b"2", {})]))
+    assert "digest" in bench.imported(f"oci:{tmp_path}/i", "forged").failed[0].detail.lower()
+    (tmp_path / "x.tar").write_bytes(b"no archive")
+    assert bench.imported(f"docker-archive:{tmp_path}/x.tar", "none").failed
+    for name in ("forged", "none"):
+        bench.remove(name)
+    with pytest.raises(UsageError):
+        bench.client.import_image("docker:x")
+    with pytest.raises(FileNotFoundError):
+        bench.client.import_image("dir:/absent")
+    with pytest.raises(UpstreamError, match="connection refused"):
+        bench.client.wait(bench.client.import_image("docker://127.0.0.1:9/x"))
