@@ -81,7 +81,10 @@ async def set_url(call: Call, body: protocol.SetUrl) -> protocol.Operation:
 
 async def sync_mirror(call: Call, body: protocol.SyncMirror) -> protocol.Operation:
     return call.engine.work.sync(
-        await _mirror_name(call), accept_loss=body.accept_loss, owner_uid=call.peer.uid
+        await _mirror_name(call),
+        accept_loss=body.accept_loss,
+        retry_faults=body.retry_faults,
+        owner_uid=call.peer.uid,
     )
 
 

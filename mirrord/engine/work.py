@@ -78,10 +78,13 @@ class BackgroundWork:
         *,
         kind: str = "mirror.sync",
         accept_loss: bool = False,
+        retry_faults: bool = False,
         owner_uid: int = 0,
     ) -> Operation:
         async def run(progress: ProgressSink) -> Message:
-            result = await self.mirrors.sync(name, progress, accept_loss=accept_loss)
+            result = await self.mirrors.sync(
+                name, progress, accept_loss=accept_loss, retry_faults=retry_faults
+            )
             pinned = await self.datasets.repin(name)  # commits that upstream lacked before
             return replace(result, pinned=pinned)
 

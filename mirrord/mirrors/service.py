@@ -56,19 +56,24 @@ class Mirrors(Inventory):
         progress: protocol.ProgressSink | None = None,
         *,
         accept_loss: bool = False,
+        retry_faults: bool = False,
     ) -> protocol.Synced:
         """Bring a mirror up to date with its upstream; join a sync that has not asked it yet.
 
         Raises and records an UpstreamError: an UpstreamLossError where upstream lost most of its
-        refs, unless `accept_loss`.
+        refs, unless `accept_loss`. `retry_faults` asks for refs that upstream could not give.
         """
         found = await self.resolve_name(str(name))
-        key = f"{found.key}{' accepted' if accept_loss else ''}"
-        run = partial(self._sync, found, accept_loss)
+        key = f"{found.key} {accept_loss} {retry_faults}"
+        run = partial(self._sync, found, accept_loss, retry_faults)
         return await self._syncs.join(key, run, progress)
 
     async def _sync(
-        self, name: MirrorName, accept_loss: bool, work: SharedWork[protocol.Synced]
+        self,
+        name: MirrorName,
+        accept_loss: bool,
+        retry_faults: bool,
+        work: SharedWork[protocol.Synced],
     ) -> protocol.Synced:
         started_at = utc_now()
         work.report(protocol.Progress(unit="syncs", note=protocol.QUEUED))
@@ -76,9 +81,9 @@ class Mirrors(Inventory):
         try:
             async with self.sharing.turn(name, work.report) as turn, self.lock(name):
                 row = turn.row or await self.get(str(name))
-                is_done = turn.is_fresh and not accept_loss
+                is_done = turn.is_fresh and not accept_loss and not retry_faults
                 if not is_done:
-                    result = await self._ask(row, accept_loss, work)
+                    result = await self._ask(row, accept_loss, retry_faults, work)
                     await self._record(row, result, turn)
             if is_done:  # after the claim was given back, which others wait for
                 work.close()
@@ -102,7 +107,11 @@ class Mirrors(Inventory):
         return result
 
     async def _ask(
-        self, row: MirrorRow, accept_loss: bool, work: SharedWork[protocol.Synced]
+        self,
+        row: MirrorRow,
+        accept_loss: bool,
+        retry_faults: bool,
+        work: SharedWork[protocol.Synced],
     ) -> protocol.Synced:
         """Follow what is published of a mirror, then bring it up to date with its upstream."""
         mirror, upstream = self.repository(row.name), parse_upstream(row.url)
@@ -121,6 +130,7 @@ class Mirrors(Inventory):
                     self.settings().upstream.refs,
                     known_faults=_known_faults(row),
                     accept_loss=accept_loss and exists,
+                    retry_faults=retry_faults,
                 )
 
     async def _record_failure(
@@ -171,7 +181,11 @@ class Mirrors(Inventory):
                 await record_move(repository, f"upstream set to {upstream.shown}")
                 await turn.publish(repository)
             await self.catalog.update_mirror(
-                row.name.key, url=upstream.url, configured_url=configured, error=None
+                row.name.key,
+                url=upstream.url,
+                configured_url=configured,
+                error=None,
+                ref_faults=[],  # which were the former upstream's
             )
         self.events.publish("mirror.moved", mirror=str(row.name), url=upstream.shown)
 
@@ -509,10 +523,10 @@ _LINE_BROKE = {
 }
 
 
-def _known_faults(row: MirrorRow) -> dict[str, str]:
-    """Return the objects that upstream could not give, without those whose transfer broke."""
+def _known_faults(row: MirrorRow) -> list[protocol.RefFault]:
+    """Return the refs that upstream could not give, without those whose transfer broke."""
     faults = map(protocol.RefFault.from_json, row.ref_faults)
-    return {fault.commit: fault.reason for fault in faults if fault.code not in _LINE_BROKE}
+    return [fault for fault in faults if fault.code not in _LINE_BROKE]
 
 
 def _as_synced(row: MirrorRow) -> protocol.Synced:

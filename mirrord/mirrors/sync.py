@@ -24,7 +24,7 @@ from ..errors import MirrordError, TransferBrokenError, UpstreamLossError, full_
 from ..git.command import GitResult, lines_of, object_info
 from ..git.listing import RefList, list_refs
 from ..host.processes import memory_limit_bytes
-from ..model import MirrorName
+from ..model import MirrorName, utc_now
 from ..protocol import ProgressSink, RefChange, RefFault, Synced
 from ..telemetry import masked
 from ..units import Backoff
@@ -38,6 +38,8 @@ from .upstream import Upstream, blames_objects, find_bad
 INCOMING = "refs/mirrord/incoming/"
 # fetches in a row that bring none of what a line garbled; it is a fault of upstream then
 _FUTILE_MAX = 3
+# how long faults are left alone while upstream moves nothing
+_REST = timedelta(days=1)
 
 
 class _Line:
@@ -378,14 +380,16 @@ async def sync(
     fetcher: Fetcher,
     patterns: Sequence[str],
     *,
-    known_faults: Mapping[str, str] | None = None,
+    known_faults: Sequence[RefFault] = (),
     accept_loss: bool = False,
+    retry_faults: bool = False,
 ) -> Synced:
     """Bring the mirror up to date; bad refs become faults.
 
-    `known_faults` are objects that upstream could not give last time, with the reason. They are
-    fetched last. Raises an UpstreamError when nothing could be fetched; an UpstreamLossError where
-    upstream lost most of its refs, unless `accept_loss`.
+    `known_faults` are refs that upstream could not give last time. They are fetched last, and
+    where nothing moved upstream not before a day has passed, unless `retry_faults`. Raises an
+    UpstreamError when nothing could be fetched; an UpstreamLossError where upstream lost most of
+    its refs, unless `accept_loss`.
     """
     repository = fetcher.repository
     await refs.recover(repository)
@@ -395,14 +399,23 @@ async def sync(
     offer = await fetcher.offer(patterns, may_be_empty=accept_loss or is_empty)
     if not accept_loss:
         must_not_vanish(repository.name, old, offer)
-    failed = await _fetch_missing(fetcher, offer, present, known_faults or {})
+    known = {it.commit: it for it in known_faults if offer.refs.get(it.ref) == it.commit}
+    must_rest = not retry_faults and _must_rest(offer, old, known.values())
+    failed = await _fetch_missing(fetcher, offer, present, known, must_rest=must_rest)
     offer = await _without_strange_branches(repository, offer, failed)
     if offer.redirected_to and not accept_loss:
         await _must_continue(repository, old, offer, failed.keys())
     if offer.refs and len(failed) == len(set(offer.refs.values())) and not old:
         raise next(iter(failed.values()))
+    now = utc_now()
     faults = [
-        RefFault(ref=ref, commit=oid, reason=failed[oid].message, code=failed[oid].code)
+        RefFault(
+            ref=ref,
+            commit=oid,
+            reason=failed[oid].message,
+            code=failed[oid].code,
+            asked_at=known[oid].asked_at if must_rest and oid in known else now,
+        )
         for ref, oid in offer.refs.items()
         if oid in failed
     ]
@@ -432,8 +445,25 @@ async def sync(
     )
 
 
+def _must_rest(offer: refs.Offer, old: Refs, known: Collection[RefFault]) -> bool:
+    """True if known faults are left alone: upstream moved nothing else, and a day has not passed.
+
+    A search for what is damaged costs an upstream many fetches.
+    """
+    faulty = {fault.ref for fault in known}
+    offered = {ref: oid for ref, oid in offer.refs.items() if ref not in faulty}
+    held = {ref: oid for ref, oid in old.items() if ref not in faulty}
+    now = utc_now()
+    return offered == held and all(it.asked_at and now - it.asked_at < _REST for it in known)
+
+
 async def _fetch_missing(
-    fetcher: Fetcher, offer: refs.Offer, present: Refs, known_faults: Mapping[str, str]
+    fetcher: Fetcher,
+    offer: refs.Offer,
+    present: Refs,
+    known: Mapping[str, RefFault],
+    *,
+    must_rest: bool,
 ) -> dict[str, MirrordError]:
     """Fetch what no ref of the mirror holds yet: the default branch, branches, tags, the rest."""
 
@@ -444,8 +474,10 @@ async def _fetch_missing(
     held = set(present.values())
     missing = (ref for ref, oid in offer.refs.items() if oid not in held)
     wanted = list(dict.fromkeys(offer.refs[ref] for ref in sorted(missing, key=rank)))
-    fresh = [oid for oid in wanted if oid not in known_faults]
-    again = [oid for oid in wanted if oid in known_faults]
+    fresh = [oid for oid in wanted if oid not in known]
+    again = [oid for oid in wanted if oid in known]
+    if must_rest:
+        return {oid: _as_error(known[oid]) for oid in again}
     failed = await fetcher.fetch(fresh) if fresh else {}
     futile = 0
     while broken := [oid for oid in fresh if isinstance(failed.get(oid), TransferBrokenError)]:
@@ -458,7 +490,12 @@ async def _fetch_missing(
     for error in failed.values():
         if isinstance(error, errors.UpstreamUnavailableError):
             return failed | dict.fromkeys(again, error)
-    return failed | (await fetcher.fetch(again, known_faults) if again else {})
+    reasons = {oid: fault.reason for oid, fault in known.items()}
+    return failed | (await fetcher.fetch(again, reasons) if again else {})
+
+
+def _as_error(fault: RefFault) -> MirrordError:
+    return errors.from_problem({"code": fault.code, "detail": fault.reason})
 
 
 _NO_COMMIT = "no-commit"

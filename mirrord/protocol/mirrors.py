@@ -29,9 +29,13 @@ class CredentialCheck(Answer):
 
 
 class SyncMirror(Request):
-    """Starts a sync. `accept_loss` follows an upstream that lost most refs or its whole history."""
+    """Starts a sync. `accept_loss` follows an upstream that lost most refs or its whole history.
+
+    `retry_faults` asks at once for refs that it could not give lately.
+    """
 
     accept_loss: bool = False
+    retry_faults: bool = False
 
 
 class SetUrl(Request):
@@ -55,12 +59,16 @@ class AddPin(Request):
 
 
 class RefFault(Answer):
-    """A ref of upstream that the mirror could not fetch. `code` is that of the error, if any."""
+    """A ref of upstream that the mirror could not fetch. `code` is that of the error, if any.
+
+    `asked_at` is when it was asked for last.
+    """
 
     ref: GitName
     commit: str
     reason: str
     code: str = ""
+    asked_at: datetime | None = None
 
 
 class Mirror(Answer):

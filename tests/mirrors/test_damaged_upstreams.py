@@ -4,6 +4,7 @@ them reach.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import zlib
 from collections.abc import Callable
@@ -150,9 +151,7 @@ class Site:
         )
         anyio.run(self.mirror.create)
 
-    def sync(self, url: str, former: Synced | None = None) -> Synced:
-        known = {fault.commit: fault.reason for fault in former.faults} if former else {}
-
+    def sync(self, url: str, former: Synced | None = None, *, retry: bool = False) -> Synced:
         async def body() -> Synced:
             fetcher = Fetcher(
                 self.mirror,
@@ -161,7 +160,12 @@ class Site:
                 timedelta(seconds=60),
                 Credentials(Settings),
             )
-            return await sync(fetcher, ("refs/heads/*", "refs/tags/*"), known_faults=known)
+            return await sync(
+                fetcher,
+                ("refs/heads/*", "refs/tags/*"),
+                known_faults=former.faults if former else (),
+                retry_faults=retry,
+            )
 
         return anyio.run(body)
 
@@ -182,16 +186,24 @@ def asked(forge: Forge) -> int:
 def test_all_that_is_whole_arrives_in_a_few_steps(
     site: Site, tmp_path: Path, strike: Callable[[Callable[[Path], None]], Case], damage: str
 ) -> None:
-    """A step for the refs, one that fails, one for the history, a few more; and a later sync asks
-    once for what was lost.
+    """A step for the refs, one that fails, one for the history, a few more. A later sync asks for
+    the refs alone; and once for what was lost, if told to or a day later.
     """
     case = strike(DAMAGES[damage])
     config = (site.mirror.path / "config").read_bytes()
     with serving(tmp_path / "upstreams") as forge:
         first = site.sync(f"{forge.url}/damaged.git")
         steps = asked(forge)
-        later = site.sync(f"{forge.url}/damaged.git", first)
+        resting = site.sync(f"{forge.url}/damaged.git", first)
+        resting_steps = asked(forge)
+        later = site.sync(f"{forge.url}/damaged.git", resting, retry=True)
         later_steps = asked(forge)
+        for fault in (aged := copy.deepcopy(resting)).faults:
+            assert fault.asked_at
+            object.__setattr__(fault, "asked_at", fault.asked_at - timedelta(days=1))
+        site.sync(f"{forge.url}/damaged.git", aged)
+        assert asked(forge) == later_steps
+    assert (resting.faults, resting_steps) == (first.faults, 1)
     _must_have_all_but_the_lost(site, case, first)
     assert steps <= 20, f"{REFS} refs were asked for one by one"
     assert {fault.ref for fault in later.faults} == case.lost
@@ -229,7 +241,7 @@ def test_refs_that_get_whole_later_arrive_then(
     case = strike(DAMAGES["blob"])
     first = site.sync(f"file://{case.path}")
     git(case.path, "hash-object", "-w", "--stdin", stdin=b"struck too\n")
-    second = site.sync(f"file://{case.path}", first)
+    second = site.sync(f"file://{case.path}", first, retry=True)
     assert (second.faults, second.ref_count) == ([], REFS)
     before = anyio.run(site.mirror.all_refs)
     drop(f"v{STRUCK - 1}:README")(case.path)

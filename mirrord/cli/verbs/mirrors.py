@@ -52,6 +52,9 @@ def sync(
         list[str] | None, Argument("Mirrors; default: all.", "[NAME]...", "mirror")
     ] = None,
     accept_loss: AcceptLoss = False,
+    retry_faults: Annotated[
+        bool, Option("Ask at once for refs that upstream could not give lately.")
+    ] = False,
     no_wait: NoWait = False,
 ) -> None:
     """A mirror has one sync at a time; requests during it share its result."""
@@ -60,8 +63,8 @@ def sync(
         raise UsageError("cannot use --accept-loss for all mirrors", hint=hint)
     client = session.client
     wanted = names or [mirror.name for mirror in client.list_mirrors()]
-    starts = (partial(client.sync_mirror, name, accept_loss=accept_loss) for name in wanted)
-    _start_all(session, starts, no_wait)
+    start = partial(client.sync_mirror, accept_loss=accept_loss, retry_faults=retry_faults)
+    _start_all(session, (partial(start, name) for name in wanted), no_wait)
 
 
 def _start_all(session: Session, starts: Iterable[Callable[[], Operation]], no_wait: bool) -> None:
@@ -90,7 +93,7 @@ def _start_all(session: Session, starts: Iterable[Callable[[], Operation]], no_w
     session.answer(operations, lines())
     for operation in operations:
         if to := (operation.result or {}).get("redirected_to"):
-            remedy = "to follow it, remove the mirror and add it again"
+            remedy = f"`mirrord mirror set-url {operation.subject} {to}` asks there at once"
             session.note(f"{operation.subject}: upstream redirects to {to}; {remedy}")
     if status:
         raise SystemExit(status)
@@ -124,7 +127,8 @@ def _mirror_lines(mirror: Mirror) -> Iterator[str]:
     )
     if mirror.ref_faults:
         yield ""
-        yield from listing(mirror.ref_faults, "REF_NOT_TAKEN=ref:name COMMIT=commit:short REASON")
+        columns = "REF_NOT_TAKEN=ref:name COMMIT=commit:short ASKED=asked_at REASON"
+        yield from listing(mirror.ref_faults, columns)
 
 
 def remove(session: Session, name: MirrorArgument) -> None:

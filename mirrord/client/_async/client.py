@@ -135,10 +135,17 @@ class AsyncClient:
         path = ("mirrors", _mirror(name), "url")
         return await self._start(protocol.SetUrl, *path, url=url, accept_loss=accept_loss)
 
-    async def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
-        """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
+    async def sync_mirror(
+        self, name: str, *, accept_loss: bool = False, retry_faults: bool = False
+    ) -> protocol.Operation:
+        """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs.
+
+        `retry_faults` asks at once for refs that upstream could not give lately.
+        """
         path = ("mirrors", _mirror(name), "sync")
-        return await self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
+        return await self._start(
+            protocol.SyncMirror, *path, accept_loss=accept_loss, retry_faults=retry_faults
+        )
 
     async def check_credential(self, url: str) -> protocol.CredentialCheck:
         """Ask an upstream whether it accepts the credential that applies to its URL."""

@@ -134,10 +134,17 @@ class Client:
         path = ("mirrors", _mirror(name), "url")
         return self._start(protocol.SetUrl, *path, url=url, accept_loss=accept_loss)
 
-    def sync_mirror(self, name: str, *, accept_loss: bool = False) -> protocol.Operation:
-        """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs."""
+    def sync_mirror(
+        self, name: str, *, accept_loss: bool = False, retry_faults: bool = False
+    ) -> protocol.Operation:
+        """Sync a mirror; `accept_loss` follows an upstream that lost most of its refs.
+
+        `retry_faults` asks at once for refs that upstream could not give lately.
+        """
         path = ("mirrors", _mirror(name), "sync")
-        return self._start(protocol.SyncMirror, *path, accept_loss=accept_loss)
+        return self._start(
+            protocol.SyncMirror, *path, accept_loss=accept_loss, retry_faults=retry_faults
+        )
 
     def check_credential(self, url: str) -> protocol.CredentialCheck:
         """Ask an upstream whether it accepts the credential that applies to its URL."""
