@@ -9,19 +9,19 @@ import shutil
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
 from anyio import to_thread
 
 from ..config import CredentialSettings, Settings
-from ..errors import CredentialUnusableError, MirrordError, UpstreamError
+from ..errors import CredentialUnusableError, MirrordError, UpstreamAuthError, UpstreamError
 from ..git.configuration import Remote
 from ..host.children import Child, in_memory, start
 from ..host.files import open_plain
@@ -30,7 +30,11 @@ from ..telemetry import masked
 from . import github_app
 from .upstream import Upstream
 
+_Answer = TypeVar("_Answer")
+
 COMMAND_TIMEOUT = timedelta(seconds=30)
+# of one fetch, each with a new secret: a command may print another wrong one every time
+_EXCHANGES_MAX = 3
 _LONGEST_SECRET = 64 * 1024
 _PORTS = {"https": 443, "http": 80, "ssh": 22}
 
@@ -115,6 +119,28 @@ class Credentials:
                 error.hint = f"[[credential]] {entry.url} was used: {error.hint}"
                 error.facts["credential"] = entry.url
             raise
+
+    async def exchange(
+        self, upstream: Upstream, call: Callable[[Remote], Awaitable[_Answer]]
+    ) -> _Answer:
+        """Call with what upstream is asked with now; again where it refused a secret that is over.
+
+        A token may end between two requests of one exchange.
+        """
+        refused: UpstreamAuthError | None = None
+        tried: list[tuple[str, ...]] = []
+        while refused is None or len(tried) < _EXCHANGES_MAX:
+            try:
+                async with self.used(upstream) as remote:
+                    if refused is not None and remote.secrets in tried:
+                        break
+                    tried.append(remote.secrets)
+                    return await call(remote)
+            except CredentialUnusableError:
+                raise
+            except UpstreamAuthError as error:
+                refused = error
+        raise refused
 
     async def _equip(self, remote: Remote, entry: CredentialSettings) -> Remote:
         await to_thread.run_sync(_check_files, entry)

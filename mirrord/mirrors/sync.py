@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -22,6 +23,7 @@ from anyio import to_thread
 from .. import errors
 from ..errors import MirrordError, TransferBrokenError, UpstreamLossError, full_disk_named
 from ..git.command import GitResult, lines_of, object_info
+from ..git.configuration import Remote
 from ..git.listing import RefList, list_refs
 from ..host.processes import memory_limit_bytes
 from ..model import MirrorName, utc_now
@@ -113,15 +115,15 @@ class Fetcher:
         return offer
 
     async def _list_refs(self, patterns: Sequence[str]) -> RefList:
-        async with self.credentials.used(self.upstream) as remote:
-            return await list_refs(
-                self.repository.git,
-                self.repository.path,
-                remote,
-                patterns,
-                timeout=self.quiet,
-                doing=f"ask upstream {self.upstream.shown} for its refs",
-            )
+        ask = partial(
+            list_refs,
+            self.repository.git,
+            self.repository.path,
+            patterns=patterns,
+            timeout=self.quiet,
+            doing=f"ask upstream {self.upstream.shown} for its refs",
+        )
+        return await self.credentials.exchange(self.upstream, ask)
 
     async def fetch(
         self, oids: Sequence[str], known: Mapping[str, str] | None = None
@@ -201,8 +203,9 @@ class Fetcher:
     ) -> None:
         """Fetch into an object directory."""
         doing = f"fetch from upstream {self.upstream.shown}"
-        async with self.credentials.used(self.upstream) as with_secrets:
-            await self.repository.run(
+
+        async def run(with_secrets: Remote) -> GitResult:
+            return await self.repository.run(
                 *STREAM_BIG_FILES, *config,
                 "fetch", "--progress", "--no-tags", "--no-write-fetch-head",
                 "--no-auto-maintenance",
@@ -217,6 +220,8 @@ class Fetcher:
                 progress=within_room(self.quarantine.room, self.progress, doing),
                 doing=doing,
             )  # fmt: skip
+
+        await self.credentials.exchange(self.upstream, run)
 
 
 @dataclass(slots=True)
