@@ -51,7 +51,7 @@ def _copy() -> Path:
         f"{tests}/support/.",
         f"{_PROJECT}/mirrord",
     ):
-        subprocess.run(["cp", "-r", source, directory], check=True)
+        subprocess.run(["cp", "-r", "--preserve=timestamps", source, directory], check=True)
     subprocess.run(["chmod", "-R", "a+rX", directory], check=True)
     return directory
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from daemons import Daemon, daemon
+from faults.kills import descendants
 from gitrepos import Upstream, git
 from waiting import until
 
@@ -89,15 +90,14 @@ def check_out(running: Daemon, commit: str, backend: str) -> tuple[int, Any]:
 def peak_bytes(running: Daemon) -> int:
     """The most memory that any process below the daemon that is still there ever had."""
     peaks = [0]
-    for path in Path("/proc").glob("[0-9]*/status"):
+    for pid in descendants(running.pid):
         try:
-            fields = dict(
-                line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line
-            )
-            environment = (path.parent / "cmdline").read_bytes()
+            status = Path(f"/proc/{pid}/status").read_text()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"forkserver" in environment and "VmHWM" in fields:
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        if b"forkserver" in command and "VmHWM" in fields:
             peaks.append(int(fields["VmHWM"].split()[0]) * 1024)
     return max(peaks)
 
