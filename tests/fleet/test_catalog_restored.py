@@ -51,6 +51,8 @@ def test_daemons_tell_a_restored_catalog_what_it_does_not_know(
     done(a, "POST", "/v1/datasets?name=later&filename=d.jsonl", rows(commit))
     done(b, "POST", "/v1/mirrors", {"repo": "owner/second"})
     eventually(lambda: '"paper"' in records(fleet) and '"later"' in records(fleet))
+    # else nobody can tell it: it is published a moment after it was added
+    eventually(lambda: "owner__second" in newest(fleet))
     become_like(a, b)
     before = newest(fleet)
     pins = sorted((it["owner"], it["reason"]) for it in a.json("GET", "/v1/pins"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness_daemon import HarnessLab
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 
 def test_its_conformance_suite_and_an_evaluation(lab: HarnessLab) -> None:

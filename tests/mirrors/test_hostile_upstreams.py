@@ -24,7 +24,7 @@ from mirrord.git.errors import failure, retry_after_seconds
 from mirrord.model import utc_now
 from mirrord.telemetry import masked
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.root]
 
 FILE, LINK, DIRECTORY, SUBMODULE = b"100644", b"120000", b"40000", b"160000"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 9\n" % (b"1" * 64)

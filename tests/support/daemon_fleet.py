@@ -27,7 +27,7 @@ url = "file://{upstreams}/{{owner}}+{{name}}"
 """
 
 
-def eventually(look: Callable[[], Any], bound_s: float = 60.0) -> Any:
+def eventually(look: Callable[[], Any], bound_s: float = 120.0) -> Any:
     """What `look` answers once that is true."""
     deadline = time.monotonic() + bound_s
     while not (found := look()):
@@ -99,7 +99,7 @@ def _read_refs(mirror: Path) -> dict[str, str]:
     return found
 
 
-def become_like(model: Daemon, *nodes: Daemon, bound_s: float = 60.0) -> None:
+def become_like(model: Daemon, *nodes: Daemon, bound_s: float = 120.0) -> None:
     """Wait until they have its refs, with all that those reach."""
     for node in nodes:
         eventually(partial(_are_alike, model, node), bound_s)
@@ -110,7 +110,7 @@ def _are_alike(one: Daemon, other: Daemon) -> bool:
     return refs(one) == refs(other)
 
 
-def have(text: str, *nodes: Daemon, bound_s: float = 60.0) -> None:
+def have(text: str, *nodes: Daemon, bound_s: float = 120.0) -> None:
     """Wait until a ref, or a commit that one names, is in their mirrors."""
     for node in nodes:
         eventually(partial(_has, text, node), bound_s)

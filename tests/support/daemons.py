@@ -103,7 +103,7 @@ class Daemon:
             self.wait_until_healthy()
         return self
 
-    def wait_until_healthy(self, bound_s: float = 60.0) -> None:
+    def wait_until_healthy(self, bound_s: float = 120.0) -> None:
         """Until requests are answered and the engine is open; a degraded daemon (a full disk, say) is open too."""
         deadline = time.monotonic() + bound_s
         while time.monotonic() < deadline:
