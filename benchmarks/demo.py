@@ -1,7 +1,7 @@
 """The main job, once, as a newcomer would do it: every step is a command that the reader can type.
 
-Starts a daemon in a scratch state directory, imports a small dataset, audits it, checks out each instance, dirties and resets it,
-verifies its seal, and stops. Without a network it says so and goes on with a repository it generates.
+Starts a daemon in a scratch state directory, imports a small dataset, audits it, checks out each instance, dirties and resets it
+beside git, verifies its seal, takes a whole turn with a grade, and stops. Without a network it says so and goes on with a repository it generates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import mirrord
+
 MIRRORD = Path(sys.executable).with_name("mirrord")
 FORGE = "https://github.com/{owner}/{name}.git"
 # Releases of psf/requests: the commit is the task's starting point.
@@ -30,6 +32,12 @@ RELEASES = {
     "v2.25.1": "c2b307dbefe21177af03f9feb37181a89a799fcc",
     "v2.31.0": "147c8511ddbfa5e8f71bbf5c18ede0c4ceb3bba4",
 }
+
+
+NEXT = """
+next:  mirrord serve --detach                       # a daemon of your own (or `make deb`: a service)
+       mirrord dataset import YOUR_TASKS.jsonl      # rows with repo, base_commit and instance_id
+       mirrord checkout INSTANCE                    # a tree; docs/client.md has the same in Python"""
 
 
 class Session:
@@ -150,23 +158,61 @@ def dirty(tree: Path) -> None:
 
 
 def exercise(session: Session, instances: list[str]) -> None:
-    """Check out, dirty, diff, reset, verify and release each instance."""
-    print(
-        f"\n{'instance':28} {'checkout':>10} {'reset':>10}  tree after reset                          seal"
-    )
+    """Check out each instance twice, dirty, diff, reset, verify and release it, beside git."""
+    print(f"\n{'':28}{'mirrord, in the daemon':^36}{'git':^24}")
+    columns = ("first", "again", "reset", "worktree", "reset+clean")
+    print(f"{'instance':28}" + "".join(f"{name:>12}" for name in columns) + "  seal")
     for instance in instances:
+        first = json.loads(session.must("checkout", instance, "--json", quiet=True))
+        session.must("release", first["path"], quiet=True)
         made = json.loads(session.must("checkout", instance, "--json", quiet=True))
         tree = Path(made["path"])
         dirty(tree)
         assert "new file.txt" in session.must("diff", tree, quiet=True)
         again = json.loads(session.must("reset", tree, "--json", quiet=True))
         seal = session.run("verify-seal", tree, "--base", made["commit"], quiet=True)
-        took = [sum(answer["timings"].values()) * 1000 for answer in (made, again)]
+        took = [sum(answer["timings"].values()) * 1000 for answer in (first, made, again)]
+        took += git_times(session, made["mirror"], made["commit"])
         verdict = "sealed" if seal.returncode == 0 else f"LEAKS ({seal.returncode})"
-        print(
-            f"{instance:28} {took[0]:7.1f} ms {took[1]:7.1f} ms  {again['proof']['tree']}  {verdict}"
-        )
+        print(f"{instance:28}" + "".join(f"{ms:9.1f} ms" for ms in took) + f"  {verdict}")
         session.must("release", tree, quiet=True)
+    print("\nfirst: the commit's template is built, as `prewarm` does in the background.")
+
+
+def git_times(session: Session, mirror: str, commit: str) -> tuple[float, float]:
+    """Milliseconds of git's own: `worktree add`, then `reset --hard` and `clean` of the same."""
+    tree = session.scratch / "worktree"
+    git = ["git", "-C", str(session.scratch / "state/mirrors" / mirror), "worktree"]
+    began = time.monotonic()
+    subprocess.run([*git, "add", "-f", "--detach", tree, commit], check=True, capture_output=True)
+    added = time.monotonic()
+    first = next(path for path in sorted(tree.iterdir()) if path.is_file() and path.suffix)
+    first.write_text("changed\n")
+    (tree / "new file.txt").write_text("created\n")
+    dirtied = time.monotonic()
+    for words in (["reset", "--hard"], ["clean", "-ffdx"]):
+        subprocess.run(["git", "-C", tree, *words], check=True, capture_output=True)
+    reset = time.monotonic()
+    subprocess.run([*git, "remove", "--force", tree], check=True, capture_output=True)
+    return (added - began) * 1000, (reset - dirtied) * 1000
+
+
+def take_a_turn(session: Session, instance: str) -> None:
+    """What a harness does for a task, in Python: checkout, work, diff, grade, reset, release."""
+    with mirrord.Client(session.socket) as client:
+        began = time.monotonic()
+        with client.checkout(instance) as checkout:
+            (checkout.path / "solution.py").write_text("answer = 42\n")
+            patch = checkout.diff()
+            with checkout.grade() as grade:
+                assert (grade.path / "solution.py").is_file()
+            checkout.reset()
+        took = (time.monotonic() - began) * 1000
+    lines = len(patch.splitlines())
+    print(
+        f"\na turn of {instance}: checkout, write, diff of {lines} lines, grade, reset, release:"
+        f" {took:.1f} ms"
+    )
 
 
 def main() -> None:
@@ -203,9 +249,11 @@ def main() -> None:
             session.must("dataset", "import", scratch / "demo.jsonl")
             session.must("audit")
             exercise(session, instances)
+            take_a_turn(session, instances[-1])
             session.must("status")
         finally:
             session.stop()
+    print(NEXT)
 
 
 if __name__ == "__main__":
