@@ -291,17 +291,17 @@ class MirrorName:
     def parse(cls, text: str) -> Self:
         """Read `owner/name`, `group/sub/project` or `owner__name`; raises InvalidNameError."""
         if "/" in text:
-            owner, found, name = text.rpartition("/")
+            owner, mark, name = text.rpartition("/")
             owner = owner.replace("/", "+")
         else:
-            owner, found, name = text.partition("__")
+            owner, mark, name = text.partition("__")
         name = name.removesuffix(".git")
         # "__" in the owner or "_" at its end would split elsewhere; ".." is unsafe in paths
         is_owner = _GROUPS.fullmatch(owner) and "__" not in owner
         is_owner = is_owner and not owner.endswith(("_", ".")) and "_+" not in owner
         is_name = _NAME.fullmatch(name) and name != "."
         is_short = len(owner) + len(name) <= NAME_LIMIT_BYTES - 20  # git adds to names of files
-        if not (found and is_owner and is_name and is_short) or ".." in owner or ".." in name:
+        if not (mark and is_owner and is_name and is_short) or ".." in owner or ".." in name:
             rule = "a repository is owner/name of letters, digits, '.', '_' and '-', 100 each"
             raise InvalidNameError(
                 f"cannot name a mirror {shown(text)}: {rule}",

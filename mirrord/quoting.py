@@ -53,8 +53,8 @@ def unquote_name(text: str) -> str:
 
 def unquoted(text: bytes) -> tuple[bytes, bytes] | None:
     """Split a leading quoted name from what follows; None without one (git's unquote_c_style)."""
-    found = _QUOTED.match(text)
-    return (_ESCAPE.sub(_unescaped, found[1]), text[found.end() :]) if found else None
+    match = _QUOTED.match(text)
+    return (_ESCAPE.sub(_unescaped, match[1]), text[match.end() :]) if match else None
 
 
 def legible(text: str) -> str:

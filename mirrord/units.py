@@ -61,13 +61,13 @@ def parse_size(value: object) -> int:
     """Parse `512MiB` or `50GB`; an integer is bytes."""
     if type(value) is int and 0 <= value < _LARGEST:
         return value
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if not found or not isinstance(value, str):
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if not match or not isinstance(value, str):
         raise ValueError(
             f"{shown(str(value))} is not a size; "
             "write a number and one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
         )
-    size = float(found[1]) * _BYTES[found[2]]
+    size = float(match[1]) * _BYTES[match[2]]
     if size >= _LARGEST:
         raise ValueError(f"{shown(value)} is more than any disk")
     return int(size)

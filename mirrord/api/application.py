@@ -71,8 +71,8 @@ class Routes:
         methods, quoted = self._plain.get(path), {}
         if methods is None:
             for pattern, candidates in self._patterns.items():
-                if found := pattern.fullmatch(path):
-                    methods, quoted = candidates, found.groupdict()
+                if match := pattern.fullmatch(path):
+                    methods, quoted = candidates, match.groupdict()
                     break
             else:
                 raise errors.NotFoundError("cannot answer the request: no such path", hint=_HINT)

@@ -84,12 +84,12 @@ gauge disk_size_bytes; ; Size of the file system that holds the state directory.
 
 
 def _described() -> dict[str, Description]:
-    found = {}
+    metrics = {}
     for line in _TABLE.strip().splitlines():
         head, labels, text = line.split("; ", 2)
         kind, name = head.split()
-        found[name] = Description(kind, text, tuple(filter(None, labels.split(", "))))
-    return found
+        metrics[name] = Description(kind, text, tuple(filter(None, labels.split(", "))))
+    return metrics
 
 
 METRICS = _described()

@@ -115,7 +115,7 @@ def incomplete_refs(
     kinds = object_kinds(git_dir, refs.values())
     present = {ref: oid for ref, oid in sorted(refs.items()) if kinds[oid] and PINS not in ref}
     others = [ref for ref in present if ref != HISTORY] if level is AuditLevel.CONTENT else []
-    found = {}
+    incomplete = {}
     for suspects in ([HISTORY] if HISTORY in present else [], others):
         if reason := find_hole(git_dir, [present[ref] for ref in suspects], proven):
             while len(suspects) > 1:
@@ -123,8 +123,8 @@ def incomplete_refs(
                 has_hole = find_hole(git_dir, [present[ref] for ref in half], proven)
                 suspects = half if has_hole else suspects[len(half) :]
             reason = f"it reaches a missing object: {reason}"
-            found[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)
-    return found
+            incomplete[suspects[0]] = Defect(FindingKind.REF_INCOMPLETE, reason)
+    return incomplete
 
 
 class Missing(NamedTuple):

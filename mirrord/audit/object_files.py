@@ -31,17 +31,17 @@ def find_bad_files(git_dir: Path, level: AuditLevel) -> list[BadFile]:
 
     def find() -> set[BadFile]:
         objects = git_dir / "objects"
-        found = set(find_strange(git_dir))
-        unopened = {git_dir / bad.path for bad in found}
+        strange = set(find_strange(git_dir))
+        unopened = {git_dir / bad.path for bad in strange}
         if objects not in unopened:
-            found.update(_packs(objects / "pack", level, unopened))
+            strange.update(_packs(objects / "pack", level, unopened))
             if level is not AuditLevel.QUICK:
-                found.update(_derived(objects, unopened), _loose(objects, level, unopened))
-        return found
+                strange.update(_derived(objects, unopened), _loose(objects, level, unopened))
+        return strange
 
-    found = find()
+    strange = find()
     # bad files are read twice, because files come and go while the mirror is packed
-    return sorted(found & find()) if found else []
+    return sorted(strange & find()) if strange else []
 
 
 def _unreadable(error: OSError) -> str:
@@ -181,11 +181,11 @@ def find_lying(git_dir: Path) -> dict[str, Defect]:
     def identity(path: str) -> tuple[object, ...] | None:
         """Stay equal while the file and the set of packs do."""
         try:
-            found = (git_dir / path).stat()
+            st = (git_dir / path).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         names = [file.name for file in packs.packs_in(git_dir / "objects/pack", ".pack")]
-        return found.st_ino, found.st_mtime_ns, found.st_size, *names
+        return st.st_ino, st.st_mtime_ns, st.st_size, *names
 
     lying = {}
     for path, command in (

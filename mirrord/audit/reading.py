@@ -24,11 +24,11 @@ def look_up(
     git_dir: Path, names: Iterable[str], read: Collection[str] = ()
 ) -> dict[str, BatchObject]:
     """Look up the objects of `names`, and of `read` with their bytes; leave out missing ones."""
-    found = read_objects(git_dir, read, info=sorted(set(names)), doing="look up objects")
-    return {one.name: one for one in found if one.exists}
+    objects = read_objects(git_dir, read, info=sorted(set(names)), doing="look up objects")
+    return {one.name: one for one in objects if one.exists}
 
 
 def object_kinds(git_dir: Path, oids: Iterable[str]) -> dict[str, str]:
     """Return the type of each object; empty where it is missing or unreadable."""
-    found = look_up(git_dir, asked := set(oids))
-    return {oid: found[oid].kind if oid in found else "" for oid in asked}
+    objects = look_up(git_dir, asked := set(oids))
+    return {oid: objects[oid].kind if oid in objects else "" for oid in asked}

@@ -60,40 +60,40 @@ class RefFiles:
 
 def read_ref_files(git_dir: Path) -> RefFiles:
     """Read HEAD, refs and configuration; bad files twice, because refs may move meanwhile."""
-    found = _read(git_dir)
-    if found.bad:
-        first, found = found, _read(git_dir)
-        found.bad = [bad for bad in found.bad if bad in first.bad]
-    return found
+    files = _read(git_dir)
+    if files.bad:
+        first, files = files, _read(git_dir)
+        files.bad = [bad for bad in files.bad if bad in first.bad]
+    return files
 
 
 def _read(git_dir: Path) -> RefFiles:
-    found = RefFiles()
-    text = _text(git_dir, "HEAD", FileKind.HEAD, found)
+    files = RefFiles()
+    text = _text(git_dir, "HEAD", FileKind.HEAD, files)
     if symbolic := _SYMBOLIC.fullmatch(text or ""):
-        found.head = symbolic[1]
-    elif not found.bad:
+        files.head = symbolic[1]
+    elif not files.bad:
         is_detached = text is not None and _VALUE.fullmatch(text)
         reason = "it names a commit, not a branch" if is_detached else "it names no ref"
-        found.report("HEAD", FileKind.HEAD, "it is lost" if text is None else reason)
-    loose = dict(_loose_refs(git_dir, found))  # first, because packing moves refs the other way
-    found.refs = {**dict(_packed_refs(git_dir, found)), **loose}
-    for bad in found.bad:
-        found.refs.pop(bad.path, None)  # the packed value of that ref is older
-    _judge_private(found)
+        files.report("HEAD", FileKind.HEAD, "it is lost" if text is None else reason)
+    loose = dict(_loose_refs(git_dir, files))  # first, because packing moves refs the other way
+    files.refs = {**dict(_packed_refs(git_dir, files)), **loose}
+    for bad in files.bad:
+        files.refs.pop(bad.path, None)  # the packed value of that ref is older
+    _judge_private(files)
     # a file where other refs need a directory
-    directories = {ref.rpartition("/")[0] for ref in found.refs}
+    directories = {ref.rpartition("/")[0] for ref in files.refs}
     needed = {str(above) for path in directories for above in (Path(path), *Path(path).parents)}
     needed |= {"refs/heads", "refs/tags", *(ours.rstrip("/") for ours in (OURS, PINS, KEPT))}
     for ref in sorted(loose.keys() & needed):
-        found.astray[ref] = found.refs.pop(ref, loose[ref])
-        found.report(ref, FileKind.REF, "it is a file, where refs need a directory")
+        files.astray[ref] = files.refs.pop(ref, loose[ref])
+        files.report(ref, FileKind.REF, "it is a file, where refs need a directory")
     if wrong := no_file(git_dir / "config"):
-        found.report("config", FileKind.LAYOUT, wrong)
+        files.report("config", FileKind.LAYOUT, wrong)
     elif changed := changed_settings(git_dir / "config"):
-        found.report("config", FileKind.CONFIG, changed)
-    found.bad.sort()
-    return found
+        files.report("config", FileKind.CONFIG, changed)
+    files.bad.sort()
+    return files
 
 
 def read_packed(git_dir: Path) -> dict[str, str]:
@@ -107,7 +107,7 @@ def oid_in_name(ref: str) -> str | None:
     return oid if _VALUE.fullmatch(oid) and (ref == f"{KEPT}{oid}" or is_pin(ref)) else None
 
 
-def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | None:
+def _text(git_dir: Path, name: str, kind: FileKind, files: RefFiles) -> str | None:
     """Read a file; None where it is missing, or was reported as bad."""
     wrong = no_file(git_dir / name)
     try:
@@ -118,38 +118,38 @@ def _text(git_dir: Path, name: str, kind: FileKind, found: RefFiles) -> str | No
         return None
     except (PermissionError, IsADirectoryError) as error:
         wrong = f"it cannot be read: {error.strerror}"
-    found.report(name, kind, wrong)
+    files.report(name, kind, wrong)
     return None
 
 
 def _loose_refs(
-    git_dir: Path, found: RefFiles, directory: str = "refs"
+    git_dir: Path, files: RefFiles, directory: str = "refs"
 ) -> Iterator[tuple[str, str]]:
     if directory == "refs" and (wrong := no_directory(git_dir / directory)):
-        found.report(directory, FileKind.LAYOUT, wrong)
+        files.report(directory, FileKind.LAYOUT, wrong)
         return
     for entry in sorted_entries(git_dir / directory):
         ref = f"{directory}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
-            yield from _loose_refs(git_dir, found, ref)
+            yield from _loose_refs(git_dir, files, ref)
             continue
-        text = None if ref.endswith(".lock") else _text(git_dir, ref, FileKind.REF, found)
+        text = None if ref.endswith(".lock") else _text(git_dir, ref, FileKind.REF, files)
         if text is None:
             continue
         value = _VALUE.fullmatch(text)
         if ref.startswith(_REPLACE):
-            found.report(ref, FileKind.PLANTED, "it gives an object another's content")
+            files.report(ref, FileKind.PLANTED, "it gives an object another's content")
         elif value and value[1] != "0" * 40:
             yield ref, value[1]
         elif _SYMBOLIC.fullmatch(text):
-            found.report(ref, FileKind.REF, "it is symbolic")
+            files.report(ref, FileKind.REF, "it is symbolic")
         else:
             reason = "it does not hold an object id" if text else "it is empty"
-            found.report(ref, FileKind.REF, reason)
+            files.report(ref, FileKind.REF, reason)
 
 
-def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
-    text = _text(git_dir, "packed-refs", FileKind.PACKED_REFS, found)
+def _packed_refs(git_dir: Path, files: RefFiles) -> Iterator[tuple[str, str]]:
+    text = _text(git_dir, "packed-refs", FileKind.PACKED_REFS, files)
     if text is None:
         return
     lines = text.split("\n")
@@ -160,7 +160,7 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
         packed = _PACKED.fullmatch(line)
         if packed and packed[2].startswith(_REPLACE):
             reason = f"line {number} gives an object another's content"
-            found.report("packed-refs", FileKind.PACKED_REFS, reason)
+            files.report("packed-refs", FileKind.PACKED_REFS, reason)
         elif packed:
             if (name := encode_name(packed[2])) <= before:
                 wrong.append(f"line {number} is out of order")
@@ -169,38 +169,38 @@ def _packed_refs(git_dir: Path, found: RefFiles) -> Iterator[tuple[str, str]]:
                 "peeled" in header and packed[2].startswith("refs/tags/")
             )
             if is_peeled:  # git (2.39) then takes it for no tag, unless a peeled line follows
-                found.peeled.append((last, None))
+                files.peeled.append((last, None))
             yield packed[2], packed[1]
         elif peeled := _PEELED.fullmatch(line):
-            if found.peeled and found.peeled[-1] == (last, None):
-                found.peeled.pop()
-            found.peeled.append((last, peeled[1]))
+            if files.peeled and files.peeled[-1] == (last, None):
+                files.peeled.pop()
+            files.peeled.append((last, peeled[1]))
         elif number > 1 or not line.startswith("# pack-refs"):
             wrong.append(f"line {number} is not a ref")
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        found.report("packed-refs", FileKind.PACKED_REFS, wrong[0] + more)
+        files.report("packed-refs", FileKind.PACKED_REFS, wrong[0] + more)
 
 
-def _judge_private(found: RefFiles) -> None:
+def _judge_private(files: RefFiles) -> None:
     """Report private refs that are no pin, kept ref, mark of a fetch or history, or are wrong."""
-    for ref, oid in [item for item in found.refs.items() if item[0].startswith(OURS)]:
+    for ref, oid in [item for item in files.refs.items() if item[0].startswith(OURS)]:
         is_named = ref in {HISTORY, f"{KEPT}{oid}", f"{INCOMING}{oid}"}
         if is_named or (is_pin(ref) and ref.endswith(oid)):
             continue
-        found.astray[ref] = found.refs.pop(ref)
+        files.astray[ref] = files.refs.pop(ref)
         if ref.startswith(INCOMING) or not oid_in_name(ref):
-            found.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
+            files.report(ref, FileKind.PLANTED, "mirrord makes no such ref")
         else:
-            found.report(ref, FileKind.REF, f"it names {oid}, not the object in its name")
+            files.report(ref, FileKind.REF, f"it names {oid}, not the object in its name")
 
 
-def wrongly_peeled(found: RefFiles, objects: Mapping[str, BatchObject]) -> list[BadFile]:
+def wrongly_peeled(files: RefFiles, objects: Mapping[str, BatchObject]) -> list[BadFile]:
     """Compare what packed-refs says about tags with `objects`, those that `peeled_names` names.
 
     git (2.39) believes it: an upstream's tag would be served as another commit's.
     """
-    for oid, peeled in found.peeled:
+    for oid, peeled in files.peeled:
         target = objects.get(f"{oid}^{{}}")
         if target and peeled != (target.oid if target.oid != oid else None):
             fact = f"it says that {oid} leads to {peeled or 'nothing'}, and not to {target.oid}"
@@ -208,9 +208,9 @@ def wrongly_peeled(found: RefFiles, objects: Mapping[str, BatchObject]) -> list[
     return []
 
 
-def peeled_names(found: RefFiles) -> Iterator[str]:
+def peeled_names(files: RefFiles) -> Iterator[str]:
     """Name the objects that `wrongly_peeled` compares."""
-    return (f"{oid}^{{}}" for oid, _ in found.peeled)
+    return (f"{oid}^{{}}" for oid, _ in files.peeled)
 
 
 # -- refs compared with the history ----------------------------------------------------------------
@@ -219,7 +219,7 @@ def peeled_names(found: RefFiles) -> Iterator[str]:
 def wrong_refs(
     repository: Path,
     git_dir: Path,
-    found: RefFiles,
+    files: RefFiles,
     objects: Mapping[str, BatchObject],
     known: str | None,
 ) -> dict[str, Defect]:
@@ -228,7 +228,7 @@ def wrong_refs(
     `objects` are those that refs name, with the bytes of the newest record. `known` is a record
     that the history must have.
     """
-    defects = _wrong_refs(repository, found, objects, known)
+    defects = _wrong_refs(repository, files, objects, known)
     if not defects:
         return {}
     ends = time.monotonic() + 10  # longer than any transaction; a crash may have left a journal
@@ -248,15 +248,15 @@ def wrong_refs(
 
 
 def _wrong_refs(
-    repository: Path, found: RefFiles, objects: Mapping[str, BatchObject], known: str | None
+    repository: Path, files: RefFiles, objects: Mapping[str, BatchObject], known: str | None
 ) -> dict[str, Defect]:
     # the finding of a pin without an object is about the commit
-    dangling = [ref for ref, oid in found.refs.items() if oid not in objects and PINS not in ref]
+    dangling = [ref for ref, oid in files.refs.items() if oid not in objects and PINS not in ref]
     defects = dict.fromkeys(dangling, Defect(FindingKind.REF, "it names a missing object"))
-    broken = {bad.path for bad in found.bad}
-    tip = found.refs.get(HISTORY)
+    broken = {bad.path for bad in files.bad}
+    tip = files.refs.get(HISTORY)
     if tip is None:
-        if (found.refs or known) and HISTORY not in broken:
+        if (files.refs or known) and HISTORY not in broken:
             defects[HISTORY] = Defect(FindingKind.REF_LOST, "it is gone")
         return defects
     record = [objects[name] for name in blobs_of(tip) if name in objects]
@@ -269,14 +269,14 @@ def _wrong_refs(
     for ref, oid in recorded.items():
         if ref in broken or ref in defects:
             continue
-        value = found.refs.get(ref)
+        value = files.refs.get(ref)
         if value is None:
             defects[ref] = Defect(FindingKind.REF_LOST, "it is gone, and the ref history has it")
         elif value != oid:
             reason = f"it names {value}, and {oid} in the ref history"
             defects[ref] = Defect(FindingKind.REF_MOVED, reason)
-    if head in recorded and found.head != head and "HEAD" not in broken:
-        reason = f"it names {found.head}, and {head} in the ref history"
+    if head in recorded and files.head != head and "HEAD" not in broken:
+        reason = f"it names {files.head}, and {head} in the ref history"
         defects["HEAD"] = Defect(FindingKind.HEAD, reason)
     return defects
 
@@ -312,8 +312,8 @@ def recorded_tips(repository: Path, tip: str) -> set[str]:
 
 def read_lists(repository: Path, records: Iterable[str]) -> dict[str, dict[str, str]]:
     """Read upstream's refs from the blobs of records, by blob, because records share blobs."""
-    found = look_up(repository, [name for record in records for name in blobs_of(record)])
-    blobs = {blob.oid for blob in found.values() if blob.kind == "blob"}
+    lists = look_up(repository, [name for record in records for name in blobs_of(record)])
+    blobs = {blob.oid for blob in lists.values() if blob.kind == "blob"}
     read = read_objects(repository, sorted(blobs), doing="read ref records")
     return {blob.oid: followed_refs(parse_lines(blob.data)[0]) for blob in read if blob.exists}
 

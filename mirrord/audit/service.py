@@ -133,8 +133,8 @@ class Audits:
     async def find_unfinished(self, level: AuditLevel) -> datetime | None:
         """Return when the audit began that a scheduled one at this level would resume."""
         judgements = await self.catalog.list_judgements(level, self.catalog.node)
-        found = await self._unfinished(level, judgements[-1:])
-        return found[0].started_at if found else None
+        unfinished = await self._unfinished(level, judgements[-1:])
+        return unfinished[0].started_at if unfinished else None
 
     async def get(self, identity: str) -> protocol.Audit:
         """Return an audit; raises AuditNotFoundError."""

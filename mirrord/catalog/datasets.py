@@ -123,10 +123,10 @@ def weigh_datasets(connection: Connection) -> dict[str, int]:
 def delete_dataset(connection: Connection, name: str) -> bool:
     """Delete a dataset with its instances; the caller removes its pins."""
     lock(connection, f"dataset/{name}")
-    found = connection.execute(sa.delete(datasets).where(datasets.c.name == name)).rowcount > 0
+    was_there = connection.execute(sa.delete(datasets).where(datasets.c.name == name)).rowcount > 0
     forget_unneeded(connection)
     note_changes(connection, f"dataset/{name}")
-    return found
+    return was_there
 
 
 def put_refused(connection: Connection, name: str, key: str, refused: dict[str, str]) -> None:
@@ -255,10 +255,10 @@ def list_ambiguous(connection: Connection, dataset: str) -> list[AmbiguousInstan
         .join(other_dataset, other_dataset.c.id == other.c.dataset_id)
         .order_by(instances.c.id, other_dataset.c.name)
     )
-    found: dict[str, list[str]] = {}
+    ambiguous: dict[str, list[str]] = {}
     for identity, name in connection.execute(query):
-        found.setdefault(identity, [dataset]).append(name)
-    return [AmbiguousInstance(id=identity, datasets=names) for identity, names in found.items()]
+        ambiguous.setdefault(identity, [dataset]).append(name)
+    return [AmbiguousInstance(id=identity, datasets=names) for identity, names in ambiguous.items()]
 
 
 def iter_instances(
@@ -369,8 +369,8 @@ def count_servable(
     names, mirror, state = datasets.c.name, instances.c.mirror_name, _servable(lost).label("state")
     query = of_dataset(dataset, names, mirror, state, func.count())
     query = query.where(instances.c.base_commit.not_in(sorted(accepted)[:_SHOWN]))
-    found = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
-    return [(name, mirror, Servable(state), count) for name, mirror, state, count in found]
+    rows = connection.execute(query.group_by(names, mirror, "state").order_by(names, mirror))
+    return [(name, mirror, Servable(state), count) for name, mirror, state, count in rows]
 
 
 def list_servable(
@@ -398,10 +398,10 @@ def list_servable(
     if containing:
         query = query.where(public.icontains(containing, autoescape=True))
     count = connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
-    found = connection.execute(query.order_by(public).limit(limit).offset(offset))
+    rows = connection.execute(query.order_by(public).limit(limit).offset(offset))
     return count, [
         InstanceLine(identity, name, commit, Servable(word))
-        for identity, name, commit, word in found
+        for identity, name, commit, word in rows
     ]
 
 
@@ -487,8 +487,8 @@ def find_base_commit(connection: Connection, key: str, digits: str) -> CommitId 
         recorded.c.commit_id >= digits,
         recorded.c.commit_id < f"{digits}g",
     )
-    found = connection.execute(query.distinct().limit(2)).scalars().all()
-    return CommitId(found[0]) if len(found) == 1 else None
+    commits = connection.execute(query.distinct().limit(2)).scalars().all()
+    return CommitId(commits[0]) if len(commits) == 1 else None
 
 
 def find_history_limit(connection: Connection, key: str, commit: CommitId) -> History | None:

@@ -66,7 +66,7 @@ def publish_generation(
 
 
 def adopt_generation(
-    connection: Connection, node: str, key: str, found: Generation, epoch: int = 0
+    connection: Connection, node: str, key: str, generation: Generation, epoch: int = 0
 ) -> None:
     """Record a generation found in the store as a mirror's newest, unless a newer one is known.
 
@@ -74,7 +74,7 @@ def adopt_generation(
     lost and can publish nothing.
     """
     lock(connection, "claims")
-    last = max(found.epoch, epoch)
+    last = max(generation.epoch, epoch)
     mirror = insert_of(connection, claims).values(new_claim(f"{MIRROR}{key}") | {"epoch": last})
     raised = {"epoch": last, "node": None, "expires_ms": 0}
     connection.execute(
@@ -82,12 +82,14 @@ def adopt_generation(
             index_elements=["key"], set_=raised, where=claims.c.epoch < last
         )
     )
-    row = {**found._asdict(), "node": node, "published_ms": clock_ms()}
+    row = {**generation._asdict(), "node": node, "published_ms": clock_ms()}
     new_generation = insert_of(connection, generations).values(mirror_key=key, **row)
     known = sa.tuple_(generations.c.epoch, generations.c.number)
     connection.execute(
         new_generation.on_conflict_do_update(
-            index_elements=["mirror_key"], set_=row, where=known < (found.epoch, found.number)
+            index_elements=["mirror_key"],
+            set_=row,
+            where=known < (generation.epoch, generation.number),
         )
     )
     note_changes(connection, f"{MIRROR}{key}")

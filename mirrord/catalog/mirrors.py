@@ -43,8 +43,8 @@ def put_mirror(connection: Connection, row: MirrorRow) -> None:
 
 def find_mirror(connection: Connection, key: str) -> MirrorRow | None:
     query = select(mirrors).where(mirrors.c.key == key.lower())
-    found = connection.execute(query).mappings().first()
-    return _mirror_row(found) if found else None
+    row = connection.execute(query).mappings().first()
+    return _mirror_row(row) if row else None
 
 
 def list_mirrors(connection: Connection) -> list[MirrorRow]:
@@ -124,11 +124,11 @@ def list_pins(
 
 def list_pin_keys(connection: Connection) -> dict[str, set[tuple[str, CommitId]]]:
     """Return owner and commit of every pin, by mirror key."""
-    found: dict[str, set[tuple[str, CommitId]]] = {}
+    keys: dict[str, set[tuple[str, CommitId]]] = {}
     query = select(pins.c.mirror_key, pins.c.owner, pins.c.commit_id)
     for key, owner, commit in connection.execute(query):
-        found.setdefault(key, set()).add((owner, commit))
-    return found
+        keys.setdefault(key, set()).add((owner, commit))
+    return keys
 
 
 def count_pins(connection: Connection) -> dict[str, int]:

@@ -44,7 +44,7 @@ def forget_unneeded(connection: Connection) -> None:
     connection.execute(sa.delete(needs).where(~is_base))
 
 
-def put_compositions(connection: Connection, dataset_id: int, found: Compositions) -> None:
+def put_compositions(connection: Connection, dataset_id: int, compositions: Compositions) -> None:
     """Replace what is known of these commits, and record submodules for a dataset's instances."""
     is_old = and_(recorded.c.dataset_id == dataset_id, recorded.c.role == CommitRole.SUBMODULE)
     connection.execute(sa.delete(recorded).where(is_old))
@@ -54,7 +54,7 @@ def put_compositions(connection: Connection, dataset_id: int, found: Composition
     for identity, base, name in connection.execute(select(*columns).where(is_own)):
         based.setdefault((name.lower(), base), []).append(identity)
     new, rows = [], set[tuple[str, str, str, str]]()
-    for (key, commit), composition in found.items():
+    for (key, commit), composition in compositions.items():
         is_it = and_(needs.c.mirror_key == key, needs.c.commit_id == commit)
         connection.execute(sa.delete(needs).where(is_it))
         if composition != Composition():

@@ -163,12 +163,12 @@ def _without_tags(row: InstanceRow, found: Mapping[str, CommitId]) -> InstanceRo
 
 
 def resolve_instances(
-    connection: Connection, dataset: str, key: str, found: Mapping[str, CommitId]
+    connection: Connection, dataset: str, key: str, commits: Mapping[str, CommitId]
 ) -> int:
     """Set the base commits of one mirror's instances by their revisions. Return how many."""
     lock(connection, f"dataset/{dataset}")
     unresolved = iter_instances(connection, dataset, key, unresolved=True)
-    rows = [_resolved(row, {key: found}) for row in unresolved if row.revision in found]
+    rows = [_resolved(row, {key: commits}) for row in unresolved if row.revision in commits]
     dataset_id = connection.execute(
         select(datasets.c.id).where(datasets.c.name == dataset)
     ).scalar_one_or_none()
@@ -229,12 +229,12 @@ def _writing(place: str) -> Iterator[Connection]:
 
 def _put_head(connection: Connection, head: DatasetHead) -> int:
     values = asdict(head)
-    found = connection.execute(select(datasets.c.id).where(datasets.c.name == head.name)).scalar()
-    if found is None:
+    row = connection.execute(select(datasets.c.id).where(datasets.c.name == head.name)).scalar()
+    if row is None:
         query = insert(datasets).values(values).returning(datasets.c.id)
         return int(connection.execute(query).scalar_one())
-    connection.execute(update(datasets).where(datasets.c.id == found).values(values))
-    return int(found)
+    connection.execute(update(datasets).where(datasets.c.id == row).values(values))
+    return int(row)
 
 
 def iter_batches(spool: Path, found: Found | None = None) -> Iterator[list[DigestedRow]]:

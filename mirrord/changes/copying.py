@@ -117,12 +117,12 @@ class Piece(NamedTuple):
     ino: int = 0
 
     @classmethod
-    def of(cls, where: Where, found: os.stat_result) -> "Piece":
+    def of(cls, where: Where, st: os.stat_result) -> "Piece":
         # opening a directory that its owner locked changes its ctime, and linking a file changes it
-        is_directory = stat.S_ISDIR(found.st_mode)
-        size = 0 if is_directory else found.st_size
-        ctime_ns = 0 if is_directory or where is Where.OWN else found.st_ctime_ns
-        return cls(where, found.st_mode, size, found.st_mtime_ns, ctime_ns, found.st_ino)
+        is_directory = stat.S_ISDIR(st.st_mode)
+        size = 0 if is_directory else st.st_size
+        ctime_ns = 0 if is_directory or where is Where.OWN else st.st_ctime_ns
+        return cls(where, st.st_mode, size, st.st_mtime_ns, ctime_ns, st.st_ino)
 
     @property
     def is_clients(self) -> bool:
@@ -141,9 +141,9 @@ class Piece(NamedTuple):
 HIDDEN = Piece(Where.HIDDEN)
 
 
-def hidden_by(found: os.stat_result) -> Piece:
+def hidden_by(st: os.stat_result) -> Piece:
     """Return the whiteout for a path where the checkout has something that no layer keeps."""
-    return Piece(Where.HIDDEN, 0 if is_whiteout(found) else found.st_mode)
+    return Piece(Where.HIDDEN, 0 if is_whiteout(st) else st.st_mode)
 
 
 Pieces = dict[bytes, Piece]
@@ -182,12 +182,12 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
     left_out, has_git = dict[str, int](), True
     began_ns = clock_ns()
     for _ in range(_ROUNDS):
-        at, found = utc_now(), _survey_once(survey)
-        if found is None:
+        at, surveyed = utc_now(), _survey_once(survey)
+        if surveyed is None:
             before = None
             continue
-        if not (is_complete := found == before):
-            wanted, left_out, has_git = select(found, what)
+        if not (is_complete := surveyed == before):
+            wanted, left_out, has_git = select(surveyed, what)
         # equal to what the last copy saw: nothing changed since then, and one survey is enough
         is_same = before is None and wanted == copy.recorded
         if is_complete or is_same:
@@ -197,7 +197,7 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
             size = sum(piece.size for piece in wanted.values() if stat.S_ISREG(piece.mode))
             return Taken(at, files, size, left_out, has_git, is_same)
         unlocked = copy.bring(copied, wanted)
-        copied, before = wanted | unlocked, found | unlocked
+        copied, before = wanted | unlocked, surveyed | unlocked
     raise CheckoutBusyError(
         f"cannot copy the checkout: it changed during each of {_ROUNDS} attempts",
         hint="stop the processes that write in it, then try again",
@@ -207,14 +207,14 @@ def _copy(copy: "_Copy", survey: Callable[[], Pieces], what: CopyRule) -> Taken:
 def _survey_once(survey: Callable[[], Pieces]) -> Pieces | None:
     """Survey the tree; None if it changed meanwhile so that what was seen is no one tree."""
     try:
-        found = survey()
+        pieces = survey()
     except OSError as error:
         if error.errno not in _CHANGED:
             raise
         return None
-    above = {path.rpartition(b"/")[0] for path in found} - {b""}
-    is_tree = all(path in found and found[path].is_directory for path in above)
-    return found if is_tree else None
+    above = {path.rpartition(b"/")[0] for path in pieces} - {b""}
+    is_tree = all(path in pieces and pieces[path].is_directory for path in above)
+    return pieces if is_tree else None
 
 
 @dataclass(eq=False, repr=False)
@@ -227,17 +227,17 @@ class _Locked:
     def __post_init__(self) -> None:
         self._modes: dict[bytes, int] = {}
 
-    def see(self, found: Pieces) -> Pieces:
+    def see(self, pieces: Pieces) -> Pieces:
         """Note the modes of a first survey; in later ones, replace modes that opening changed."""
-        for path, piece in found.items():
+        for path, piece in pieces.items():
             if not piece.is_directory or not piece.is_clients:
                 continue
             mode = self._modes.get(path)
             if mode is None and piece.mode & stat.S_IRWXU != stat.S_IRWXU:
                 self._modes[path] = piece.mode
             elif mode is not None and piece.mode == mode | stat.S_IRWXU:
-                found[path] = piece._replace(mode=mode)
-        return found
+                pieces[path] = piece._replace(mode=mode)
+        return pieces
 
     def restore(self) -> None:
         with self.owner:
@@ -431,7 +431,7 @@ class _Copy:
                 self._write(path, piece, _Read(file=file, attributes=read_attributes(file)))
 
 
-def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:
+def select(pieces: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]:
     """Select from a survey what `what` says and a layer can have.
 
     Returns the pieces, the number of others by kind, and whether the client's `.git` is included:
@@ -440,7 +440,7 @@ def select(found: Pieces, what: CopyRule) -> tuple[Pieces, dict[str, int], bool]
     left_out: Counter[str] = Counter()
     wanted: Pieces = {}
     git: Pieces = {}
-    for path, piece in found.items():
+    for path, piece in pieces.items():
         kind = stat.S_IFMT(piece.mode)
         if not what.git and _IN_GIT.search(path):
             left_out["git_files"] += piece != HIDDEN and not piece.is_directory

@@ -119,10 +119,10 @@ def find_below(
     path: bytes, own: Mapping[bytes, os.stat_result], below: Sequence[int]
 ) -> os.stat_result | None:
     """Return the stat of what the upper layer hides at `path`, if anything."""
-    found = own.get(path)
+    st = own.get(path)
     for layer in below:
-        found = found or find_in(layer, path)
-    return None if found is None or is_whiteout(found) else found
+        st = st or find_in(layer, path)
+    return None if st is None or is_whiteout(st) else st
 
 
 def find_in(root: int, path: bytes) -> os.stat_result | None:
@@ -239,15 +239,15 @@ class _Surveyor:
             self._reader.locate(inside)  # makes it readable, in the upper layer too
         return {inside + name: found for name, found in self._written.stats_in(path)}
 
-    def _is_upper(self, path: bytes, found: os.stat_result) -> bool:
+    def _is_upper(self, path: bytes, st: os.stat_result) -> bool:
         """Return whether the changes of a directory are all in the upper layer: it is the one
         below with changes in it, or new, and not renamed to here.
         """
-        key = path, found.st_ino
+        key = path, st.st_ino
         if (known := self._known.get(key)) is None:
             shown, own = find_in(self._merged, path), self._own.get(path)
             template = next((seen for _, seen in self._stack(path)), None)
-            expected = found.st_ino
+            expected = st.st_ino
             if own is not None and stat.S_ISDIR(own.st_mode):
                 expected = own.st_ino
             elif template is not None and stat.S_ISDIR(template.st_mode):
@@ -255,14 +255,14 @@ class _Surveyor:
             known = self._known[key] = shown is not None and shown.st_ino == expected
         return known
 
-    def _add(self, where: Where, path: bytes, found: os.stat_result, pieces: Pieces) -> None:
+    def _add(self, where: Where, path: bytes, st: os.stat_result, pieces: Pieces) -> None:
         """Add a file or link, or hide the template's path where something else is there."""
-        if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
-            pieces[path] = Piece.of(where, found)
+        if stat.S_ISREG(st.st_mode) or stat.S_ISLNK(st.st_mode):
+            pieces[path] = Piece.of(where, st)
         elif any(self._stack(path)):
-            pieces[path] = hidden_by(found)
-        elif not is_whiteout(found):
-            pieces[path] = Piece.of(where, found)
+            pieces[path] = hidden_by(st)
+        elif not is_whiteout(st):
+            pieces[path] = Piece.of(where, st)
 
     def _add_own(self, path: bytes, pieces: Pieces) -> None:
         """Add what the checkout's own layer has at and below a path that the client left alone."""
@@ -305,12 +305,12 @@ class _Surveyor:
         """Iterate over the template's layers at a path, top first, as far as they show through."""
         top = path.partition(b"/")[0]
         for layer in (layer for layer, names in self._below if top in names):
-            found = find_in(layer, path)
-            if found is not None:
-                if is_whiteout(found):
+            st = find_in(layer, path)
+            if st is not None:
+                if is_whiteout(st):
                     return
-                yield layer, found
-                if not stat.S_ISDIR(found.st_mode):
+                yield layer, st
+                if not stat.S_ISDIR(st.st_mode):
                     return
                 continue
             above = (find_in(layer, each) for each in reversed(parents(path)))
@@ -346,8 +346,8 @@ def pool_changes(source: PoolTree) -> list[bytes]:
             TreeReader(root, owner) as reader,
         ):
             for directory in sorted(directories):
-                found = reader.find_stat(directory)
-                if found is not None and stat.S_ISDIR(found.st_mode):
+                st = reader.find_stat(directory)
+                if st is not None and stat.S_ISDIR(st.st_mode):
                     with suppress(PermissionError, FileNotFoundError):
                         inside = (directory + b"/" + name for name in reader.names_in(directory))
                         changed |= {path for path in inside if path not in manifest.files}

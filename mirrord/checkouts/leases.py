@@ -72,14 +72,14 @@ class Leases:
         self._private.mkdir(mode=0o700, exist_ok=True)
         trash = []
         for name in sorted({*os.listdir(self.public), *os.listdir(self._private)}):
-            found = self.directories(name)
+            directories = self.directories(name)
             try:
-                lease = None if name.startswith(".") else _read(found)
+                lease = None if name.startswith(".") else _read(directories)
             except _UnreadableError as error:
                 self.set_aside(CheckoutId(name), str(error))
                 continue
             if lease is None:
-                trash.append(found)
+                trash.append(directories)
             else:
                 self._set(lease)
                 self.add(lease.terms.taken_by, lease.terms.owner_uid)

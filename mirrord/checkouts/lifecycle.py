@@ -188,11 +188,11 @@ class Lifecycle:
 
     async def complete_resets(self) -> int:
         """Repeat the resets that failed half-way, and that nobody repeated; return how many."""
-        found = [each for each in self.leases if each.state is LeaseState.RESETTING]
-        for lease in found:
+        unfinished = [each for each in self.leases if each.state is LeaseState.RESETTING]
+        for lease in unfinished:
             if not self.is_locked(lease.id):
                 await self._complete_reset(lease)
-        return len(found)
+        return len(unfinished)
 
     async def _complete_reset(self, lease: Lease) -> None:
         async with self.locked(lease.id):

@@ -151,9 +151,11 @@ class PreparedLayers:
         shared one; without a name, the shared one that was saved for the environment.
         """
         wanted = name or (environment and layer_name(environment.digest))
-        found = [r for r in self._records.values() if r.saved.name == wanted and r.place == place]
-        own = (record for record in found if name and record.saved.saved_by == uid)
-        record = next(own, next(filter(self.is_shared, found), None))
+        matching = [
+            r for r in self._records.values() if r.saved.name == wanted and r.place == place
+        ]
+        own = (record for record in matching if name and record.saved.saved_by == uid)
+        record = next(own, next(filter(self.is_shared, matching), None))
         if record is None and name:
             mirror, commit, history = place
             raise errors.LayerNotFoundError(

@@ -154,8 +154,8 @@ class Receipts:
         """Count and hash the objects of a store, once."""
         key = store.path, store.packs
         if key not in self._closures:
-            found = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
-            self._closures[key] = found
+            closure = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
+            self._closures[key] = closure
         return self._closures[key]
 
     async def _walk(self, name: MirrorName, tip: str, head: CommitId) -> protocol.Closure:

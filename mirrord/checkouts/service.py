@@ -123,14 +123,14 @@ class Checkouts:
         """
         began = time.perf_counter()
         admitted = await self.leasing.admit(request, peer, process)
-        found = await self.resolver.resolve_start(request, self.leasing.naming(peer))
+        resolved = await self.resolver.resolve_start(request, self.leasing.naming(peer))
         history = await self.resolver.choose_history(
-            found, request.view, request.history, admitted.history
+            resolved, request.view, request.history, admitted.history
         )
         admitted = admitted._replace(history=history)
-        async with self.resolver.completed(request, found, history, peer) as found:
+        async with self.resolver.completed(request, resolved, history, peer) as resolved:
             resolved_s = elapsed_s(began)
-            draft = self.leasing.draft(admitted, *found).with_volumes(*volumes)
+            draft = self.leasing.draft(admitted, *resolved).with_volumes(*volumes)
             lease, timings = await self.leasing.begin(draft, admitted)
         timings = {"resolve": resolved_s, **timings, "total": elapsed_s(began)}
         self.leasing.publish("checkout.made", lease, duration_s=timings["total"])
@@ -258,8 +258,8 @@ class Checkouts:
 
     async def list(self, peer: Peer, label: str | None = None) -> list[protocol.Checkout]:
         """Return the checkouts that the peer may see, with `label` if given, oldest first."""
-        found = (it for it in self.leases_of(peer) if label is None or it.terms.label == label)
-        return [protocol.Checkout(**checkout_fields(lease, {})) for lease in found]
+        leases = (it for it in self.leases_of(peer) if label is None or it.terms.label == label)
+        return [protocol.Checkout(**checkout_fields(lease, {})) for lease in leases]
 
     def leases_of(self, peer: Peer) -> builtins.list[Lease]:
         """Return the leases that the peer may see, oldest first."""
@@ -329,7 +329,7 @@ class Checkouts:
         self.leasing.must_be_open()
         wanted = protocol.StartCheckout(mirror=receipt.mirror, commit=receipt.commit)
         try:
-            found = await self.resolver.resolve_start(wanted, self.leasing.naming(peer))
+            resolved = await self.resolver.resolve_start(wanted, self.leasing.naming(peer))
         except MirrorNotFoundError:
             return report(receipt, {"mirror": None})
         except CommitNotFoundError:
@@ -337,7 +337,7 @@ class Checkouts:
         base = None
         if receipt.instance is not None:
             base = await self.resolver.find_base(receipt.instance, receipt.dataset)
-        return await self.receipts.verify(receipt, found, base)
+        return await self.receipts.verify(receipt, resolved, base)
 
     async def apply(
         self,
@@ -362,12 +362,12 @@ class Checkouts:
                 self.leasing.must_be_admin(peer, "apply the instance's own patch")
                 patch, direction = await self.patches.named_patch(lease, named or "")
                 backwards ^= direction is Direction.REVERSE
-            paths, found = await self.patches.apply(
+            paths, applied_by = await self.patches.apply(
                 lease, patch, reverse=backwards, strategy=strategy
             )
-        facts = {"files": len(paths), "reverse": reverse, "strategy": str(found)}
+        facts = {"files": len(paths), "reverse": reverse, "strategy": str(applied_by)}
         self.leasing.publish("checkout.patched", lease, **facts)
-        return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=found)
+        return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=applied_by)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths
@@ -385,13 +385,13 @@ class Checkouts:
         """Yield what the checkout has after a reset; its layers are kept meanwhile."""
         resolver, history = self.resolver, lease.history
         if request.to is None:
-            found = await resolver.resolve_reset(request, lease, self.leasing.naming(peer))
-            if found.base.commit != lease.base.commit:
-                await resolver.choose_history(found, lease.terms.view, history, history)
-            async with resolver.completed(request, found, history, peer, lease) as found:
-                if found.base.environment is not None:
+            resolved = await resolver.resolve_reset(request, lease, self.leasing.naming(peer))
+            if resolved.base.commit != lease.base.commit:
+                await resolver.choose_history(resolved, lease.terms.view, history, history)
+            async with resolver.completed(request, resolved, history, peer, lease) as resolved:
+                if resolved.base.environment is not None:
                     must_mount([lease.backend])
-                yield found.base
+                yield resolved.base
             return
         others = (request.instance, request.commit, request.dataset)
         if any((*others, request.layer, request.environment)):

@@ -52,8 +52,8 @@ class Volumes:
         return next((pair for pair in self.list() if pair[1].name == name), None)
 
     def get(self, name: str) -> tuple[Lease, Volume]:
-        if found := self.find(name):
-            return found
+        if pair := self.find(name):
+            return pair
         raise NotFoundError(
             f"cannot find volume {shown(name)}: it does not exist",
             hint="it may have expired, or its checkout was released",
@@ -66,10 +66,10 @@ class Volumes:
 
         Returns False if the volume exists. Raises ConflictError if it has other options.
         """
-        if found := self.find(name):
-            if found[1].options == options:
+        if existing := self.find(name):
+            if existing[1].options == options:
                 return False
-            fact = f"it exists with other options, for checkout {found[0].id}"
+            fact = f"it exists with other options, for checkout {existing[0].id}"
             raise ConflictError(f"cannot make volume {name}: {fact}", hint="choose another name")
         asked = source.request if isinstance(source, ForkOf) else source
         asked_s = None if isinstance(asked, Existing) else asked.ttl
@@ -138,8 +138,8 @@ class Volumes:
             yield self.get(name)
 
     def _id_of(self, checkout: str) -> str:
-        found = self.find(checkout)
-        return found[0].id if found else checkout
+        pair = self.find(checkout)
+        return pair[0].id if pair else checkout
 
     def _save(self, lease: Lease, volume: Volume) -> None:
         volumes = tuple(volume if each.name == volume.name else each for each in lease.volumes)

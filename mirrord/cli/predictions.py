@@ -65,9 +65,9 @@ class GradedPrediction:
     @property
     def touched_tests(self) -> list[str]:
         """Changed paths that are tests, by the rules or the instance's test patch."""
-        found = self.grade.steering if self.grade else []
+        steering = self.grade.steering if self.grade else []
         return sorted(
-            {quote_name(s.path) for s in found if s.kind == "tests" or s.action == "restored"}
+            {quote_name(s.path) for s in steering if s.kind == "tests" or s.action == "restored"}
         )
 
     @property

@@ -99,15 +99,15 @@ def detach(path: Path) -> None:
 
 def find_attached() -> dict[Path, Attached]:
     """Return the checkouts that are attached in this mount namespace, by path."""
-    found = {}
+    attached = {}
     with open("/proc/self/mountinfo", "rb") as file:
         for fields in map(bytes.split, file):
             if match := _CHECKOUT_ROOT.search(_unescape(fields[3])):
                 checkout, target = (os.fsdecode(each or b"directory") for each in match.groups())
                 read_only = b"ro" in fields[5].split(b",")
                 place = Path(os.fsdecode(_unescape(fields[4])))
-                found[place] = Attached(checkout, Target(target), read_only)
-    return found
+                attached[place] = Attached(checkout, Target(target), read_only)
+    return attached
 
 
 def _replace(mount: int, open_place: Callable[[], int], proc: str) -> None:

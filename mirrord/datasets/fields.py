@@ -263,10 +263,10 @@ class Fields:
         """Read all full commit ids in a text or in a list of texts, such as URLs."""
         name, value = self._find(field)
         texts = value if isinstance(value, list | tuple) else [value]
-        found = full_commits(" ".join(text for text in texts if isinstance(text, str)))
-        if value is not None and not found:
+        commits = full_commits(" ".join(text for text in texts if isinstance(text, str)))
+        if value is not None and not commits:
             self.note(f"{name}: no full commit ids, left out")
-        return [parse_commit(text) for text in found]
+        return [parse_commit(text) for text in commits]
 
     def patch(self, field: str) -> str | None:
         """Read a patch, byte for byte; None if empty."""
@@ -327,18 +327,18 @@ class Fields:
         name, value = self._find("install_config")
         if isinstance(value, str):
             value = parse_json(value)
-        found = {}
+        config = {}
         if isinstance(value, Mapping):
-            found = {key: plain(value[key]) for key in sorted(_INSTALL & value.keys())}
+            config = {key: plain(value[key]) for key in sorted(_INSTALL & value.keys())}
         elif self._find("install_config")[1] is not None:
             self.note(f"{name}: not an object, left out")
         if parser := self.text("log_parser"):
-            found.setdefault("log_parser", parser)
-        found = {key: each for key, each in found.items() if each}
-        if len(json.dumps(found)) > _INSTALL_BYTES:
+            config.setdefault("log_parser", parser)
+        config = {key: each for key, each in config.items() if each}
+        if len(json.dumps(config)) > _INSTALL_BYTES:
             self.note(f"{name}: longer than {_INSTALL_BYTES} bytes, left out")
             return None
-        return found or None
+        return config or None
 
     def workdir(self) -> str | None:
         """Read where the tree is in a sandbox; a path that cannot be used is noted."""

@@ -198,7 +198,7 @@ def write_journal(directory: Path, owner: str, before: PinKeys) -> None:
 
 def read_journals(quarantine: Path) -> dict[str, PinKeys]:
     """Return, by owner of killed imports, the pins that all its journals list."""
-    found: dict[str, PinKeys] = {}
+    keys: dict[str, PinKeys] = {}
     for path in quarantine.glob(f"{SPOOL_PREFIX}*/{_FILE}"):
         try:
             facts = json.loads(read_plain(path))
@@ -206,5 +206,5 @@ def read_journals(quarantine: Path) -> dict[str, PinKeys]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("journal.unreadable", path=str(path), error=str(error))  # its pins stay
             continue
-        found[owner] = found.get(owner, pins) & pins
-    return found
+        keys[owner] = keys.get(owner, pins) & pins
+    return keys

@@ -34,9 +34,9 @@ def unwrap_pro(row: RawFields, note: Note) -> RawFields:
     """
     command = row.get("before_repo_set_cmd")
     command = command if isinstance(command, str) else ""
-    plain, found = dict(row), _PRO_ID.fullmatch(str(row.get("instance_id")))
-    if found and not row.get("repo"):
-        plain["repo"] = found[1]
+    plain, match = dict(row), _PRO_ID.fullmatch(str(row.get("instance_id")))
+    if match and not row.get("repo"):
+        plain["repo"] = match[1]
         note("repo: from instance_id")
     if (base := _RESET.search(command)) and not row.get("base_commit"):
         plain["base_commit"] = base[1]
@@ -44,9 +44,9 @@ def unwrap_pro(row: RawFields, note: Note) -> RawFields:
     gold = _FROM_GOLD.findall(command)
     if gold:
         note("gold_commits: from before_repo_set_cmd")
-    if found and found[2] not in gold:
+    if match and match[2] not in gold:
         note("gold_commits: from instance_id")
-        gold.append(found[2])
+        gold.append(match[2])
     return {**plain, "gold_commits": gold}
 
 

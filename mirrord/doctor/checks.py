@@ -33,8 +33,8 @@ def existing(path: Path) -> Path:
 
 def entries(path: Path) -> Iterator[os.DirEntry[str]]:
     if path.is_dir():
-        with os.scandir(path) as found:
-            yield from found
+        with os.scandir(path) as listed:
+            yield from listed
 
 
 # a doctor that hangs helps nobody; a check that cannot run is a warning

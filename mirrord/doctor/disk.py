@@ -107,15 +107,15 @@ def quotas(settings: Settings) -> Result:
 
 def space(settings: Settings) -> Result:
     bounds = settings.checkouts
-    found = measure(existing(settings.state_dir), bounds.disk_reserve)
+    free = measure(existing(settings.state_dir), bounds.disk_reserve)
     fact = (
-        f"{found.free_bytes / _GIB:.1f} GiB free, {found.reserve_bytes / _GIB:.1f} GiB reserved,"
+        f"{free.free_bytes / _GIB:.1f} GiB free, {free.reserve_bytes / _GIB:.1f} GiB reserved,"
         f" [checkouts] template_bytes is {bounds.template_bytes / _GIB:.1f} GiB"
     )
-    if found.shortage:
+    if free.shortage:
         return "fail", fact, "free space, see `mirrord du`: new work is refused (disk_reserve)"
     remedy = "free space, or lower [checkouts] template_bytes"
-    is_enough = found.free_bytes - found.reserve_bytes > bounds.template_bytes / 10
+    is_enough = free.free_bytes - free.reserve_bytes > bounds.template_bytes / 10
     return judge(is_enough, fact, remedy, otherwise="warn")
 
 

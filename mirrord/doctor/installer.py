@@ -97,10 +97,10 @@ def _refuse_part(path: Path, part: Path) -> None:
     fact = f"cannot install units for {path}: "
     if str(part) in _HIDDEN:
         raise ResourceError(f"{fact}units cannot access {part}", hint=_USE_OPT)
-    found = part.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    is_writable = mode & 0o002 or (mode & 0o020 and found.st_gid != 0)
-    if found.st_uid != 0 or (is_writable and not mode & stat.S_ISVTX):
+    st = part.stat()
+    mode = stat.S_IMODE(st.st_mode)
+    is_writable = mode & 0o002 or (mode & 0o020 and st.st_gid != 0)
+    if st.st_uid != 0 or (is_writable and not mode & stat.S_ISVTX):
         reason = f"others than root may change {part}, but the mount service runs as root"
         raise ResourceError(f"{fact}{reason}", hint=f"`chown root {part}; chmod go-w {part}`")
     if not mode & 0o001:

@@ -98,7 +98,7 @@ def _remedy(missing: set[tuple[str, str, str]]) -> str:
 
 def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
     """Return owner, mirror key and commit of each pin; mirrors that git cannot read are skipped."""
-    found = set()
+    pins = set()
     for name in names:
         try:
             key = MirrorName.parse(name).key
@@ -107,5 +107,5 @@ def _read_pins(mirrors: Path, names: list[str]) -> set[tuple[str, str, str]]:
         except MirrordError:
             continue
         parts = (ref.rpartition("/") for ref in refs)
-        found |= {(owner, key, commit) for owner, _, commit in parts}
-    return found
+        pins |= {(owner, key, commit) for owner, _, commit in parts}
+    return pins

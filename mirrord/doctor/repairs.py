@@ -199,10 +199,10 @@ def find_leftovers(settings: Settings, *, alone: bool) -> list[HostStep]:
 
 def remaining(settings: Settings) -> Result:
     with no_daemon(settings) as alone:
-        found = find_leftovers(settings, alone=alone)
-    fact = "; ".join(each.what for each in found[:3]) + ("; …" if len(found) > 3 else "")
+        leftovers = find_leftovers(settings, alone=alone)
+    fact = "; ".join(each.what for each in leftovers[:3]) + ("; …" if len(leftovers) > 3 else "")
     remedy = "run `mirrord doctor --fix`, or start the daemon"
-    return judge(not found, f"to do: {fact}" if found else "none", remedy, otherwise="warn")
+    return judge(not leftovers, f"to do: {fact}" if leftovers else "none", remedy, otherwise="warn")
 
 
 def _state_leftovers(settings: Settings) -> Iterator[HostStep]:

@@ -123,12 +123,12 @@ _PODMAN = "/etc/containers/containers.conf.d"
 
 def _podman_plugins() -> set[str]:
     """Return the sockets of volume drivers in podman's configuration for all users."""
-    found = set()
+    plugins = set()
     for file in (Path("/etc/containers/containers.conf"), *Path(_PODMAN).glob("*.conf")):
         with suppress(OSError, ValueError):
             engine = tomllib.loads(file.read_text(encoding="utf-8")).get("engine", {})
-            found |= set(engine.get("volume_plugins", {}).values())
-    return found
+            plugins |= set(engine.get("volume_plugins", {}).values())
+    return plugins
 
 
 def confinement(settings: Settings) -> Result:

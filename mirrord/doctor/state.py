@@ -41,8 +41,8 @@ def parents(settings: Settings) -> Result:
 def one_file_system(settings: Settings) -> Result:
     layout, home = Layout(settings.state_dir), existing(settings.state_dir).stat().st_dev
     parts = layout.mirrors, layout.templates, layout.checkouts, layout.leases, layout.quarantine
-    found = [path for path in (*parts, layout.datasets, layout.bundles) if path.exists()]
-    foreign = [path.name for path in found if path.stat().st_dev != home]
+    paths = [path for path in (*parts, layout.datasets, layout.bundles) if path.exists()]
+    foreign = [path.name for path in paths if path.stat().st_dev != home]
     fact = f"on other file systems: {', '.join(foreign)}" if foreign else "on one file system"
     remedy = "keep state_dir on one file system: files are renamed and hard-linked between parts"
     return judge(not foreign, fact, remedy)

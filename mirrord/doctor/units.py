@@ -32,30 +32,30 @@ def unit_uid() -> int:
     """Return the uid that the unit runs the daemon as, 0 if there is no unit."""
     unit = find_unit("mirrord.service")
     with suppress(KeyError):
-        if unit and (found := re.search(r"(?m)^User=(\S+)", unit.read_text())):
-            return pwd.getpwnam(found[1]).pw_uid
+        if unit and (match := re.search(r"(?m)^User=(\S+)", unit.read_text())):
+            return pwd.getpwnam(match[1]).pw_uid
     return 0
 
 
 def units(settings: Settings) -> Result:
     if not RUNNING.is_dir():
         return "ok", "systemd does not run here", ""
-    found = [path for path in map(find_unit, NAMES) if path]
-    if not found:
+    paths = [path for path in map(find_unit, NAMES) if path]
+    if not paths:
         return "ok", "none is installed", ""
-    for path in found:
+    for path in paths:
         if missing := [program for program in _programs(path) if not program.exists()]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "install mirrord again, or remove the unit"
     wanted = [each for place in PLACES for each in place.glob("*.wants/mirrord.s*")]
-    fact = f"{len(found)} of {len(NAMES)} in {found[0].parent}"
+    fact = f"{len(paths)} of {len(NAMES)} in {paths[0].parent}"
     if not wanted:
         remedy = "`systemctl enable --now mirrord`; it does not start at boot otherwise"
         return "warn", f"{fact}, not enabled", remedy
     if not find_unit("mirrord-mount.service"):
         remedy = "install mirrord-mount.service: the daemon's unit may not mount"
         return "warn", f"{fact}, without the mount service", remedy
-    if others := [str(path) for path in found if not _is_shipped(path)]:
+    if others := [str(path) for path in paths if not _is_shipped(path)]:
         remedy = "reinstall them, then `systemctl daemon-reload`; keep changes in drop-ins"
         return "warn", f"not those of mirrord {__version__}: {', '.join(others)}", remedy
     return "ok", f"{fact}, enabled", ""
@@ -71,8 +71,8 @@ _PRIVATE_MOUNTS = re.compile(
 
 def drop_ins(settings: Settings) -> Result:
     """Check drop-ins of the administrator, which may be for an earlier release."""
-    found = [path for place in PLACES[:2] for path in sorted(place.glob("mirrord*.d/*.conf"))]
-    for path in found:
+    files = [path for place in PLACES[:2] for path in sorted(place.glob("mirrord*.d/*.conf"))]
+    for path in files:
         unit = path.parent.name.removesuffix(".d")
         text = path.read_text(encoding="utf-8", errors="replace")
         if find_unit(unit) is None:
@@ -83,7 +83,7 @@ def drop_ins(settings: Settings) -> Result:
         if missing := [program for program in _programs(path) if not program.exists()]:
             fact = f"{path} starts {missing[0]}, which does not exist"
             return "fail", fact, "change or remove it, then `systemctl daemon-reload`"
-    names = ", ".join(str(path) for path in found)
+    names = ", ".join(str(path) for path in files)
     return judge(True, names or "none", "")
 
 

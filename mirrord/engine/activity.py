@@ -90,12 +90,12 @@ class Traffic:
 def _by_endpoint(
     times: Counter[tuple[str, int]], answers: Counter[tuple[str, int]]
 ) -> dict[str, Answered]:
-    found: defaultdict[str, Answered] = defaultdict(Answered)
+    answered: defaultdict[str, Answered] = defaultdict(Answered)
     for (endpoint, bucket), count in times.items():
-        found[endpoint].buckets[bucket] = count
+        answered[endpoint].buckets[bucket] = count
     for (endpoint, status), count in answers.items():
-        found[endpoint].failed += count if status >= 500 else 0
-    return found
+        answered[endpoint].failed += count if status >= 500 else 0
+    return answered
 
 
 def summed(answered: Iterable[Answered]) -> Answered:

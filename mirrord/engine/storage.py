@@ -91,21 +91,21 @@ class Storage:
         """Return what is on disk; without `is_admin`, the peer's own checkouts and layers."""
         leases = self.checkouts.leases_of(peer)
         items: _Items = {"layers": self._find_layers(peer)}
-        found: list[_Kind] = []
+        kinds: list[_Kind] = []
         if is_admin:
             items |= await anyio.to_thread.run_sync(self._find_items, leases)
-            found += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
+            kinds += [await self._weigh_templates(leases), *await self._weigh_catalog(leases)]
         # checkouts last: trees of the pool can use up the walk's time
-        found += await self._weigh(items | _find_checkouts(self.layout.root, leases))
-        found.sort(key=lambda each: get_args(UsageKind).index(each.kind))
-        rows = [row for each in found for row in each.rows]
+        kinds += await self._weigh(items | _find_checkouts(self.layout.root, leases))
+        kinds.sort(key=lambda each: get_args(UsageKind).index(each.kind))
+        rows = [row for each in kinds for row in each.rows]
         disk = await anyio.to_thread.run_sync(os.statvfs, self.layout.root)
         return Usage(
-            size_bytes=sum(each.size_bytes for each in found),
-            reclaimable_bytes=sum(each.reclaimable_bytes for each in found),
+            size_bytes=sum(each.size_bytes for each in kinds),
+            reclaimable_bytes=sum(each.reclaimable_bytes for each in kinds),
             disk_bytes=disk.f_blocks * disk.f_frsize,
             disk_free_bytes=disk.f_bavail * disk.f_frsize,
-            totals=[each.total for each in found if each.rows],
+            totals=[each.total for each in kinds if each.rows],
             rows=rows if verbose else [],
             partial=sum(not row.is_whole for row in rows),
         )
@@ -236,7 +236,7 @@ class Storage:
         limit_s = _WALK_TIME.total_seconds()
         paths = {str(kind): [each.paths for each in some] for kind, some in items.items()}
         weights = await self.mirrors.workers.run(weigh, paths, limit_s, timeout=_WALK_TIME * 2)
-        found = []
+        kinds = []
         for kind, some in items.items():
             rows = [
                 UsageRow(
@@ -247,8 +247,8 @@ class Storage:
                 for each, weight in zip(some, weights[kind].each, strict=True)
             ]  # fmt: skip
             free = sum(row.reclaimable_bytes for row in rows)
-            found.append(_Kind(kind, rows, weights[kind].total_bytes, free))
-        return found
+            kinds.append(_Kind(kind, rows, weights[kind].total_bytes, free))
+        return kinds
 
     async def _weigh_templates(self, leases: Iterable[Lease]) -> _Kind:
         """Weigh templates by their records."""
@@ -278,7 +278,7 @@ class Storage:
             UsageRow(kind="datasets", name=name, size_bytes=size, checkouts=held[name])
             for name, size in sizes.items()
         ]
-        found = [_Kind("datasets", rows, sum(sizes.values()))]
+        kinds = [_Kind("datasets", rows, sum(sizes.values()))]
         path = self.layout.catalog
         database = await anyio.to_thread.run_sync(
             lambda: sum(file.stat().st_blocks * 512 for file in path.parent.glob(f"{path.name}*"))
@@ -286,8 +286,8 @@ class Storage:
         if database:  # none with a PostgreSQL
             other_bytes = max(0, database - sum(sizes.values()))
             row = UsageRow(kind="catalog", name=path.name, size_bytes=other_bytes)
-            found.append(_Kind("catalog", [row], other_bytes))
-        return found
+            kinds.append(_Kind("catalog", [row], other_bytes))
+        return kinds
 
 
 def _find_checkouts(root: Path, leases: Iterable[Lease]) -> _Items:

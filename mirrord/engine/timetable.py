@@ -147,8 +147,8 @@ class Schedule:
         self._context.run(self._scheduler.modify_job, name, next_run_time=at)
 
     def _next_at(self, name: str) -> datetime | None:
-        found = self._scheduler.get_job(name)
-        return found.next_run_time if found else None
+        job = self._scheduler.get_job(name)
+        return job.next_run_time if job else None
 
     def _first_time(self, job: Job) -> datetime:
         now = utc_now()

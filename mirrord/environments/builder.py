@@ -174,7 +174,7 @@ def _directory_of(index: str) -> Path | None:
 
 def _variables(order: Order, directory: Path | None) -> dict[str, str]:
     """Return the variables by which uv and pip find packages."""
-    found = {
+    variables = {
         "UV_LINK_MODE": "copy",
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "manual",
@@ -186,18 +186,21 @@ def _variables(order: Order, directory: Path | None) -> dict[str, str]:
         "SOURCE_DATE_EPOCH": "315532800",
     }
     if os.path.exists(_CERTIFICATES):
-        found |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
+        variables |= {"SSL_CERT_FILE": _CERTIFICATES, "PIP_CERT": _CERTIFICATES}
     if order.commands:  # importing a module must not change what they install
-        found["PYTHONDONTWRITEBYTECODE"] = "1"
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"
     if not order.network:
-        found |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
+        variables |= {"UV_OFFLINE": "1", "PIP_RETRIES": "0"}
     if url := f"file://{_INDEX}" if directory else order.index:
-        found |= {"UV_DEFAULT_INDEX": url, "PIP_INDEX_URL": url}
+        variables |= {"UV_DEFAULT_INDEX": url, "PIP_INDEX_URL": url}
     if directory:  # it may be a simple index, or a flat directory of archives
-        found |= {"UV_FIND_LINKS": _INDEX, "PIP_FIND_LINKS": _INDEX}
+        variables |= {"UV_FIND_LINKS": _INDEX, "PIP_FIND_LINKS": _INDEX}
     if order.index_date and directory is None:  # files of a directory have no date
-        found |= {"UV_EXCLUDE_NEWER": order.index_date, "PIP_UPLOADED_PRIOR_TO": order.index_date}
-    return found
+        variables |= {
+            "UV_EXCLUDE_NEWER": order.index_date,
+            "PIP_UPLOADED_PRIOR_TO": order.index_date,
+        }
+    return variables
 
 
 def run(order: Order, connection: socket.socket) -> dict[str, Any]:
@@ -267,8 +270,8 @@ def build_owner() -> Owner:
     """Return the uid and gid of builds."""
     owner = UID, UID
     with suppress(KeyError):
-        found = pwd.getpwnam(USER)
-        owner = found.pw_uid, found.pw_gid
+        account = pwd.getpwnam(USER)
+        owner = account.pw_uid, account.pw_gid
     return owner if may_give_files_away() and is_mapped(owner) else (os.geteuid(), os.getegid())
 
 

@@ -301,15 +301,15 @@ class Builds:
         """Return the commits with a prepared layer, and those whose preparation failed."""
         known, name = self._read_preparations(digest), layer_name(digest)
         ready = [each for each in self.checkouts.prepared.all() if each.saved.name == name]
-        found = []
+        preparations = []
         for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
             facts = known.get(key, {})
             if any(f"{each.mirror}@{each.commit}" == key for each in ready):
                 facts = {"layer": name, "findings": facts.get("findings", [])}
             mirror, _, commit = key.partition("@")
             named = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
-            found.append(Preparation(mirror=mirror, commit=commit, **named))
-        return found
+            preparations.append(Preparation(mirror=mirror, commit=commit, **named))
+        return preparations
 
     def needs_preparation(self, plan: Plan, base: CommitId) -> bool:
         """Return whether the recipe has commands for a commit that has no layer."""
@@ -347,12 +347,12 @@ class Builds:
         self.events.publish("environment.prepared", **fields, commit=base, duration_s=duration_s)
 
     async def _run_commands(self, plan: Plan, base: CommitId, log: BuildLog) -> str | None:
-        async with self.scratch() as scratch, self.checkout(plan, base, plan.name) as found:
-            prefix = Path(found.directory) / "environment"
-            failure = await self.run(plan, Path(found.path), prefix, scratch, log, plan.commands)
+        async with self.scratch() as scratch, self.checkout(plan, base, plan.name) as checkout:
+            prefix = Path(checkout.directory) / "environment"
+            failure = await self.run(plan, Path(checkout.path), prefix, scratch, log, plan.commands)
             if failure is None:
                 try:
-                    await self.checkouts.save(found.id, SaveLayer(name=plan.layer), own_peer())
+                    await self.checkouts.save(checkout.id, SaveLayer(name=plan.layer), own_peer())
                 except (ForkTooLargeError, DiffTooLargeError) as error:  # of the recipe's making
                     return error.message
         return failure

@@ -131,17 +131,17 @@ def _words(text: str) -> list[str]:
 
 def _config(sites: list[str], options: Options, tests: list[str]) -> dict[str, Any]:
     """Let pytest itself find and read its configuration."""
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "pytest": None, "file": None, "root": None, "values": {}, "error": None,
     }  # fmt: skip
     sys.path[:] = [*[each for each in sys.path if not _is_within(each)], *sites]
     if not any(_chain(site, ["_pytest"]) for site in sites):
-        return found  # none, or it is the project in the tree, which is not imported
+        return config  # none, or it is the project in the tree, which is not imported
     try:
         import pytest  # noqa: PLC0415 - of the environment
         from _pytest.config import findpaths  # noqa: PLC0415
 
-        found["pytest"] = getattr(pytest, "__version__", "?")
+        config["pytest"] = getattr(pytest, "__version__", "?")
         given: dict[str, Any] = {
             "inifile": options.file, "args": tests or [_TREE], "rootdir_cmd_arg": options.root,
             "invocation_dir": pathlib.Path(_TREE), "config": None, "override_ini": None,
@@ -149,12 +149,12 @@ def _config(sites: list[str], options: Options, tests: list[str]) -> dict[str, A
         parameters = inspect.signature(findpaths.determine_setup).parameters
         asked = {name: given[name] for name in parameters if name in given}
         root, file, values = findpaths.determine_setup(**asked)[:3]
-        found["root"] = _relative(str(root))
-        found["file"] = _relative(str(file)) if file else None
-        found["values"] = {key: _plain(value) for key, value in dict(values or {}).items()}
+        config["root"] = _relative(str(root))
+        config["file"] = _relative(str(file)) if file else None
+        config["values"] = {key: _plain(value) for key, value in dict(values or {}).items()}
     except BaseException as error:  # noqa: BLE001 - UsageError is no Exception of ours
-        found["error"] = "%s: %s" % (type(error).__name__, str(error)[:500])  # noqa: UP031
-    return found
+        config["error"] = "%s: %s" % (type(error).__name__, str(error)[:500])  # noqa: UP031
+    return config
 
 
 def _plain(value: Any) -> Any:

@@ -64,8 +64,8 @@ def _pip_file(text: str, path: str, read: ReadFile, depth: int) -> Iterator[str]
 
 def _conda_file(text: str, path: str) -> Iterator[str]:
     try:
-        found = yaml.safe_load(text)
-        entries = list(found["dependencies"])
+        document = yaml.safe_load(text)
+        entries = list(document["dependencies"])
     except (yaml.YAMLError, TypeError, KeyError) as error:
         raise InvalidRecipeError(f"cannot read {path}: it is no environment of conda") from error
     named = [each for each in entries if isinstance(each, str)]

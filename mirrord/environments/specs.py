@@ -48,8 +48,8 @@ def recipe_of(row: InstanceRow, *, frozen: bool = False) -> Recipe:
     if row.python_version:
         spec = {**(spec or _DEFAULT_SPEC), "python": row.python_version}
     image = str(spec.get("base_image_name") or "")
-    if found := re.match(r"python[_:-]?(3\.\d+)", image):
-        spec.setdefault("python", found[1])
+    if match := re.match(r"python[_:-]?(3\.\d+)", image):
+        spec.setdefault("python", match[1])
     elif image:
         raise InvalidRecipeError(
             f"cannot use the recipe of {row.id}: it builds on {shown(image)}, not on Python",
@@ -121,16 +121,16 @@ def _variables_of(spec: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     return commands, variables
 
 
-def _take_apt(command: str, found: dict[str, None]) -> str:
+def _take_apt(command: str, packages: dict[str, None]) -> str:
     """Return a command without its calls of apt, which a sandbox cannot make; add the packages that
-    they install to `found`.
+    they install to `packages`.
     """
     parts = re.split(r"\s*(?:&&|;)\s*", command)
     left = [part for part in parts if not _APT.match(part)]
     for part in parts:
         if _APT.match(part):
             words = part.partition(" install ")[2].split()
-            found.update(dict.fromkeys(word for word in words if not word.startswith("-")))
+            packages.update(dict.fromkeys(word for word in words if not word.startswith("-")))
     return command if len(left) == len(parts) else " && ".join(filter(None, left))
 
 
@@ -147,8 +147,8 @@ def swebench_specs() -> dict[str, dict[str, dict[str, Any]]]:
 
     Empty if the package is not installed; its fifth release has no mapping.
     """
-    found = importlib.util.find_spec("swebench")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("swebench")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place, "harness", "constants", "python.py")
         if path.is_file():
             return _read_specs(path)

@@ -166,8 +166,8 @@ class ObjectStore:
     def directories(self, prefix: str) -> list[str]:
         """List the directories right below `prefix`, which ends with a slash."""
         with self._translated(f"list {prefix}"):
-            found = obstore.list_with_delimiter(self._store, prefix.rstrip("/"))
-            return sorted(each.rpartition("/")[2] for each in found["common_prefixes"])
+            listed = obstore.list_with_delimiter(self._store, prefix.rstrip("/"))
+            return sorted(each.rpartition("/")[2] for each in listed["common_prefixes"])
 
     def delete(self, keys: Collection[str]) -> None:
         """Delete objects, in any order; one that is already gone is no error."""

@@ -264,10 +264,10 @@ class Fleet(Sharing):
         self.damaged.pop(key, None)
 
     async def refresh(self, keys: Collection[str]) -> None:
-        found = await self.catalog.list_generations(keys)
+        generations = await self.catalog.list_generations(keys)
         for key in keys:
             self.generations.pop(key, None)
-        self.generations |= found
+        self.generations |= generations
 
     async def enrol(self, rows: Collection[MirrorRow]) -> None:
         hosts = {}
@@ -278,8 +278,8 @@ class Fleet(Sharing):
 
     async def find_published(self, name: MirrorName) -> Generation | None:
         with self.noting():
-            found = await to_thread.run_sync(list_published, self.store, name)
-        return found[-1] if found else None
+            published = await to_thread.run_sync(list_published, self.store, name)
+        return published[-1] if published else None
 
     def is_kept_elsewhere(self, key: str) -> bool:
         return key in self.generations and not self.is_on_disk(key)

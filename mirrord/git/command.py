@@ -395,7 +395,7 @@ async def object_info(
     quarantine_objects: Path | None = None,
 ) -> list[BatchObject]:
     """Return id and type of each name, in order; with `contents` the bytes too."""
-    found: list[BatchObject] = []
+    answers: list[BatchObject] = []
     verb = _CONTENTS if contents else _INFO
     pending = [[(verb, name) for name in names]] if names else []
     while pending:
@@ -408,12 +408,12 @@ async def object_info(
                 quarantine_objects=quarantine_objects,
                 doing=doing,
             )
-            found += _parse(requests, done.stdout)
+            answers += _parse(requests, done.stdout)
         except (CorruptObjectError, GitFailedError):
             if not bisect:
                 raise
-            found += _split(requests, pending)
-    return found
+            answers += _split(requests, pending)
+    return answers
 
 
 def read_objects_sync(

@@ -253,9 +253,9 @@ class StderrReader:
                     self._packets(trace[1].removeprefix("packet: ").lstrip())
             elif header := _HEADER.match(trace[1]):
                 self._take_header(header[1])
-        elif found := _PROGRESS.fullmatch(line):
+        elif match := _PROGRESS.fullmatch(line):
             if self._progress is not None:
-                title, done, total, count = found.groups()
+                title, done, total, count = match.groups()
                 self._progress(
                     Progress(
                         done=int(done or count),
@@ -417,6 +417,6 @@ def _fact(stderr: str) -> str:
     if naming := [line for line in lines if _COMPLAINT.match(line) and _OID.search(line)]:
         return _COMPLAINT.sub("", naming[0])[:400]
     for prefix in ("fatal: ", "error: "):
-        if found := [line for line in lines if line.startswith(prefix)]:
-            return _LEADING.sub("", found[0])[:400]
+        if matching := [line for line in lines if line.startswith(prefix)]:
+            return _LEADING.sub("", matching[0])[:400]
     return _LEADING.sub("", lines[-1])[:400] if lines else ""

@@ -78,5 +78,5 @@ _LINE = re.compile(
 
 def read_complaint(line: str) -> Blemish | None:
     """Read a line of `git fsck` that names a rule; those about broken links name none."""
-    found = _LINE.fullmatch(line)
-    return Blemish(*found.groups()) if found else None
+    match = _LINE.fullmatch(line)
+    return Blemish(*match.groups()) if match else None

@@ -49,9 +49,9 @@ def _chunks(path: Path, head: bytes, size: int) -> dict[bytes, tuple[int, int]]:
     if not head.startswith(_GRAPH_START) or len(table) < size_of_table:
         raise corrupt("commit-graph", path, "it is truncated or of an unknown version")
     rows = list(struct.iter_unpack(">4sQ", table))
-    found = {name: (start, end) for (name, start), (_, end) in pairwise(rows)}
-    start, end = found.get(b"OIDL", (0, 0))
-    is_ordered = all(start <= end for start, end in found.values())
+    chunks = {name: (start, end) for (name, start), (_, end) in pairwise(rows)}
+    start, end = chunks.get(b"OIDL", (0, 0))
+    is_ordered = all(start <= end for start, end in chunks.values())
     if rows[-1][1] + ID_BYTES != size or not is_ordered or (end - start) % ID_BYTES:
         raise corrupt("commit-graph", path, "its table of contents does not fit its size")
-    return found
+    return chunks

@@ -56,8 +56,8 @@ class Pattern(NamedTuple):
 def parse_pattern(text: bytes) -> Pattern:
     negative = text.startswith(b"!")
     text = text[negative:]
-    found = _SPECIAL.search(text)
-    literal = len(text) if found is None else found.start()
+    match = _SPECIAL.search(text)
+    literal = len(text) if match is None else match.start()
     # `no_wildcard` runs before the slash at the end is removed
     is_suffix = text.startswith(b"*") and not _SPECIAL.search(text, 1)
     directory_only = text.endswith(b"/")
@@ -299,10 +299,10 @@ class _AttributeFile:
     def near(self, name: bytes) -> list[_PatternLine]:
         """Return the lines that can match a name, in order."""
         end = _end_of(name)
-        if (found := self._near.get(end)) is None:
+        if (rules := self._near.get(end)) is None:
             numbers = sorted([*self._any, *self._by_end.get(end, ())])
-            found = self._near[end] = [self._rules[number] for number in numbers]
-        return found
+            rules = self._near[end] = [self._rules[number] for number in numbers]
+        return rules
 
 
 def _end_of(name: bytes) -> bytes:
@@ -332,15 +332,15 @@ class Attributes:
 
     def _files_for(self, directory: bytes) -> list[tuple[bytes, _AttributeFile]]:
         """Return the files that apply in a directory, the nearest first, each with its base."""
-        if (found := self._files.get(directory)) is None:
-            found = self._files_for(directory.rpartition(b"/")[0]) if directory else []
+        if (files := self._files.get(directory)) is None:
+            files = self._files_for(directory.rpartition(b"/")[0]) if directory else []
             if content := self._read(directory):
                 rules, macros = _parse(content)
-                found = [(directory + b"/" if directory else b"", _AttributeFile(rules)), *found]
+                files = [(directory + b"/" if directory else b"", _AttributeFile(rules)), *files]
                 if not directory:
                     self._macros |= macros
-            self._files[directory] = found
-        return found
+            self._files[directory] = files
+        return files
 
     def _fill(self, found: dict[str, State], states: _States) -> None:
         for name, state in states:

@@ -20,8 +20,8 @@ _MISSING = re.compile(r"(?m)^(?:error: cannot run ssh|.*\bssh: (?:command )?not 
 
 def find_host_key(line: str) -> str | None:
     """Return type and fingerprint of the host's key."""
-    found = _HOST_KEY.match(line)
-    return found[1] if found else None
+    match = _HOST_KEY.match(line)
+    return match[1] if match else None
 
 
 def explain(

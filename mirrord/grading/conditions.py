@@ -66,8 +66,8 @@ def _adds(change: Change, context: Context, *patterns: str) -> str | None:
         return None
     had = set(old.splitlines())
     for line in part.splitlines():
-        if line not in had and (found := wanted.search(line)):
-            return f"adds {legible(decode_name(found[0].strip()[:60]))}"
+        if line not in had and (match := wanted.search(line)):
+            return f"adds {legible(decode_name(match[0].strip()[:60]))}"
     return None
 
 
@@ -177,10 +177,10 @@ def _keys(change: Change, context: Context, *names: str) -> str | None:
     return _differing(change, context, lambda text: loads(text or "{}"), _dig, names)
 
 
-def _dig(found: Any, name: str) -> Any:
+def _dig(value: Any, name: str) -> Any:
     for part in name.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _differing(

@@ -66,17 +66,17 @@ class Judge:
         job: GradeJob,
         source: AgentTree | ModelPatch,
         admitted: Admitted,
-        found: ResolvedRequest,
+        resolved: ResolvedRequest,
         recipe: Recipe | None,
     ) -> Judged:
         """Prepare a grade in a layer that is kept until `stack` ends.
 
         Raises SteeringRefusedError.
         """
-        if found.base.environment is None or recipe is None:
+        if resolved.base.environment is None or recipe is None:
             layer, prepared = await self._prepare(stack, job, source)
             return Judged(layer, prepared, by_loading=False)
-        place = _Place(self._for_builds(admitted), found, recipe)
+        place = _Place(self._for_builds(admitted), resolved, recipe)
         drops: dict[bytes, Drop] = {}
         for _ in range(_ROUNDS):
             job = replace(job, drops=tuple(drops.values()))

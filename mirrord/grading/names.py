@@ -35,13 +35,13 @@ def seen_through(change: Change, context: Context) -> Iterator[Change]:
     target = target_of(change, context)
     if target is None:
         return
-    if (found := context.file_at(target)) is not None:
-        yield Change(change.path, *found, change.old)
+    if (file := context.file_at(target)) is not None:
+        yield Change(change.path, *file, change.old)
         return
     for below in islice(context.files_below(target), LINKED_FILES):
-        if (found := context.file_at(below)) is not None:
+        if (file := context.file_at(below)) is not None:
             rest = below[len(target) :] if target else b"/" + below
-            yield Change(change.path + rest, *found, None)
+            yield Change(change.path + rest, *file, None)
 
 
 def target_of(change: Change, context: Context) -> bytes | None:

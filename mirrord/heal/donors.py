@@ -203,19 +203,21 @@ class Donors:
             if path.is_file() and not path.name.startswith("."):
                 name = quote_name(path.name)
                 files.append((path, f"bundle {name}"))
-        found = []
+        bundles = []
         for number, (path, name) in enumerate(files):
             try:
                 header = read_header(path)
                 refs = sort_refs(header.refs)
                 mirror = refs.mirror and MirrorName.parse(refs.mirror).key
                 is_own = mirror == self.row.name.key
-                found.append(DonorBundle(number, name, path, header, refs, is_own))
+                bundles.append(DonorBundle(number, name, path, header, refs, is_own))
             except MirrordError as error:
                 self.refusals[name] = error.message
             except OSError as error:
                 self.refusals[name] = f"cannot read the bundle: {error.strerror}"
-        return sorted(found, key=lambda bundle: (bool(bundle.header.prerequisites), bundle.number))
+        return sorted(
+            bundles, key=lambda bundle: (bool(bundle.header.prerequisites), bundle.number)
+        )
 
     def donor_of(self, bundle: DonorBundle) -> Donor:
         return Donor(bundle.name, partial(self._unpacked, bundle))

@@ -53,69 +53,69 @@ class RefPlan:
     branches: tuple[str, ...] = ()
     remnant: str | None = None
 
-    def refs(self, found: RefFiles) -> dict[str, str]:
+    def refs(self, files: RefFiles) -> dict[str, str]:
         """Return all refs after the heal."""
-        staying = {ref: oid for ref, oid in found.refs.items() if ref not in self.drop}
+        staying = {ref: oid for ref, oid in files.refs.items() if ref not in self.drop}
         return {**staying, **self.restore}
 
 
 def plan_refs(
-    stand_in: Path, found: RefFiles, default_branch: str | None, known: str | None
+    stand_in: Path, files: RefFiles, default_branch: str | None, known: str | None
 ) -> RefPlan:
     """Plan the refs. `stand_in` has the readable refs, and every object that was found.
 
     `known` is a record that the history must have.
     """
     plan = RefPlan()
-    wrong = {bad.path for bad in found.bad if bad.path.startswith("refs/")}
+    wrong = {bad.path for bad in files.bad if bad.path.startswith("refs/")}
     plan.restore = {ref: oid for ref in wrong if (oid := audited.oid_in_name(ref))}
     plan.drop = wrong - plan.restore.keys()
-    history, plan.branches = _history(stand_in, found, known)
-    if history and found.refs.get(HISTORY) != history:
+    history, plan.branches = _history(stand_in, files, known)
+    if history and files.refs.get(HISTORY) != history:
         plan.restore[HISTORY] = history
-        is_older = known != history and (known or HISTORY in found.refs)
+        is_older = known != history and (known or HISTORY in files.refs)
         plan.remnant = history if is_older else None
     tips = plan.branches or ((history,) if history else ())
     past = {oid for tip in tips for oid in audited.recorded_tips(stand_in, tip)}
     recorded, head, *_ = audited.read_record(stand_in, history) if history else NOTHING_RECORDED
-    lost = {ref: oid for ref, oid in recorded.items() if found.refs.get(ref) != oid}
+    lost = {ref: oid for ref, oid in recorded.items() if files.refs.get(ref) != oid}
     if plan.remnant:
-        gone = lost.keys() - found.refs.keys()
-        lost = {ref: lost[ref] for ref in gone if f"{KEPT}{lost[ref]}" not in found.refs}
+        gone = lost.keys() - files.refs.keys()
+        lost = {ref: lost[ref] for ref in gone if f"{KEPT}{lost[ref]}" not in files.refs}
     plan.restore |= lost
     # refs that are a directory of a restored one, or below it, are in its way
     above = {directory for ref in plan.restore for directory in directories_of(ref, 2)}
     restored = plan.restore.keys()
-    below = {ref for ref in found.refs if not restored.isdisjoint(directories_of(ref, 2))}
-    in_the_way = below | (above & found.refs.keys())
+    below = {ref for ref in files.refs if not restored.isdisjoint(directories_of(ref, 2))}
+    in_the_way = below | (above & files.refs.keys())
     plan.drop = (plan.drop | (in_the_way - recorded.keys())) - plan.restore.keys()
 
-    refs = plan.refs(found)
-    moved = {ref: oid for ref, oid in found.refs.items() if refs.get(ref) != oid}
-    astray = {*found.astray.values(), *moved.values()}
+    refs = plan.refs(files)
+    moved = {ref: oid for ref, oid in files.refs.items() if refs.get(ref) != oid}
+    astray = {*files.astray.values(), *moved.values()}
     if plan.remnant:
         astray.discard(str(known))  # an incomplete record
     kinds = object_kinds(stand_in, astray - set(refs.values()))
     plan.restore |= {f"{KEPT}{oid}": oid for oid, kind in kinds.items() if kind == "tag"}
-    plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(found))
+    plan.restore |= audited.unkept(stand_in, past | astray, plan.refs(files))
 
-    refs = plan.refs(found)
+    refs = plan.refs(files)
     branches = [ref for ref in sorted(refs) if ref.startswith("refs/heads/")]
     default = f"refs/heads/{default_branch}" if default_branch else None
-    known_heads = [found.head, head] if plan.remnant else [head, found.head]
+    known_heads = [files.head, head] if plan.remnant else [head, files.head]
     wanted = [*known_heads, default, "refs/heads/main", "refs/heads/master", *branches]
-    plan.head = next((ref for ref in wanted if ref in refs), found.head)
+    plan.head = next((ref for ref in wanted if ref in refs), files.head)
     return plan
 
 
 def _history(
-    stand_in: Path, found: RefFiles, known: str | None
+    stand_in: Path, files: RefFiles, known: str | None
 ) -> tuple[str | None, tuple[str, ...]]:
     """Find the tip of the ref history; and both tips, if it lost `known` and got records since."""
-    tip = found.refs.get(HISTORY)
+    tip = files.refs.get(HISTORY)
     tip = tip if tip and audited.is_record(stand_in, tip) else None
     if known is None or not audited.is_record(stand_in, known):
-        return tip or _find_history(stand_in, found.refs), ()
+        return tip or _find_history(stand_in, files.refs), ()
     past = audited.record_ids(stand_in, known)
     since = audited.record_ids(stand_in, tip) if tip else set()
     if tip is None or past is None or since is None or tip in past:

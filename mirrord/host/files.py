@@ -229,12 +229,12 @@ def set_link_owner(
     So it is opened first, and anything else than a link of the maker's is left alone.
     """
     with opened(os.open(name, _PATH, dir_fd=directory)) as fd:
-        found = os.fstat(fd)
-        if not stat.S_ISLNK(found.st_mode) or found.st_uid != maker:
+        st = os.fstat(fd)
+        if not stat.S_ISLNK(st.st_mode) or st.st_uid != maker:
             fact = f"cannot make link {shown_path(name)}: another process replaced it"
             raise errors.CheckoutBusyError(fact, hint="stop the processes in the checkout")
         itself = f"/proc/self/fd/{fd}"
-        if owner != (found.st_uid, found.st_gid):
+        if owner != (st.st_uid, st.st_gid):
             os.chown(itself, *owner)
         os.utime(itself, ns=(mtime_ns, mtime_ns))
         return os.fstat(fd)
@@ -257,8 +257,8 @@ def mounted_on(path: bytes) -> errors.CheckoutBusyError:
 def unlock(directory: int, name: bytes) -> None:
     """Clear the flags and modes that prevent `name` from being removed or renamed."""
     clear_flags(directory)
-    found = find_stat(directory, name)
-    if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+    st = find_stat(directory, name)
+    if st is None or not (stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode)):
         return
     try:
         fd = open_own(directory, name, FOR_READING)
@@ -279,10 +279,10 @@ def clear_flags(fd: int) -> None:
         except OSError as error:
             fact = f"cannot clear the immutable flag of a file: {error.strerror}"
             raise errors.ResourceError(fact, hint="the daemon needs CAP_LINUX_IMMUTABLE") from error
-    found = os.fstat(fd)
-    is_closed = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700
-    if is_closed and found.st_uid == os.geteuid():
-        os.fchmod(fd, stat.S_IMODE(found.st_mode) | 0o700)
+    st = os.fstat(fd)
+    is_closed = stat.S_ISDIR(st.st_mode) and st.st_mode & 0o700 != 0o700
+    if is_closed and st.st_uid == os.geteuid():
+        os.fchmod(fd, stat.S_IMODE(st.st_mode) | 0o700)
 
 
 def read_flags(fd: int) -> int:
@@ -358,8 +358,8 @@ def sync_tree(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes below `path` for an unprivileged process."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    st = os.statvfs(path)
+    return st.f_bavail * st.f_frsize
 
 
 _LEAST_BYTES = 64 * 1024  # what one lock file and one small object take

@@ -104,13 +104,13 @@ def _open_by_handle(directory: int, place: int) -> int:
     at, itself = ctypes.byref(handle), ctypes.byref(mount)
     if _libc.name_to_handle_at(directory, b"", at, itself, _AT_EMPTY_PATH) < 0:
         raise mounts.refused("name", "a directory", ctypes.get_errno())
-    found = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
-    if found < 0 and ctypes.get_errno() == errno.EPERM:
+    fd = int(_libc.open_by_handle_at(place, at, os.O_PATH | os.O_CLOEXEC))
+    if fd < 0 and ctypes.get_errno() == errno.EPERM:
         raise BackendUnavailableError(
             "cannot open a directory by its handle: not permitted",
             hint="to attach checkouts, the daemon or the mount service needs CAP_DAC_READ_SEARCH"
             " and open_by_handle_at(2), which containers may block",
         )
-    if found < 0:
+    if fd < 0:
         raise mounts.refused("open", "a directory", ctypes.get_errno())
-    return found
+    return fd

@@ -285,14 +285,14 @@ def _probe_as(state_dir: Path, mounter: Mounter, mapped: Owner | None) -> None:
         with opened(mounter.make(OverlayOrder(name, "layer", (PROBE_LAYER,), mapped))) as mount:
             mounter.attach(name, mount)
         try:
-            found = (tree / "directory" / "file").stat()
+            st = (tree / "directory" / "file").stat()
             if not in_user_namespace():  # without redirect_dir it is EXDEV
                 (tree / "directory").rename(tree / "renamed")
         except OSError as error:
             message = f"cannot use an overlay in {public.parent}: {error.strerror}"
             raise BackendUnavailableError(message) from error
-        if (found.st_uid, found.st_gid) != owner:
-            fact = f"they are shown as uid {found.st_uid}'s"
+        if (st.st_uid, st.st_gid) != owner:
+            fact = f"they are shown as uid {st.st_uid}'s"
             raise BackendUnavailableError(f"cannot give files to uid {owner[0]}: {fact}")
     finally:
         mounter.umount(name)

@@ -428,7 +428,7 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
     Returns mount points by a process of the namespace. Such a mount is private, or its master was
     unmounted without it, so it is in no peer group. Namespaces of unreadable processes are skipped.
     """
-    found: dict[int, str] = {}
+    mounts: dict[int, str] = {}
     visited: set[int] = set()
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with suppress(OSError):
@@ -439,8 +439,8 @@ def find_left_behind(checkouts: Path) -> dict[int, str]:
             for each in read_mounts(pid):
                 is_ours = (each.kind, each.source) == ("overlay", "mirrord")
                 if is_ours and not each.groups and not _is_within(each.at, str(checkouts)):
-                    found[pid] = each.at
-    return found
+                    mounts[pid] = each.at
+    return mounts
 
 
 def find_mount(path: Path) -> Mount:

@@ -150,15 +150,15 @@ class MappedTemplates:
                 mounts.umount(self._place)
 
     def _take(self, templates: int, owner: Owner) -> _Mapped:
-        found = os.fstat(templates)
+        st = os.fstat(templates)
         with self._lock:
             known = self._known.get(owner)
-            if known is not None and known.source == found.st_ino:
+            if known is not None and known.source == st.st_ino:
                 self._known[owner] = self._known.pop(owner)
                 known.users += 1
                 return known
         # not under the lock, because it forks
-        userns = make_userns(self._stored or (found.st_uid, found.st_gid), owner)
+        userns = make_userns(self._stored or (st.st_uid, st.st_gid), owner)
         try:
             clone = mounts.clone_idmapped(templates, userns)
         finally:
@@ -171,7 +171,7 @@ class MappedTemplates:
                 raise
             if known := self._known.pop(owner, None):
                 self._end(known)
-            mapped = self._known[owner] = _Mapped(clone, found.st_ino, attached, users=1)
+            mapped = self._known[owner] = _Mapped(clone, st.st_ino, attached, users=1)
             if len(self._known) > self.MAX:
                 self._end(self._known.pop(next(iter(self._known))))
             return mapped

@@ -139,8 +139,8 @@ class Access:
     def refresh(self) -> None:
         """Look names up again. A name that does not exist is logged once."""
         access = self._settings().access
-        found = (_find_uid(name) for name in access.admins)
-        self._admins = frozenset(uid for uid in found if uid is not None)
+        uids = (_find_uid(name) for name in access.admins)
+        self._admins = frozenset(uid for uid in uids if uid is not None)
         self._group = _find_gid(access.group)
         # a range of root's counts as a user of its own
         ranges = iter_subids(self._subuid)

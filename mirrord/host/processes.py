@@ -309,13 +309,13 @@ class ActingAs:
 
     def _check_access(self, fd: int, name: bytes, bits: int) -> int:
         """Return `fd` if the file's mode allows the owner what the kernel did not check."""
-        found = os.fstat(fd)
-        if found.st_uid == self.owner[0]:
+        st = os.fstat(fd)
+        if st.st_uid == self.owner[0]:
             return fd
         # with an ACL, the group bits of a mode are its mask and not the group's rights
-        group = 3 if found.st_gid == self.owner[1] else 0
+        group = 3 if st.st_gid == self.owner[1] else 0
         has_list = "system.posix_acl_access" in os.listxattr(fd)
-        if not has_list and found.st_mode >> group & bits == bits:
+        if not has_list and st.st_mode >> group & bits == bits:
             return fd
         os.close(fd)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)

@@ -71,8 +71,8 @@ class SandboxSession(Session):
         printed, has_timed_out = await self._bash(_RUN, mark, command=command, timeout=timeout)
         if has_timed_out:
             raise exceptions.CommandTimeoutError(f"{command!r} ran for more than {timeout} s")
-        output, found, code = printed.rpartition(f"\n{mark}")
-        if not found:
+        output, separator, code = printed.rpartition(f"\n{mark}")
+        if not separator:
             raise exceptions.NoExitCodeError(f"the shell of the session ended: {printed}")
         return output, int(code)
 

@@ -114,11 +114,11 @@ class Events:
 
     def remembered(self, after: int) -> list[FramedEvent]:
         """Return all events after number `after` that are still in the ring."""
-        found: list[FramedEvent] = []
+        framed: list[FramedEvent] = []
         while events := self._after(after):
-            found += events
+            framed += events
             after = events[-1].id
-        return found
+        return framed
 
     def close(self) -> None:
         """End all subscriptions after the last event."""

@@ -95,8 +95,8 @@ class Watch:
             pending = await self._unhandled()
             while pending:
                 await asyncio.sleep(self._quiet_s)
-                found = await self._unhandled()
-                for path, signature in found.items():
+                signatures = await self._unhandled()
+                for path, signature in signatures.items():
                     if pending.get(path) != signature:
                         continue
                     self._handled[path] = signature
@@ -108,15 +108,15 @@ class Watch:
                         log.exception("watch.crashed", path=str(path))
                 pending = {
                     path: signature
-                    for path, signature in found.items()
+                    for path, signature in signatures.items()
                     if self._handled.get(path) != signature
                 }
 
     async def _unhandled(self) -> dict[Path, Signature]:
         """Files that count, in a state not handled before; forgets files that are gone."""
-        found = await anyio.to_thread.run_sync(_signatures, self._directory, self._matches)
-        self._handled = {path: each for path, each in self._handled.items() if path in found}
-        return {path: each for path, each in found.items() if self._handled.get(path) != each}
+        signatures = await anyio.to_thread.run_sync(_signatures, self._directory, self._matches)
+        self._handled = {path: each for path, each in self._handled.items() if path in signatures}
+        return {path: each for path, each in signatures.items() if self._handled.get(path) != each}
 
 
 class _ChangeHandler(FileSystemEventHandler):
@@ -134,11 +134,11 @@ class _ChangeHandler(FileSystemEventHandler):
 def signature_of(path: Path) -> Signature | None:
     """Return the state of a regular file, None for anything else."""
     try:
-        found = path.stat(follow_symlinks=False)
+        st = path.stat(follow_symlinks=False)
     except OSError:
         return None
-    is_file = stat.S_ISREG(found.st_mode)
-    facts = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    is_file = stat.S_ISREG(st.st_mode)
+    facts = (st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
     return Signature(*facts) if is_file else None
 
 
@@ -148,9 +148,9 @@ def is_complete_name(name: str) -> bool:
 
 
 def _signatures(directory: Path, matches: Callable[[str], bool]) -> dict[Path, Signature]:
-    found = {}
+    signatures = {}
     with suppress(OSError):
         for name in filter(matches, sorted(os.listdir(directory))):
             if signature := signature_of(directory / name):
-                found[directory / name] = signature
-    return found
+                signatures[directory / name] = signature
+    return signatures

@@ -75,10 +75,10 @@ def read_header(path: Path) -> BundleHeader:
             if b"v3" in signature and raw.startswith(b"@"):
                 if line != "@object-format=sha1":
                     raise refused(f"it needs {shown(line)}, which mirrors do not support")
-            elif found := _PREREQUISITE.fullmatch(line):
-                prerequisites.append(found[1])
-            elif found := _REF.fullmatch(line):
-                refs[found[2]] = found[1]
+            elif match := _PREREQUISITE.fullmatch(line):
+                prerequisites.append(match[1])
+            elif match := _REF.fullmatch(line):
+                refs[match[2]] = match[1]
             else:
                 raise refused(f"{shown(line)} is not a line of a bundle's header")
         else:
@@ -233,10 +233,10 @@ async def write_records(
 
 async def read_records(repository: Repository, commit: str) -> BundleRecords:
     words = ("cat-file", "blob", f"{commit}:mirror.json")
-    found = await repository.run(*words, ok=(0, 128), doing="read a bundle's records")
+    done = await repository.run(*words, ok=(0, 128), doing="read a bundle's records")
     failure = "cannot read the records of the bundle"
     try:
-        records = BundleRecords.model_validate_json(found.stdout)
+        records = BundleRecords.model_validate_json(done.stdout)
     except ValidationError as error:
         fact = error.errors(include_url=False)[0]["msg"]
         hint = "it was not made by `mirrord bundle create`"
@@ -275,8 +275,8 @@ async def spool_datasets(scratch: Repository, commit: str | None, records: Bundl
     for number, dataset in enumerate(records.datasets):
         words = ("cat-file", "blob", f"{commit}:dataset-{dataset.name}.jsonl")
         doing = "read a bundle's records"
-        found = await scratch.run(*words, stdout_path=raw, ok=(0, 128), doing=doing)
-        if found.status != 0:
+        done = await scratch.run(*words, stdout_path=raw, ok=(0, 128), doing=doing)
+        if done.status != 0:
             fact = f"the rows of dataset {dataset.name} are not in it"
             raise errors.InvalidBundleError(f"cannot import the bundle: {fact}")
         spool = raw.with_name(f"rows-{number}.jsonl")

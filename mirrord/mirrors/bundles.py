@@ -297,8 +297,8 @@ class Bundles:
                         hint="name it with --mirror owner/name",
                     )
                 name = MirrorName.parse(text)
-                if found := await catalog.find_mirror(name.key):
-                    name = found.name
+                if row := await catalog.find_mirror(name.key):
+                    name = row.name
                 scratch = Repository(self.mirrors.git, name, directory / "repository")
                 lender = self.mirrors.repository(name)
                 await scratch.create(lender=lender if lender.path.exists() else None)
@@ -324,11 +324,11 @@ class Bundles:
         if bundle.records:
             records = await bundle_file.read_records(scratch, bundle.records)
         spools = await bundle_file.spool_datasets(scratch, bundle.records, records)
-        found = await self.mirrors.catalog.find_mirror(name.key)
-        if found is None:
+        row = await self.mirrors.catalog.find_mirror(name.key)
+        if row is None:
             await self.mirrors.add(str(name), records.url)
         # without a sync, an earlier import was interrupted after it registered the mirror
-        is_new = found is None or found.synced_at is None
+        is_new = row is None or row.synced_at is None
         async with self.mirrors.sharing.turn(name) as turn, self.mirrors.lock(name):
             await self.mirrors.catch_up(name)
             restored: dict[str, int] = {}

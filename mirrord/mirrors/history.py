@@ -90,10 +90,10 @@ async def read_record(repository: Repository, record: str) -> RecordedRefs:
     """Read a record; raises CorruptObjectError, GitFailedError."""
     doing = f"read ref record {record} of {repository.name}"
     names, git_dir = blobs_of(record), repository.path
-    found = await object_info(repository.git, git_dir, names, contents=True, doing=doing)
-    if any(blob.kind != "blob" for blob in found):
+    objects = await object_info(repository.git, git_dir, names, contents=True, doing=doing)
+    if any(blob.kind != "blob" for blob in objects):
         raise CorruptObjectError(f"cannot {doing}: a part of it is missing")
-    refs, moved = found
+    refs, moved = objects
     return await to_thread.run_sync(parse_record, refs, moved)
 
 

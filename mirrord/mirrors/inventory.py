@@ -126,16 +126,16 @@ class Inventory:
     async def _survey(self) -> list[tuple[Path, OwnedCommits | None]]:
         """Survey all directories of mirrors; None for one that has to be reconciled."""
         paths = sorted(await to_thread.run_sync(lambda: list(self.root.iterdir())))
-        found: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
+        commits: dict[Path, OwnedCommits | None] = dict.fromkeys(paths)
 
         async def survey_batch(batch: Sequence[Path]) -> None:
             with suppress(MirrordError):
                 pins = await self.workers.run(survey, batch, timeout=timedelta(minutes=10))
-                found.update(zip(batch, pins, strict=True))
+                commits.update(zip(batch, pins, strict=True))
 
         firsts = range(0, len(paths), SURVEY_BATCH)
         await together(survey_batch(paths[first : first + SURVEY_BATCH]) for first in firsts)
-        return list(found.items())
+        return list(commits.items())
 
     async def _reconcile_at_start(self, name: MirrorName, limiter: anyio.CapacityLimiter) -> None:
         of_files = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -205,12 +205,12 @@ class Inventory:
             name = MirrorName.parse(text)
         except InvalidNameError as error:
             raise _not_found(text) from error
-        found = await self.catalog.find_mirror(name.key)
-        if found is None:
+        row = await self.catalog.find_mirror(name.key)
+        if row is None:
             raise _not_found(text)
         if self.sharing.is_fleet:
-            self._names.setdefault(name.key, found.name)
-        return found
+            self._names.setdefault(name.key, row.name)
+        return row
 
     def path(self, name: MirrorName) -> Path:
         return self.root / str(self._names.get(name.key, name))

@@ -161,8 +161,8 @@ def iter_temporary_files(path: Path) -> Iterator[tuple[Path, str]]:
         if directory == str(path) and "worktrees" in below:
             below.remove("worktrees")
         for name in files:
-            if found := _OF_PROCESS.fullmatch(name):
-                yield Path(directory, name), found[1]
+            if match := _OF_PROCESS.fullmatch(name):
+                yield Path(directory, name), match[1]
             elif _STALE.fullmatch(name):
                 yield Path(directory, name), ""
 

@@ -78,10 +78,10 @@ class Quarantine:
         The first call lists the leftovers: later ones could not tell them from files in use.
         """
         if self._left is None:
-            found = await to_thread.run_sync(lambda: list(self.root.iterdir()))
+            entries = await to_thread.run_sync(lambda: list(self.root.iterdir()))
             self._left = {
                 path
-                for path in found
+                for path in entries
                 if path.name != DAMAGED and not path.name.startswith(SPOOL_PREFIX)
             }
 

@@ -92,8 +92,8 @@ class Repository:
         if head := await to_thread.run_sync(read_head, self.path):
             return head
         doing = f"read HEAD of mirror {self.name}"
-        found = await self.run("symbolic-ref", "--quiet", "HEAD", ok=(0, 1), doing=doing)
-        return found.lines[0] if found.lines else None
+        done = await self.run("symbolic-ref", "--quiet", "HEAD", ok=(0, 1), doing=doing)
+        return done.lines[0] if done.lines else None
 
     async def set_head(self, ref: str) -> None:
         await self.run("symbolic-ref", "HEAD", ref, doing=f"set HEAD of mirror {self.name}")
@@ -104,15 +104,15 @@ class Repository:
         """Return the ids that have no object here; what those objects refer to is not checked."""
         wanted = sorted(set(oids))
         doing = f"look up objects of mirror {self.name}"
-        found = await object_info(self.git, self.path, wanted, doing=doing)
-        return {each.name for each in found if each.kind == "missing"}
+        objects = await object_info(self.git, self.path, wanted, doing=doing)
+        return {each.name for each in objects if each.kind == "missing"}
 
     async def commits_of(self, oids: Iterable[str]) -> set[str]:
         """Return the commits among the objects, and those that tags among them lead to."""
         peeled = [f"{oid}^{{commit}}" for oid in sorted(set(oids))]
         doing = f"look up commits of mirror {self.name}"
-        found = await object_info(self.git, self.path, peeled, doing=doing)
-        return {each.oid for each in found if each.exists}
+        objects = await object_info(self.git, self.path, peeled, doing=doing)
+        return {each.oid for each in objects if each.exists}
 
     async def is_ancestor(self, old: str, new: str) -> bool:
         """True if a move of a ref from `old` to `new` loses nothing; False for non-commits."""
@@ -198,9 +198,9 @@ def changed_settings(config: Path) -> str:
         return f"it cannot be read: {error.strerror}"
     if text == CONFIGURATION:
         return ""
-    wanted, found = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
-    changes = [f"it lacks {line}" for line in wanted - found]
-    changes += [f"{legible(line[:100])} is not ours" for line in found - wanted]
+    wanted, present = (Counter(map(str.strip, each.splitlines())) for each in (CONFIGURATION, text))
+    changes = [f"it lacks {line}" for line in wanted - present]
+    changes += [f"{legible(line[:100])} is not ours" for line in present - wanted]
     more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more or "its lines are in another order"
 
@@ -221,10 +221,10 @@ _NEVER_IN_NAMES = ("..", "@{", "//", "/.", ".\n", "/\n", ".lock\n", ".lock/")
 def read_head(git_dir: Path) -> str | None:
     """Read the ref that HEAD names, which may not exist; None where git has to judge."""
     try:
-        found = _HEAD.fullmatch(_read(git_dir / "HEAD"))
+        match = _HEAD.fullmatch(_read(git_dir / "HEAD"))
     except (OSError, ValueError):
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def read_refs(git_dir: Path) -> dict[str, str] | None:

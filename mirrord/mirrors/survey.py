@@ -19,7 +19,7 @@ OwnedCommits = set[tuple[str, CommitId]]
 
 def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
     """Read the pins of mirrors; None for one that a crash interrupted, or that git has to judge."""
-    found: list[OwnedCommits | None] = [None] * len(git_dirs)
+    commits: list[OwnedCommits | None] = [None] * len(git_dirs)
     for number, git_dir in enumerate(git_dirs):
         with suppress(OSError):
             packs, indexes = maintenance.packs_and_indexes(git_dir / "objects/pack")
@@ -28,5 +28,5 @@ def survey(git_dirs: Sequence[Path]) -> list[OwnedCommits | None]:
                 continue
             refs = read_refs_of(git_dir)
             if refs is not None and not any(ref.startswith(INCOMING) for ref in refs):
-                found[number] = set(read_pins(refs))
-    return found
+                commits[number] = set(read_pins(refs))
+    return commits

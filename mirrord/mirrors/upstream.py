@@ -95,10 +95,10 @@ def parse_upstream(text: str) -> Upstream:
     if text.startswith("/"):
         return Upstream(text, Remote(text), LOCAL)
     if "://" not in text:
-        found = _SCP.fullmatch(text)
-        if not found or found[2].startswith("-") or found[1].lower() in _SCHEMES:
+        match = _SCP.fullmatch(text)
+        if not match or match[2].startswith("-") or match[1].lower() in _SCHEMES:
             raise _refused(text, "it is neither a URL, nor an absolute path, nor user@host:path")
-        return Upstream(text, Remote(text), found[1].lower())
+        return Upstream(text, Remote(text), match[1].lower())
     try:
         parts = urlsplit(text)
         port = parts.port

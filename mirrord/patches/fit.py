@@ -143,19 +143,19 @@ def _before(tree: Tree, patch: FilePatch, results: Results) -> File | None:
     if patch.old in results:
         if patch.is_rename or patch.is_copy:
             raise NeedsGitError("a moved file was changed before")
-        found = results[patch.old]
-        if found is None:
+        entry = results[patch.old]
+        if entry is None:
             raise MisfitError
     else:
-        found = tree.read(patch.old)
-    if found is None or found.mode in (DIRECTORY, UNTRACKED):
+        entry = tree.read(patch.old)
+    if entry is None or entry.mode in (DIRECTORY, UNTRACKED):
         if patch.is_new is None:
             patch.is_delete = False
             return None
         raise MisfitError
-    if found.mode == SUBMODULE:
+    if entry.mode == SUBMODULE:
         raise NeedsGitError("a submodule")
-    return found
+    return entry
 
 
 def _mode_of(patch: FilePatch, before: File | None, *, reverse: bool) -> int:
@@ -192,30 +192,30 @@ def _must_be_new(tree: Tree, path: bytes, results: Results, going: set[bytes | N
     if path in results:
         if results[path] is not None:
             raise NeedsGitError("a file is created twice")
-    elif path not in going and (found := tree.read(path)) and found.mode != DIRECTORY:
+    elif path not in going and (content := tree.read(path)) and content.mode != DIRECTORY:
         raise MisfitError
 
 
 def _must_have_directories(tree: Tree, path: bytes, results: Results) -> None:
     for above in reversed(parents(path)):
-        if above in results or ((found := tree.read(above)) and found.mode != DIRECTORY):
+        if above in results or ((content := tree.read(above)) and content.mode != DIRECTORY):
             raise NeedsGitError("a file where a directory should be")
 
 
 def find_obstacle(tree: Tree, results: Results) -> bytes | None:
     """Return a path that blocks a new file and that git, whose index has few paths, cannot see."""
     for path in (path for path, file in results.items() if file):
-        found = tree.read(path)
-        if found is None:
+        content = tree.read(path)
+        if content is None:
             for above in reversed(parents(path)):
                 at = tree.read(above)
                 is_tree = at is None or at.mode in (DIRECTORY, SUBMODULE)
                 if not is_tree and results.get(above, at) is not None:
                     return above
-        elif found.mode == DIRECTORY:
-            if any(results.get(below, found) is not None for below in tree.iter_below(path)):
+        elif content.mode == DIRECTORY:
+            if any(results.get(below, content) is not None for below in tree.iter_below(path)):
                 return path
-        elif found.mode == UNTRACKED:
+        elif content.mode == UNTRACKED:
             return path
     return None
 

@@ -61,8 +61,8 @@ def _hunk_at(patch: bytes, line: int) -> str | None:
             number = 0
         if text.startswith((b"--- ", b"+++ ")) and number == 0 and b"/dev/null" not in text:
             name = text[4:].split(b"\t")[0].removeprefix(b"a/").removeprefix(b"b/")
-        if found := HUNK.match(text):
-            number, header = number + 1, text[: found.start(5)]
+        if match := HUNK.match(text):
+            number, header = number + 1, text[: match.start(5)]
     if not number:
         return None
     lines = f"hunk {number} of {shown_path(name)} ({header.decode()})"

@@ -129,19 +129,19 @@ class _Parser:
         self._strip: int | None = 1 if as_patch else None
 
     def parse(self) -> list[FilePatch]:
-        found = []
+        files = []
         while (patch := self._next_header()) is not None:
             while self._line(0).startswith(b"@@ -"):
                 patch.hunks.append(self._hunk())
             if self._is_binary():  # also after a header that would make an empty file
                 raise NeedsGitError("a binary file")
             if _is_whole(patch):
-                found.append(patch)
+                files.append(patch)
             elif not self._as_patch:
                 raise NeedsGitError("a header without hunks")
-        if not found:
+        if not files:
             raise NeedsGitError("a text without a patch")
-        return found
+        return files
 
     def _is_binary(self) -> bool:
         """Return whether a binary file begins here: its data, or the line that it differs."""
@@ -221,11 +221,11 @@ class _Parser:
     # -- hunks -------------------------------------------------------------------------------------
 
     def _hunk(self) -> Hunk:
-        found = _HUNK.match(self._line(0))
-        if not found:
+        match = _HUNK.match(self._line(0))
+        if not match:
             raise NeedsGitError("a hunk without numbers")
         old_start, old_count, new_start, new_count = (
-            1 if number is None else int(number) for number in found.groups()
+            1 if number is None else int(number) for number in match.groups()
         )
         old, new = old_count, new_count
         lines: list[tuple[int, bytes]] = []
@@ -329,9 +329,9 @@ def split_binary(patch: bytes) -> tuple[bytes, bytes]:
 
 def _read_extended(patch: FilePatch, line: bytes, default: bytes | None, strip: int) -> bool:
     """Read one line of a git header into `patch`; False where it is not one."""
-    if not (found := _EXTENDED.match(line)):
+    if not (match := _EXTENDED.match(line)):
         return False
-    key, rest = found.groups()
+    key, rest = match.groups()
     match key.split(b" ")[0], key.split(b" ")[1]:
         case b"---", _:
             patch.old = _verified(patch.old, rest, is_null=bool(patch.is_new), strip=strip)
@@ -371,9 +371,9 @@ def _verified(known: bytes | None, rest: bytes, *, is_null: bool, strip: int) ->
 
 
 def _mode(text: bytes) -> int:
-    if not (found := _MODE.match(text)):
+    if not (match := _MODE.match(text)):
         raise NeedsGitError("a mode that is not a number")
-    return int(found[1], 8)
+    return int(match[1], 8)
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -426,10 +426,10 @@ def _stripped(name: bytes, strip: int) -> bytes | None:
 
 
 def _unquoted(text: bytes) -> tuple[bytes, bytes]:
-    found = unquoted(text)
-    if found is None or b"\0" in found[0]:
+    split = unquoted(text)
+    if split is None or b"\0" in split[0]:
         raise NeedsGitError("a quote without an end, or with an unknown escape")
-    return found
+    return split
 
 
 def header_name(rest: bytes, strip: int) -> bytes | None:

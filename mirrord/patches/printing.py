@@ -63,14 +63,14 @@ def _exact_renames(removed: Sequence[TreeEntry], added: Sequence[Change]) -> dic
     by_blob: defaultdict[tuple[str, int], list[TreeEntry]] = defaultdict(list)
     for old in removed:
         by_blob[old.oid, stat.S_IFMT(old.mode)].append(old)
-    found = {}
+    renames = {}
     for new in added:
         if same := by_blob.get((new.oid, stat.S_IFMT(new.mode or 0))):
             name = new.path.rpartition(b"/")[2]
             named = (old for old in same[:_CANDIDATES] if old.path.rpartition(b"/")[2] == name)
-            found[new.path] = chosen = next(named, same[0])
+            renames[new.path] = chosen = next(named, same[0])
             same.remove(chosen)
-    return found
+    return renames
 
 
 def _may_match(size: int, sizes: list[int]) -> bool:
@@ -225,8 +225,8 @@ _ESCAPES = dict(zip(b'\a\b\t\n\v\f\r"\\', b'abtnvfr"\\', strict=True))
 def quoted(path: bytes, prefix: bytes = b"") -> bytes:
     """Return a name as `core.quotePath` prints it: in quotes if a byte is special or not ASCII."""
 
-    def escaped(found: re.Match[bytes]) -> bytes:
-        byte = found[0][0]
+    def escaped(match: re.Match[bytes]) -> bytes:
+        byte = match[0][0]
         return b"\\%c" % _ESCAPES[byte] if byte in _ESCAPES else b"\\%03o" % byte
 
     if not _QUOTED.search(path):

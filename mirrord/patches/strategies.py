@@ -109,10 +109,10 @@ def apply_patch(
     try:
         return Applied(_changes(tree, attempt.exactly(patch)), FoundStrategy.EXACT)
     except _REFUSALS as error:
-        found = attempt.tolerantly(patch) if is_tolerant else None
-        if found is None:
+        applied = attempt.tolerantly(patch) if is_tolerant else None
+        if applied is None:
             raise with_hunk(error, tree, patch, reverse=reverse, is_tolerant=is_tolerant) from error
-    return Applied(_changes(tree, found[1]), found[0])
+    return Applied(_changes(tree, applied[1]), applied[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,11 +128,11 @@ class Worktree:
 
         Call as the owner. Raises PermissionError where the owner may not read it.
         """
-        found = self._fetch(path, kind)
-        if found is None or found.mode == SYMLINK:
-            return found
+        content = self._fetch(path, kind)
+        if content is None or content.mode == SYMLINK:
+            return content
         conversion = find_conversion(self._all_attributes, path)
-        return found._replace(conversion=conversion) if conversion else found
+        return content._replace(conversion=conversion) if conversion else content
 
     def attribute_files(self, paths: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
         """Return the attribute files that apply to these paths, each with its directory."""
@@ -158,8 +158,8 @@ class Worktree:
         if self._is_absent(path):
             return None
         with self.owner:
-            found = self._fetch(path, None)
-        return found.data if found and found.mode != SYMLINK else None
+            content = self._fetch(path, None)
+        return content.data if content and content.mode != SYMLINK else None
 
     def _is_absent(self, path: bytes) -> bool:
         """Return whether neither the base nor a change has this file in a directory of the base."""
@@ -201,10 +201,10 @@ class Worktree:
                     return RawFile(SYMLINK, text)
                 fd = self.owner.open_regular(directory, name)
                 try:
-                    found = os.fstat(fd)
-                    self.modes[path] = found.st_mode
-                    mode = EXECUTABLE if found.st_mode & 0o100 else REGULAR
-                    return RawFile(mode, self._read_all(fd, found.st_size))
+                    st = os.fstat(fd)
+                    self.modes[path] = st.st_mode
+                    mode = EXECUTABLE if st.st_mode & 0o100 else REGULAR
+                    return RawFile(mode, self._read_all(fd, st.st_size))
                 finally:
                     os.close(fd)
             except PermissionError as error:

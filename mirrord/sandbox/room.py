@@ -312,12 +312,12 @@ class Limits:
             "memory": ("memory", events, "oom_kill"),
             "pids": ("processes", "pids.events", "max"),
         }
-        found = {}
+        strikes = {}
         for controller, path in self._groups.items():
             name, file, key = files[controller]
             lines = dict(line.split() for line in (path / file).read_text().splitlines())
-            found[name] = int(lines.get(key, 0))
-        return found
+            strikes[name] = int(lines.get(key, 0))
+        return strikes
 
     def remove(self) -> None:
         """Remove the groups; their processes must have ended."""
@@ -332,9 +332,9 @@ def _own_group(controller: str) -> Path:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
-            found = _ROOT / controller / path.lstrip("/")
+            group = _ROOT / controller / path.lstrip("/")
             # in a container the path may be that of the host
-            return found if found.is_dir() else _ROOT / controller
+            return group if group.is_dir() else _ROOT / controller
     raise FileNotFoundError(f"the kernel has no controller {controller}")
 
 

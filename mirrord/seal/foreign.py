@@ -26,7 +26,7 @@ def own_names(project: str, paths: Collection[str]) -> set[str]:
     }
     outer = {path for path in packages if path.rpartition("/")[0] not in packages}
     names = {path.rpartition("/")[2] for path in outer if not _SHARED & {*path.split("/")}}
-    names |= {found[1] for path in paths if (found := _MODULE.fullmatch(path))}
+    names |= {match[1] for path in paths if (match := _MODULE.fullmatch(path))}
     return {project.lower(), project.lower().replace("-", "_"), *names} - _SHARED
 
 

@@ -66,12 +66,12 @@ class Future:
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
         """Return the type of each of `ids` that is outside the closure. Ignores trivial blobs."""
-        found = {
+        objects = {
             oid: kind
             for oid, (kind, size) in self._look_up(oid.hex() for oid in ids).items()
             if kind != "blob" or size >= TRIVIAL_BYTES
         }
-        return {oid: kind for oid, kind in found.items() if oid not in self.closure}
+        return {oid: kind for oid, kind in objects.items() if oid not in self.closure}
 
     def _look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
         listed = run_git_sync(
@@ -84,7 +84,7 @@ class Future:
     def places(self, ids: Collection[bytes]) -> dict[bytes, FirstSeen]:
         """Find where each of `ids` appears first, from the oldest commit on."""
         wanted, commit = {oid.hex().encode() for oid in ids}, None
-        found = dict[bytes, FirstSeen]()
+        places = dict[bytes, FirstSeen]()
         listing = self._scratch / "listing"
         # --in-commit-order lists an object after the first commit that has it; commits have no name
         order = ("--in-commit-order", "--reverse", "--all", "--not", self.base)
@@ -99,5 +99,5 @@ class Future:
                     commit = oid.decode()
                 elif oid in wanted:
                     name = decode_name(line[41:-1])
-                    found.setdefault(bytes.fromhex(oid.decode()), FirstSeen(commit, name))
-        return found
+                    places.setdefault(bytes.fromhex(oid.decode()), FirstSeen(commit, name))
+        return places

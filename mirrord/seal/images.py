@@ -54,13 +54,13 @@ class RootFilesystem(NamedTuple):
     def git_directories(self) -> dict[str, bool]:
         """Return every directory with HEAD and objects, and whether its HEAD is visible."""
         stores = {at for _, tree in self.layers for path in tree.files for at in _stores_of(path)}
-        found = dict[str, bool]()
+        directories = dict[str, bool]()
         for number, (_, tree) in enumerate(self.layers):
             for at in stores:
                 head = f"{at}/HEAD" if at else "HEAD"
                 if head in tree.files or head in tree.links:
-                    found[at] = found.get(at, False) or self.shows(number, head)
-        return found
+                    directories[at] = directories.get(at, False) or self.shows(number, head)
+        return directories
 
 
 def _covers(above: ScannedTree, path: str) -> bool:
@@ -112,9 +112,9 @@ def _merged(contents: Contents) -> ScannedTree:
     top = contents.trees[""]
     for name in [name for name in contents.trees if name]:
         tree = contents.trees.pop(name)
-        found = [Inside(name, path, oid) for path, oid in tree.files.items() if oid]
-        found += [Inside(f"{name}!{archive}", path, oid) for archive, path, oid in tree.inside]
-        top.inside += found
+        inside = [Inside(name, path, oid) for path, oid in tree.files.items() if oid]
+        inside += [Inside(f"{name}!{archive}", path, oid) for archive, path, oid in tree.inside]
+        top.inside += inside
         top.packs |= {f"{name}!{path}" for path in tree.packs}
     return top
 
@@ -131,11 +131,11 @@ def _laid_out(contents: Contents) -> list[list[str]]:
     while pending:
         name, depth = pending.pop()
         with suppress(KeyError, TypeError, ValueError, RecursionError, AttributeError):
-            found = _document(contents, name)
+            document = _document(contents, name)
             if depth < _NESTED_LIMIT:
-                pending += [(_blob(each), depth + 1) for each in found.get("manifests", [])]
-            if "layers" in found:
-                tars = [each for each in found["layers"] if ".tar" in each["mediaType"]]
+                pending += [(_blob(each), depth + 1) for each in document.get("manifests", [])]
+            if "layers" in document:
+                tars = [each for each in document["layers"] if ".tar" in each["mediaType"]]
                 images.append([_blob(each) for each in tars])
     return images
 
@@ -190,8 +190,8 @@ def _members_of(archive: Path, keys: set[str]) -> Iterator[tuple[str, Member]]:
             yield "", member
             if member.path in keys and member.source:
                 inner = open_tar(member.source, member.info.size)
-                found = iter_tar(inner) if inner else ()
-                yield from ((member.path, each) for each in found if isinstance(each, Member))
+                members = iter_tar(inner) if inner else ()
+                yield from ((member.path, each) for each in members if isinstance(each, Member))
 
 
 def _copy(member: Member, target: Path, first: Path) -> None:

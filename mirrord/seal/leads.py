@@ -49,10 +49,10 @@ def find_leads(path: str, text: bytes, project: str) -> Iterator[Lead]:
 def _direct_url(content: str, project: str) -> Iterator[Lead]:
     """PEP 610: pip and uv record an installation that is not from an index."""
     try:
-        found = loads(content)
-        url, facts = urlsplit(str(found["url"])), {**found.get("vcs_info", {})}
-        is_editable = found.get("dir_info", {}).get("editable") is True
-        is_archive = "archive_info" in found
+        record = loads(content)
+        url, facts = urlsplit(str(record["url"])), {**record.get("vcs_info", {})}
+        is_editable = record.get("dir_info", {}).get("editable") is True
+        is_archive = "archive_info" in record
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         yield Lead("direct-url", "it cannot be read", is_own=True)
         return
@@ -61,7 +61,7 @@ def _direct_url(content: str, project: str) -> Iterator[Lead]:
     elif facts or (is_archive and url.scheme != "file"):
         names = {part.removesuffix(".git").lower() for part in url.path.split("/")}
         commit = str(facts.get("commit_id", ""))
-        fact = f"installed from {shown(masked(found['url']), 200)}"
+        fact = f"installed from {shown(masked(record['url']), 200)}"
         fact += f" at {commit}" if (known := _COMMIT.fullmatch(commit)) else ""
         yield Lead("direct-url", fact, None, commit if known else None, project.lower() in names)
 
@@ -73,7 +73,7 @@ def resolve(path: str, target: str, seen_at: str) -> str | None:
     """
     if target.startswith("/"):
         inside = f"{target}/".startswith(f"{seen_at.rstrip('/')}/")
-        found = os.path.relpath(target, seen_at) if inside else os.path.normpath(target)
-        return found.lstrip("/").removeprefix(".")
-    found = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    return None if found.startswith("..") else found.removeprefix(".")
+        resolved = os.path.relpath(target, seen_at) if inside else os.path.normpath(target)
+        return resolved.lstrip("/").removeprefix(".")
+    resolved = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return None if resolved.startswith("..") else resolved.removeprefix(".")

@@ -275,19 +275,19 @@ def read_contents(repository: ForeignRepository, private: Path) -> StoreContents
 
 
 def _read_file(
-    prefix: str, found: ForeignFile, names: Collection[str], contents: StoreContents
+    prefix: str, file: ForeignFile, names: Collection[str], contents: StoreContents
 ) -> None:
-    where, path = f"{prefix}objects/{found.where}", found.path
-    if found.kind != "file":
+    where, path = f"{prefix}objects/{file.where}", file.path
+    if file.kind != "file":
         contents.leak("stray-file", f"{where} is not a regular file")
-    elif loose := _LOOSE.fullmatch(found.where):
+    elif loose := _LOOSE.fullmatch(file.where):
         oid = loose[1] + loose[2]
         contents.ids.add(bytes.fromhex(oid))
         if loose_digest(path) != oid:
             contents.leak("damaged", f"loose object {oid} does not match its id")
-    elif packed := _PACKED.fullmatch(found.where):
-        _read_packed(packed[1], found, names, contents)
-    elif _GRAPH.fullmatch(found.where):
+    elif packed := _PACKED.fullmatch(file.where):
+        _read_packed(packed[1], file, names, contents)
+    elif _GRAPH.fullmatch(file.where):
         contents.graphed[where] = []
         try:  # a commit-graph ends with a checksum as a pack does
             if not pack_is_whole(path):
@@ -295,23 +295,23 @@ def _read_file(
             contents.graphed[where] = graph_commits(path)
         except (CorruptObjectError, OSError):
             contents.leak("commit-graph", f"{where} is not a valid commit-graph")
-    elif found.where in _LISTS:
-        form, kind, listed = _LISTS[found.where]
+    elif file.where in _LISTS:
+        form, kind, listed = _LISTS[file.where]
         if not form.fullmatch(read_bytes(path) or b"-"):
             contents.leak(kind, f"{where} is not a list of {listed}")
-    elif found.where not in _ALTERNATES:
+    elif file.where not in _ALTERNATES:
         contents.leak("stray-file", f"{where} is not part of a sealed object store")
 
 
 def _read_packed(
-    part: str, found: ForeignFile, names: Collection[str], contents: StoreContents
+    part: str, file: ForeignFile, names: Collection[str], contents: StoreContents
 ) -> None:
-    where, path = f"objects/{found.where}", found.path
+    where, path = f"objects/{file.where}", file.path
     if part == "pack":
-        if found.where.removesuffix("pack") + "idx" not in names:
+        if file.where.removesuffix("pack") + "idx" not in names:
             fact = "has no index: git does not see its objects, but can index them"
             contents.leak("stray-file", f"{where} {fact}")
-    elif found.where.removesuffix(part) + "pack" not in names:
+    elif file.where.removesuffix(part) + "pack" not in names:
         contents.leak("stray-file", f"{where} has no pack")
     elif part == "keep":
         if path.stat().st_size:

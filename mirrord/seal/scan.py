@@ -218,6 +218,6 @@ def project_of(mirror: Path) -> str:
     if "__" in mirror.name:
         return mirror.name.partition("__")[2]
     words = ("config", "--get", "remote.origin.url")
-    found = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
-    url = decode_name(found).strip() or mirror.name
+    printed = run_git_sync(*words, git_dir=mirror, ok=(0, 1), doing="read its configuration").stdout
+    url = decode_name(printed).strip() or mirror.name
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")

@@ -119,29 +119,29 @@ class Deriver:
         if not texts:
             self._lack(Column.ISSUES, "the row has no title, body or commits of a pull request")
             return
-        found = resolved_issues(texts, str(row.get("repo")))
+        issues = resolved_issues(texts, str(row.get("repo")))
         if listed := row.get("issue_numbers") or row.get("resolved_issues"):
             recorded = sorted(re.findall(r"\d+", str(listed)))
-            self._settle(row, rules, Column.ISSUES, sorted(found), "keywords", recorded)
+            self._settle(row, rules, Column.ISSUES, sorted(issues), "keywords", recorded)
         else:
-            self._settle(row, rules, Column.ISSUES, found, "keywords", None)
+            self._settle(row, rules, Column.ISSUES, issues, "keywords", None)
 
     def _put_version(self, row: Row, rules: Row) -> None:
-        found = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
-        if not isinstance(found, Version):
-            self._lack(Column.VERSION, found or "the row has no repo or base_commit")
+        version = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
+        if not isinstance(version, Version):
+            self._lack(Column.VERSION, version or "the row has no repo or base_commit")
             return
         recorded = str(row["version"]) if row.get("version") else None
-        self._settle(row, rules, Column.VERSION, found.text, found.rule, recorded)
+        self._settle(row, rules, Column.VERSION, version.text, version.rule, recorded)
 
     def _put_setup(self, setups: Mapping[tuple[str, str], str], row: Row, rules: Row) -> None:
         version = self._version_of(row)
-        found = setups.get((_text(row, "repo").lower(), version or ""))
-        if found is None:
+        setup = setups.get((_text(row, "repo").lower(), version or ""))
+        if setup is None:
             self._lack(Column.SETUP, "no row of its version has a date")
             return
         recorded = row.get(Column.SETUP) or None
-        self._settle(row, rules, Column.SETUP, found, f"last of version {version}", recorded)
+        self._settle(row, rules, Column.SETUP, setup, f"last of version {version}", recorded)
 
     def _setup_commits(self) -> dict[tuple[str, str], str]:
         """Return the last base commit, by `created_at`, of each repository and version."""
@@ -157,8 +157,8 @@ class Deriver:
     def _version_of(self, row: Row) -> str | None:
         if recorded := row.get("version"):
             return str(recorded)
-        found = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
-        return found.text if isinstance(found, Version) else None
+        version = self._versions.get((_text(row, "repo"), _text(row, "base_commit")))
+        return version.text if isinstance(version, Version) else None
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -175,8 +175,8 @@ class Deriver:
         elif recorded == value:
             self.report.agreed[column] += 1
         else:
-            found = Disagreement(_id(row), column, recorded, value, rule)
-            self.report.disagreements.append(found)
+            disagreement = Disagreement(_id(row), column, recorded, value, rule)
+            self.report.disagreements.append(disagreement)
 
 
 def read_date(value: object) -> datetime | None:
@@ -195,14 +195,14 @@ def _joined(patch: Any, test_patch: Any) -> str:
 
 def _messages(commits: Any) -> list[str]:
     """Return the messages of commits: texts, or objects of GitHub's API."""
-    found = []
+    messages = []
     for commit in commits if isinstance(commits, list) else []:
         if isinstance(commit, dict):
             inner = commit.get("commit")
             commit = commit.get("message") or (inner or {}).get("message")
         if isinstance(commit, str):
-            found.append(commit)
-    return found
+            messages.append(commit)
+    return messages
 
 
 def _id(row: Row) -> str:

@@ -78,8 +78,8 @@ class _Folder(NamedTuple):
     def find_patch(self, directory: str) -> str | None:
         if not (self.path / directory).is_dir():
             return None
-        found = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
-        return self.text(f"{directory}/{found[0]}") if len(found) == 1 else None
+        names = [name for name in sorted(os.listdir(self.path / directory)) if _PATCH.search(name)]
+        return self.text(f"{directory}/{names[0]}") if len(names) == 1 else None
 
     def text(self, name: str, limit: int = FILE_LIMIT_BYTES) -> str:
         """Read a file as text, byte for byte; raises TaskError."""
@@ -231,5 +231,5 @@ def _named(tables: list[dict[str, Any]], keys: tuple[str, ...]) -> str | None:
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return found[pattern.groups] if found else None
+    match = pattern.search(text)
+    return match[pattern.groups] if match else None

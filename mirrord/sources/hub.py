@@ -49,13 +49,13 @@ class HubName(NamedTuple):
     def parse(cls, word: str) -> "HubName":
         """Raises UsageError."""
         path, _, query = word.removeprefix("hf://").partition("?")
-        found = _NAME.fullmatch(path)
+        match = _NAME.fullmatch(path)
         choice = dict(parse_qsl(query, keep_blank_values=True))
         unknown = choice.keys() - {"split", "config"}
-        if found is None or unknown or not all(choice.values()):
+        if match is None or unknown or not all(choice.values()):
             fact = f"unknown parameter {min(unknown)}" if unknown else "invalid syntax"
             raise UsageError(f"cannot read {word}: {fact}", hint=f"write {_FORM}")
-        return cls(found[1], found[2], choice.get("split"), choice.get("config"))
+        return cls(match[1], match[2], choice.get("split"), choice.get("config"))
 
     def __str__(self) -> str:
         chosen = {"config": self.config, "split": self.split}
@@ -118,8 +118,8 @@ class _Hub:
 
     def download(self, patterns: list[str], revision: str | None) -> Path:
         """Download files of a revision. Return the snapshot's folder, named by the commit."""
-        found = self._call("snapshot_download", revision=revision, allow_patterns=patterns)
-        return Path(found)
+        directory = self._call("snapshot_download", revision=revision, allow_patterns=patterns)
+        return Path(directory)
 
     def list_files(self, commit: str) -> list[str]:
         """List all files of a commit from which files were downloaded."""

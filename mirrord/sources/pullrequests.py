@@ -61,8 +61,8 @@ def split(diff: str, rule: SplitRule) -> SplitDiff:
 def _path_of(header: str, section: str) -> str:
     """Return the path after the change, or before it if the file is deleted."""
     for mark in ("+++ b/", "rename to ", "--- a/"):
-        if found := re.search(rf"^{re.escape(mark)}(.*)$", section, re.MULTILINE):
-            return found[1].split("\t")[0].rstrip("\r")
+        if match := re.search(rf"^{re.escape(mark)}(.*)$", section, re.MULTILINE):
+            return match[1].split("\t")[0].rstrip("\r")
     both = header.removeprefix("diff --git a/")
     half = both[: (len(both) - len(" b/")) // 2]
     return half if both == f"{half} b/{half}" else both.rpartition(" b/")[2]
@@ -82,5 +82,5 @@ def resolved_issues(texts: Iterable[str], repo: str) -> list[str]:
     """
     text = _COMMENT.sub("", "\n".join(texts))
     url = re.escape(f"https://github.com/{repo}/issues/")
-    found = re.findall(rf"(\w+)\s+(?:#|{url})(\d+)", text)
-    return list(dict.fromkeys(number for word, number in found if word.lower() in _KEYWORDS))
+    issues = re.findall(rf"(\w+)\s+(?:#|{url})(\d+)", text)
+    return list(dict.fromkeys(number for word, number in issues if word.lower() in _KEYWORDS))

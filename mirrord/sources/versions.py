@@ -51,8 +51,8 @@ class Version(NamedTuple):
 def find_version(repo: str, read: Read, describe: Callable[[], str | None]) -> Version | None:
     """Find the version of `repo` (owner/name). `describe` is `git describe --tags --long`."""
     for path in PATHS.get(repo.lower(), ()):
-        if found := _in_source(path, read(path)):
-            return found
+        if version := _in_source(path, read(path)):
+            return version
     builds = {name: read(name) or "" for name in ("pyproject.toml", "setup.cfg", "setup.py")}
     candidates = _iter_declared(repo.partition("/")[2], read, builds)
     if any(_FROM_TAGS.search(text) for text in builds.values()):  # their `__version__` is a stub
@@ -115,8 +115,8 @@ def _iter_declared(name: str, read: Read, builds: Mapping[str, str]) -> Iterator
     package = name.removeprefix("python-").replace("-", "_")
     for directory in dict.fromkeys((f"src/{package}", package, f"src/{name}", name)):
         for path in (f"{directory}/{file}" for file in _VERSION_FILES):
-            if found := _in_source(path, read(path)):
-                yield found
+            if version := _in_source(path, read(path)):
+                yield version
 
 
 def _declared(value: str, rule: str, read: Read) -> Version | None:
@@ -146,10 +146,10 @@ def _at(value: Any, *keys: str) -> Any:
 
 def _from_tag(described: str | None) -> Version | None:
     """Guess as setuptools_scm does: commits after a release belong to the next one."""
-    found = _TAG.fullmatch(described or "")
-    if found is None:
+    match = _TAG.fullmatch(described or "")
+    if match is None:
         return None
-    numbers, suffix, distance = [int(n) for n in found[1].split(".")], found[2], int(found[3])
+    numbers, suffix, distance = [int(n) for n in match[1].split(".")], match[2], int(match[3])
     if distance and not suffix:
         numbers[-1] += 1
     tag = str(described).rsplit("-", 2)[0]

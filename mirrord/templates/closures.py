@@ -59,16 +59,16 @@ class Commits:
         self._mirrors_path = mirrors_path
         self._known: LRUCache[tuple[str, CommitId], Resolved] = LRUCache(_KEPT_COMMITS)
 
-    def learn(self, name: MirrorName, found: Resolved) -> None:
+    def learn(self, name: MirrorName, resolved: Resolved) -> None:
         """Add a commit that another part has read."""
-        self._known[name.key, found.commit] = found
+        self._known[name.key, resolved.commit] = resolved
 
     async def get(self, name: MirrorName, commit: CommitId) -> Resolved:
         """Return a commit, read and hashed; raises CommitNotFoundError, CommitUnservableError."""
-        found = self._known.get((name.key, commit))
+        resolved = self._known.get((name.key, commit))
         try:
-            if found is None:
-                found = await self._workers.run(
+            if resolved is None:
+                resolved = await self._workers.run(
                     resolve, self._mirrors_path(name), commit, timeout=_QUICK_TIMEOUT
                 )
         except errors.CommitNotFoundError as error:
@@ -79,8 +79,8 @@ class Commits:
                 hint="audit and heal the mirror",
                 commit=commit,
             ) from error
-        self.learn(name, found)
-        return found
+        self.learn(name, resolved)
+        return resolved
 
 
 # of first parents: where a short walk finds nothing to share, all of them
@@ -196,14 +196,14 @@ class Closures:
         if not self.shared:
             return {}
         listed = await self.shared.find(name)
-        found = dict[CommitId, PackLayer]()
+        layers = dict[CommitId, PackLayer]()
         with suppress(TypeError, KeyError):  # of another version
             read = [PackLayer.of(facts) for facts in listed.values()]
             for layer in sorted(read, key=lambda layer: layer.depth):
-                base = self._known(name).get(layer.base) or found.get(layer.base)  # type: ignore[arg-type]
+                base = self._known(name).get(layer.base) or layers.get(layer.base)  # type: ignore[arg-type]
                 if layer.base is None or (base and base.depth < layer.depth):
-                    found[layer.commit] = layer
-        return found
+                    layers[layer.commit] = layer
+        return layers
 
     async def _take(self, name: MirrorName, shared: Layers, commit: CommitId) -> None:
         """Copy the shared layers of a chain that are not on disk."""

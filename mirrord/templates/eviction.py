@@ -130,12 +130,12 @@ class Eviction:
 
     async def weigh(self, keep: Collection[StoreKey]) -> list[MirrorWeight]:
         """Return the disk space of each mirror's templates, and what `collect` would free."""
-        found = []
+        weights = []
         for each in await self._inventories():
             packs = self.stores.known_packs(each.name)
             held = frozenset([*self.registry.held, *self.stores.held])
-            found.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
-        return found
+            weights.append(await anyio.to_thread.run_sync(_weighed, each, keep, held, packs))
+        return weights
 
     async def _evict_store(
         self, inventory: "_MirrorStores", path: Path, used_at: float

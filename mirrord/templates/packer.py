@@ -323,5 +323,5 @@ def _packs_in(stores: Iterable[Path]) -> Iterator[Path]:
 
 
 def _stamp(file: Path) -> tuple[object, ...]:
-    found = file.stat()
-    return str(file), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    st = file.stat()
+    return str(file), st.st_size, st.st_ino, st.st_mtime_ns, st.st_ctime_ns

@@ -99,11 +99,11 @@ class MirrorTemplates:
 
     def above(self, tree: str) -> set[str]:
         """Return a tree and all trees whose layers stand on it, at any height."""
-        found = more = {tree}
+        trees = more = {tree}
         while more:
-            more = {each for each, layer in self.layers.items() if layer.base in found} - found
-            found = found | more
-        return found
+            more = {each for each, layer in self.layers.items() if layer.base in trees} - trees
+            trees = trees | more
+        return trees
 
     def is_whole(self, tree: str) -> bool:
         """Return whether a layer and all below it exist and are proven."""
@@ -117,13 +117,13 @@ class MirrorTemplates:
 
         Of each depth CANDIDATES_PER_DEPTH, those nearest to `time`; the nearest comes first.
         """
-        found: list[list[Layer]] = []
+        stacks: list[list[Layer]] = []
         per_depth: Counter[int] = Counter()
         for layer in sorted(self.layers.values(), key=lambda layer: abs(layer.time - time)):
             if per_depth[layer.depth] < CANDIDATES_PER_DEPTH and self.is_whole(layer.tree):
                 per_depth[layer.depth] += 1
-                found.append(self.chain(layer.tree))
-        return found
+                stacks.append(self.chain(layer.tree))
+        return stacks
 
     def new_path(self) -> Path:
         self.trees.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -180,21 +180,21 @@ class TemplateRegistry:
 
     def names(self) -> list[MirrorName]:
         """Return the mirrors that have a directory on disk."""
-        found = []
+        names = []
         for path in sorted(self.root.iterdir()):
             with suppress(InvalidNameError):
                 if path.is_dir():
-                    found.append(MirrorName.parse(path.name))
-        return found
+                    names.append(MirrorName.parse(path.name))
+        return names
 
     @property
     def size_bytes(self) -> int:
         return sum(each.size_bytes for each in self._mirrors.values())
 
     def get(self, name: MirrorName) -> MirrorTemplates:
-        if (found := self._mirrors.get(name.key)) is None:
-            found = self._mirrors[name.key] = MirrorTemplates(self.root / str(name), self.trash)
-        return found
+        if (templates := self._mirrors.get(name.key)) is None:
+            templates = self._mirrors[name.key] = MirrorTemplates(self.root / str(name), self.trash)
+        return templates
 
     async def measure(self) -> None:
         """Measure the shared files of mirrors whose layers changed; remove those of no layer."""

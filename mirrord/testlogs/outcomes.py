@@ -66,23 +66,25 @@ def arguments_of(test_patch: str, repo: str) -> list[str]:
     return [path.removesuffix(".py").removeprefix("tests/").replace("/", ".") for path in paths]
 
 
-def outcome_of(test: str, found: Mapping[str, Outcome]) -> Outcome | None:
+def outcome_of(test: str, outcomes: Mapping[str, Outcome]) -> Outcome | None:
     """Return the outcome of a dataset's test.
 
     An id may be cut off inside a parameter. Then it means all ids that it is a prefix of, if their
     outcomes agree.
     """
-    if test in found or test.count("[") <= test.count("]"):
-        return found.get(test)
-    matches = [outcome for name, outcome in found.items() if name.startswith(test)]
+    if test in outcomes or test.count("[") <= test.count("]"):
+        return outcomes.get(test)
+    matches = [outcome for name, outcome in outcomes.items() if name.startswith(test)]
     agree = len({outcome is Outcome.PASSED for outcome in matches}) == 1
     return matches[0] if agree else None
 
 
-def iter_misses(tests: Sequence[str], found: Mapping[str, Outcome], want: Want) -> Iterator[Miss]:
+def iter_misses(
+    tests: Sequence[str], outcomes: Mapping[str, Outcome], want: Want
+) -> Iterator[Miss]:
     """Iterate the tests that miss their expectation."""
     for test in tests:
-        outcome = outcome_of(test, found)
+        outcome = outcome_of(test, outcomes)
         if outcome not in _WANTED[want]:
             yield Miss(test, outcome)
 

@@ -49,7 +49,7 @@ def _short(name: str) -> str:
 
 def _pytest_full_ids(log: str) -> Outcomes:
     """Read ids with spaces, without colours; older releases write the outcome last."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for raw in log.split("\n"):
         line = re.sub(r"[\x01-\x1f]", "", re.sub(r"\[(\d+)m", "", raw))
         if line.startswith(_STATUSES):
@@ -57,23 +57,23 @@ def _pytest_full_ids(log: str) -> Outcomes:
                 line = line.partition(" - ")[0]
             status, *rest = line.split()
             if rest and status in _WORDS and not _is_count(status, rest[0]):
-                found[" ".join(rest)] = _WORDS[status]
+                outcomes[" ".join(rest)] = _WORDS[status]
         elif line.endswith(_STATUSES):
             *rest, status = line.split()
             if rest and status in _WORDS:
-                found[" ".join(rest)] = _WORDS[status]
-    return found
+                outcomes[" ".join(rest)] = _WORDS[status]
+    return outcomes
 
 
 def _seaborn(log: str) -> Outcomes:
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     for line in log.split("\n"):
         words = line.split()
         if len(words) >= 2 and line.startswith(("FAILED", "PASSED")):
-            found[words[1]] = Outcome.FAILED if line.startswith("FAILED") else Outcome.PASSED
+            outcomes[words[1]] = Outcome.FAILED if line.startswith("FAILED") else Outcome.PASSED
         elif len(words) >= 2 and words[1] == "PASSED":
-            found[words[0]] = Outcome.PASSED
-    return found
+            outcomes[words[0]] = Outcome.PASSED
+    return outcomes
 
 
 def _matplotlib(log: str) -> Outcomes:
@@ -94,28 +94,28 @@ _INTERRUPTED = re.compile(  # the test's own output between `...` and `ok`
 
 def _unittest(log: str) -> Outcomes:
     """Read the output of unittest -v and of Django's runner."""
-    found: Outcomes = {}
+    outcomes: Outcomes = {}
     before = None
     for raw in log.split("\n"):
         line = raw.strip()
         if "--version is equivalent to version" in line:
-            found["--version is equivalent to version"] = Outcome.PASSED
+            outcomes["--version is equivalent to version"] = Outcome.PASSED
         if " ... " in line:
             before = line.partition(" ... ")[0]
         for end, outcome in _UNITTEST_ENDS.items():
             if line.endswith(end):
                 if line.startswith("Applying sites.0002_alter_domain_unique...test_no_migrations"):
                     line = line.partition("...")[2].strip()  # django-7188: two lines in one
-                found[line.rpartition(end)[0]] = outcome
+                outcomes[line.rpartition(end)[0]] = outcome
                 break
         if " ... skipped" in line:
-            found[line.partition(" ... skipped")[0]] = Outcome.SKIPPED
+            outcomes[line.partition(" ... skipped")[0]] = Outcome.SKIPPED
         for start, outcome in (("FAIL:", Outcome.FAILED), ("ERROR:", Outcome.ERROR)):
             if line.startswith(start) and len(words := line.split()) > 1:
-                found[words[1]] = outcome
+                outcomes[words[1]] = outcome
         if line.startswith("ok") and before is not None:
-            found[before] = Outcome.PASSED
-    return found | dict.fromkeys(_INTERRUPTED.findall(log), Outcome.PASSED)
+            outcomes[before] = Outcome.PASSED
+    return outcomes | dict.fromkeys(_INTERRUPTED.findall(log), Outcome.PASSED)
 
 
 _HEAD_MAX = 1000  # on a line of 100,000 characters the pattern below takes a minute
@@ -124,14 +124,14 @@ _HEAD_MAX = 1000  # on a line of 100,000 characters the pattern below takes a mi
 def _sympy(log: str) -> Outcomes:
     heads = [line for line in log.split("\n") if ".py:" in line and len(line) <= _HEAD_MAX]
     pairs = re.findall(r"_* (.*)\.py:(.*) _*", "\n".join(heads))
-    found: Outcomes = {f"{path}.py:{name}": Outcome.FAILED for path, name in pairs}
+    outcomes: Outcomes = {f"{path}.py:{name}": Outcome.FAILED for path, name in pairs}
     ends = {" E": Outcome.ERROR, " F": Outcome.FAILED, " ok": Outcome.PASSED}
     for raw in log.split("\n"):
         line = raw.strip()
         for end, outcome in ends.items():
             if line.startswith("test_") and line.endswith(end):
-                found[line.split()[0]] = outcome
-    return found
+                outcomes[line.split()[0]] = outcome
+    return outcomes
 
 
 PARSERS: dict[str, Parser] = {

@@ -15,8 +15,10 @@ def conversions_for(objects: Objects, files: Entries | Iterable[TreeEntry]) -> C
     """Return the conversions of a commit, whose attribute files are among `files`."""
     if isinstance(files, Entries):
         files = tree_entries(files, filter(is_attributes, files))
-    found = [entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)]
-    return Conversions(objects, found)
+    attributes = [
+        entry for entry in files if is_attributes(entry.path) and stat.S_ISREG(entry.mode)
+    ]
+    return Conversions(objects, attributes)
 
 
 def is_attributes(path: bytes) -> bool:

@@ -196,9 +196,9 @@ def _entry_of(piece: _LayerPath) -> Entry | None:
     return Entry(mode, NO_OBJECT, content)
 
 
-def is_whiteout(found: os.stat_result) -> bool:
+def is_whiteout(st: os.stat_result) -> bool:
     """Return whether a path of a layer hides the one in the layers below."""
-    return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
+    return stat.S_ISCHR(st.st_mode) and st.st_rdev == 0
 
 
 def read_attributes(file: int) -> dict[str, bytes]:
@@ -214,20 +214,20 @@ def read_attributes(file: int) -> dict[str, bytes]:
 
 def _iter_pieces(layer: Path, skips: Callable[[bytes], bool] = _none) -> Iterator[_LayerPath]:
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
-        for path, found in iter_below(reader):
+        for path, piece in iter_below(reader):
             if skips(path):
                 continue
             directory, name = reader.locate(path)
-            if stat.S_ISREG(found.st_mode):
+            if stat.S_ISREG(piece.st_mode):
                 file = open_regular(directory, name)
-                yield _LayerPath(path, found, read_attributes(file), file=file)
-            elif stat.S_ISDIR(found.st_mode):
+                yield _LayerPath(path, piece, read_attributes(file), file=file)
+            elif stat.S_ISDIR(piece.st_mode):
                 with opened(open_child(directory, name)) as fd:
-                    yield _LayerPath(path, found, read_attributes(fd))
-            elif stat.S_ISLNK(found.st_mode):
-                yield _LayerPath(path, found, {}, target=os.readlink(name, dir_fd=directory))
+                    yield _LayerPath(path, piece, read_attributes(fd))
+            elif stat.S_ISLNK(piece.st_mode):
+                yield _LayerPath(path, piece, {}, target=os.readlink(name, dir_fd=directory))
             else:
-                yield _LayerPath(path, found, {})
+                yield _LayerPath(path, piece, {})
 
 
 def iter_below(reader: TreeReader) -> Iterator[tuple[bytes, os.stat_result]]:

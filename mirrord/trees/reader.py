@@ -89,8 +89,8 @@ class TreeReader:
         Calls `refused` for a directory that the owner may not read or that is too deep; by default
         that raises. Skips the content of directories for which `enters` is false.
         """
-        found = self.find_stat(path)
-        pending = [(path, stat.S_IFMT(found.st_mode))] if found else []
+        st = self.find_stat(path)
+        pending = [(path, stat.S_IFMT(st.st_mode))] if st else []
         while pending:
             at, kind = pending.pop()
             yield at, kind
@@ -110,8 +110,8 @@ class TreeReader:
     ) -> Iterator[tuple[bytes, os.stat_result]]:
         """Like `iter_below`, with the lstat of each path."""
         for below, _ in self.iter_below(path, refused):
-            if (found := self.find_stat(below)) is not None:
-                yield below, found
+            if (st := self.find_stat(below)) is not None:
+                yield below, st
 
     def names_in(self, path: bytes) -> list[bytes]:
         """Return the sorted names in a directory; DiffTooLargeError for one that is too deep."""
@@ -147,8 +147,8 @@ class TreeReader:
                 (name, os.stat(name, dir_fd=directory, follow_symlinks=False)) for name in names
             ]
         except (FileNotFoundError, PermissionError):
-            found = ((name, self.find_stat(inside + name)) for name in names)
-            return [(name, seen) for name, seen in found if seen is not None]
+            st = ((name, self.find_stat(inside + name)) for name in names)
+            return [(name, seen) for name, seen in st if seen is not None]
 
     def leave(self, path: bytes) -> None:
         """Close the directories at and below `path`, which is removed next."""
@@ -207,11 +207,11 @@ def open_top(root: Path) -> int:
             raise
 
 
-def content_id(directory: int, name: bytes, found: os.stat_result) -> bytes:
+def content_id(directory: int, name: bytes, st: os.stat_result) -> bytes:
     """Return the blob id of a file's bytes or a link's target; OSError for other kinds."""
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(st.st_mode):
         return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
-    return read_id(files.open_regular(directory, name), found.st_size)
+    return read_id(files.open_regular(directory, name), st.st_size)
 
 
 def file_id(fd: int) -> bytes:
@@ -273,15 +273,15 @@ def weigh(groups: Mapping[str, Things], limit_s: float) -> dict[str, Weights]:
 
 def _weigh_group(things: Things, deadline: float) -> Weights:
     linked = Counter[Inode]()  # how many things have a file with several links
-    found = [_weigh_one(paths, deadline) for paths in things]
-    for _, links, _, _ in found:
+    weights = [_weigh_one(paths, deadline) for paths in things]
+    for _, links, _, _ in weights:
         linked.update(links.keys())
     each, once = [], dict[Inode, int]()
-    for alone, links, is_whole, paths in found:
+    for alone, links, is_whole, paths in weights:
         shared = sum(size for inode, size in links.items() if linked[inode] > 1)
         each.append(Weight(alone + sum(links.values()), shared, is_whole, paths))
         once |= links
-    return Weights(each, sum(alone for alone, *_ in found) + sum(once.values()))
+    return Weights(each, sum(alone for alone, *_ in weights) + sum(once.values()))
 
 
 def _weigh_one(paths: Sequence[Path], deadline: float) -> tuple[int, dict[Inode, int], bool, int]:

@@ -95,20 +95,20 @@ def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanRes
 def _compare(
     root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool
 ) -> ScanResult:
-    found = ScanResult(began_ns=clock_ns())
+    scanned = ScanResult(began_ns=clock_ns())
     with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
         entries = manifest.files | manifest.control
-        found.looked_at = len(entries) - 1 if paths is None else len(paths)
+        scanned.looked_at = len(entries) - 1 if paths is None else len(paths)
         if paths is None:
-            paths = entries.keys() if every else _suspects(fd, owner, manifest, found)
+            paths = entries.keys() if every else _suspects(fd, owner, manifest, scanned)
         if paths:
             read_from_ns = 0 if every else manifest.racy_from_ns
             with TreeReader(fd, owner) as reader:
-                _Examination(fd, owner, reader, entries, found, read_from_ns).judge(paths)
-    return found
+                _Examination(fd, owner, reader, entries, scanned, read_from_ns).judge(paths)
+    return scanned
 
 
-def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult) -> list[bytes]:
+def _suspects(root: int, owner: ActingAs, manifest: Manifest, scanned: ScanResult) -> list[bytes]:
     """Return the paths whose stat changed, or is too recent to prove anything.
 
     Those in a directory that is gone are suspects too; the closer look finds them missing.
@@ -133,8 +133,8 @@ def _suspects(root: int, owner: ActingAs, manifest: Manifest, found: ScanResult)
                 suspects.append(path)
             elif was[4] >= racy_from_ns:
                 suspects.append(path)
-                found.unsettled = True
-                found.youngest_ns = max(found.youngest_ns, was[4])
+                scanned.unsettled = True
+                scanned.youngest_ns = max(scanned.youngest_ns, was[4])
     return suspects
 
 
@@ -279,18 +279,17 @@ def prove_files(
 
 
 def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
-    found = reader.find_stat(path)
-    if found is None or stat.S_IMODE(found.st_mode) != entry.permissions:
+    st = reader.find_stat(path)
+    if st is None or stat.S_IMODE(st.st_mode) != entry.permissions:
         return False
     if entry.is_directory:
-        if entry.mode == DIRECTORY or not stat.S_ISDIR(found.st_mode):
-            return stat.S_ISDIR(found.st_mode)
+        if entry.mode == DIRECTORY or not stat.S_ISDIR(st.st_mode):
+            return stat.S_ISDIR(st.st_mode)
         with opened(open_child(*reader.locate(path))) as fd:
             return not os.listdir(fd)  # a submodule
-    is_link = stat.S_ISLNK(found.st_mode)
+    is_link = stat.S_ISLNK(st.st_mode)
     return (
-        is_link == (entry.mode == SYMLINK)
-        and content_id(*reader.locate(path), found) == entry.content
+        is_link == (entry.mode == SYMLINK) and content_id(*reader.locate(path), st) == entry.content
     )
 
 

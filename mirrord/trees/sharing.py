@@ -35,14 +35,14 @@ class SharedFiles:
         """Link a shared file at `path` of a layer; None where there is no sound one."""
         source = self._path(content, executable=executable)
         try:
-            found = writer.link_file(path, source)
+            st = writer.link_file(path, source)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EMLINK):
                 raise
             return None
-        has_mode = stat.S_IMODE(found.st_mode) == _MODES[executable]
-        if has_mode and content_id(*writer.locate(path), found).hex() == content:
-            return found
+        has_mode = stat.S_IMODE(st.st_mode) == _MODES[executable]
+        if has_mode and content_id(*writer.locate(path), st).hex() == content:
+            return st
         writer.remove(path)
         source.unlink(missing_ok=True)
         return None
@@ -65,9 +65,9 @@ class SharedFiles:
         total, is_clean = 0, True
         with suppress(FileNotFoundError), os.scandir(self._directory) as listed:
             for item in listed:
-                found = item.stat(follow_symlinks=False)
-                if found.st_nlink > 1:
-                    total += found.st_blocks * 512
+                st = item.stat(follow_symlinks=False)
+                if st.st_nlink > 1:
+                    total += st.st_blocks * 512
                 else:
                     is_clean &= try_to_remove(Path(item.path))
         return total, is_clean

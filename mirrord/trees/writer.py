@@ -121,15 +121,15 @@ class TreeWriter:
     def _finish(self, fd: int, permissions: int, mtime_ns: int | None = None) -> os.stat_result:
         """Set owner, time and mode of a file that was just written."""
         os.utime(fd, ns=self._mtime if mtime_ns is None else (mtime_ns, mtime_ns))
-        found = os.fstat(fd)
+        st = os.fstat(fd)
         # a set-gid directory may have set the group
-        if (found.st_uid, found.st_gid) != self.owner.owner:
+        if (st.st_uid, st.st_gid) != self.owner.owner:
             os.fchown(fd, *self.owner.owner)
-            found = os.fstat(fd)
-        if stat.S_IMODE(found.st_mode) != permissions:
+            st = os.fstat(fd)
+        if stat.S_IMODE(st.st_mode) != permissions:
             os.fchmod(fd, permissions)
-            found = os.fstat(fd)
-        return found
+            st = os.fstat(fd)
+        return st
 
     # -- directories -------------------------------------------------------------------------------
 
@@ -144,12 +144,8 @@ class TreeWriter:
             try:
                 os.mkdir(name, 0o755, dir_fd=directory)
             except FileExistsError:
-                found = files.find_stat(directory, name)
-                if (
-                    found
-                    and stat.S_ISDIR(found.st_mode)
-                    and (found.st_uid, found.st_gid) == self.owner.owner
-                ):
+                st = files.find_stat(directory, name)
+                if st and stat.S_ISDIR(st.st_mode) and (st.st_uid, st.st_gid) == self.owner.owner:
                     with files.opened(self._open(directory, path, name)) as fd:
                         self._restore(fd)
                     return
@@ -185,12 +181,12 @@ class TreeWriter:
     def _adopt(self, directory: int, path: bytes, name: bytes) -> None:
         """Set mode and owner of a new directory; CheckoutBusyError if it was replaced since."""
         with files.opened(self._open(directory, path, name)) as fd:
-            found = os.fstat(fd)
-            if found.st_uid != self.owner.maker[0]:
+            st = os.fstat(fd)
+            if st.st_uid != self.owner.maker[0]:
                 raise _busy(path)
-            if stat.S_IMODE(found.st_mode) != 0o755:
+            if stat.S_IMODE(st.st_mode) != 0o755:
                 os.fchmod(fd, 0o755)
-            if (found.st_uid, found.st_gid) != self.owner.owner:
+            if (st.st_uid, st.st_gid) != self.owner.owner:
                 os.fchown(fd, *self.owner.owner)
 
     def _open(self, directory: int, path: bytes, name: bytes) -> int:
@@ -250,10 +246,10 @@ class TreeWriter:
             return self._reader.find_stat(path)
 
     def get_stat(self, path: bytes) -> os.stat_result:
-        found = self.find_stat(path)
-        if found is None:
+        st = self.find_stat(path)
+        if st is None:
             raise _busy(path)
-        return found
+        return st
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
         """Return the open parent of a path and the name in it; CheckoutBusyError if it is gone."""

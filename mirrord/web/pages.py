@@ -90,12 +90,12 @@ class Pages:
     async def render(self, path: str, values: dict[str, str]) -> tuple[int, str]:
         """Return the status and the HTML of a page, or of a page that says "not found"."""
         for route in ROUTES:
-            if found := route.pattern.fullmatch(path):
+            if match := route.pattern.fullmatch(path):
                 break
         else:
             return 404, await self._render("problem.html", path, values, {"what": "page"})
         try:
-            facts = await route.gather(self._engine, values, **found.groupdict())
+            facts = await route.gather(self._engine, values, **match.groupdict())
         except (NotFoundError, UsageError):  # nothing has a name that is not allowed
             kind = path.split("/")[1].removesuffix("s")
             return 404, await self._render("problem.html", path, values, {"what": kind})
@@ -123,8 +123,8 @@ class Pages:
             ],
             **facts,
         }  # fmt: skip
-        found = self._environment.get_template(template)
-        return await anyio.to_thread.run_sync(lambda: found.render(facts))
+        source = self._environment.get_template(template)
+        return await anyio.to_thread.run_sync(lambda: source.render(facts))
 
 
 def _finalize(value: Any) -> Any:

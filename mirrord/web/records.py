@@ -39,9 +39,9 @@ async def show_audit(engine: Engine, values: Values, identity: str) -> Facts:
 
 
 async def show_reports(engine: Engine, values: Values) -> Facts:
-    found = await engine.catalog.list_reports()
+    reports = await engine.catalog.list_reports()
     names = {each.name for each in await engine.catalog.summarise_datasets()}
-    rows = [(each, each.dataset if each.dataset in names else "") for each in found]
+    rows = [(each, each.dataset if each.dataset in names else "") for each in reports]
     return {"slice": Slice.of(rows, values), "tones": TONES}
 
 
@@ -70,8 +70,8 @@ async def show_report(engine: Engine, values: Values, identity: str) -> Facts:
 
 
 async def show_receipts(engine: Engine, values: Values) -> Facts:
-    found = await engine.catalog.list_receipts()
-    return {"slice": Slice.of(found, values), "node": engine.catalog.node}
+    receipts = await engine.catalog.list_receipts()
+    return {"slice": Slice.of(receipts, values), "node": engine.catalog.node}
 
 
 async def show_receipt(engine: Engine, values: Values, identity: str) -> Facts:

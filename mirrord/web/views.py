@@ -227,11 +227,11 @@ async def show_checkouts(engine: Engine, values: Values) -> Facts:
 
 
 async def show_environments(engine: Engine, values: Values) -> Facts:
-    found = engine.environments.list()
-    found.sort(key=lambda each: (each.state == "ready", each.key))
-    rows = [(public_environment(each.name), each) for each in found]
-    states = Counter(each.state for each in found)
-    total = sum(each.size_bytes - each.shared_bytes for each in found)
+    environments = engine.environments.list()
+    environments.sort(key=lambda each: (each.state == "ready", each.key))
+    rows = [(public_environment(each.name), each) for each in environments]
+    states = Counter(each.state for each in environments)
+    total = sum(each.size_bytes - each.shared_bytes for each in environments)
     return {"slice": Slice.of(rows, values), "states": states, "bytes": total, "tones": TONES}
 
 

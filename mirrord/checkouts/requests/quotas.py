@@ -145,13 +145,13 @@ class Quotas:
 
     def _paths_by_user(self) -> dict[int, list[tuple[CheckoutId | None, tuple[Path, ...]]]]:
         """Return what each user has; a checkout's own files with its id."""
-        found: defaultdict[int, list[tuple[CheckoutId | None, tuple[Path, ...]]]]
-        found = defaultdict(list)
+        things: defaultdict[int, list[tuple[CheckoutId | None, tuple[Path, ...]]]]
+        things = defaultdict(list)
         for lease in self.leases:
             user = self.access.user_of(lease.terms.owner_uid)
-            found[user].append((lease.id, tuple(lease.own_paths)))
-            found[user].append((None, tuple(map(self.layers.path, sorted(lease.own_layers)))))
+            things[user].append((lease.id, tuple(lease.own_paths)))
+            things[user].append((None, tuple(map(self.layers.path, sorted(lease.own_layers)))))
         for record in self.prepared.all():
             user = self.access.user_of(record.saved.saved_by)
-            found[user].append((None, tuple(self.prepared.paths_of(record))))
-        return found
+            things[user].append((None, tuple(self.prepared.paths_of(record))))
+        return things

@@ -105,12 +105,12 @@ def _find_versions(session: Session, rows: Iterator[Row]) -> dict[tuple[str, str
         except MirrordError as error:
             return error.message
 
-    found: dict[tuple[str, str], Version | str] = {}
+    versions: dict[tuple[str, str], Version | str] = {}
     with watching(session, "versions") as watch, ThreadPoolExecutor(_JOBS) as pool:
         for key, version in zip(wanted, pool.map(find, wanted), strict=True):
-            found[key] = version
-            watch(Progress(done=len(found), total=len(wanted), unit="commits", note=key[0]))
-    return found
+            versions[key] = version
+            watch(Progress(done=len(versions), total=len(wanted), unit="commits", note=key[0]))
+    return versions
 
 
 def _version_in(tree: Path, repo: str) -> Version | None:

@@ -260,10 +260,14 @@ class _Run(NamedTuple):
         name, *rest = self.command
         search = f"{environment}/bin:{_SANDBOX_PATH}" if environment else _SANDBOX_PATH
         is_inside = "/" not in name and shutil.which(name, path=search)
-        found = None if is_inside else shutil.which(name)
-        if found is None or not found.startswith("/") or found.startswith(_SANDBOX_DIRECTORIES):
+        program = None if is_inside else shutil.which(name)
+        if (
+            program is None
+            or not program.startswith("/")
+            or program.startswith(_SANDBOX_DIRECTORIES)
+        ):
             return self.command, self.shown_paths
-        return [found, *rest], [*self.shown_paths, Path(found)]
+        return [program, *rest], [*self.shown_paths, Path(program)]
 
 
 def _read_variable(text: str) -> tuple[str, str]:

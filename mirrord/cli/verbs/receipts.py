@@ -49,10 +49,10 @@ def receipt(
     if verify is not None:
         _verify(session, verify, allowed_signers, identity or "")
         return
-    found = session.client.get_receipt(find_id(session, str(checkout_id)))
+    answer = session.client.get_receipt(find_id(session, str(checkout_id)))
     if sign:
-        found = replace(found, signature=_sign(found.signed_bytes(), sign))
-    print_line(found.canonical().decode())
+        answer = replace(answer, signature=_sign(answer.signed_bytes(), sign))
+    print_line(answer.canonical().decode())
 
 
 def _verify(session: Session, file: str, signers: Path | None, identity: str) -> None:

@@ -243,7 +243,7 @@ def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        found = [protocol.Rehearsed.from_json(loads(line)) for line in whole.splitlines()]
+        rehearsed = [protocol.Rehearsed.from_json(loads(line)) for line in whole.splitlines()]
         file.truncate(len(whole))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", hint=hint) from error
@@ -251,4 +251,4 @@ def _open_lines(path: Path) -> tuple[BinaryIO, dict[_Key, protocol.Rehearsed]]:
         file.close()
         message = f"cannot resume from {path}: it has lines that are not results of a rehearsal"
         raise UsageError(message, hint=hint) from error
-    return file, {(row.dataset, row.instance): row for row in found}
+    return file, {(row.dataset, row.instance): row for row in rehearsed}

@@ -125,21 +125,21 @@ def _parts(session: Session) -> dict[str, Callable[[], str]]:
 
 
 def _versions() -> dict[str, Any]:
-    found = {
+    versions = {
         "mirrord": __version__,
         "python": sys.version,
         "kernel": " ".join(os.uname()[2:]),
     }
     with suppress(OSError):
-        found["system"] = platform.freedesktop_os_release()["PRETTY_NAME"]
+        versions["system"] = platform.freedesktop_os_release()["PRETTY_NAME"]
     with suppress(errors.MirrordError):
-        found["git"] = run("git", "version").strip()
+        versions["git"] = run("git", "version").strip()
     with suppress(PackageNotFoundError):
         for line in requires("mirrord") or []:
             name = re.split(r"[^A-Za-z0-9._-]", line)[0]
             with suppress(PackageNotFoundError):
-                found[name] = version(name)
-    return found
+                versions[name] = version(name)
+    return versions
 
 
 def _places(settings: Settings) -> dict[str, Any]:
@@ -251,10 +251,10 @@ class Scrubber:
         """Remove passwords and all but the host of URLs, and replace commit ids."""
         return _HEX.sub(self._pseudonym, _URL.sub(_host_of, masked(text)))
 
-    def _pseudonym(self, found: re.Match[str]) -> str:
-        if found[0].isdecimal() and len(found[0]) < 16:  # a size, a time
-            return found[0]
-        digest = hashlib.sha256(self._salt + found[0].lower().encode()).digest()
+    def _pseudonym(self, match: re.Match[str]) -> str:
+        if match[0].isdecimal() and len(match[0]) < 16:  # a size, a time
+            return match[0]
+        digest = hashlib.sha256(self._salt + match[0].lower().encode()).digest()
         return "#" + "".join("ghkmnpqrstuvwxyz"[byte >> 4] for byte in digest[:10])
 
     def value(self, value: Any) -> Any:
@@ -313,17 +313,17 @@ class Scrubber:
         """Return the frames and the classes of exceptions, without source lines and messages."""
         kept = []
         for line in trace.splitlines():
-            if found := _FRAME.match(line):
-                kept.append(self.text(found[0]))
-            elif found := _RAISED.match(line):
-                kept.append(found["kind"])
+            if match := _FRAME.match(line):
+                kept.append(self.text(match[0]))
+            elif match := _RAISED.match(line):
+                kept.append(match["kind"])
         return kept
 
 
-def _host_of(found: re.Match[str]) -> str:
+def _host_of(match: re.Match[str]) -> str:
     """Return a URL without its path: that of a package index may be its token."""
     try:
-        parts = urlsplit(found[0])
+        parts = urlsplit(match[0])
         return f"{parts.scheme}://{parts.hostname or ''}{'/…' if parts.path.strip('/') else ''}"
     except ValueError:
         return "…"

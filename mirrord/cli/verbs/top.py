@@ -73,11 +73,11 @@ def _each(
             return
 
 
-def _print(session: Session, found: Activity) -> None:
+def _print(session: Session, activity: Activity) -> None:
     if session.json:
-        print_line(as_json(found))
+        print_line(as_json(activity))
         return
-    for line, _ in render(found):
+    for line, _ in render(activity):
         print_line(line)
     print_line("")
 
@@ -138,10 +138,10 @@ def _keys() -> Iterator[Callable[[float], bool]]:
 # -- one update: totals, then as many rows of each list as fit -------------------------------------
 
 
-def render(found: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
+def render(activity: Activity, width: int = sys.maxsize, height: int = sys.maxsize) -> list[Line]:
     """Return lines that fit a screen; each list gets a fair share of the rows."""
-    head = [*_totals(found)]
-    lists = [[*each] for each in (_endpoints(found), _owners(found), _work(found))]
+    head = [*_totals(activity)]
+    lists = [[*each] for each in (_endpoints(activity), _owners(activity), _work(activity))]
     lists = [each for each in lists if len(each) > 1]
     left = height - len(head)
     for number, each in enumerate(sorted(lists, key=len)):
@@ -161,46 +161,52 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _totals(found: Activity) -> Iterator[Line]:
-    up = ago(found.at - found.started_at)
-    at = found.at.astimezone().strftime("%H:%M:%S%z")
-    style = _RED if found.status != "ok" else _BOLD
-    yield f"mirrord {found.version}, pid {found.pid}, up {up}, {found.status}, at {at}", style
-    for reason in found.reasons[:2]:
+def _totals(activity: Activity) -> Iterator[Line]:
+    up = ago(activity.at - activity.started_at)
+    at = activity.at.astimezone().strftime("%H:%M:%S%z")
+    style = _RED if activity.status != "ok" else _BOLD
+    yield (
+        f"mirrord {activity.version}, pid {activity.pid}, up {up}, {activity.status}, at {at}",
+        style,
+    )
+    for reason in activity.reasons[:2]:
         yield f"! {cell(reason)}", _RED if not reason.startswith("warning") else ""
-    if len(found.reasons) > 2:
-        yield f"! and {len(found.reasons) - 2} more: mirrord status --problems", ""
-    total = found.requests
+    if len(activity.reasons) > 2:
+        yield f"! and {len(activity.reasons) - 2} more: mirrord status --problems", ""
+    total = activity.requests
     failed = f", {total.failed:,} failed" if total.failed else ""
     times = f"p50 {_time(total.p50_s)}, p99 {_time(total.p99_s)}"
-    open_ = count(found.connections, "connection")
+    open_ = count(activity.connections, "connection")
     yield f"requests    {_rate(total)}/s, {times}{failed}; {open_}", ""
-    queues = ", ".join(f"{n:,} {name}" for name, n in sorted(found.queues.items()) if n)
-    yield f"checkouts   {found.checkouts:,} of at most {found.checkouts_max:,}", ""
-    yield f"workers     {found.workers_busy} busy of {found.workers}; waiting: {queues or '-'}", ""
-    free = f"{size(found.disk_free_bytes)} free of {size(found.disk_bytes)}"
-    yield f"disk        {free}, {size(found.disk_reserve_bytes)} reserved", ""
-    for each in found.caches:
+    queues = ", ".join(f"{n:,} {name}" for name, n in sorted(activity.queues.items()) if n)
+    yield f"checkouts   {activity.checkouts:,} of at most {activity.checkouts_max:,}", ""
+    yield (
+        f"workers     {activity.workers_busy} busy of {activity.workers}; waiting: {queues or '-'}",
+        "",
+    )
+    free = f"{size(activity.disk_free_bytes)} free of {size(activity.disk_bytes)}"
+    yield f"disk        {free}, {size(activity.disk_reserve_bytes)} reserved", ""
+    for each in activity.caches:
         asked = each.hits + each.misses
         hits = f"{each.hits / asked:.1%} of {asked:,} hit" if asked else "not used yet"
         bounds = f"{size(each.size_bytes)} of {size(each.limit_bytes)}, "
         room = f"{bounds}{each.evictions:,} evicted, " if each.limit_bytes is not None else ""
         yield f"{each.name:<10}  {room}{hits}", ""
-    if found.refusals:
-        codes = ", ".join(f"{n:,} {code}" for code, n in found.refusals.items())
+    if activity.refusals:
+        codes = ", ".join(f"{n:,} {code}" for code, n in activity.refusals.items())
         yield f"refused     {codes}", ""
 
 
-def _endpoints(found: Activity) -> Iterator[str]:
+def _endpoints(activity: Activity) -> Iterator[str]:
     header = ("ENDPOINT", "REQUESTS", "A SECOND", "P50", "P99", "FAILED")
     rows = [
         (e.endpoint, f"{e.requests:,}", _rate(e), _time(e.p50_s), _time(e.p99_s), e.failed or "-")
-        for e in found.endpoints
+        for e in activity.endpoints
     ]
     return table(header, rows, bold=False)
 
 
-def _owners(found: Activity) -> Iterator[str]:
+def _owners(activity: Activity) -> Iterator[str]:
     header = ("OWNER", "CHECKOUTS", "CONNECTIONS", "REQUESTS", "WORKERS", "WAITING")
     rows = [
         (
@@ -208,36 +214,36 @@ def _owners(found: Activity) -> Iterator[str]:
             *(n or "-" for n in (each.checkouts, each.connections, each.requests)),
             *(n or "-" for n in (each.running, each.waiting)),
         )
-        for each in found.owners
+        for each in activity.owners
     ]
     return table(header, rows, bold=False)
 
 
-def _work(found: Activity) -> Iterator[str]:
+def _work(activity: Activity) -> Iterator[str]:
     """Yield operations, running ones first, and the calls of workers."""
     rows = [
         (
-            ago(found.at - each.started_at),
+            ago(activity.at - each.started_at),
             "-",
             amount(replace(each.progress, note="")),
             f"{each.kind} {each.subject} {each.progress.note}".strip(),
         )
-        for each in found.operations
+        for each in activity.operations
     ]
     rows += [
         (
-            ago(found.at - each.since),
+            ago(activity.at - each.since),
             "-" if each.uid is None else _user(each.uid),
             "",
             f"worker: {each.function}",
         )
-        for each in found.calls
+        for each in activity.calls
     ]
     return table(("SINCE", "FOR", "DONE", "WORK"), rows, bold=False)
 
 
-def _rate(found: EndpointActivity) -> str:
-    return f"{found.per_second:,.1f}"
+def _rate(endpoint: EndpointActivity) -> str:
+    return f"{endpoint.per_second:,.1f}"
 
 
 def _time(duration: float | None) -> str:

@@ -33,12 +33,12 @@ def audit(
     """
     heal = False if no_heal else None
     operation = session.client.start_audit(*names or (), dataset=dataset, level=level, heal=heal)
-    found = _finish_audit(session, operation, no_wait)
-    if found:
-        for line in _repair_lines(found):
+    finished = _finish_audit(session, operation, no_wait)
+    if finished:
+        for line in _repair_lines(finished):
             session.note(line)
-        session.answer(found, audit_lines(found))
-        exit_as(found)
+        session.answer(finished, audit_lines(finished))
+        exit_as(finished)
 
 
 def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audit | None:
@@ -49,28 +49,28 @@ def _finish_audit(session: Session, operation: Operation, no_wait: bool) -> Audi
     return session.client.get_audit(str((ended.result or {})["id"]))
 
 
-def _repair_lines(found: Audit) -> Iterator[str]:
-    for repair in found.repairs:
+def _repair_lines(report: Audit) -> Iterator[str]:
+    for repair in report.repairs:
         yield from map(cell, _describe_repair(repair))
 
 
-def audit_lines(found: Audit) -> Iterator[str]:
-    for f in found.findings:
+def audit_lines(report: Audit) -> Iterator[str]:
+    for f in report.findings:
         commit = f" {f.commit}" if f.commit else ""
         instances = f" ({', '.join(f.instances)})" if f.instances else ""
         only = f", {', '.join(f.roles)} only" if f.roles and CommitRole.BASE not in f.roles else ""
         kind = f"{f.kind}{only}{', accepted' if f.accepted else ''}{instances}"
         yield cell(f"{f.mirror}{commit} {kind}: {f.detail or 'no detail'}")
-    states = ", ".join(f"{number:,} {state}" for state, number in found.counts.items() if number)
-    total = sum(found.counts.values())
-    unserved = f"; {count(len(found.affected), 'instance')} cannot be served"
-    affected = unserved if found.affected else ""
-    accepted = len(found.findings) - found.open_count
-    is_open = f"; {count(found.open_count, 'finding')}" if found.open_count else ""
+    states = ", ".join(f"{number:,} {state}" for state, number in report.counts.items() if number)
+    total = sum(report.counts.values())
+    unserved = f"; {count(len(report.affected), 'instance')} cannot be served"
+    affected = unserved if report.affected else ""
+    accepted = len(report.findings) - report.open_count
+    is_open = f"; {count(report.open_count, 'finding')}" if report.open_count else ""
     is_open += f"; {count(accepted, 'finding')} accepted" if accepted else ""
-    healed = f"; {found.healed} of them healed" if found.healed else ""
-    scope = f"{count(total, 'recorded commit')} in {count(len(found.mirrors), 'mirror')}"
-    yield f"{scope} at level {found.level}: {states or 'nothing'}{healed}{affected}{is_open}"
+    healed = f"; {report.healed} of them healed" if report.healed else ""
+    scope = f"{count(total, 'recorded commit')} in {count(len(report.mirrors), 'mirror')}"
+    yield f"{scope} at level {report.level}: {states or 'nothing'}{healed}{affected}{is_open}"
 
 
 def _describe_repair(repair: Repair) -> Iterator[str]:
@@ -115,10 +115,10 @@ def heal(
     else:
         with watching(session, f"sending {bundle.name}") as watch:
             operation = session.client.heal_with_bundle(mirrors[0], bundle, progress=watch)
-    found = _finish_audit(session, operation, no_wait)
-    if found:
-        session.answer(found, chain(_repair_lines(found), audit_lines(found)))
-        exit_as(found)
+    finished = _finish_audit(session, operation, no_wait)
+    if finished:
+        session.answer(finished, chain(_repair_lines(finished), audit_lines(finished)))
+        exit_as(finished)
 
 
 _VERBOSE_HELP = "Show a line for each mirror, dataset, template, checkout and so on."
@@ -139,18 +139,18 @@ def du(
         )
 
 
-def _usage_lines(found: Usage) -> Iterator[str]:
+def _usage_lines(usage: Usage) -> Iterator[str]:
     header = ("KIND", "COUNT", "USED", "SIZE", "RECLAIMABLE")
     totals = [
         (each.kind, each.count, each.used, size(each.size_bytes), size(each.reclaimable_bytes))
-        for each in found.totals
+        for each in usage.totals
     ]
-    both = size(found.size_bytes), size(found.reclaimable_bytes)
+    both = size(usage.size_bytes), size(usage.reclaimable_bytes)
     yield from table(header, [*totals, ("all", None, None, *both)])
     yield ""
-    yield f"{size(found.disk_free_bytes)} of {size(found.disk_bytes)} free"
-    for total in found.totals:
-        rows = [each for each in found.rows if each.kind == total.kind]
+    yield f"{size(usage.disk_free_bytes)} of {size(usage.disk_bytes)} free"
+    for total in usage.totals:
+        rows = [each for each in usage.rows if each.kind == total.kind]
         if rows:
             yield ""
             columns = "SIZE=size_bytes SHARED=shared_bytes RECLAIMABLE=reclaimable_bytes CHECKOUTS"
@@ -169,8 +169,8 @@ def gc(
     session.answer(found, _gc_lines(found))
 
 
-def _gc_lines(found: Garbage) -> Iterator[str]:
-    if found.dropped:
-        yield from listing(found.dropped, "KIND NAME COUNT SIZE=size_bytes")
+def _gc_lines(garbage: Garbage) -> Iterator[str]:
+    if garbage.dropped:
+        yield from listing(garbage.dropped, "KIND NAME COUNT SIZE=size_bytes")
         yield ""
-    yield f"{'would free' if found.dry_run else 'freed'} {size(found.freed_bytes)}"
+    yield f"{'would free' if garbage.dry_run else 'freed'} {size(garbage.freed_bytes)}"

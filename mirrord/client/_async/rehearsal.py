@@ -98,8 +98,8 @@ class AsyncRehearsal:
         )
 
     def _is_mirrored(self, mirror: str) -> bool:
-        found = self._mirrors.get(mirror.lower())
-        return found is not None and found.synced_at is not None
+        mirrored = self._mirrors.get(mirror.lower())
+        return mirrored is not None and mirrored.synced_at is not None
 
     async def _were_audited(self, names: Sequence[str]) -> bool:
         """True if a recent audit, after the last syncs, checked all closures of these mirrors."""
