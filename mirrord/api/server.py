@@ -117,7 +117,7 @@ class Connections:
         if own >= CONNECTIONS_OF[role]:
             return False
         if role is Role.STRANGER:
-            strangers = sum(len(self._by_user.get(each, ())) for each in self._strangers)
+            strangers = sum(len(self._by_user.get(stranger, ())) for stranger in self._strangers)
             limit = min(ALL_STRANGERS_CONNECTIONS, self._max_connections // 8)
             if strangers >= limit and not self._evict_idle(self._strangers, own + 1):
                 return False
@@ -134,7 +134,7 @@ class Connections:
             connections = self._by_user.get(uid, {})
             if len(connections) <= more_than:
                 return False
-            if idle := next((each for each in connections if each.is_idle), None):
+            if idle := next((connection for connection in connections if connection.is_idle), None):
                 self.remove(idle)
                 idle.evict()
                 return True

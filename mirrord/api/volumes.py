@@ -165,6 +165,6 @@ def _read_options(name: str, given: dict[str, str]) -> tuple[str, dict[str, str]
         return part, options, _START.validate_strings(choices)
     except ValidationError as error:
         faults = invalid_request("options", error).facts["faults"]
-        listing = "; ".join(f"{each['key']}: {each['message']}" for each in faults)
+        listing = "; ".join(f"{fault['key']}: {fault['message']}" for fault in faults)
         hint = "docs/integrations.md lists the options of volumes"
         raise InvalidRequestError(f"cannot make volume {name}: {listing}", hint=hint) from error

@@ -47,7 +47,7 @@ def run_fsck(git_dir: Path) -> Fsck:
         is_sound = not done.status & ~(1 | 4) and not complaints
         if is_sound or before <= set(packs_in(packs, ".pack")):
             break
-    grave = [each for each in blemishes if RULES.get(each.rule) is not Severity.IGNORED]
+    grave = [blemish for blemish in blemishes if RULES.get(blemish.rule) is not Severity.IGNORED]
     return Fsck(is_sound, set(OBJECT_ID.findall("\n".join(complaints))), grave)
 
 

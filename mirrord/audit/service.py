@@ -76,7 +76,11 @@ class Audits:
         for audit in await self.catalog.list_audits(1, self.catalog.node or None):
             self.last = _summary(audit)
             if not audit.dataset:  # quick audits save no judgements
-                bad = {(each.mirror, each.commit) for each in audit.findings if _is_bad(each.state)}
+                bad = {
+                    (finding.mirror, finding.commit)
+                    for finding in audit.findings
+                    if _is_bad(finding.state)
+                }
                 unservable = Counter(MirrorName.parse(mirror).key for mirror, _ in bad)
                 for name in set(audit.mirrors) - set(audit.left):
                     key = MirrorName.parse(name).key

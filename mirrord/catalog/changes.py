@@ -32,7 +32,7 @@ def note_changes(connection: Connection, *topics: str) -> None:
         index_elements=["topic"], set_={"version": changes.c.version + 1}
     )
     version = connection.execute(statement.returning(changes.c.version)).scalar_one()
-    upsert(connection, changes, [{"topic": each, "version": version} for each in sorted(topics)])
+    upsert(connection, changes, [{"topic": topic, "version": version} for topic in sorted(topics)])
 
 
 def list_changes(connection: Connection, since: int) -> tuple[int, list[str]]:

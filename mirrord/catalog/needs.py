@@ -30,7 +30,7 @@ def list_compositions(connection: Connection, key: str) -> dict[CommitId, Compos
 
 
 def _read(facts: dict[str, Any]) -> Composition:
-    modules = tuple(Module(*each) for each in facts["modules"])
+    modules = tuple(Module(*fact) for fact in facts["modules"])
     missing = tuple((path, reason) for path, reason in facts["missing"])
     return Composition(**{**facts, "modules": modules, "missing": missing})
 
@@ -77,6 +77,6 @@ def put_compositions(connection: Connection, dataset_id: int, compositions: Comp
         }
         for identity, commit, key, name in sorted(rows)
     ]
-    unique = {(each["instance_id"], each["commit_id"]): each for each in values}
+    unique = {(value["instance_id"], value["commit_id"]): value for value in values}
     if unique:
         connection.execute(insert(recorded), [*unique.values()])

@@ -104,6 +104,6 @@ class Forks:
     def remove(self, lease: Lease, name: str) -> None:
         """Remove a snapshot, and its layer if no other lease refers to it."""
         gone = self.get(lease, name)
-        left = tuple(each for each in lease.snapshots if each is not gone)
+        left = tuple(snapshot for snapshot in lease.snapshots if snapshot is not gone)
         self.leases.save(replace(lease, snapshots=left))
         self.layers.drop_unused(gone.base.own_layers)

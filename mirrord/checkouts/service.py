@@ -186,7 +186,7 @@ class Checkouts:
     async def list_snapshots(self, checkout: str, peer: Peer) -> list[protocol.Snapshot]:
         """Return the snapshots of a checkout, oldest first."""
         lease = self.leasing.get(checkout, peer)
-        return [snapshot_of(lease, each) for each in lease.snapshots]
+        return [snapshot_of(lease, snapshot) for snapshot in lease.snapshots]
 
     async def remove_snapshot(self, checkout: str, name: str, peer: Peer) -> None:
         async with self.leasing.held(checkout, peer) as lease:

@@ -61,14 +61,14 @@ class _Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take what follows the other arguments for the words of a command, with or without --."""
-        arguments = [each for each in self.params if isinstance(each, _ShownArgument)]
+        arguments = [param for param in self.params if isinstance(param, _ShownArgument)]
         if arguments and arguments[-1].is_command:
             args = self._separate(args, len(arguments) - 1)
         return super().parse_args(ctx, args)
 
     def _separate(self, args: list[str], before: int) -> list[str]:
         """Put -- before a command that follows `before` other arguments."""
-        options = {name: each for each in self.params for name in each.opts}
+        options = {name: param for param in self.params for name in param.opts}
         words = iter(enumerate(args))
         for number, word in words:
             if word == "--":

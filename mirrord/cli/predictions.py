@@ -150,7 +150,7 @@ class GradingReport(RunReport[GradedPrediction]):
     @property
     def exit_status(self) -> int:
         """The exit status of the first prediction without a grade, else 0."""
-        return next((each.error.exit_status for each in self.rows if each.error), 0)
+        return next((row.error.exit_status for row in self.rows if row.error), 0)
 
     def totals(self) -> dict[str, Any]:
         """Return counts of predictions by state, strategy and rule."""
@@ -174,22 +174,22 @@ class GradingReport(RunReport[GradedPrediction]):
         return {"predictions": to_json(rows), "totals": to_json(self.totals())}
 
     def lines(self) -> Iterator[str]:
-        models = len({each.model for each in self.rows if each.model}) > 1
+        models = len({row.model for row in self.rows if row.model}) > 1
         rows = []
-        for each in self.rows:
-            grade = each.grade
+        for row in self.rows:
+            grade = row.grade
             rules = ", ".join(sorted({s.rule for s in grade.steering})) if grade else ""
             how = (grade.strategy, grade.changed) if grade else ("", "")
-            names = (each.instance, each.model) if models else (each.instance,)
-            rows.append((each.line, *names, each.state, *how, rules, each.reason))
+            names = (row.instance, row.model) if models else (row.instance,)
+            rows.append((row.line, *names, row.state, *how, rules, row.reason))
         headers = ("INSTANCE", "MODEL") if models else ("INSTANCE",)
         yield from table(
             ("LINE", *headers, "RESULT", "STRATEGY", "PATHS", "STEERING", "REASON"), rows
         )
-        states = Counter(each.state for each in self.rows)
+        states = Counter(row.state for row in self.rows)
         counted = ", ".join(f"{states[state]} {state}" for state in State if states[state])
         yield f"{count(len(self.rows), 'prediction')}: {counted}"
-        logged = sum(bool(each.tested and each.tested.verdict == "log") for each in self.rows)
+        logged = sum(bool(row.tested and row.tested.verdict == "log") for row in self.rows)
         if logged:
             yield f"{count(logged, 'prediction')} judged by the log of the tests alone"
 

@@ -163,8 +163,8 @@ def _replace_in(pid: int, mount: int, path: Path) -> None:
             _enter_and_replace(process, root, proc, mount, path)
         _, status = os.waitpid(child, 0)
     finally:
-        for each in descriptors:
-            os.close(each)
+        for descriptor in descriptors:
+            os.close(descriptor)
     number = errno.ETIMEDOUT if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     if number:
         raise OSError(number, os.strerror(number))

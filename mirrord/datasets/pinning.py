@@ -145,7 +145,7 @@ async def _ensure(
     sink: ProgressSink,
 ) -> dict[CommitId, str]:
     """Fetch missing commits, also those from which revisions step back, such as `SHA^`."""
-    roots = {CommitId(each[:40]) for each in revisions if _FROM_COMMIT.match(each)}
+    roots = {CommitId(revision[:40]) for revision in revisions if _FROM_COMMIT.match(revision)}
     refused = await mirrors.ensure_commits(name, [*{*commits, *roots}], sink)
     return {commit: refused[commit] for commit in commits if commit in refused}
 

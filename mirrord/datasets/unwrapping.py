@@ -105,9 +105,9 @@ def _joined(files: Iterable[Mapping[str, Any]], *, tests: bool) -> str:
     """Render the patch of the test files, or of the others. Binary files have no content."""
     try:
         return "".join(
-            "".join(_diff_lines(each))
-            for each in files
-            if not each.get("is_binary_file") and _is_test(each["header"]["file"]["path"]) == tests
+            "".join(_diff_lines(file))
+            for file in files
+            if not file.get("is_binary_file") and _is_test(file["header"]["file"]["path"]) == tests
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise RowError(f"parsed_commit_content is of an unknown shape: {error!r}") from error

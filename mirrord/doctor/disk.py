@@ -107,15 +107,15 @@ def quotas(settings: Settings) -> Result:
 
 def space(settings: Settings) -> Result:
     bounds = settings.checkouts
-    free = measure(existing(settings.state_dir), bounds.disk_reserve)
+    measured = measure(existing(settings.state_dir), bounds.disk_reserve)
     fact = (
-        f"{free.free_bytes / _GIB:.1f} GiB free, {free.reserve_bytes / _GIB:.1f} GiB reserved,"
+        f"{measured.free_bytes / _GIB:.1f} GiB free, {measured.reserve_bytes / _GIB:.1f} GiB reserved,"
         f" [checkouts] template_bytes is {bounds.template_bytes / _GIB:.1f} GiB"
     )
-    if free.shortage:
+    if measured.shortage:
         return "fail", fact, "free space, see `mirrord du`: new work is refused (disk_reserve)"
     remedy = "free space, or lower [checkouts] template_bytes"
-    is_enough = free.free_bytes - free.reserve_bytes > bounds.template_bytes / 10
+    is_enough = measured.free_bytes - measured.reserve_bytes > bounds.template_bytes / 10
     return judge(is_enough, fact, remedy, otherwise="warn")
 
 
@@ -285,7 +285,7 @@ def speed(settings: Settings) -> Result:
                 timings.append(Timing("replacing an overlay", reset_ms, 1))
         timings.append(Timing("writing 1,000 files", write_ms, 200))
         timings.append(Timing("stat of 1,000 files", stat_ms, 20))
-    slow = [each.name for each in timings if each.ms > _SLOW_FACTOR * each.normal_ms]
+    slow = [timing.name for timing in timings if timing.ms > _SLOW_FACTOR * timing.normal_ms]
     remedy = f"slow: {', '.join(slow)}; is the machine busy? see the checks of the file system"
     return judge(not slow, ", ".join(map(str, timings)), remedy, otherwise="warn")
 

@@ -200,7 +200,9 @@ def find_leftovers(settings: Settings, *, alone: bool) -> list[HostStep]:
 def remaining(settings: Settings) -> Result:
     with no_daemon(settings) as alone:
         leftovers = find_leftovers(settings, alone=alone)
-    fact = "; ".join(each.what for each in leftovers[:3]) + ("; …" if len(leftovers) > 3 else "")
+    fact = "; ".join(leftover.what for leftover in leftovers[:3]) + (
+        "; …" if len(leftovers) > 3 else ""
+    )
     remedy = "run `mirrord doctor --fix`, or start the daemon"
     return judge(not leftovers, f"to do: {fact}" if leftovers else "none", remedy, otherwise="warn")
 

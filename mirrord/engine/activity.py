@@ -101,8 +101,8 @@ def _by_endpoint(
 def summed(answered: Iterable[Answered]) -> Answered:
     """Return the sum."""
     terms = [Answered(), *answered]
-    columns = zip(*(each.buckets for each in terms), strict=True)
-    return Answered([*map(sum, columns)], sum(each.failed for each in terms))
+    columns = zip(*(term.buckets for term in terms), strict=True)
+    return Answered([*map(sum, columns)], sum(term.failed for term in terms))
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:

@@ -264,10 +264,13 @@ class Storage:
                 checkouts=held[one.store.mirror.key, one.store.commit, one.store.history],
                 used_at=datetime.fromtimestamp(one.used_at, UTC),
             )
-            for each in weights
-            for one in each.templates
+            for weight in weights
+            for one in weight.templates
         ]
-        sizes = sum(each.size_bytes for each in weights), sum(each.free_bytes for each in weights)
+        sizes = (
+            sum(weight.size_bytes for weight in weights),
+            sum(weight.free_bytes for weight in weights),
+        )
         return _Kind("templates", rows, *sizes)
 
     async def _weigh_catalog(self, leases: Iterable[Lease]) -> list[_Kind]:

@@ -46,7 +46,7 @@ class SyncErrors:
 
     def _look(self) -> None:
         before = self._touched
-        self._touched = {each.id: each.resets for each in self.leases if _is_touched(each)}
+        self._touched = {lease.id: lease.resets for lease in self.leases if _is_touched(lease)}
         for checkout, resets in self._touched.items():
             if before.get(checkout) != resets:
                 log.warning("checkout.disk_failed", checkout=checkout)

@@ -313,7 +313,11 @@ class Builds:
 
     def needs_preparation(self, plan: Plan, base: CommitId) -> bool:
         """Return whether the recipe has commands for a commit that has no layer."""
-        ready = [each.commit for each in self.list_preparations(plan.digest) if each.layer]
+        ready = [
+            preparation.commit
+            for preparation in self.list_preparations(plan.digest)
+            if preparation.layer
+        ]
         return bool(plan.mirror and plan.commands and base not in ready)
 
     async def prepare(self, plan: Plan, base: CommitId, *, again: bool) -> None:

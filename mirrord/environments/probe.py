@@ -335,7 +335,9 @@ def _plugins_in(paths: list[str]) -> Iterator[str]:
     for path in paths:
         for node in ast.walk(_parsed(path)):
             targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-            if any(isinstance(each, ast.Name) and each.id == "pytest_plugins" for each in targets):
+            if any(
+                isinstance(target, ast.Name) and target.id == "pytest_plugins" for target in targets
+            ):
                 for inner in ast.walk(node):
                     text = getattr(inner, "value", getattr(inner, "s", None))
                     if isinstance(text, str):

@@ -68,11 +68,11 @@ def _conda_file(text: str, path: str) -> Iterator[str]:
         entries = list(document["dependencies"])
     except (yaml.YAMLError, TypeError, KeyError) as error:
         raise InvalidRecipeError(f"cannot read {path}: it is no environment of conda") from error
-    named = [each for each in entries if isinstance(each, str)]
+    named = [entry for entry in entries if isinstance(entry, str)]
     yield from pip_lines(named)
-    for each in entries:
-        if isinstance(each, dict) and isinstance(each.get("pip"), list):
-            yield from _pip_file("\n".join(map(str, each["pip"])), path, lambda _: None, 0)
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("pip"), list):
+            yield from _pip_file("\n".join(map(str, entry["pip"])), path, lambda _: None, 0)
 
 
 _CONDA_ONLY = {

@@ -63,7 +63,7 @@ class GenerationManifest:
             "number": self.number,
             "head": None if self.head is None else quote_name(self.head),
             "refs": refs,
-            "packs": [[*each.pack, *each.index, each.upto] for each in self.packs],
+            "packs": [[*pack.pack, *pack.index, pack.upto] for pack in self.packs],
         }
         return dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -86,7 +86,7 @@ class GenerationManifest:
             number=_count(value["number"]),
             head=head,
             refs=refs,
-            packs=tuple(_pack(*each) for each in packs),
+            packs=tuple(_pack(*pack) for pack in packs),
         )
 
 

@@ -105,7 +105,7 @@ def _parse_ignore_file(content: bytes) -> _IgnoreFile:
             patterns.append(parse_pattern(_trimmed(line)))
     of_names = [pattern for pattern in patterns if pattern.is_name]
     globs = [pattern for pattern in of_names if pattern.literal != pattern.text]
-    others = [_compiled(each.text, False).pattern for each in globs if each.suffix is None]
+    others = [_compiled(glob.text, False).pattern for glob in globs if glob.suffix is None]
     return _IgnoreFile(
         patterns[::-1],
         frozenset(pattern.text for pattern in of_names if pattern.literal == pattern.text),

@@ -157,7 +157,7 @@ def _read_ini(text: str) -> _Ini:
 def _pick(readers: _Ini, name: str) -> list[dict[str, str] | None]:
     parser, ini = readers
     sections = parser[name] if parser.has_section(name) else None, ini.sections.get(name)
-    return [None if each is None else dict(each) for each in sections]
+    return [None if section is None else dict(section) for section in sections]
 
 
 def _tables(change: Change, context: Context, *names: str) -> str | None:

@@ -264,8 +264,8 @@ class RuleBook:
 def _compiled(patterns: Iterable[str]) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Compile patterns to an expression for names and one for paths, with a `/` or just `**`."""
     both: dict[bool, list[bytes]] = {False: [], True: []}
-    for each in patterns:
-        both["/" in each or each == "**"].append(expression(each))
+    for pattern in patterns:
+        both["/" in pattern or pattern == "**"].append(expression(pattern))
     names, paths = (re.compile(b"|".join(some) or b"(?!)") for some in both.values())
     return names, paths
 

@@ -67,7 +67,7 @@ class DockerClient:
     def __init__(self, start: Start, instances: Sequence[str]) -> None:
         self._start = start
         # The evaluation names a container `sweb.eval.<instance in lower case>.<run>`.
-        self._instances = {f"sweb.eval.{each.lower()}.": each for each in instances}
+        self._instances = {f"sweb.eval.{instance.lower()}.": instance for instance in instances}
         self.made: dict[str, Container] = {}
         self._commands: dict[str, tuple[str, str]] = {}
         self.images = SimpleNamespace(get=str, pull=str, list=lambda **_: [])

@@ -139,7 +139,7 @@ class Operations:
     def list(self, *, owner_uid: int | None = None) -> list[Operation]:
         """List all operations, or those of a user, newest first."""
         records = reversed(self._records.values())
-        return [each.current() for each in records if owner_uid in {None, each.owner_uid}]
+        return [record.current() for record in records if owner_uid in {None, record.owner_uid}]
 
     def running(self, *, owner_uid: int | None = None) -> builtins.list[Operation]:
         """List running operations, oldest first, then queued ones."""

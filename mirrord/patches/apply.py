@@ -49,12 +49,12 @@ def apply(
             strategy=strategy,
             base=BaseFiles(worktree.objects, job.tree),
         )
-        removed = [each.path for each in done.changes if each.mode is None]
+        removed = [change.path for change in done.changes if change.mode is None]
         new = {at.path: File(at.mode, at.data) for at in done.changes if at.mode is not None}
         rules = {path: file.data for path, file in new.items() if _is_rules(path, file.mode)}
         modes = {path: file.mode for path, file in new.items()}
         _write(job, worktree, removed, modes, lambda path: new[path].data, rules, tree.stats)
-        return [each.path for each in done.changes], done.strategy
+        return [change.path for change in done.changes], done.strategy
 
 
 def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:

@@ -63,7 +63,7 @@ class NameBounds(Bounds):
 def _is_name(kind: Any) -> bool:
     """Return whether values of this type are names, or have names in them."""
     bounds = getattr(kind, "__metadata__", ())
-    return any(isinstance(each, NameBounds) for each in bounds) or any(
+    return any(isinstance(bound, NameBounds) for bound in bounds) or any(
         map(_is_name, typing.get_args(kind))
     )
 

@@ -62,7 +62,7 @@ class Future:
             )
             for tip in (self.base, "HEAD")
         )
-        return {path for each in listings for path in os.fsdecode(each.stdout).split("\0")}
+        return {path for listing in listings for path in os.fsdecode(listing.stdout).split("\0")}
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
         """Return the type of each of `ids` that is outside the closure. Ignores trivial blobs."""

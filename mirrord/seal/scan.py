@@ -150,7 +150,7 @@ class _Scan:
                 return True
             at = resolve(path, lead.target, self._seen_at)
             if lead.kind == "repository":
-                return at is not None and any(f"{at}/".startswith(f"{each}/") for each in stores)
+                return at is not None and any(f"{at}/".startswith(f"{store}/") for store in stores)
             return at is not None and view.has(at)
         oid = bytes.fromhex(lead.commit or "")
         return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))

@@ -97,7 +97,7 @@ class Deriver:
             return
         parts = {rule: split(diff, rule) for rule in SplitRule}
         chosen = parts[self._rule]
-        tests = [set(each.tests) for each in parts.values()]
+        tests = [set(part.tests) for part in parts.values()]
         if differing := sorted(tests[0] ^ tests[1]):
             self.report.split_differs[_id(row)] = rules["split_differs"] = differing
         if chosen.dropped:

@@ -117,14 +117,18 @@ class Eviction:
         """
         began, collected = time.time(), dict[MirrorName, tuple[int, int]]()
         inventories = await self._inventories()
-        for each in inventories:
-            unused = each.unused(keep, ())  # `_evict_store` looks at what is held then
-            stores = [(path, each.used_at[path]) for path in unused if each.used_at[path] < began]
-            freed = [await self._evict_store(each, path, used_at) for path, used_at in stores]
-            orphans_bytes = await self._evict_orphans(each)
-            packs_bytes = await self.stores.evict_packs(each.name)
+        for inventory in inventories:
+            unused = inventory.unused(keep, ())  # `_evict_store` looks at what is held then
+            stores = [
+                (path, inventory.used_at[path])
+                for path in unused
+                if inventory.used_at[path] < began
+            ]
+            freed = [await self._evict_store(inventory, path, used_at) for path, used_at in stores]
+            orphans_bytes = await self._evict_orphans(inventory)
+            packs_bytes = await self.stores.evict_packs(inventory.name)
             gone = [size for size in freed if size is not None]
-            collected[each.name] = len(gone), sum(gone) + orphans_bytes + packs_bytes
+            collected[inventory.name] = len(gone), sum(gone) + orphans_bytes + packs_bytes
         self._publish(inventories, sum(count for count, _ in collected.values()))
         return collected
 
@@ -186,7 +190,7 @@ class Eviction:
     def _publish(self, inventories: "Sequence[_MirrorStores]", count: int) -> None:
         self.evicted += count
         if count:
-            left = sum(each.size_bytes for each in inventories)
+            left = sum(inventory.size_bytes for inventory in inventories)
             self.events.publish("templates.evicted", count=count, size_bytes=left)
 
     async def _inventories(self) -> "list[_MirrorStores]":

@@ -189,7 +189,7 @@ class TemplateRegistry:
 
     @property
     def size_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._mirrors.values())
+        return sum(mirror.size_bytes for mirror in self._mirrors.values())
 
     def get(self, name: MirrorName) -> MirrorTemplates:
         if (templates := self._mirrors.get(name.key)) is None:
@@ -198,11 +198,13 @@ class TemplateRegistry:
 
     async def measure(self) -> None:
         """Measure the shared files of mirrors whose layers changed; remove those of no layer."""
-        for each in list(self._mirrors.values()):
-            if not each.is_measured:
-                async with each.changes.turn():
-                    collect = SharedFiles(blobs_path(each.trees)).collect
-                    each.shared_bytes, each.is_measured = await anyio.to_thread.run_sync(collect)
+        for mirror in list(self._mirrors.values()):
+            if not mirror.is_measured:
+                async with mirror.changes.turn():
+                    collect = SharedFiles(blobs_path(mirror.trees)).collect
+                    mirror.shared_bytes, mirror.is_measured = await anyio.to_thread.run_sync(
+                        collect
+                    )
 
     def discard(self, templates: MirrorTemplates, tree: str) -> None:
         """Take a layer and all above it out of use by renaming them; `sweep` deletes them.

@@ -43,8 +43,8 @@ def _both(*parsers: Parser) -> Parser:
 
     def parse(log: str) -> Outcomes:
         outcomes: Outcomes = {}
-        for each in parsers:
-            outcomes |= each(log)
+        for parser in parsers:
+            outcomes |= parser(log)
         return outcomes
 
     return parse

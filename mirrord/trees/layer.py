@@ -167,7 +167,7 @@ def with_layers(
                     os.close(piece.file)
             before = files.get(piece.path)
             if before and before.is_directory and not (entry and entry.is_directory):
-                for path in [each for each in files if each.startswith(piece.path + b"/")]:
+                for path in [file for file in files if file.startswith(piece.path + b"/")]:
                     del files[path]
             if entry is not None:
                 files[piece.path] = entry

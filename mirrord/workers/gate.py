@@ -70,11 +70,11 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        return sum(len(each.waiting) for each in self._users.values())
+        return sum(len(user.waiting) for user in self._users.values())
 
     @property
     def working(self) -> int:
-        return sum(each.working for each in self._users.values())
+        return sum(user.working for user in self._users.values())
 
     def unanswered(self) -> dict[int, int]:
         """Count running and waiting requests by user."""

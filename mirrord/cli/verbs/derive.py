@@ -134,15 +134,16 @@ def _count_lines(report: Derived) -> Iterator[str]:
     lacking = Counter[str]()
     for (column, _), times in report.lacking.items():
         lacking[column] += times
-    disagree = Counter(each.column for each in report.disagreements)
+    disagree = Counter(disagreement.column for disagreement in report.disagreements)
     rows = [(c, report.added[c], report.agreed[c], disagree[c], lacking[c]) for c in Column]
     yield from table(("COLUMN", "ADDED", "AGREES", "DISAGREES", "NOT DERIVED"), rows)
 
 
 def _remark_lines(report: Derived) -> Iterator[str]:
-    for each in report.disagreements:
-        values = f"recorded {_text(each.recorded)}, {each.rule} gives {_text(each.derived)}"
-        yield f"{each.instance}: {each.column}: {values}"
+    for disagreement in report.disagreements:
+        recorded, derived = _text(disagreement.recorded), _text(disagreement.derived)
+        values = f"recorded {recorded}, {disagreement.rule} gives {derived}"
+        yield f"{disagreement.instance}: {disagreement.column}: {values}"
     for instance, paths in report.split_differs.items():
         yield f"{instance}: swebench-v1 and swebench-v2 differ about {_text(paths)}"
     for (column, reason), times in report.lacking.items():
@@ -159,7 +160,7 @@ def _answer(report: Derived, fault_count: int) -> dict[str, Any]:
         "faults": fault_count,
         "added": report.added,
         "agreed": report.agreed,
-        "disagreements": [each._asdict() for each in report.disagreements],
+        "disagreements": [disagreement._asdict() for disagreement in report.disagreements],
         "split_differs": report.split_differs,
         "not_derived": [
             {"column": column, "reason": reason, "rows": times}

@@ -131,9 +131,9 @@ def _mismatch(member: str, fact: str) -> Mismatch:
 
 
 def _report_lines(report: ReceiptReport) -> Iterator[str]:
-    for each in report.mismatches:
-        stated = "" if each.stated is None else f"stated {each.stated}, found "
-        yield f"{each.member}: {stated}{each.found or 'nothing'}"
+    for mismatch in report.mismatches:
+        stated = "" if mismatch.stated is None else f"stated {mismatch.stated}, found "
+        yield f"{mismatch.member}: {stated}{mismatch.found or 'nothing'}"
     checked = f": checked {', '.join(report.checked)}" if report.checked else ""
     verdict = "holds" if report.proven_by else "is not proven"
     yield f"the receipt {verdict if report.holds else 'does not hold'}{checked}"

@@ -128,12 +128,12 @@ class Results(reports.RunReport[protocol.Rehearsed]):
         """Return the candidates without a valid earlier result; keep the valid results."""
         self.total = len(candidates)
         chosen = []
-        for each in candidates:
-            known = self._earlier.get((each.dataset, each.instance))
-            if known and known.state == each.state and known.status is not Readiness.UNTRIED:
+        for candidate in candidates:
+            known = self._earlier.get((candidate.dataset, candidate.instance))
+            if known and known.state == candidate.state and known.status is not Readiness.UNTRIED:
                 self.rows.append(known)
             else:
-                chosen.append(each)
+                chosen.append(candidate)
         self.kept_count = len(self.rows)
         return chosen
 
@@ -205,7 +205,9 @@ class Results(reports.RunReport[protocol.Rehearsed]):
             yield from listing(bad, "INSTANCE RESULT=status REASON")
             yield from _unexpected_lines(bad)
         yield from (
-            f"{row.instance}: {cell(each)}" for row in self.rows for each in row.contradictions
+            f"{row.instance}: {cell(contradiction)}"
+            for row in self.rows
+            for contradiction in row.contradictions
         )
         if logged := sum(row.verdict == "log" for row in self.rows):
             yield f"{count(logged, 'instance')} judged by the log of its tests alone"

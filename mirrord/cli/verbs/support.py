@@ -199,7 +199,7 @@ def _text(value: Any) -> str:
 
 
 def _lines(values: list[Any]) -> str:
-    return "".join(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in values)
+    return "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
 
 
 def _write(path: Path, parts: dict[str, str]) -> None:

@@ -210,11 +210,11 @@ def _owners(activity: Activity) -> Iterator[str]:
     header = ("OWNER", "CHECKOUTS", "CONNECTIONS", "REQUESTS", "WORKERS", "WAITING")
     rows = [
         (
-            "all others" if each.uid is None else _user(each.uid),
-            *(n or "-" for n in (each.checkouts, each.connections, each.requests)),
-            *(n or "-" for n in (each.running, each.waiting)),
+            "all others" if owner.uid is None else _user(owner.uid),
+            *(n or "-" for n in (owner.checkouts, owner.connections, owner.requests)),
+            *(n or "-" for n in (owner.running, owner.waiting)),
         )
-        for each in activity.owners
+        for owner in activity.owners
     ]
     return table(header, rows, bold=False)
 
