@@ -109,7 +109,8 @@ def space(settings: Settings) -> Result:
     bounds = settings.checkouts
     measured = measure(existing(settings.state_dir), bounds.disk_reserve)
     fact = (
-        f"{measured.free_bytes / _GIB:.1f} GiB free, {measured.reserve_bytes / _GIB:.1f} GiB reserved,"
+        f"{measured.free_bytes / _GIB:.1f} GiB free, "
+        f"{measured.reserve_bytes / _GIB:.1f} GiB reserved,"
         f" [checkouts] template_bytes is {bounds.template_bytes / _GIB:.1f} GiB"
     )
     if measured.shortage:

@@ -10,10 +10,13 @@ from .packs import ID_BYTES, corrupt
 
 _GRAPH_START = b"CGPH\1\1"  # version 1, SHA-1
 
+# signature, version, hash, number of chunks and of base graphs (gitformat-commit-graph)
 _GRAPH_HEADER_BYTES = 8
 
+# of a line of the table of contents: an id of 4 bytes, an offset of 8
 _CHUNK_BYTES = 12
 
+# the number of chunks is one byte
 _GRAPH_HEAD_BYTES = _GRAPH_HEADER_BYTES + 256 * _CHUNK_BYTES
 
 # no Bloom filters: they cannot be verified

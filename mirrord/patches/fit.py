@@ -30,6 +30,7 @@ from .parse import (
 DIRECTORY, UNTRACKED = 0o040000, 0
 # stricter than verify_path with core.protectNTFS: such names are left to git
 _ODD_NAME = re.compile(rb"|\.|\.\.|(?i:\.git(?![a-z0-9_-]).*|git~.*)", re.DOTALL)
+# the bits of a mode that say what kind of file it is (S_IFMT)
 _FORMAT = 0o170000
 
 

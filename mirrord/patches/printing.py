@@ -27,6 +27,7 @@ _NO_ID = b"0" * 40
 _NO_FILE = b"/dev/null"
 _BINARY_LOOK_BYTES = 8000  # buffer_is_binary
 _CANDIDATES = 100  # of one blob, that find_identical_files looks at
+# git writes binary patches in lines of 52 bytes, each of 65 characters of base 85 (diff.c)
 _LINE_BYTES = 52
 _ENTRY = re.compile(rb"(?m)^(?=diff --git )")  # no line of a hunk or of base 85 begins so
 

@@ -10,7 +10,9 @@ import os
 import sys
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
+# linux/mount.h and linux/fcntl.h; the number is the same on every architecture
 _SYS_MOVE_MOUNT, _AT_FDCWD, _F_EMPTY_PATH = 429, -100, 0x4
+# linux/prctl.h
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
 

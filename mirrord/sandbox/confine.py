@@ -23,10 +23,12 @@ _libc.syscall.restype = ctypes.c_long
 
 # linux/prctl.h
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 4, 22, 36, 38
+# linux/seccomp.h: SECCOMP_MODE_FILTER
 _SECCOMP_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522  # linux/capability.h
 # the same on every architecture
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+# linux/landlock.h: the flag that asks for the ABI, and the type of a rule for paths
 _VERSION, _PATH_BENEATH = 1, 1
 # linux/landlock.h
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -35,6 +37,7 @@ _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many an ABI knows; 16 since 5
 _SCOPES = 0b11  # abstract sockets and signals, since ABI 6
+# as a shell ends for a program that is there and cannot be run (POSIX)
 _SPAWN_FAILED = 126
 
 

@@ -31,11 +31,13 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER, _JUMP_SET, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 # offsets in struct seccomp_data; of an argument the lower half, because these are ints
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+# linux/seccomp.h: SECCOMP_RET_ALLOW, and SECCOMP_RET_ERRNO with the errno in its lower half
 _ALLOW = 0x7FFF0000
 _REFUSE = 0x00050000 | errno.EPERM
 _ABSENT = 0x00050000 | errno.ENOSYS
 
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone(2)
+# linux/socket.h
 _AF_UNIX, _AF_ALG, _AF_VSOCK = 1, 38, 40
 # none, UNAME26, PER_LINUX32, both, and the question
 _PERSONALITIES = (0x0, 0x20000, 0x8, 0x20008, 0xFFFFFFFF)

@@ -8,12 +8,15 @@ import hashlib
 import struct
 from typing import NamedTuple
 
+# of a SHA-1; a repository with SHA-256 ids has another format (gitformat-index)
 _ID_BYTES = 20
 
 _ENTRY = struct.Struct(">10I20sH")  # ctime, mtime, dev, ino, mode, uid, gid, size; id; flags
 
+# its place among the fields of `_ENTRY`
 _MODE = 6
 
+# the bit of the flags that says that sixteen more follow (gitformat-index, version 3)
 _EXTENDED = 0x4000
 
 _HARMLESS = {b"EOIE": 24, b"IEOT": None}  # name: size; they have only offsets into the index
