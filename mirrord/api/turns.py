@@ -24,7 +24,7 @@ async def take_turns(call: Call, body: protocol.TakeTurns) -> protocol.TurnsAnsw
     What it leased is released if the client hangs up before it reads the answer.
     """
     leased: list[str] = []
-    turns = await _all(call, (_Taking(call, turn, leased).take() for turn in body.turns))
+    turns = await _all(call, (_Ending(call, turn, leased).take() for turn in body.turns))
     checkouts = await _all(call, (_start(call, start, leased) for start in body.checkouts))
 
     async def release() -> None:
@@ -67,7 +67,7 @@ async def _start(
     return protocol.CheckoutAnswer(checkout=made)
 
 
-class _Taking:
+class _Ending:
     """A turn and its answer, step by step."""
 
     def __init__(self, call: Call, turn: protocol.Turn, leased: list[str]) -> None:

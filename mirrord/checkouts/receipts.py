@@ -16,7 +16,7 @@ from cachetools import LRUCache
 
 from .. import __version__, protocol
 from ..catalog import ReceiptRow
-from ..errors import MirrordError
+from ..errors import DeadlineError, MirrordError
 from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
 from ..mirrors.service import Mirrors
@@ -32,6 +32,8 @@ from .lease import Lease
 from .requests.resolve import ResolvedRequest
 
 _TIMEOUT = timedelta(minutes=10)
+# calls up to a minute have turns of their own: a receipt does not wait behind builds and audits
+_SHORT = timedelta(minutes=1)
 _CACHED = 1024
 _SEALED = "packs that hold exactly the closure, each object hashed when they were made"
 _TEMPLATE = "each file hashed, the whole compared with the tree, since the host started"
@@ -154,7 +156,10 @@ class Receipts:
         """Count and hash the objects of a store, once."""
         key = store.path, store.packs
         if key not in self._closures:
-            closure = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
+            try:
+                closure = await self.workers.run(closure_of_store, store, timeout=_SHORT)
+            except DeadlineError:  # a history of tens of millions of objects
+                closure = await self.workers.run(closure_of_store, store, timeout=_TIMEOUT)
             self._closures[key] = closure
         return self._closures[key]
 

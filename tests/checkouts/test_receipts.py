@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,18 @@ def test_the_receipt_of_a_graders_checkout_says_so(service: Service) -> None:
     """It has the same members."""
     checkout = start(service, ROOT_PEER, view=View.GRADER)
     assert issue(service, checkout, ROOT_PEER).view is View.GRADER
+
+
+def test_a_receipt_does_not_wait_behind_builds_and_audits(service: Service) -> None:
+    """All turns of long work are taken; the closure of the store is counted all the same."""
+    checkout, checkouts = start(service), service.checkouts
+
+    async def issued() -> Receipt:
+        async with AsyncExitStack() as stack:
+            long = service.workers._long
+            for _ in range(long._background):
+                await stack.enter_async_context(long.turn())
+            checkouts.receipts._closures.clear()
+            return await checkouts.receipt(checkout.id, USER_PEER)
+
+    assert service.call(issued).closure == issue(service, checkout).closure

@@ -19,7 +19,7 @@ from ..primitives_async import Pending, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
 from .rehearsal import AsyncRehearsal
-from .turns import AsyncEnding, AsyncFinished, AsyncTaken, start_of
+from .turns import AsyncBatch, AsyncEnding, AsyncFinished, start_of
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -695,7 +695,7 @@ class AsyncClient:
         *,
         label: str | None = None,
         auto_renew: bool = True,
-    ) -> AsyncTaken:
+    ) -> AsyncBatch:
         """End turns, then make checkouts, all in one request; up to 64 of each.
 
         `endings` are made by `AsyncCheckout.ending`. `checkouts` are ids of instances, or messages
@@ -728,7 +728,7 @@ class AsyncClient:
             else errors.from_problem(each.problem.to_json() if each.problem else {})
             for start, each in zip(starts, answer.checkouts, strict=True)
         ]
-        return AsyncTaken(turns, made)
+        return AsyncBatch(turns, made)
 
     async def rehearsal(
         self,

@@ -51,7 +51,7 @@ class AsyncFinished:
         )
 
 
-class AsyncTaken(NamedTuple):
+class AsyncBatch(NamedTuple):
     """The answer of `Client.turn`: of each turn what was done, of each checkout it or its error."""
 
     turns: list[AsyncFinished]

@@ -20,7 +20,7 @@ from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
 from .rehearsal import Rehearsal
-from .turns import Ending, Finished, Taken, start_of
+from .turns import Batch, Ending, Finished, start_of
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -688,7 +688,7 @@ class Client:
         *,
         label: str | None = None,
         auto_renew: bool = True,
-    ) -> Taken:
+    ) -> Batch:
         """End turns, then make checkouts, all in one request; up to 64 of each.
 
         `endings` are made by `Checkout.ending`. `checkouts` are ids of instances, or messages
@@ -721,7 +721,7 @@ class Client:
             else errors.from_problem(each.problem.to_json() if each.problem else {})
             for start, each in zip(starts, answer.checkouts, strict=True)
         ]
-        return Taken(turns, made)
+        return Batch(turns, made)
 
     def rehearsal(
         self,

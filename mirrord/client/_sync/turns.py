@@ -52,7 +52,7 @@ class Finished:
         )
 
 
-class Taken(NamedTuple):
+class Batch(NamedTuple):
     """The answer of `Client.turn`: of each turn what was done, of each checkout it or its error."""
 
     turns: list[Finished]
