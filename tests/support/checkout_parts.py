@@ -29,6 +29,7 @@ from mirrord.config import Settings
 from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.engine.composition import compose_checkouts
 from mirrord.environments.building import Builds
+from mirrord.environments.images import Images
 from mirrord.environments.probing import Probes
 from mirrord.environments.service import Environments
 from mirrord.git.command import Git
@@ -242,8 +243,11 @@ class Service:
         builds = Builds(
             place=self.state / "environments", service=service, store=self.environments, checkouts=self.checkouts, mirrors=self.mirrors,
         )  # fmt: skip
+        images = Images(
+            place=self.state / "environments", store=self.environments, mirrors=self.mirrors
+        )
         environments = Environments(
-            builds=builds, recipes=self.state / "recipes", datasets=self.datasets
+            builds=builds, recipes=self.state / "recipes", datasets=self.datasets, images=images
         )
         self.grading = Grading(
             environments=environments, probes=Probes(service),
