@@ -22,7 +22,8 @@ ACTIVATE = "/opt/miniconda3/bin/activate"  # sourced by evaluation scripts
 PROGRAMS = "/opt/mirrord/bin"
 SANDBOX_HOME = "/home/testbed"
 _SYSTEM = re.compile(r"/(?:bin|boot|dev|etc|lib[0-9a-z]*|proc|sbin|sys|usr)(?:/|$)")
-_OWN = (ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED, "/run/x", "/tmp/x", "/var/tmp/x")  # noqa: S108
+_TMP = ("/tmp", "/var/tmp")  # noqa: S108
+_OWN = (ENVIRONMENT, PROGRAMS, SANDBOX_HOME, TESTBED, "/run/x", *(f"{tmp}/x" for tmp in _TMP))
 
 
 def read_workdir(text: str) -> str:
@@ -35,7 +36,8 @@ def read_workdir(text: str) -> str:
         raise ValueError("is not an absolute path of at most 200 printable characters")
     above = next((own for own in _OWN if f"{own}/".startswith(f"{path}/") and own != path), None)
     inside = next((own for own in _OWN[:3] if f"{path}/".startswith(f"{own}/")), None)
-    if path == "/" or _SYSTEM.match(path) or above or inside or path.startswith("/var/tmp/"):  # noqa: S108
+    is_temporary = path.startswith(f"{_TMP[1]}/")
+    if path == "/" or _SYSTEM.match(path) or above or inside or is_temporary:
         raise ValueError("would hide what a sandbox needs")
     return path
 

@@ -48,7 +48,8 @@ _CHANGED = (
 _OF_GIT = re.compile(
     rb"\.git(?:/(?:[A-Z_]+|index|sharedindex\.[0-9a-f]{40}|packed-refs"
     rb"|(?:refs|logs)(?:/.*(?<!\.lock))?"
-    rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
+    rb"|objects(?:/[0-9a-f]{2}(?:/[0-9a-f]{38})?"
+    rb"|/pack(?:/pack-[0-9a-f]{40}\.(?:pack|idx|rev))?)?)?)?",
     re.DOTALL,
 )
 # of any repository in the tree, in any spelling: git accepts `.GIT` on some systems

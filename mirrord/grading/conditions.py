@@ -48,7 +48,8 @@ _SKIPS = re.compile(
 )
 
 _ALWAYS = re.compile(
-    rb"def\s+__(?:eq|ne)__\s*\([^)]*\)[^:\n]*:\s*(?:#[^\n]*\s*|\"\"\"[^\"]*\"\"\"\s*)*return\s+(?:True|False)\b"
+    rb"def\s+__(?:eq|ne)__\s*\([^)]*\)[^:\n]*:\s*"
+    rb"(?:#[^\n]*\s*|\"\"\"[^\"]*\"\"\"\s*)*return\s+(?:True|False)\b"
     rb"|__(?:eq|ne)__\s*=\s*lambda\b[^:]*:\s*(?:True|False)\b"
 )
 

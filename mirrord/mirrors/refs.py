@@ -81,7 +81,8 @@ def names_of_revision(revision: str) -> list[str]:
 
     Only names of upstream's refs and full ids; steps back follow them.
     """
-    name, steps = re.fullmatch(r"([^~^]*)(.*)", revision, re.DOTALL).groups()  # type: ignore[union-attr]
+    name = re.split(r"[~^]", revision, maxsplit=1)[0]
+    steps = revision.removeprefix(name)
     if re.fullmatch(r"[0-9a-f]{40}", name):
         return [f"{revision}^{{commit}}"]
     refs = [name] if name.startswith("refs/") else [f"refs/heads/{name}", f"refs/tags/{name}"]
