@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import shutil
+import socket
 import subprocess
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import images
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from homes import home
 from waiting import until
 
 from mirrord import Client, Sandbox
-from mirrord.errors import EnvironmentInUseError, UpstreamError, UsageError
+from mirrord.errors import EnvironmentInUseError, UpstreamAuthError, UpstreamError, UsageError
 from mirrord.protocol import BuildReport
 from mirrord.sandbox.box import find_obstacle
 
@@ -26,6 +31,8 @@ pytestmark = [
     pytest.mark.skipif(bool(find_obstacle()), reason=f"no sandbox here: {find_obstacle()}"),
 ]
 AGENT = 34541
+BCRYPT = "$2b$04$3W8a2WaACChMaTtiW8HpcOFQ.ZV/tYEbddeDozFQiKEUhc.TGEuw2"
+"""Of the password `secret`."""
 
 
 class Bench:
@@ -33,6 +40,8 @@ class Bench:
 
     def __init__(self, made: Daemon, place: Path) -> None:
         self.place, self.layers = place, made.root / "state/templates/.environments/.layers"
+        self.auth_file = made.root / "auth.json"
+        self.auth_file.write_text('{"auths": {}}')
         self.upstream = Upstream(place / "r")
         self.base, self.future = [
             self.upstream.commit({"README": f"{number}\n"}) for number in range(2)
@@ -59,7 +68,10 @@ class Bench:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     text = '[sync]\ninterval = "0"\n[audit]\ninterval = "0"\n[checkouts]\nprewarm = false\n'
     with daemon(start=False) as made:
-        made.write_config(f'{text}[access]\ncommits = "any"\n')
+        made.write_config(
+            f'{text}[access]\ncommits = "any"\n'
+            f'[environments]\nauth_file = "{made.root}/auth.json"\n'
+        )
         made.start()
         found = Bench(made, tmp_path_factory.mktemp("images"))
         yield found
@@ -175,3 +187,70 @@ def test_what_is_no_image_is_refused(bench: Bench, tmp_path: Path) -> None:
         bench.client.import_image("dir:/absent")
     with pytest.raises(UpstreamError, match="connection refused"):
         bench.client.wait(bench.client.import_image("docker://127.0.0.1:9/x"))
+
+
+def test_an_ordinary_user_has_images_too() -> None:
+    """In the user's own namespaces; what is not the user's in an archive becomes the user's."""
+    members: list[images.Member] = [("srv", None, {"uid": 9}), ("srv/x", b"x", {"mode": 0o4600})]
+
+    def fill(place: Path) -> None:
+        packed = images.layer([*members, ("e", b"", {})], above=images.root(place / "root"))
+        images.oci(place / "image", [packed, images.layer([(".wh.e", b"", {})])])
+
+    with home(fill=fill) as made:
+        made.cli("environment", "import", f"oci:{made.root}/image", "--key", "i")
+        script = "id -u; pwd; cat a.txt /srv/x; ls /e || touch /srv/y"
+        options = ("owner/name@main", "--environment", "i", "--")
+        assert made.cli("exec", *options, "sh", "-c", script) == "0\n/testbed\na\nx"
+        weak = made.run(
+            "-m", "mirrord", "exec", "--isolation", "landlock", *options, "id", check=False
+        )
+        assert weak.returncode == 7
+        assert "namespaces" in weak.stderr
+
+
+@pytest.mark.skipif(not shutil.which("docker-registry"), reason="no docker-registry here")
+def test_a_registry_asks_for_the_password_of_auth_file(bench: Bench, tmp_path: Path) -> None:
+    images.oci(tmp_path / "i", [images.layer([("x", b"1", {})])])
+    with registry(tmp_path) as host:
+        copy = ["skopeo", "copy", "--quiet", "--insecure-policy", "--dest-tls-verify=false"]
+        target = f"docker://{host}/o/i:1"
+        own = ["--dest-creds=me:secret", f"oci:{tmp_path}/i:image", target]
+        subprocess.run([*copy, *own], check=True)
+        with pytest.raises(UpstreamAuthError, match="authentication required"):
+            bench.client.wait(bench.client.import_image(target))
+        secret = base64.b64encode(b"me:secret").decode()
+        bench.auth_file.write_text(json.dumps({"auths": {host: {"auth": secret}}}))
+        assert bench.imported(target, "private").failed == []
+    bench.remove("private")
+
+
+@contextmanager
+def registry(place: Path) -> Iterator[str]:
+    """Run Debian's registry on loopback, for one user; yield its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{free.getsockname()[1]}"
+    (place / "users").write_text(f"me:{BCRYPT}\n")
+    config = {
+        "version": 0.1, "http": {"addr": host}, "log": {"level": "error"},
+        "storage": {"filesystem": {"rootdirectory": f"{place}/data"}},
+        "auth": {"htpasswd": {"realm": "r", "path": f"{place}/users"}},
+    }  # fmt: skip
+    (place / "config.yml").write_text(json.dumps(config))
+    with (place / "log").open("wb") as log:
+        serving = subprocess.Popen(
+            ["docker-registry", "serve", str(place / "config.yml")], stdout=log, stderr=log
+        )
+    try:
+        until(lambda: is_listening(host), told=(place / "log").read_text)
+        yield host
+    finally:
+        serving.kill()
+        serving.wait()
+
+
+def is_listening(host: str) -> bool:
+    address, port = host.split(":")
+    with socket.socket() as asking:
+        return asking.connect_ex((address, int(port))) == 0
