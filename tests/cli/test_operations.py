@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from typed import typed
 from waiting import until
 
 pytestmark = pytest.mark.slow
@@ -45,9 +46,8 @@ class Site(NamedTuple):
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, *words: str) -> tuple[int, str, str]:
-        process = self.start(*words)
-        out, err = process.communicate(timeout=30)
-        return process.returncode, out, err
+        done = typed("--socket", self.running.socket, *words)
+        return done.returncode, done.stdout, done.stderr
 
     def start_stuck(self, name: str) -> str:
         """The id of an operation that waits for the silent upstream."""

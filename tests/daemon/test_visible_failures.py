@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import anyone
 import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream
+from typed import typed
 from waiting import until
 from web_daemon import page, page_daemon
 
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def _mirrord(running: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "mirrord", "--socket", str(running.socket), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return typed("--socket", running.socket, *words)
 
 
 def _reasons(running: Daemon) -> str:

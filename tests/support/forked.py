@@ -30,7 +30,6 @@ _MODULE = "mirrord.daemon"
 _FORK_SERVER = "mirrord.workers.forkserver"
 _LOADED = (
     f"{_MODULE}.main",
-    _FORK_SERVER,
     "mirrord.changes.survey",
     "mirrord.grading.prepare",
     "mirrord.patches.diff",
