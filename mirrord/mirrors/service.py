@@ -31,7 +31,14 @@ from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
 from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
-from .upstream import HostLimits, Upstream, default_url, parse_upstream, upstream_url
+from .upstream import (
+    REQUEST_PATIENCE_S,
+    HostLimits,
+    Upstream,
+    default_url,
+    parse_upstream,
+    upstream_url,
+)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -171,10 +178,11 @@ class Mirrors(Inventory):
         if row.url == upstream.url:
             await self.catalog.update_mirror(row.name.key, configured_url=configured)
             return
+        await self._hosts.wait(upstream.host)
         async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+            await self.catch_up(row.name, ask=True)  # also where it was never on this disk
             repository = self.repository(row.name)
             if repository.path.exists():
-                await self.catch_up(row.name)
                 await repository.must_be_ours()
                 if not accept_loss:
                     await self._must_have_commits(row, upstream)
@@ -407,6 +415,7 @@ class Mirrors(Inventory):
             "credential": entry.url if entry else None,
             "secret": next(iter(entry.sources), None) if entry else None,
         }
+        await self._hosts.wait(upstream.host, patience_s=REQUEST_PATIENCE_S)
         try:
             async with (
                 self._hosts.turn(upstream.host),

@@ -149,6 +149,8 @@ class _Host:
 
 _SPREAD = 0.2  # of pauses
 _PATIENCE_S = 90.0
+# of a request that answers no operation
+REQUEST_PATIENCE_S = 10.0
 
 
 class HostLimits:
@@ -208,9 +210,9 @@ class HostLimits:
         host = self._hosts.get(name)
         return max(0.0, host.blocked_until - self._clock()) if host else 0.0
 
-    async def wait(self, name: str) -> None:
+    async def wait(self, name: str, *, patience_s: float = _PATIENCE_S) -> None:
         """Wait for the end of a short pause. The caller holds no lock."""
-        if self.pause_s(name) <= _PATIENCE_S:
+        if self.pause_s(name) <= patience_s:
             await anyio.sleep(self.pause_s(name))
 
     def _backoff(self, first: timedelta, longest: timedelta) -> Backoff:

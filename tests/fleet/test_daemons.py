@@ -13,7 +13,7 @@ from pathlib import Path
 
 import postgresql
 import pytest
-from daemon_fleet import Fleet, become_like, done, eventually, have, refs, rows, well_ended
+from daemon_fleet import Fleet, become_like, done, ended, eventually, have, refs, rows, well_ended
 from daemons import daemon
 from gitrepos import Upstream, git
 
@@ -27,8 +27,18 @@ def test_a_second_daemon_serves_what_the_first_one_mirrored(
     done(a, "POST", "/v1/mirrors", {"repo": "owner/name"})
     commit = upstream.git("rev-parse", "HEAD~2")
     done(a, "POST", "/v1/datasets?name=d&filename=d.jsonl", rows(commit))
-    upstream.path.rename(upstream.path.with_name("gone"))  # the forge is not asked any more
+    gone = upstream.path.rename(upstream.path.with_name("gone"))  # the forge is not asked any more
     eventually(lambda: b.get("/v1/instances/i-0")[0] == 200)
+    stranger = upstream.path.with_name("stranger")
+    git(gone, "init", "--quiet", "--bare", "--initial-branch=main", str(stranger))
+    git(gone, "push", "--quiet", str(stranger), f"{commit}~1:refs/heads/main")
+    set_url = ("POST", "/v1/mirrors/owner__name/url")
+    refused = ended(b, *set_url, {"url": f"file://{stranger}"})  # which has nothing on its disk
+    assert refused["error"]["code"] == "upstream-loss", refused
+    assert refused["error"]["lacking"] == [commit]
+    done(b, *set_url, {"url": f"file://{gone}"})
+    gone.rename(gone.with_name("gone for good"))
+    assert a.json("GET", "/v1/mirrors/owner__name")["url"] == f"file://{gone}"
     status, _, body = b.request("POST", "/v1/checkouts", {"instance": "i-0"})
     assert status == 201, body
     eventually(lambda: refs(b) == refs(a), 20)
