@@ -17,6 +17,12 @@ _MODULES = (
 )
 
 
+def __dir__() -> list[str]:
+    with open(f"{__file__}i", encoding="utf-8") as stub:
+        names = [words[3] for words in map(str.split, stub) if words[2:3] == ["import"]]
+    return [*globals(), *names]
+
+
 def __getattr__(name: str) -> Any:
     if name[:1].isupper():  # a class; anything else may be a submodule
         for module in _MODULES:

@@ -217,6 +217,7 @@ def test_the_exported_names_are_the_public_ones() -> None:
     )
     assert exported == of_errors | (of_model - {"StrEnum"}) | of_answers | clients
     assert all(hasattr(mirrord, name) for name in exported)
+    assert exported <= set(dir(mirrord))
     with pytest.raises(AttributeError):
         mirrord.Klient  # type: ignore[attr-defined]  # noqa: B018
 
