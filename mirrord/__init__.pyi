@@ -173,6 +173,7 @@ from .protocol import FormatInfo as FormatInfo
 from .protocol import Garbage as Garbage
 from .protocol import GradeFacts as GradeFacts
 from .protocol import Health as Health
+from .protocol import Image as Image
 from .protocol import Instance as Instance
 from .protocol import InstanceChange as InstanceChange
 from .protocol import InstanceName as InstanceName
