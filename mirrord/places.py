@@ -210,6 +210,6 @@ class Layout:
             raise ResourceError(fact, hint=hint) from error
 
 
-def whole_path(templates: Path, mirror: str, commit: str) -> Path:
-    """Return the repository with the composed tree of a commit that has submodules."""
-    return templates / mirror / "wholes" / f"{commit}.git"
+def whole_path(templates: Path, mirror: str) -> Path:
+    """Return the repository with the composed trees of a mirror's commits."""
+    return templates / mirror / "whole.git"

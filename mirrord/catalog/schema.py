@@ -406,8 +406,9 @@ class Module(NamedTuple):
 class Composition:
     """What a base commit needs from elsewhere, as an import found it.
 
-    `tree` is the composed one, with the files of all `modules`; None without any. `missing` has the
-    path of each other submodule, and why. `pointers` counts LFS objects, which have `lfs_bytes`.
+    `tree` is the composed one, with the files of all `modules` and LFS objects; None without any.
+    `missing` has the path of each other submodule, and why. `pointers` counts LFS objects, which
+    have `lfs_bytes`; `lfs_missing` of them are not had.
     """
 
     tree: str | None = None
@@ -415,6 +416,7 @@ class Composition:
     missing: tuple[tuple[str, str], ...] = ()
     pointers: int = 0
     lfs_bytes: int = 0
+    lfs_missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)

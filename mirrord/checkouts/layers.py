@@ -30,7 +30,7 @@ def objects_path(state_dir: Path, mirror: Path, base: Base) -> Path:
     if base.saved and base.saved.tree != base.plain_tree:
         return layer_path(state_dir, base.saved.id).with_suffix(".git")
     if base.whole:
-        return whole_path(state_dir / "templates", mirror.name, base.commit)
+        return whole_path(state_dir / "templates", mirror.name)
     return mirror
 
 

@@ -49,8 +49,8 @@ class Candidate(NamedTuple):
 def lacking(row: protocol.Instance) -> tuple[str, ...]:
     """Say what a checkout of the instance lacks that its commit names."""
     found = [f"submodule {path} is empty: {why}" for path, why in (row.missing or {}).items()]
-    if row.lfs_pointers:
-        found.append(f"{row.lfs_pointers} Git LFS pointers stand for files that are not had")
+    if row.lfs_missing:
+        found.append(f"{row.lfs_missing} Git LFS pointers stand for files that are not had")
     return tuple(found)
 
 

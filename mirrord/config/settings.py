@@ -81,6 +81,7 @@ class CheckoutSettings(Section):
 class DatasetSettings(Section):
     watch: StrictBool = True
     submodules: StrictBool = True
+    lfs: StrictBool = False
 
 
 class AccessSettings(Section):

@@ -10,7 +10,7 @@ unpinned is read from the pins, so a dataset never claims a pin it lacks.
 import builtins
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -62,7 +62,7 @@ from .pinning import (
     write_journal,
 )
 from .reading import ReadResult, read_dataset
-from .submodules import Key, compose_all
+from .submodules import Composed, Key, compose_all
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -154,17 +154,20 @@ def _bases(read: ReadResult, key: str, outcome: PinOutcome) -> set[CommitId]:
 _NAMED_REASONS = 100
 
 
-def _needs_of(found: Mapping[Key, Composition]) -> DatasetNeeds:
-    reasons = Counter(each for composition in found.values() for each in composition.missing)
+def _needs_of(composed: Composed) -> DatasetNeeds:
+    every = composed.found.values()
+    reasons = Counter(each for composition in every for each in composition.missing)
     return DatasetNeeds(
-        submodules=sum(len(each.modules) for each in found.values()),
+        submodules=sum(len(each.modules) for each in every),
         missing=[
             MissingSubmodule(path=path, reason=reason, commits=count)
             for (path, reason), count in reasons.most_common(_NAMED_REASONS)
         ],
         missing_count=reasons.total(),
-        lfs_pointers=sum(each.pointers for each in found.values()),
-        lfs_commits=sum(bool(each.pointers) for each in found.values()),
+        lfs_pointers=sum(each.pointers for each in every),
+        lfs_commits=sum(bool(each.pointers) for each in every),
+        lfs_missing=sum(each.lfs_missing for each in every),
+        lfs_reasons=list(composed.lfs_reasons[:_NAMED_REASONS]),
     )
 
 
@@ -173,6 +176,10 @@ def _size_of(row: InstanceRow | None) -> int:
         return 0
     tests = sum(len(test) + 60 for test in (*row.fail_to_pass, *row.pass_to_pass))
     return 1000 + len(row.patch or "") + len(row.test_patch or "") + tests
+
+
+async def _nothing(_keys: Collection[str]) -> None:
+    return None
 
 
 class Datasets:
@@ -196,8 +203,9 @@ class Datasets:
         self._compositions = QueryCache[tuple[str, CommitId], Composition | None](
             lambda key: catalog.find_composition(*key), lambda _: 1000
         )
-        self._wholes = mirrors.settings().state_dir / "templates"
+        self._templates = mirrors.settings().state_dir / "templates"
         self.on_composed: Callable[[Mapping[Key, Composition]], None] = lambda _: None
+        self.on_objects: Callable[[Collection[str]], Awaitable[None]] = _nothing
         self._locks: dict[str, anyio.Lock] = {}
         self._listeners: list[Callable[[DatasetName], None]] = []
 
@@ -309,10 +317,11 @@ class Datasets:
             )
             found = {key: each.found for key, each in outcomes.items()}
             bases = {key: _bases(read, key, outcome) for key, outcome in outcomes.items()}
-            composed = await compose_all(self._mirrors, dataset, bases, self._wholes, progress)
-            change = await self._catalog.replace_dataset(head, spool, found, composed)
+            composed = await compose_all(self._mirrors, dataset, bases, self._templates, progress)
+            await self.on_objects(composed.changed)  # first: the catalog tells a second import
+            change = await self._catalog.replace_dataset(head, spool, found, composed.found)
             self._mirrors.sharing.records_changed(read.names)
-            self.on_composed(composed)
+            self.on_composed(composed.found)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._remove_stale_pins(owner, keep=before)
@@ -503,7 +512,7 @@ class Datasets:
         if row.base_commit and (found := await self.find_composition(row.mirror, row.base_commit)):
             answer["submodules"] = [each.path for each in found.modules]
             answer["missing"] = dict(found.missing)
-            answer["lfs_pointers"] = found.pointers
+            answer |= {"lfs_pointers": found.pointers, "lfs_missing": found.lfs_missing}
         return replace(agent_view, commits=commits, **answer)
 
     # -- locks and stale pins ---------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Submodules of base commits: their mirrors, their pins, and the composed trees.
+"""Submodules and LFS objects of base commits: had, pinned, and put into the composed trees.
 
 As git does, a URL is relative to that of the repository that names it. What a `.gitmodules` says is
 upstream's word: each submodule that is refused, or that cannot be had, is named with the reason,
@@ -6,7 +6,7 @@ and stays an empty directory.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from ..catalog import ALL_COMMITS, Composition, Module
 from ..errors import MirrordError
-from ..git.objects.modules import Link, Needs, Part, compose, read_needs
-from ..host.trash import remove_tree
+from ..git.lfs import Pointer, has_object
+from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_needs
+from ..mirrors.lfs import fetch_objects
 from ..mirrors.service import Mirrors
 from ..mirrors.upstream import parse_upstream
 from ..model import CommitId, CommitRole, DatasetName, MirrorName
@@ -47,18 +48,29 @@ class _Wanted(NamedTuple):
     own_url: str | None
 
 
+class Composed(NamedTuple):
+    """What each base commit needs. `changed` are the keys of mirrors whose trees have other files
+    than before; `lfs_reasons` say why LFS objects are not had.
+    """
+
+    found: dict[Key, Composition]
+    changed: frozenset[str] = frozenset()
+    lfs_reasons: tuple[str, ...] = ()
+
+
 async def compose_all(
     mirrors: Mirrors,
     dataset: DatasetName,
     bases: Mapping[str, Collection[CommitId]],
-    wholes: Path,
+    templates: Path,
     sink: ProgressSink | None,
-) -> dict[Key, Composition]:
+) -> Composed:
     """Return what each base commit of these mirrors needs, and write the composed trees.
 
     Mirrors of submodules are added and synced, their commits pinned for the dataset.
     """
     found: dict[Key, Composition] = {}
+    all_needs: dict[Key, Needs] = {}
     level: list[tuple[Key, str, str, MirrorName, Needs]] = []
     rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
     for key, commits in bases.items():
@@ -66,20 +78,58 @@ async def compose_all(
             continue
         read = await _read(mirrors, rows[key].name, commits)
         for commit, each in read.items():
-            sizes = [size for _, size in each.pointers]
-            found[key, commit] = Composition(pointers=len(sizes), lfs_bytes=sum(sizes))
+            found[key, commit] = Composition()
+            all_needs[key, commit] = each
             if each.links:
                 level.append(((key, commit), "", "", rows[key].name, each))
     if mirrors.settings().datasets.submodules:
-        trees = {base: needs.tree for base, _, _, _, needs in level}
-        await _descend(mirrors, dataset, level, found, sink)
-        await _compose(mirrors, found, trees, wholes)
+        await _descend(mirrors, dataset, level, found, all_needs, sink)
     else:
         for base, _, _, _, needs in level:
             fact = "[datasets] submodules is false"
             missing = tuple((link.path, fact) for link in needs.links)
             found[base] = replace(found[base], missing=missing)
-    return found
+    reasons = await _have_objects(mirrors, found, all_needs, sink)
+    changed = await _compose(mirrors, found, templates)
+    return Composed(found, changed, tuple(sorted(set(reasons))))
+
+
+async def _have_objects(
+    mirrors: Mirrors,
+    found: dict[Key, Composition],
+    needs: Mapping[Key, Needs],
+    sink: ProgressSink | None,
+) -> list[str]:
+    """Fetch the LFS objects of these commits, and count them; return why some are not had."""
+    wanted: dict[str, dict[Pointer, str | None]] = {}
+    for (key, _), each in needs.items():
+        if each.pointers:
+            wanted.setdefault(key, {}).update(dict.fromkeys(each.objects, each.lfs_url))
+    if not wanted:
+        return []
+    rows = {row.name.key: row for row in await mirrors.catalog.list_mirrors()}
+    reasons = list[str]()
+    lacking: dict[str, set[Pointer]] = {}
+    for key, pointers in wanted.items():
+        git_dir = mirrors.path(rows[key].name)
+        lacking[key] = {each for each in pointers if not has_object(git_dir, each)}
+        if lacking[key] and mirrors.settings().datasets.lfs:
+            asked = [(pointer, pointers[pointer]) for pointer in lacking[key]]
+            reasons += (await fetch_objects(mirrors, rows[key], asked, sink)).values()
+            lacking[key] = {each for each in lacking[key] if not has_object(git_dir, each)}
+        elif lacking[key]:
+            reasons.append("[datasets] lfs is false")
+    for base, composition in found.items():
+        parts = [base, *((at.mirror.lower(), CommitId(at.commit)) for at in composition.modules)]
+        objects = {(key, at) for key, commit in parts for at in needs[key, commit].objects}
+        if objects:
+            found[base] = replace(
+                composition,
+                pointers=len(objects),
+                lfs_bytes=sum(at.size for _, at in objects),
+                lfs_missing=sum(at in lacking[key] for key, at in objects),
+            )
+    return reasons
 
 
 async def _read(
@@ -99,6 +149,7 @@ async def _descend(
     dataset: DatasetName,
     level: list[tuple[Key, str, str, MirrorName, Needs]],
     found: dict[Key, Composition],
+    all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
 ) -> None:
     """Have the submodules of each level, and then those within them."""
@@ -121,7 +172,7 @@ async def _descend(
                     found[base] = replace(composition, missing=missing)
         if not wanted:
             return
-        level = await _have(mirrors, dataset, wanted, found, sink)
+        level = await _have(mirrors, dataset, wanted, found, all_needs, sink)
 
 
 def _resolve(
@@ -173,6 +224,7 @@ async def _have(
     dataset: DatasetName,
     wanted: Sequence[_Wanted],
     found: dict[Key, Composition],
+    all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
 ) -> list[tuple[Key, str, str, MirrorName, Needs]]:
     """Mirror and pin submodules; return those that have submodules themselves."""
@@ -199,12 +251,15 @@ async def _have(
             await mirrors.remove(name)
             del names[name.key]
     had = {key: {c for c in commits[key] if not _refusal(outcomes[key], c)} for key in names}
-    needs = {key: await _read(mirrors, names[key], had[key]) for key in names}
+    for key, name in names.items():
+        unread = [commit for commit in had[key] if (key, commit) not in all_needs]
+        read = await _read(mirrors, name, unread) if unread else {}
+        all_needs |= {(key, commit): each for commit, each in read.items()}
     below = []
     for each in wanted:
         key, commit, composition = each.mirror.key, CommitId(each.link.commit), found[each.base]
         reason = _refusal(outcomes[key], commit)
-        inner = needs.get(key, {}).get(commit)
+        inner = all_needs.get((key, commit))
         if reason or inner is None:
             fact = (each.path, f"{each.mirror.repo}: {reason or 'its tree cannot be read'}")
             found[each.base] = replace(composition, missing=(*composition.missing, fact))
@@ -223,46 +278,63 @@ def _refusal(outcome: PinOutcome, commit: CommitId) -> str | None:
 
 
 async def _compose(
-    mirrors: Mirrors, found: dict[Key, Composition], trees: Mapping[Key, str], wholes: Path
-) -> None:
-    """Write the composed trees that an earlier import did not write."""
+    mirrors: Mirrors, found: dict[Key, Composition], templates: Path
+) -> frozenset[str]:
+    """Write the composed trees that an earlier import did not write.
+
+    Returns the keys of the mirrors whose trees have other LFS objects than before.
+    """
     names = {row.name.key: row.name for row in await mirrors.catalog.list_mirrors()}
     known: dict[str, dict[CommitId, Composition]] = {}
-    jobs: dict[Key, tuple[Path, Path, str, list[Part]]] = {}
-    for base, composition in found.items():
-        if not composition.modules:
-            continue
-        key, commit = base
-        target = whole_path(wholes, str(names[key]), commit)
+    jobs: dict[str, list[CommitId]] = {}
+    for (key, commit), composition in found.items():
         if key not in known:
             known[key] = await mirrors.catalog.list_compositions(key)
-        before = known[key].get(commit)
-        if before and before.modules == composition.modules and target.exists():
-            found[base] = replace(composition, tree=before.tree)
+        if not composition.modules and composition.lfs_missing == composition.pointers:
             continue
-        parts = [
-            Part(each.path, mirrors.path(MirrorName.parse(each.mirror)), each.commit)
-            for each in composition.modules
-        ]
-        jobs[base] = target, mirrors.path(names[key]), trees[base], parts
-    if jobs:
-        run = mirrors.workers.run
-        written = await run(put_wholes, list(jobs.values()), timeout=_TIMEOUT)
-        for base, tree in zip(jobs, written, strict=True):
-            found[base] = replace(found[base], tree=tree)
+        before = known[key].get(commit)
+        target = whole_path(templates, str(names[key]))
+        if (
+            before
+            and before == replace(composition, tree=before.tree)
+            and has_whole(target, before)
+        ):
+            found[key, commit] = replace(composition, tree=before.tree)
+        else:
+            jobs.setdefault(key, []).append(commit)
+    run = mirrors.workers.run
+    for key, commits in jobs.items():
+        wholes = [whole_of(mirrors.path, names[key], each, found[key, each]) for each in commits]
+        target = whole_path(templates, str(names[key]))
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        trees = await run(compose, target, wholes, timeout=_TIMEOUT)
+        for commit, tree in zip(commits, trees, strict=True):
+            found[key, commit] = replace(found[key, commit], tree=tree)
+    return frozenset(
+        key
+        for (key, commit), composition in found.items()
+        if composition.lfs_missing != _missing_before(known[key].get(commit), composition)
+    )
 
 
-def put_wholes(jobs: Sequence[tuple[Path, Path, str, list[Part]]]) -> list[str]:
-    """Write composed trees, each given as the arguments of `put_whole`; return their ids."""
-    return [put_whole(*job) for job in jobs]
+def _missing_before(before: Composition | None, now: Composition) -> int:
+    return before.lfs_missing if before else now.pointers
 
 
-def put_whole(target: Path, mirror: Path, tree: str, parts: list[Part]) -> str:
-    """Write the repository anew, and rename it into place."""
-    new = target.with_suffix(".new")
-    for path in (new, target):
-        remove_tree(path)
-    new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    whole = compose(new, mirror, tree, parts)
-    new.rename(target)
-    return whole
+def has_whole(target: Path, composition: Composition) -> bool:
+    """Return whether a composed tree is in the repository at `target`."""
+    tree = composition.tree
+    return tree is not None and (target / "objects" / tree[:2] / tree[2:]).exists()
+
+
+def whole_of(
+    path_of: Callable[[MirrorName], Path],
+    name: MirrorName,
+    commit: CommitId,
+    composition: Composition,
+) -> Whole:
+    parts = (
+        Part(each.path, path_of(MirrorName.parse(each.mirror)), each.commit)
+        for each in composition.modules
+    )
+    return Whole(path_of(name), commit, tuple(parts))

@@ -7,7 +7,7 @@ If opening fails, the opened parts are closed.
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
@@ -189,6 +189,12 @@ class Engine:
         Askers(HOUSEKEEPING).bind()
         return await self.workers.run(remove_trees, paths, timeout=timedelta(minutes=10))
 
+    async def _use_objects(self, keys: Collection[str]) -> None:
+        """Write the trees of mirrors anew, because LFS objects arrived."""
+        if keys:
+            self.checkouts.pool.spares.drop(timedelta())
+            await self.templates.make_again(keys)
+
     async def _open_checkouts(self) -> None:
         """Open stores and templates, then adopt the checkouts of an earlier daemon."""
 
@@ -204,6 +210,7 @@ class Engine:
         self._closing.push_async_callback(self.stores.close)
         await self.stores.open()
         self.datasets.on_composed = self.stores.recompose
+        self.datasets.on_objects = self._use_objects
         self.templates = Templates(
             settings=self.settings, state_dir=self.layout.root, workers=self.workers,
             mirrors_path=self.mirrors.path, stores=self.stores, events=self.events,

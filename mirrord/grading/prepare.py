@@ -34,7 +34,7 @@ from ..patches.strategies import apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..protocol import Steering
 from ..quoting import decode_name
-from ..templates.store import CONFIG, LFS_CONFIG
+from ..templates.store import CONFIG, Filtering
 from ..trees.conversions import conversions_for
 from ..trees.layer import LayerFile, write_layer
 from ..trees.manifest import blob_id
@@ -342,7 +342,8 @@ def _in_git_directory(reader: TreeReader, owner: ActingAs, book: RuleBook) -> It
         if any(line.strip() and not line.startswith(b"#") for line in lines):
             yield finding(rule, path, "left", "has rules")
     config = _read(reader, owner, b".git/config")
-    config = config.replace(LFS_CONFIG, b"")
+    for each in Filtering:
+        config = config.replace(each.config, b"")
     if config != CONFIG and (setting := _SETTINGS.search(config)):
         key = setting[0].decode(errors="replace").strip(" \t[=")
         yield finding(rule, b".git/config", "left", f"sets {key}")

@@ -4,8 +4,8 @@ A first clone is made in quarantine and renamed, so a mirror that exists is comp
 """
 
 import re
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -17,6 +17,7 @@ from anyio import to_thread
 from .. import errors, protocol
 from ..catalog import MirrorRow
 from ..git.command import object_info
+from ..git.configuration import Remote
 from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import mask_url
@@ -406,6 +407,12 @@ class Mirrors(Inventory):
         quiet = self.settings().upstream.timeout
         return Fetcher(repository, upstream, self.quarantine, quiet, self.credentials, progress)
 
+    @asynccontextmanager
+    async def asking(self, upstream: Upstream) -> AsyncIterator[Remote]:
+        """Hold a connection to an upstream's host; give the upstream with its credentials."""
+        async with self._hosts.turn(upstream.host), self.credentials.used(upstream) as remote:
+            yield remote
+
     async def check_credential(self, url: str) -> protocol.CredentialCheck:
         """Ask an upstream for its refs with the entry that applies to it; changes nothing."""
         upstream = parse_upstream(url)
@@ -417,10 +424,7 @@ class Mirrors(Inventory):
         }
         await self._hosts.wait(upstream.host, patience_s=REQUEST_PATIENCE_S)
         try:
-            async with (
-                self._hosts.turn(upstream.host),
-                self.credentials.used(upstream) as remote,
-            ):
+            async with self.asking(upstream) as remote:
                 await self.git.run(
                     "ls-remote", "--", remote.url, "HEAD", remote=remote,
                     timeout=self.settings().upstream.timeout,

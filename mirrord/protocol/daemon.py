@@ -67,7 +67,8 @@ class DatasetNeeds(Answer):
     """What the base commits of an import need from elsewhere.
 
     `missing` has the first submodules that could not be had, `missing_count` counts all.
-    `lfs_pointers` in `lfs_commits` commits stand for files that are not in the repository.
+    `lfs_pointers` in `lfs_commits` commits stand for files that are not in the repository, of which
+    `lfs_missing` are not had; `lfs_reasons` say why.
     """
 
     submodules: int = 0
@@ -75,6 +76,8 @@ class DatasetNeeds(Answer):
     missing_count: int = 0
     lfs_pointers: int = 0
     lfs_commits: int = 0
+    lfs_missing: int = 0
+    lfs_reasons: list[str] = []
 
 
 class DatasetImported(Answer):

@@ -297,6 +297,7 @@ class Instance(Answer):
     submodules: list[str] | None = None
     missing: dict[str, str] | None = None
     lfs_pointers: int | None = None
+    lfs_missing: int | None = None
 
 
 class InstanceName(Answer):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptObjectError, GitFailedError
 from ..git.command import run_git_sync
+from ..git.lfs import FILTER, OBJECTS
 from ..model import shown
 from ..protocol import SealLeak
 from ..quoting import decode_name
@@ -38,6 +39,7 @@ _SYMREF_DEPTH = 5
 _ZERO = "0" * 40
 # beside its objects
 _OF_STORE = {"HEAD", "config", "packed-refs"}
+_JUDGED_APART = frozenset({"objects", OBJECTS})
 _TEMPLATES = Path("/usr/share/git-core/templates")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PK\3\4", b"\x28\xb5\x2f\xfd")
 
@@ -47,7 +49,11 @@ _SETTING = re.compile(
     r"|core\.(?:filemode|bare|ignorecase|symlinks|precomposeunicode|trustctime)\n(?:true|false)"
     r"|core\.logallrefupdates\n(?:true|false|always)|core\.checkstat\n(?:default|minimal)"
     r"|filter\.lfs\.(?:clean|smudge|process)\n|filter\.lfs\.required\nfalse"
-    r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
+    r"|filter\.lfs\.clean\n"
+    + re.escape(FILTER["clean"])
+    + r"|filter\.lfs\.smudge\n"
+    + re.escape(FILTER["smudge"])
+    + r"|gc\.auto\n\d{1,6}|user\.(?:name|email)\n[^\n]{0,100}"
 )
 _SETTING_KINDS = {
     "remote.": "remote",
@@ -121,7 +127,7 @@ def judge_control(
     else:
         yield from _judge_lender(repository.lender, private, modules)
     for directory in repository.directories:
-        for found in walk(directory, skip=frozenset({"objects"})):
+        for found in walk(directory, skip=_JUDGED_APART):
             if not is_within(found.where, modules):
                 yield from _judge(found, private)
 
@@ -143,7 +149,7 @@ def _judge_lender(git_dir: Path, private: Path, modules: Sequence[str]) -> Judge
         yield leak("alternate", f"the alternate {git_dir} has no HEAD")
     else:
         yield Named("alternate", f"HEAD of {git_dir}", head)
-    for found in walk(git_dir, skip=frozenset({"objects"})):
+    for found in walk(git_dir, skip=_JUDGED_APART):
         if is_within(found.where, modules):
             continue
         if found.where not in _OF_STORE:

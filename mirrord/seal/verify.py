@@ -18,6 +18,7 @@ from ..git.command import read_objects_sync
 from ..model import CommitId, parse_commit, shown
 from ..protocol import SealLeak, SealReport
 from ..quoting import encode_name
+from .lfs import lfs_leaks
 from .modules import ModuleStore, find_modules, gitlinks_of, has_own_work_tree
 from .names import Named, judge_control, judge_work_tree, leak, resolve_head
 from .repository import (
@@ -90,6 +91,8 @@ def judge(
             *_name_leaks(names, allowed),
             *_gitlink_leaks(private, names, head),
             *(each for each in judged if isinstance(each, SealLeak)),
+            *lfs_leaks(repository.git_dir, private, head),
+            *(lfs_leaks(repository.lender, private, head) if repository.lender else ()),
             *judge_work_tree(repository, [module.path for module in modules]),
             *contents.leaks,
         ]

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio.to_thread
 
 from ..catalog import Composition
-from ..datasets.submodules import put_whole
+from ..datasets.submodules import has_whole, whole_of
 from ..errors import InvalidRequestError
 from ..git.command import Git
 from ..git.graphs import graph_is_whole
-from ..git.objects.modules import Part
+from ..git.objects.modules import compose
 from ..host.room import UNBOUNDED, Room
 from ..host.trash import Trash, new_trash
 from ..jobs.operations import Deferred
@@ -37,9 +37,9 @@ from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
 from . import store as disk
 from .closures import Closures, Recorded, nothing_recorded
-from .modules import config_of, place_module
+from .modules import config_of, place_module, place_objects
 from .packer import PackFile, together, write_graph
-from .store import SealedStore, StoreKey, modules_sum
+from .store import Filtering, SealedStore, StoreKey, modules_sum
 from .tags import Tag, Tags, packed_refs
 
 if TYPE_CHECKING:  # the store's library is an extra, and takes 0.1 s
@@ -284,12 +284,14 @@ class StoreBuilder:
                     contents = await self._sealed(name, commit)
                 composition = await self.composition_of(name, commit)
                 modules = composition.modules if composition else ()
-                contents = contents._replace(
-                    config=config_of(modules, lfs=bool(composition and composition.pointers))
-                )
+                filtering = Filtering.NONE
+                if composition and composition.pointers:
+                    has_all_pointers = composition.lfs_missing == composition.pointers
+                    filtering = Filtering.OFF if has_all_pointers else Filtering.OURS
+                contents = contents._replace(config=config_of(modules, filtering=filtering))
                 control = await anyio.to_thread.run_sync(_write, git, contents)
-                if composition and modules:
-                    await self._place(temporary, name, contents.tree, commit, composition)
+                if composition and composition.tree:
+                    await self._place(temporary, name, commit, composition)
                 if history is History.SQUASHED:
                     await anyio.to_thread.run_sync(shutil.rmtree, scratch)
                 disk.publish(temporary, target)
@@ -305,7 +307,9 @@ class StoreBuilder:
                 tag_count=len(contents.tags),
                 control=control,
                 whole=(composition.tree or "") if composition else "",
-                modules=await anyio.to_thread.run_sync(modules_sum, target) if modules else "",
+                modules=await anyio.to_thread.run_sync(modules_sum, target)
+                if composition and composition.tree
+                else "",
             )
             disk.save(store)
             self._stats[target] = disk.stats_of(store)
@@ -317,26 +321,24 @@ class StoreBuilder:
         return store
 
     async def _place(
-        self, top: Path, name: MirrorName, tree: str, commit: CommitId, composition: Composition
+        self, top: Path, name: MirrorName, commit: CommitId, composition: Composition
     ) -> None:
-        """Put the submodules of a base commit into its unfinished store."""
+        """Put the submodules and LFS objects of a base commit into its unfinished store."""
+        run, mirror = self.workers.run, self.mirrors_path(name)
+        if composition.pointers:
+            await run(place_objects, mirror, commit, top / ".git", timeout=_PLACE_TIMEOUT)
         for module in sorted(composition.modules, key=lambda each: each.path.count("/")):
             sub = MirrorName.parse(module.mirror)
             store = await self.ensure(sub, CommitId(module.commit), History.SEALED)
             with self.holding(store):
-                await self.workers.run(
+                await run(
                     place_module, top, module, composition.modules, self.mirrors_path(sub),
                     store.git, timeout=_PLACE_TIMEOUT,
                 )  # fmt: skip
-        whole = whole_path(self._root, str(name), commit)
-        if not whole.exists():
-            parts = [
-                Part(each.path, self.mirrors_path(MirrorName.parse(each.mirror)), each.commit)
-                for each in composition.modules
-            ]
-            mirror = self.mirrors_path(name)
-            run = self.workers.run
-            await run(put_whole, whole, mirror, tree, parts, timeout=_PLACE_TIMEOUT)
+        target = whole_path(self._root, str(name))
+        if not has_whole(target, composition):
+            whole = whole_of(self.mirrors_path, name, commit, composition)
+            await run(compose, target, [whole], timeout=_PLACE_TIMEOUT)
 
     def recompose(self, found: Mapping[tuple[str, CommitId], Composition]) -> None:
         """Discard stores with other submodules than an import has found now."""

@@ -1,4 +1,4 @@
-"""Submodules in a sealed store: their files, and sealed stores of their own in `.git/modules`.
+"""Submodules and LFS objects in a sealed store: files, and stores of their own in `.git/modules`.
 
 The store of a base commit is a lower directory of its checkouts, so what stands beside its `.git`
 is in their trees: the files of each submodule, with a `.git` file. Runs in workers.
@@ -10,17 +10,21 @@ from pathlib import Path
 
 from ..catalog import Module
 from ..errors import ProofFailedError
+from ..git.lfs import has_object, object_path
+from ..git.objects.modules import read_needs
 from ..trees.dotgit import index_bytes
 from ..trees.scan import hash_tree
 from ..trees.tree import materialise
-from .store import CONFIG, GRAPH, LFS_CONFIG, link_or_copy
+from .store import CONFIG, GRAPH, Filtering, link_or_copy
 
 _COPIED = ("HEAD", "packed-refs")
 
 
-def config_of(modules: Sequence[Module], above: str = "", *, lfs: bool = False) -> bytes:
+def config_of(
+    modules: Sequence[Module], above: str = "", *, filtering: Filtering = Filtering.NONE
+) -> bytes:
     """Return the configuration of a repository with these submodules, or of one of them."""
-    lines = [CONFIG.decode(), LFS_CONFIG.decode() if lfs else ""]
+    lines = [CONFIG.decode(), filtering.config.decode()]
     start = f"{above}/modules/" if above else "modules/"
     for module in modules:
         if module.git_dir == f"{start}{module.name}":
@@ -53,7 +57,24 @@ def place_module(
     for name in _COPIED:
         (git / name).write_bytes((store / name).read_bytes())
     work_tree = os.path.relpath(target, git)
-    config = config_of(modules, module.git_dir)
+    filtering = place_objects(mirror, module.commit, git)
+    config = config_of(modules, module.git_dir, filtering=filtering)
     (git / "config").write_bytes(config + f"[core]\n\tworktree = {_quoted(work_tree)}\n".encode())
     (git / "index").write_bytes(index_bytes(manifest))
     (target / ".git").write_text(f"gitdir: {os.path.relpath(git, target)}\n")
+
+
+def place_objects(mirror: Path, commit: str, git: Path) -> Filtering:
+    """Put a commit's LFS objects that the mirror has into a git directory, as hard links.
+
+    They are read-only, and every checkout has its own directory entries over them.
+    """
+    pointers = read_needs(mirror, [commit])[commit].objects
+    had = [each for each in pointers if has_object(mirror, each)]
+    for pointer in had:
+        target = object_path(git, pointer.oid)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(object_path(mirror, pointer.oid), target)
+    if not pointers:
+        return Filtering.NONE
+    return Filtering.OURS if had else Filtering.OFF

@@ -283,6 +283,16 @@ class Templates:
             self._forget_evicted()
         await self._registry.measure()  # removes the shared files
 
+    async def make_again(self, keys: Collection[str]) -> None:
+        """Take the layers of mirrors out of use: they were written without LFS objects."""
+        for name in [each for each in self._registry.names() if each.key in keys]:
+            templates = self._registry.get(name)
+            async with templates.changes.turn():
+                for tree in list(templates.layers):
+                    if tree in templates.layers:
+                        self._registry.discard(templates, tree)
+                await self._registry.sweep()
+
     # -- proving by content again ------------------------------------------------------------------
 
     async def scrub(self) -> int:

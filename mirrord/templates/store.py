@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 
 from ..errors import full_disk_named
 from ..git.graphs import graph_is_whole
+from ..git.lfs import FILTER, NO_FILTER, filter_config
 from ..git.packs import PackIndex, has_both_ends, pack_is_whole
 from ..host.files import read_plain
 from ..host.trash import Trash, find_trash
@@ -33,9 +35,20 @@ CONFIG = (
     b"[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n"
     b"\tlogallrefupdates = true\n\ttrustctime = false\n\tcheckStat = minimal\n[gc]\n\tauto = 0\n"
 )
-# Where the tree has pointers, for a git beside git-lfs that is installed for the whole system: its
-# filters would ask a server for the files, and `required` makes their failure git's.
-LFS_CONFIG = b'[filter "lfs"]\n\tclean =\n\tsmudge =\n\tprocess =\n\trequired = false\n'
+
+
+class Filtering(Enum):
+    """The filter `lfs` in the configuration of a checkout whose tree has pointers."""
+
+    NONE = b""
+    OFF = filter_config(NO_FILTER)
+    OURS = filter_config(FILTER)
+
+    @property
+    def config(self) -> bytes:
+        return self.value
+
+
 GRAPH = "objects/info/commit-graph"
 BUILDING = ".building-"
 CONTROL_FILES = ("HEAD", "config", "packed-refs")
@@ -56,8 +69,8 @@ class SealedStore:
 
     `head` is the commit that HEAD names: the base commit, or the squashed one. `packs` are names in
     `.git/objects/pack`; `pack_sizes` their bytes with their indexes, shared packs included;
-    `control` is the checksum of the control files. With submodules, `whole` is the composed
-    tree and `modules` the checksum of `modules_sum`.
+    `control` is the checksum of the control files. With submodules or LFS objects, `whole` is the
+    composed tree and `modules` the checksum of `modules_sum`.
     """
 
     path: Path
@@ -169,7 +182,7 @@ def find_leaks(store: SealedStore, secret: Collection[str]) -> list[SealLeak]:
     found = {str(file.relative_to(store.git)) for file in files}
     leaks = [SealLeak(kind="file", detail=name) for name in sorted(found - known - {GRAPH})]
     if store.modules and modules_sum(store.path) == store.modules:
-        leaks = [each for each in leaks if not each.detail.startswith("modules/")]
+        leaks = [each for each in leaks if not each.detail.startswith(("modules/", "lfs/"))]
     if not is_as_built(store):
         leaks.append(SealLeak(kind="control", detail="HEAD, config, packed-refs or a pack changed"))
     for name, size, index in zip(packs, store.pack_sizes, indexes, strict=True):
@@ -205,12 +218,14 @@ def find_damage(store: SealedStore, changed: Collection[str]) -> list[str]:
 
 
 def modules_sum(top: Path) -> str:
-    """Return the checksum of names and sizes of all files of submodules in a store."""
+    """Return the checksum of names and sizes of all files of submodules, and LFS objects, in a
+    store.
+    """
     digest = hashlib.sha1(usedforsecurity=False)
     for above, directories, names in os.walk(top):
         directories.sort()
         if above == str(top / ".git"):
-            directories[:] = [name for name in directories if name == "modules"]
+            directories[:] = [name for name in directories if name in ("lfs", "modules")]
             continue
         for name in sorted(names):
             path = os.path.join(above, name)

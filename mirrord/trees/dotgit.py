@@ -70,7 +70,7 @@ def read_store(source: Path, *, borrows: bool = False) -> DotGit:
         store.directories.append(directory)
         for name in sorted(names):
             path, file = directory + b"/" + os.fsencode(name), Path(above, name)
-            if b"/objects/pack/" in path:  # also of a submodule
+            if b"/objects/pack/" in path or b"/lfs/objects/" in path:  # also of a submodule
                 store.packs[path] = file
             elif path != _INDEX:
                 store.contents[path] = read_plain(file)

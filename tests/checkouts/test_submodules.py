@@ -1,7 +1,8 @@
-"""Submodules of base commits: mirrored and pinned by an import, shown with sealed stores of their own."""
+"""Submodules and LFS objects of base commits: had by an import, shown with stores of their own."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -36,6 +37,19 @@ def _link(upstream: Upstream, commit: str, path: str) -> None:
     upstream.git("update-index", "--add", "--cacheinfo", f"160000,{commit},{path}")
 
 
+BIG, OTHER, LATER = b"big\0" * 3000, b"other\0" * 9, b"of the future"
+
+
+def _pointer(upstream: Upstream, data: bytes, *, is_there: bool = True) -> str:
+    """Put an LFS object beside an upstream; return its pointer."""
+    oid = hashlib.sha256(data).hexdigest()
+    if is_there:
+        file = upstream.path / ".git/lfs/objects" / oid[:2] / oid[2:4] / oid
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {len(data)}\n"
+
+
 def _import(running: Daemon, root: Path, name: str, rows: list[dict[str, str]]) -> dict[str, Any]:
     file = root / f"{name}.json"
     file.write_text(json.dumps(rows))
@@ -46,13 +60,16 @@ def _import(running: Daemon, root: Path, name: str, rows: list[dict[str, str]]) 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A submodule in a directory with one of its own, and five that cannot be had."""
+    """A submodule in a directory with one of its own, and five that cannot be had; three LFS
+    objects, and one that cannot be had.
+    """
     root = tmp_path_factory.mktemp("up")
     top, sub, deep = (Upstream(root / "o" / name) for name in ("top", "sub", "deep"))
     lowest = deep.commit({"deep.txt": "deep\n"})
     deep.commit({"deep.txt": "later\n"})
     sub.write(
-        {"lib/a.py": "a\n", "b.txt": "b\n", "crlf.txt": "x\n", ".gitattributes": "crlf.txt eol=crlf\n",
+        {"lib/a.py": "a\n", "b.txt": "b\n", "crlf.txt": "x\n", "o.bin": _pointer(sub, OTHER),
+         ".gitattributes": "crlf.txt eol=crlf\n*.bin filter=lfs -text\n",
          ".gitmodules": '[submodule "d"]\n\tpath = in/deep\n\turl = ../deep\n'}
     )  # fmt: skip
     sub.git("add", "-A")
@@ -66,13 +83,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         f'[submodule "{n}"]\n\tpath = {p}\n\turl = {u}\n' for n, (p, u) in entries.items()
     )
     top.write({"README": "1\n", "pkg/x.py": "x\n", ".gitmodules": text})
+    top.write({".gitattributes": "*.bin filter=lfs -text\n", "big.bin": _pointer(top, BIG),
+               "pkg/é.bin": _pointer(top, BIG), "pointer.txt": _pointer(top, BIG),
+               "lost.bin": _pointer(top, b"lost", is_there=False)})  # fmt: skip
     top.git("add", "-A")
     for path, commit in (("pkg/sub", inner), ("gone", "1" * 40), ("odd", "2" * 40), ("unnamed", inner),
                          ("evil", inner), ("far", inner)):  # fmt: skip
         _link(top, commit, path)
     top.git("commit", "-qm", "with submodules")
     base = top.git("rev-parse", "HEAD")
-    with daemon(f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n') as running:
+    top.commit({"big.bin": _pointer(top, LATER)})
+    settings = f'[upstream]\nurl = "file://{root}/{{owner}}/{{name}}"\n[datasets]\nlfs = true\n'
+    with daemon(settings) as running:
         row = {"instance_id": "i", "repo": "o/top", "base_commit": base}
         result = _import(running, root, "rows", [row])
         missing = {each["path"]: each["reason"] for each in result["needs"]["missing"]}
@@ -81,6 +103,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         assert "name" in missing["evil"]
         assert "refused" in missing["far"]
         assert result["needs"]["submodules"] == 2
+        assert (result["needs"]["lfs_pointers"], result["needs"]["lfs_missing"]) == (3, 1)
         yield World(running, base, inner, secret)
 
 
@@ -130,6 +153,54 @@ def test_a_checkout_has_the_files_of_submodules(world: World, checkout: Checkout
     report = verify_seal(tree, world.base)
     assert (report.sealed, report.leaks) == (True, [])
     assert f"submodule pkg/sub at {world.inner}" in report.checked
+
+
+@pytest.mark.parametrize("system", ["/dev/null", "git-lfs"])
+def test_a_checkout_has_lfs_objects_in_place_of_pointers(
+    world: World, checkout: Checkout, system: str
+) -> None:
+    """With git-lfs for the whole system, and without; git needs no server for them."""
+    tree, objects = checkout.path, world.running.state_dir.glob("mirrors/*/lfs/objects/*/*/*")
+    wanted = {hashlib.sha256(data).hexdigest() for data in (BIG, OTHER)}
+    assert {each.name for each in objects} == wanted  # not LATER
+    config = Path(system)
+    if system == "git-lfs":
+        config = world.running.root / "gitconfig"
+        filters = "clean = git-lfs clean -- %f\nsmudge = git-lfs smudge -- %f\n"
+        config.write_text(
+            f'[filter "lfs"]\n{filters}process = git-lfs filter-process\nrequired = true\n'
+        )
+
+    def is_right(at: Path) -> bool:
+        lfs = at / "big.bin", at / "pkg/é.bin", at / "pkg/sub/o.bin"
+        plain = at / "lost.bin", at / "pointer.txt"
+        return [file.read_bytes() for file in lfs] == [BIG, BIG, OTHER] and all(
+            file.read_bytes().startswith(b"version ") for file in plain
+        )
+
+    assert is_right(tree)
+    for script in (
+        "touch big.bin pkg/sub/o.bin",
+        "rm big.bin; git checkout -q -- big.bin; git -C pkg/sub checkout -q -f HEAD -- o.bin",
+        "echo x >>big.bin; git -c user.name=a -c user.email=a@b stash -q; git stash drop -q",
+    ):
+        clean = "git status --porcelain; git -C pkg/sub status --porcelain; git diff HEAD"
+        assert run(tree, f"export GIT_CONFIG_SYSTEM={config}; {script}; {clean}") == "", script
+        assert is_right(tree), script
+    checkout.reset()
+    assert (is_right(tree), checkout.diff()) == (True, b"")
+    assert not verify_seal(tree, world.base).leaks
+    stray = tree / ".git/lfs/objects/aa/bb" / ("aabb" + "0" * 60)
+    run(tree, f"mkdir -p {stray.parent}; echo x >{stray}; echo changed >big.bin; rm pkg/é.bin")
+    assert [each.kind for each in verify_seal(tree, world.base).leaks] == ["object"]
+    patch = checkout.diff()
+    with checkout.fork() as fork, checkout.grade() as grade:
+        for each in (fork, grade):
+            assert (each.path / "big.bin").read_bytes() == b"changed\n"
+            assert not (each.path / "pkg/é.bin").exists()
+    checkout.reset()
+    checkout.apply(patch)
+    assert checkout.diff() == patch
 
 
 def test_edits_below_a_submodule_are_edits(
@@ -214,6 +285,7 @@ def test_submodules_are_recorded_and_audited(world: World) -> None:
         assert {mirror.name for mirror in client.list_mirrors()} == {"o__top", "o__sub", "o__deep"}
         row = client.get_instance("i", view=View.GRADER)
         assert row.submodules == ["pkg/sub", "pkg/sub/in/deep"]
+        assert (row.lfs_pointers, row.lfs_missing) == (3, 1)
         assert {*(row.missing or {})} == {"gone", "odd", "unnamed", "evil", "far"}
         assert [each.role for each in row.commits or ()] == ["base"]
         assert client.get_instance("i").missing is None

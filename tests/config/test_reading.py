@@ -308,6 +308,7 @@ LIVE = {
     "checkouts.diff_timeout": "1h",
     "datasets.watch": False,
     "datasets.submodules": False,
+    "datasets.lfs": True,
     "access.group": "other",
     "access.admins": ["someone"],
     "access.commits": "any",

@@ -129,9 +129,11 @@ def _warnings(found: DatasetImported) -> Iterator[str]:
         yield f"submodule {lacking.path} of {of} stays empty: {lacking.reason}"
     if more := needs.missing_count - sum(each.commits for each in needs.missing):
         yield f"{count(more, 'submodule')} more stay empty"
-    if needs.lfs_pointers:
+    if needs.lfs_missing:
         of = count(needs.lfs_commits, "base commit")
-        yield f"{count(needs.lfs_pointers, 'Git LFS pointer')} in {of}: their files are not had"
+        pointers = count(needs.lfs_missing, "Git LFS pointer")
+        why = "; ".join(needs.lfs_reasons[:_SHOWN_MIRRORS])
+        yield f"{pointers} in {of}: their files are not had: {why}"
     for rule, times in dataset.rules.items():
         if rule.endswith(UNREAD_LIST):
             yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"

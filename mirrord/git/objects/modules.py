@@ -1,27 +1,25 @@
-"""Submodules and LFS pointers of commits, and trees that have the files of submodules.
+"""Submodules and LFS pointers of commits, and trees that have their files.
 
 A composed tree is a commit's tree in which the tree of a submodule's commit stands in place of the
-submodule. It is in a repository of its own, which borrows from the mirrors. Runs in workers.
+submodule, and an LFS object in place of its pointer. A mirror has one repository for all of them,
+which borrows from the mirrors. Runs in workers.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CorruptObjectError, GitFailedError
-from ...quoting import decode_name
+from ...host.files import read_plain
+from ...quoting import decode_name, encode_name
 from ..command import run_git_sync
+from ..lfs import POINTER_BYTES, Pointer, has_object, object_path, parse_pointer
+from ..patterns import Attributes
 from .repository import Objects, open_objects, read_commit
-from .trees import BaseTree, ScratchObjects, TreeEntry, make_repository
+from .text import is_of_lfs
+from .trees import BaseTree, ScratchObjects, make_repository
 
-POINTER = re.compile(
-    rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
-    rb"oid sha256:([0-9a-f]{64})\nsize (\d{1,18})\n"
-)
-POINTER_BYTES = 1024
-"""git-lfs takes longer files for no pointer."""
-_TREE = 0o040000
+_TREE, _SUBMODULE, _FILE, _KIND = 0o040000, 0o160000, 0o100000, 0o170000
 
 
 class Link(NamedTuple):
@@ -33,122 +31,195 @@ class Link(NamedTuple):
     url: str | None
 
 
+class PointerFile(NamedTuple):
+    path: bytes
+    mode: int
+    pointer: Pointer
+
+
 class Needs(NamedTuple):
-    """What a commit's tree needs from elsewhere: submodules, and LFS objects with their sizes."""
+    """What a commit's tree needs from elsewhere: submodules, and LFS objects, from `lfs_url` where
+    its `.lfsconfig` says so.
+    """
 
     tree: str
     links: tuple[Link, ...] = ()
-    pointers: tuple[tuple[str, int], ...] = ()
+    pointers: tuple[PointerFile, ...] = ()
+    lfs_url: str | None = None
+
+    @property
+    def objects(self) -> frozenset[Pointer]:
+        return frozenset(each.pointer for each in self.pointers)
 
 
 class _Below(NamedTuple):
+    """What is below a directory, by path from there."""
+
     links: tuple[tuple[bytes, str], ...] = ()
-    has_lfs: bool = False
+    attributes: tuple[tuple[bytes, str], ...] = ()
+
+
+_NOTHING = _Below()
+_PointerFiles = tuple[PointerFile, ...]
+_Files = tuple[tuple[bytes, int, Pointer], ...]
 
 
 def read_needs(git_dir: Path, commits: Iterable[str]) -> dict[str, Needs]:
     """Return what commits need; each distinct directory and file is read once for all of them."""
-    found = {}
     with open_objects(git_dir) as objects:
         reader = _Reader(objects)
-        for commit in commits:
-            tree = read_commit(objects, commit).tree
-            found[commit] = reader.needs(tree)
-    return found
+        trees = {commit: read_commit(objects, commit).tree for commit in commits}
+        reader.read_ahead(trees.values())
+        return {commit: reader.needs(tree) for commit, tree in trees.items()}
 
 
 class _Reader:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._below: dict[str, _Below] = {}
-        self._pointers: dict[str, tuple[tuple[str, int], ...]] = {}  # of files and directories
-        self._sections: dict[str, dict[str, dict[str, str]]] = {}
-        self._attributes: dict[str, bool] = {}
+        self._files: dict[str, _Files] = {}  # pointers below a directory
+        self._pointers: dict[str, Pointer | None] = {}
+        self._needs: dict[str, Needs] = {}
+        self._configs: dict[str, dict[str, str]] = {}
+        self._filtered: dict[tuple[_Files, tuple[tuple[bytes, str], ...]], _PointerFiles] = {}
+        self._blobs: dict[str, bytes] = {}
+        self._names: dict[str, dict[bytes, tuple[int, str]]] = {}
 
     def needs(self, tree: str) -> Needs:
-        below = self._read(tree, 0)
-        pointers: tuple[tuple[str, int], ...] = ()
-        if below.has_lfs:
-            pointers = tuple(dict.fromkeys(self._pointers_below(tree)))
-        return Needs(tree, tuple(self._links(tree, below.links)), pointers)
+        if tree not in self._needs:
+            below = self._read(tree, 0)
+            pointers, url = self._pointer_files(tree, below), None
+            if pointers and (named := self._names_in(tree).get(b".lfsconfig")):
+                url = self._config(named).get("lfs.url")
+            links = tuple(self._links(tree, below.links))
+            self._needs[tree] = Needs(tree, links, pointers, url)
+        return self._needs[tree]
+
+    def read_ahead(self, trees: Iterable[str]) -> None:
+        """Read the `.gitmodules` of all trees that have submodules."""
+        linked = (self._names_in(tree) for tree in trees if self._read(tree, 0).links)
+        named = (names.get(b".gitmodules", (0, "")) for names in linked)
+        self.read_configs(blob for mode, blob in named if mode & _KIND == _FILE)
+
+    def _names_in(self, tree: str) -> dict[bytes, tuple[int, str]]:
+        if tree not in self._names:
+            self._names[tree] = BaseTree(self._objects, tree).names_in(b"")
+        return self._names[tree]
 
     def _read(self, tree: str, depth: int) -> _Below:
         if (known := self._below.get(tree)) is not None:
             return known
-        links, has_lfs = list[tuple[bytes, str]](), False
-        names = BaseTree(self._objects, tree).names_in(b"")
-        for name, (mode, oid) in names.items():
+        links, attributes = list[tuple[bytes, str]](), list[tuple[bytes, str]]()
+        for name, (mode, oid) in self._names_in(tree).items():
             if mode == _TREE and depth < _DEPTH:
                 inner = self._read(oid, depth + 1)
-                links += ((name + b"/" + path, commit) for path, commit in inner.links)
-                has_lfs |= inner.has_lfs
-            elif mode == 0o160000:
+                if inner is not _NOTHING:
+                    start = name + b"/"
+                    links += ((start + path, commit) for path, commit in inner.links)
+                    attributes += ((start + path, blob) for path, blob in inner.attributes)
+            elif mode == _SUBMODULE:
                 links.append((name, oid))
-            elif name == b".gitattributes":
-                has_lfs |= self._asks_for_lfs(oid)
-        self._below[tree] = found = _Below(tuple(links), has_lfs)
+            elif name == b".gitattributes" and mode & _KIND == _FILE:
+                attributes.append((name, oid))
+        found = _Below(tuple(links), tuple(attributes)) if links or attributes else _NOTHING
+        self._below[tree] = found
         return found
 
-    def _asks_for_lfs(self, oid: str) -> bool:
-        if oid not in self._attributes:
-            self._attributes[oid] = b"filter=lfs" in self._objects.read_blob(oid)
-        return self._attributes[oid]
+    def _pointer_files(self, tree: str, below: _Below) -> _PointerFiles:
+        """Return the pointers that the attributes filter; the same ones for equal trees."""
+        if not any(b"filter=lfs" in self._blob(oid) for _, oid in below.attributes):
+            return ()
+        key = self._files_below(tree), below.attributes
+        if key not in self._filtered:
+            files = {path.rpartition(b"/")[0]: self._blob(oid) for path, oid in below.attributes}
+            attributes = Attributes(files.get)
+            self._filtered[key] = tuple(
+                PointerFile(path, mode, pointer)
+                for path, mode, pointer in key[0]
+                if is_of_lfs(attributes, path)
+            )
+        return self._filtered[key]
 
-    def _pointers_below(self, tree: str) -> tuple[tuple[str, int], ...]:
-        if (known := self._pointers.get(tree)) is not None:
+    def _files_below(self, tree: str) -> _Files:
+        if (known := self._files.get(tree)) is not None:
             return known
-        found = list[tuple[str, int]]()
-        for mode, oid in BaseTree(self._objects, tree).names_in(b"").values():
+        found = list[tuple[bytes, int, Pointer]]()
+        for name, (mode, oid) in self._names_in(tree).items():
+            pointer = None
             if mode == _TREE:
-                found += self._pointers_below(oid)
-            elif mode & 0o170000 == 0o100000:
-                found += self._pointer(oid)
-        self._pointers[tree] = unique = tuple(dict.fromkeys(found))
-        return unique
+                inner = self._files_below(oid)
+                found += ((name + b"/" + path, each, at) for path, each, at in inner)
+            elif mode & _KIND == _FILE and (pointer := self._pointer(oid)):
+                found.append((name, mode, pointer))
+        self._files[tree] = files = tuple(found)
+        return files
 
-    def _pointer(self, blob: str) -> tuple[tuple[str, int], ...]:
+    def _pointer(self, blob: str) -> Pointer | None:
         if blob not in self._pointers:
             small = self._objects.blob_size(blob) < POINTER_BYTES
-            found = POINTER.fullmatch(self._objects.read_blob(blob)) if small else None
-            self._pointers[blob] = ((found[1].decode(), int(found[2])),) if found else ()
+            data = self._objects.read_blob(blob) if small else b""
+            self._pointers[blob] = parse_pointer(data)
         return self._pointers[blob]
+
+    def _blob(self, oid: str) -> bytes:
+        if oid not in self._blobs:
+            self._blobs[oid] = self._objects.read_blob(oid)
+        return self._blobs[oid]
 
     def _links(self, tree: str, links: Sequence[tuple[bytes, str]]) -> Iterable[Link]:
         if not links:
             return
-        named = BaseTree(self._objects, tree).find(b".gitmodules")
-        sections = self._read_sections(named.oid) if named and _is_file(named) else {}
+        named = self._names_in(tree).get(b".gitmodules")
+        sections: dict[str, dict[str, str]] = {}
+        for key, value in (self._config(named) if named else {}).items():
+            name, _, variable = key.removeprefix("submodule.").rpartition(".")
+            if key.startswith("submodule.") and name:
+                sections.setdefault(name, {})[variable] = value
         by_path = {each.get("path"): (name, each.get("url")) for name, each in sections.items()}
         for path, commit in sorted(links):
             text = decode_name(path)
-            name, url = by_path.get(text, (None, None))
-            yield Link(text, commit, name, url)
+            yield Link(text, commit, *by_path.get(text, (None, None)))
 
-    def _read_sections(self, blob: str) -> dict[str, dict[str, str]]:
-        """Read a `.gitmodules` by git, which follows no include in a blob."""
-        if blob not in self._sections:
-            sections: dict[str, dict[str, str]] = {}
-            try:
-                listed = run_git_sync(
-                    "config", "-z", "--no-includes", "--list", "--blob", blob,
-                    git_dir=self._objects.git_dir, doing="read .gitmodules",
-                ).stdout  # fmt: skip
-            except (CorruptObjectError, GitFailedError):
-                listed = b""
-            for item in decode_name(listed).split("\0"):
-                key, _, value = item.partition("\n")
-                name, _, variable = key.removeprefix("submodule.").rpartition(".")
-                if key.startswith("submodule.") and name:
-                    sections.setdefault(name, {}).setdefault(variable, value)
-            self._sections[blob] = sections
-        return self._sections[blob]
+    def _config(self, named: tuple[int, str]) -> dict[str, str]:
+        """Return the keys of a configuration file; none where git cannot read it."""
+        mode, blob = named
+        if mode & _KIND != _FILE:
+            return {}
+        return self.read_configs([blob]).get(blob, {})
+
+    def read_configs(self, blobs: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Read configuration files by one git; by one each, where one of them is malformed."""
+        wanted = [blob for blob in dict.fromkeys(blobs) if blob not in self._configs]
+        if not wanted:
+            return self._configs
+        text = b"".join(
+            b'[mirrord-file "%s"]\n\tbegins\n%s\n\n' % (blob.encode(), self._blob(blob))
+            for blob in wanted
+        )
+        try:
+            listed = run_git_sync(
+                "config", "-z", "--no-includes", "--list", "--file=-",
+                git_dir=self._objects.git_dir, stdin=text, doing="read .gitmodules",
+            ).stdout  # fmt: skip
+        except (CorruptObjectError, GitFailedError):
+            if len(wanted) > 1:
+                for blob in wanted:
+                    self.read_configs([blob])
+                return self._configs
+            listed = b""
+        self._configs |= {blob: {} for blob in wanted}
+        keys = dict[str, str]()
+        for item in decode_name(listed).split("\0"):
+            key, _, value = item.partition("\n")
+            if key.startswith("mirrord-file.") and key.endswith(".begins"):
+                blob = key.removeprefix("mirrord-file.").removesuffix(".begins")
+                keys = self._configs[blob] if blob in wanted else {}
+            elif key:
+                keys.setdefault(key, value)
+        return self._configs
 
 
 _DEPTH = 200
-
-
-def _is_file(entry: TreeEntry) -> bool:
-    return not (entry.is_tree or entry.is_submodule or entry.is_symlink)
 
 
 class Part(NamedTuple):
@@ -159,35 +230,68 @@ class Part(NamedTuple):
     commit: str
 
 
-def compose(target: Path, mirror: Path, tree: str, parts: Sequence[Part]) -> str:
-    """Write the repository `target` with the composed tree; return the tree's id.
+class Whole(NamedTuple):
+    """A commit of a mirror to compose, with its submodules."""
 
-    Its objects are trees; it borrows all others from the mirrors.
+    mirror: Path
+    commit: str
+    parts: tuple[Part, ...]
+
+
+def compose(target: Path, wholes: Sequence[Whole]) -> list[str]:
+    """Write composed trees into the repository `target`, which may exist; return their ids.
+
+    Its own objects are trees and LFS objects; it borrows all others from the mirrors.
     """
+    lenders = dict.fromkeys(
+        path for each in wholes for path in (each.mirror, *(part.mirror for part in each.parts))
+    )
     scratch = ScratchObjects(target / "objects")
-    lenders = dict.fromkeys((mirror, *(part.mirror for part in parts)))
     make_repository(target, borrows_from=tuple(lenders))
     with open_objects(target) as objects:
+        composer = _Composer(objects, scratch)
+        return [composer.compose(each) for each in wholes]
+
+
+class _Composer:
+    def __init__(self, objects: Objects, scratch: ScratchObjects) -> None:
+        self._objects, self._scratch = objects, scratch
+        self._reader = _Reader(objects)
+        self._blobs: dict[tuple[Path, Pointer], str | None] = {}
+        self._written: dict[tuple[Path, str, tuple[tuple[str, str], ...]], str] = {}
+
+    def compose(self, whole: Whole) -> str:
         own: dict[str, str] = {}
-        for part in sorted(parts, key=lambda part: part.path.count("/"), reverse=True):
-            inner = read_commit(objects, part.commit).tree
-            own[part.path] = _with_trees(objects, scratch, inner, _below(part.path, own))
-        return _with_trees(objects, scratch, tree, _below("", own))
+        for part in sorted(whole.parts, key=lambda part: part.path.count("/"), reverse=True):
+            inside = _below(part.path, own)
+            own[part.path] = self._write(part.mirror, part.commit, inside)
+        return self._write(whole.mirror, whole.commit, own)
+
+    def _write(self, mirror: Path, commit: str, below: Mapping[str, str]) -> str:
+        key = mirror, commit, tuple(sorted(below.items()))
+        if key not in self._written:
+            needs = self._reader.needs(read_commit(self._objects, commit).tree)
+            edits: dict[bytes, tuple[int, str] | None] = {
+                each.path: (each.mode, blob)
+                for each in needs.pointers
+                if (blob := self._blob(mirror, each.pointer))
+            }
+            edits |= {encode_name(path): (_TREE, inner) for path, inner in below.items()}
+            base = BaseTree(self._objects, needs.tree)
+            self._written[key] = self._scratch.write_tree(base, edits) if edits else needs.tree
+        return self._written[key]
+
+    def _blob(self, mirror: Path, pointer: Pointer) -> str | None:
+        """Write an LFS object as a blob; None where the mirror does not have it."""
+        key = mirror, pointer
+        if key not in self._blobs:
+            file = object_path(mirror, pointer.oid) if has_object(mirror, pointer) else None
+            self._blobs[key] = self._scratch.write_blob(read_plain(file)) if file else None
+        return self._blobs[key]
 
 
 def _below(path: str, trees: dict[str, str]) -> dict[str, str]:
     """Take out the trees below a path, keyed from there."""
-    start = f"{path}/" if path else ""
+    start = f"{path}/"
     below = {each: trees.pop(each) for each in list(trees) if each.startswith(start)}
     return {each.removeprefix(start): tree for each, tree in below.items()}
-
-
-def _with_trees(
-    objects: Objects, scratch: ScratchObjects, tree: str, below: Mapping[str, str]
-) -> str:
-    if not below:
-        return tree
-    edits: dict[bytes, tuple[int, str] | None] = {
-        path.encode("utf-8", "surrogateescape"): (_TREE, inner) for path, inner in below.items()
-    }
-    return scratch.write_tree(BaseTree(objects, tree), edits)

@@ -179,6 +179,9 @@ def _stamp(git_dir: Path) -> Stamp:
     try:
         place = os.stat(git_dir)
         stamp: Stamp = {"": (place.st_dev, place.st_ino)}
+        with suppress(FileNotFoundError, NotADirectoryError):
+            lent = os.stat(git_dir / "objects/info/alternates")
+            stamp["alternates"] = lent.st_ino, lent.st_mtime_ns
         for objects in (git_dir / "objects", *lenders_of(git_dir / "objects")):
             with (
                 suppress(FileNotFoundError, NotADirectoryError),

@@ -1,24 +1,28 @@
 """Text of files: git's conversions between blob and disk, and the hunks between two texts.
 
-Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers: a driver such
-as git-lfs is a program of the host, so its pointer files are not replaced. Only the tree's own
-`.gitattributes` count. Line ends, `$Id$` and encodings are converted here, because libgit2 (1.9)
-does not know `working-tree-encoding`.
+Follows convert.c of git 2.39 with `core.autocrlf=false` and without filter drivers, but for LFS: a
+pointer whose object the mirror has is replaced. Only the tree's own `.gitattributes` count. Line
+ends, `$Id$` and encodings are converted here, because libgit2 (1.9) does not know
+`working-tree-encoding`.
 """
 
 import codecs
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pygit2
 from pygit2.enums import DiffOption
 
+from .. import lfs
+from ..lfs import read_target
 from ..patterns import Attributes, State
 from .repository import Objects
 from .trees import TreeEntry
 
 _RELEVANT = re.compile(rb"crlf|ident|encoding")
+_LFS = re.compile(rb"filter=lfs")
 _IDENT = re.compile(rb"\$Id(?:\$|:([^$\n]*)\$)")
 _EXPANDED = re.compile(rb"\$Id:[^$\n]*\$")
 _FOREIGN = re.compile(rb"\$Id: .*[ \t\n\r](?!\$)", re.DOTALL)  # is_foreign_ident: an inner space
@@ -32,21 +36,25 @@ class Conversion(NamedTuple):
     """How git converts one file.
 
     With `text`, CRLF becomes LF on the way into git: `text` always, `auto` and `auto input`
-    (`eol=lf`) only in text files. With `crlf`, LF becomes CRLF on the way to the disk.
+    (`eol=lf`) only in text files. With `crlf`, LF becomes CRLF on the way to the disk. `lfs` is
+    the git directory whose objects replace pointers, on the way to the disk only.
     """
 
     text: str | None
     crlf: bool
     ident: bool
     encoding: str | None
+    lfs: Path | None = None
 
     @property
     def changes_files(self) -> bool:
         """Return whether the bytes on the disk may differ from the blob."""
-        return self.crlf or self.ident or self.encoding is not None
+        return self.crlf or self.ident or self.encoding is not None or self.lfs is not None
 
     def smudge(self, data: bytes, oid: str) -> bytes:
         """Return the bytes that git would write for the blob `oid`."""
+        if self.lfs is not None and (target := read_target(self.lfs, data)) is not None:
+            return target
         if self.ident and b"$Id" in data:
             # git streams a file that needs nothing else, and then expands `$Id$` by other rules
             is_read_whole = self.encoding is not None or self.text == "auto"
@@ -110,13 +118,25 @@ class Conversions:
             for entry in attribute_files
         }
         self._attributes = Attributes(files.get)
-        self.is_empty = not any(map(_RELEVANT.search, files.values()))
+        has_lfs = any(map(_LFS.search, files.values()))
+        has_lfs = has_lfs and (objects.git_dir / lfs.OBJECTS).is_dir()
+        self._lfs = objects.git_dir if has_lfs else None
+        self.is_empty = not has_lfs and not any(map(_RELEVANT.search, files.values()))
 
     def find(self, path: bytes) -> Conversion | None:
         if self.is_empty:
             return None
         found = find_conversion(self._attributes, path)
+        if self._lfs and is_of_lfs(self._attributes, path):
+            found = (found or _NONE)._replace(lfs=self._lfs)
         return found if found and found.changes_files else None
+
+
+_NONE = Conversion(None, crlf=False, ident=False, encoding=None)
+
+
+def is_of_lfs(attributes: Attributes, path: bytes) -> bool:
+    return attributes.find(path).get("filter") == "lfs"
 
 
 def _to_crlf(data: bytes, how: str | None) -> bytes:

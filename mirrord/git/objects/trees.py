@@ -360,16 +360,19 @@ def _write_errors(directory: Path) -> Iterator[None]:
 
 def make_repository(git_dir: Path, *, borrows_from: Sequence[Path] = ()) -> None:
     """Make a repository around `git_dir/objects`; `borrows_from` become its alternates, with
-    those from which they borrow themselves.
+    those from which they borrow themselves, and those that it had.
     """
-    (git_dir / "refs").mkdir()
+    (git_dir / "refs").mkdir(exist_ok=True)
     (git_dir / "objects/info").mkdir(exist_ok=True)
     lenders = [each / "objects" for each in borrows_from]
     lenders += (Path(os.path.normpath(far)) for near in lenders for far in lenders_of(near))
     if lenders:
+        file = git_dir / "objects/info/alternates"
+        before = os.fsdecode(file.read_bytes()).splitlines() if file.exists() else ()
         paths = (os.path.relpath(each, git_dir / "objects") for each in lenders)
-        lines = "".join(f"{path}\n" for path in dict.fromkeys(paths))
-        (git_dir / "objects/info/alternates").write_bytes(os.fsencode(lines))
+        lines = "".join(f"{path}\n" for path in dict.fromkeys((*before, *paths)))
+        file.with_name("alternates.new").write_bytes(os.fsencode(lines))
+        file.with_name("alternates.new").rename(file)
     (git_dir / "config").write_text(_CONFIG)
     (git_dir / "HEAD").write_text("ref: refs/heads/none\n")
 
@@ -378,7 +381,7 @@ class ScratchObjects:
     """An object directory, as for GIT_OBJECT_DIRECTORY."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self._odb = pygit2.Odb(str(directory))
 
     def write_blob(self, data: bytes) -> str:

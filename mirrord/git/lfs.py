@@ -1,0 +1,103 @@
+"""Git LFS: pointers, and the directory of objects that git-lfs has in every repository.
+
+An object is `lfs/objects/ab/cd/<sha256>` below a git directory. What is there was verified.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from ..host.files import read_plain
+
+_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
+    rb"oid sha256:([0-9a-f]{64})\nsize (\d{1,18})\n"
+)
+POINTER_BYTES = 1024
+"""git-lfs takes longer files for no pointer."""
+OBJECTS = "lfs/objects"
+
+
+class Pointer(NamedTuple):
+    """An LFS object: its sha256, and its size in bytes."""
+
+    oid: str
+    size: int
+
+
+def parse_pointer(data: bytes) -> Pointer | None:
+    found = _POINTER.fullmatch(data) if len(data) < POINTER_BYTES else None
+    return Pointer(found[1].decode(), int(found[2])) if found else None
+
+
+def pointer_bytes(pointer: Pointer) -> bytes:
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{pointer.oid}\n"
+    return f"{text}size {pointer.size}\n".encode()
+
+
+def object_path(git_dir: Path, oid: str) -> Path:
+    return git_dir / OBJECTS / oid[:2] / oid[2:4] / oid
+
+
+def has_object(git_dir: Path, pointer: Pointer) -> bool:
+    """Return whether an object is there, by its size."""
+    try:
+        return object_path(git_dir, pointer.oid).stat().st_size == pointer.size
+    except FileNotFoundError:
+        return False
+
+
+def read_target(git_dir: Path, data: bytes) -> bytes | None:
+    """Return the object that `data` points to; None where it is no pointer, or not had."""
+    pointer = parse_pointer(data)
+    if pointer is None or not has_object(git_dir, pointer):
+        return None
+    return read_plain(object_path(git_dir, pointer.oid))
+
+
+# -- the filter of a checkout ----------------------------------------------------------------------
+#
+# Its own, in POSIX shell, because git-lfs may be absent. Objects are looked for, and put, where
+# git-lfs has them: one that is installed for the whole system sets `process`, which git prefers,
+# and needs no server for what is there. An empty `process` would disable both commands (git 2.39).
+# `#` and `;` begin comments in git's configuration, and a sealed one has none; `%%` and `%f` are
+# replaced by git.
+
+_BEGIN = (
+    "d=$(git rev-parse --git-common-dir)/lfs/objects\n"
+    'mkdir -p "$d" && t=$(mktemp "$d/XXXXXXXX") && cat >"$t" || exit 1\n'
+    'if head -c 42 "$t" | grep -aq "^version https://git-lfs.github.com/spec/v1"\n'
+)
+_CLEAN = _BEGIN + (
+    'then cat "$t"\n'
+    'elif [ -s "$t" ]\n'
+    'then s=$(sha256sum <"$t" | cut -c 1-64) && n=$(wc -c <"$t") || exit 1\n'
+    'printf "version https://git-lfs.github.com/spec/v1\\noid sha256:%s\\nsize %d\\n" "$s" "$n"\n'
+    'p=$d/$(printf %.2s "$s")/$(printf %s "$s" | cut -c 3-4)\n'
+    '[ -f "$p/$s" ] || { mkdir -p "$p" && mv "$t" "$p/$s"\n}\n'
+    "fi\n"
+    'rm -f "$t"\n'
+)
+_SMUDGE = _BEGIN + (
+    'then s=$(sed -n "s/^oid sha256:\\([0-9a-f]*\\)$/\\1/p" "$t" | head -n 1)\n'
+    'p=$d/$(printf %.2s "$s")/$(printf %s "$s" | cut -c 3-4)/$s\n'
+    "fi\n"
+    'if [ -n "$s" ] && [ -f "$p" ]\n'
+    'then cat "$p"\n'
+    'else cat "$t"\n'
+    "fi\n"
+    'rm -f "$t"\n'
+)
+FILTER = {"clean": _CLEAN, "smudge": _SMUDGE, "required": "false"}
+"""The settings `filter.lfs.*` of a checkout that has objects."""
+NO_FILTER = {"clean": "", "smudge": "", "process": "", "required": "false"}
+"""Of one that has none: git-lfs would ask a server, and `required` makes its failure git's."""
+
+
+def filter_config(settings: dict[str, str]) -> bytes:
+    lines = ['[filter "lfs"]\n']
+    for name, value in settings.items():
+        text = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        quoted = f' "{text}"' if name in ("clean", "smudge") and text else f" {text}".rstrip()
+        lines.append(f"\t{name} ={quoted}\n")
+    return "".join(lines).encode()

@@ -1,0 +1,182 @@
+"""LFS objects of a mirror: fetched by git-lfs, verified by their sha256, kept in `lfs/objects`.
+
+git-lfs works in an empty repository in quarantine, with a commit of the wanted pointers alone: it
+fetches these objects and no others. What it wrote is hashed, and renamed into the mirror.
+"""
+
+import hashlib
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from anyio import to_thread
+
+from ..catalog import MirrorRow
+from ..errors import InvalidUrlError, MirrordError, StoppingError
+from ..git.command import GitResult
+from ..git.lfs import Pointer, has_object, object_path, pointer_bytes
+from ..git.objects.trees import FILE_LIMIT_BYTES
+from ..host.files import sync_directory, sync_file
+from ..model import shown
+from ..protocol import Progress, ProgressSink
+from .quarantine import within_room
+from .repository import Repository
+from .service import Mirrors
+from .upstream import Upstream, parse_upstream
+
+_TIMEOUT = timedelta(hours=24)
+_CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
+_DIRECTORY_MAX = 1000
+"""Pointers in one directory of the commit."""
+
+
+async def fetch_objects(
+    mirrors: Mirrors,
+    row: MirrorRow,
+    wanted: Collection[tuple[Pointer, str | None]],
+    sink: ProgressSink | None = None,
+) -> dict[str, str]:
+    """Fetch LFS objects into a mirror, each from the URL that a `.lfsconfig` names, or None.
+
+    Returns those that could not be had, with the reason.
+    """
+    git_dir = mirrors.path(row.name)
+    missing: defaultdict[str | None, set[Pointer]] = defaultdict(set)
+    reasons: dict[str, str] = {}
+    for pointer, url in wanted:
+        if pointer.size > FILE_LIMIT_BYTES:
+            limit = f"the limit is {FILE_LIMIT_BYTES >> 20} MiB"
+            reasons[pointer.oid] = f"it has {pointer.size} bytes; {limit}"
+        elif not has_object(git_dir, pointer):
+            missing[url].add(pointer)
+    for url, pointers in missing.items():
+        try:
+            servers = _servers(mirrors, row, url)
+            for upstream, lfs_url in servers:
+                left = {each for each in pointers if not has_object(git_dir, each)}
+                if left:
+                    said = await _fetch(mirrors, row, upstream, lfs_url, sorted(left), sink)
+        except StoppingError:
+            raise
+        except MirrordError as error:
+            said = error.message
+        reasons |= {each.oid: said for each in pointers if not has_object(git_dir, each)}
+    return reasons
+
+
+def _servers(
+    mirrors: Mirrors, row: MirrorRow, url: str | None
+) -> list[tuple[Upstream, str | None]]:
+    """Return whom to ask: the upstream and its fallbacks, or the server that `.lfsconfig` names.
+
+    That is upstream's word: it may not read files of this host where upstream does not.
+    """
+    upstreams = mirrors.upstreams(row)
+    if url is None:
+        return [(upstream, None) for upstream in upstreams]
+    server = parse_upstream(url)
+    if server.is_local and not upstreams[0].is_local:
+        raise InvalidUrlError(f"cannot ask {shown(url)} for LFS objects: it is local", hint="")
+    return [(server, server.remote.url)]
+
+
+async def _fetch(
+    mirrors: Mirrors,
+    row: MirrorRow,
+    upstream: Upstream,
+    lfs_url: str | None,
+    pointers: Collection[Pointer],
+    sink: ProgressSink | None,
+) -> str:
+    """Fetch objects and take in those that are right; return what git-lfs said at last."""
+    doing = f"fetch {len(pointers)} LFS objects from {upstream.shown}"
+    room = mirrors.quarantine.room
+    await room.ensure(doing)
+    if sink:
+        sink(Progress(total=len(pointers), unit="LFS objects", note=row.name.repo))
+    async with (
+        mirrors.quarantine.directory("lfs") as directory,
+        mirrors.asking(upstream) as remote,
+    ):
+        scratch = Repository(mirrors.git, row.name, directory / "repository")
+        await scratch.create()
+        commit = await _write_commit(scratch, pointers)
+        url = remote.url if "://" in remote.url or ":" in remote.url else f"file://{remote.url}"
+        settings = [
+            f"remote.origin.url={url}",
+            "lfs.activitytimeout=300",
+        ]
+        settings += [f"lfs.url={lfs_url}"] if lfs_url else []
+        words = [word for each in settings for word in ("-c", each)]
+        done = await scratch.run(
+            *words, "lfs", "fetch", "origin", commit, remote=remote, ok=range(256),
+            timeout=_TIMEOUT, progress=within_room(room, None, doing), doing=doing,
+        )  # fmt: skip
+        git_dir = mirrors.path(row.name)
+        said = _last_line(done, remote.secrets)
+        wrong = await to_thread.run_sync(_take_in, scratch.path, git_dir, pointers)
+        return wrong or said
+
+
+async def _write_commit(scratch: Repository, pointers: Collection[Pointer]) -> str:
+    """Write a commit with one file for each pointer, by a stream of fast-import."""
+
+    def stream() -> Iterator[bytes]:
+        yield b"commit refs/heads/main\ncommitter mirrord <mirrord@localhost> 0 +0000\ndata 0\n"
+        for number, pointer in enumerate(pointers):
+            data = pointer_bytes(pointer)
+            path = f"{number // _DIRECTORY_MAX}/{pointer.oid}".encode()
+            yield b"M 100644 inline %s\ndata %d\n%s\n" % (path, len(data), data)
+
+    await scratch.run(
+        "fast-import", "--quiet", stdin=b"".join(stream()), doing="write a list of LFS objects"
+    )
+    return (await scratch.all_refs())["refs/heads/main"]
+
+
+def _last_line(done: GitResult, secrets: Iterable[str]) -> str:
+    text = done.stderr.strip() or "git-lfs fetched it not"
+    if "'lfs' is not a git command" in text:
+        return "git-lfs is not installed"
+    lines = text.splitlines()
+    line = next((each for each in lines if _CAUSE.search(each)), lines[-1])
+    for secret in secrets:
+        line = line.replace(secret, "***")
+    return shown(line.strip(), 300)
+
+
+def _take_in(source: Path, git_dir: Path, pointers: Iterable[Pointer]) -> str | None:
+    """Rename the objects that are right into a mirror, durably; return what is wrong with one."""
+    wrong = None
+    directories = set[Path]()
+    for pointer in pointers:
+        file = object_path(source, pointer.oid)
+        if not file.is_file() or file.is_symlink():
+            continue
+        if fault := find_fault(file, pointer):
+            wrong = f"what {pointer.oid[:12]} was served with is not it: {fault}"
+            continue
+        target = object_path(git_dir, pointer.oid)
+        for above in (*reversed(target.relative_to(git_dir).parents[:-1]),):
+            (git_dir / above).mkdir(exist_ok=True, mode=0o755)
+            directories.add(git_dir / above)
+        own = file.with_suffix(".own")  # git-lfs links the files of a local upstream
+        shutil.copyfile(file, own)
+        own.chmod(0o444)
+        sync_file(own)
+        own.rename(target)
+    for directory in directories:
+        sync_directory(directory)
+    return wrong
+
+
+def find_fault(file: Path, pointer: Pointer) -> str | None:
+    """Say how a file differs from the object that a pointer means; None where it is right."""
+    if (size := file.stat().st_size) != pointer.size:
+        return f"it has {size} bytes, not {pointer.size}"
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return None if digest == pointer.oid else "sha256 mismatch"
