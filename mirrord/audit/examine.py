@@ -44,6 +44,7 @@ from .damage import Damage, Fsck, find_damage, run_fsck, unreadable
 from .defects import BadFile, Defect
 from .graph import ancestors, read_graph
 from .layout import find_strange
+from .lfs import find_bad_objects
 from .object_files import find_bad_files, find_lying
 from .reading import look_up
 from .refs import (
@@ -145,6 +146,8 @@ def _examine(
         elif is_whole and not fsck:
             doubtful = []
         verdicts |= connectivity.judge_closures(repository, doubtful, damage)
+        whole = [oid for oid in commits if oid not in verdicts]
+        lfs = find_bad_objects(git_dir, whole, level)
         wrong = wrong_refs(repository, git_dir, found, objects, record)
         if not is_whole:
             proven = [oid for oid in commits if oid not in verdicts]
@@ -161,7 +164,8 @@ def _examine(
     lost = [ref for ref in pins - found.refs.keys() if ref[-40:] not in bad_commits]
     lost_pin = Defect(FindingKind.PIN_LOST, "it is gone, and the catalog has it")
     refused = judge_blemishes(git_dir, fsck.blemishes, commits) if fsck and is_whole else {}
-    defects = refused | dict.fromkeys(lost, lost_pin) | reached.lost | packs | lying | bad | wrong
+    of_refs = refused | dict.fromkeys(lost, lost_pin) | reached.lost
+    defects = of_refs | packs | lying | lfs | bad | wrong
     unknown = frozenset(ref for ref in found.refs if ref not in pins and is_pin(ref))
     return Examined(verdicts, reached, defects, unknown)
 

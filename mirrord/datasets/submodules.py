@@ -113,9 +113,8 @@ async def _have_objects(
     for key, pointers in wanted.items():
         git_dir = mirrors.path(rows[key].name)
         lacking[key] = {each for each in pointers if not has_object(git_dir, each)}
-        if lacking[key] and mirrors.settings().datasets.lfs:
-            asked = [(pointer, pointers[pointer]) for pointer in lacking[key]]
-            reasons += (await fetch_objects(mirrors, rows[key], asked, sink)).values()
+        if mirrors.settings().datasets.lfs:
+            reasons += (await fetch_objects(mirrors, rows[key], pointers.items(), sink)).values()
             lacking[key] = {each for each in lacking[key] if not has_object(git_dir, each)}
         elif lacking[key]:
             reasons.append("[datasets] lfs is false")

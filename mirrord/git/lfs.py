@@ -3,11 +3,15 @@
 An object is `lfs/objects/ab/cd/<sha256>` below a git directory. What is there was verified.
 """
 
+import hashlib
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..host.files import read_plain
+from ..errors import CorruptObjectError
+from ..host.files import open_plain, read_plain
 
 _POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n(?:ext-[^\n]{1,200}\n)*"
@@ -15,7 +19,8 @@ _POINTER = re.compile(
 )
 POINTER_BYTES = 1024
 """git-lfs takes longer files for no pointer."""
-OBJECTS = "lfs/objects"
+OBJECTS, RECORDS = "lfs/objects", "lfs/objects.txt"
+_OID = re.compile(r"[0-9a-f]{64}")
 
 
 class Pointer(NamedTuple):
@@ -50,9 +55,64 @@ def has_object(git_dir: Path, pointer: Pointer) -> bool:
 def read_target(git_dir: Path, data: bytes) -> bytes | None:
     """Return the object that `data` points to; None where it is no pointer, or not had."""
     pointer = parse_pointer(data)
-    if pointer is None or not has_object(git_dir, pointer):
+    return read_object(git_dir, pointer) if pointer else None
+
+
+def read_object(git_dir: Path, pointer: Pointer) -> bytes | None:
+    """Return an object, None where it is not had; CorruptObjectError where it is another."""
+    try:
+        data = read_plain(object_path(git_dir, pointer.oid))
+    except FileNotFoundError:
         return None
-    return read_plain(object_path(git_dir, pointer.oid))
+    if hashlib.sha256(data).hexdigest() != pointer.oid:
+        raise CorruptObjectError(
+            f"cannot read LFS object {pointer.oid}: it is damaged", hint="audit and heal the mirror"
+        )
+    return data
+
+
+def find_fault(file: Path, pointer: Pointer, *, reads: bool = True) -> str | None:
+    """Say how a file differs from the object that a pointer means; None where it is right."""
+    try:
+        with open_plain(file) as opened:
+            if (size := os.fstat(opened.fileno()).st_size) != pointer.size:
+                return f"it has {size} bytes, not {pointer.size}"
+            if reads and hashlib.file_digest(opened, "sha256").hexdigest() != pointer.oid:
+                return "sha256 mismatch"
+    except FileNotFoundError:
+        return "it is gone"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    return None
+
+
+class Record(NamedTuple):
+    """An object that a mirror has had, and the server that `.lfsconfig` named for it."""
+
+    pointer: Pointer
+    url: str | None = None
+
+
+def read_records(git_dir: Path) -> set[Record]:
+    """Return what a mirror should have: its list, and what is on disk besides."""
+    try:
+        lines = read_plain(git_dir / RECORDS).decode().splitlines()
+    except FileNotFoundError:
+        lines = []
+    found = set[Record]()
+    for line in lines:
+        oid, size, *url = line.split(" ")
+        found.add(Record(Pointer(oid, int(size)), url[0] if url else None))
+    known = {each.pointer.oid for each in found}
+    for file in (git_dir / OBJECTS).glob("??/??/*"):
+        if _OID.fullmatch(file.name) and file.name not in known:
+            found.add(Record(Pointer(file.name, file.stat().st_size)))
+    return found
+
+
+def records_bytes(records: Iterable[Record]) -> bytes:
+    rows = ((each.pointer.oid, str(each.pointer.size), each.url or "") for each in records)
+    return "".join(f"{' '.join(row).rstrip()}\n" for row in sorted(rows)).encode()
 
 
 # -- the filter of a checkout ----------------------------------------------------------------------

@@ -33,8 +33,10 @@ from ..audit.examine import (
 from ..audit.object_files import find_bad_files
 from ..audit.refs import RefFiles, read_ref_files
 from ..catalog import MirrorRow
+from ..git.lfs import OBJECTS
 from ..mirrors.bundles import must_be_history
 from ..mirrors.history import RESTARTED, columns_of, list_records, write_record
+from ..mirrors.lfs import fetch_again
 from ..mirrors.refs import followed_refs
 from ..mirrors.repository import HISTORY, KEPT, Repository
 from ..mirrors.service import Mirrors
@@ -413,6 +415,10 @@ class Heals:
             donors = Donors(self.mirrors, row, tuple(self._lent), work, progress)
             recorded = pinned | {recorded.commit for recorded in judged.rows}
             suspects, path = judged.examined.defects, self.mirrors.path(row.name)
+            start = f"{OBJECTS}/"
+            lfs = [name.removeprefix(start) for name in suspects if name.startswith(start)]
+            if lfs:
+                await fetch_again(self.mirrors, row, lfs, progress)
             repair = await MirrorRepair(donors, path, recorded, suspects).perform()
             if refused and not repair.objects:
                 await self.mirrors.quarantine.discard(path)

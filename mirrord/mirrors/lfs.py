@@ -4,7 +4,6 @@ git-lfs works in an empty repository in quarantine, with a commit of the wanted 
 fetches these objects and no others. What it wrote is hashed, and renamed into the mirror.
 """
 
-import hashlib
 import re
 import shutil
 from collections import defaultdict
@@ -17,12 +16,23 @@ from anyio import to_thread
 from ..catalog import MirrorRow
 from ..errors import InvalidUrlError, MirrordError, StoppingError
 from ..git.command import GitResult
-from ..git.lfs import Pointer, has_object, object_path, pointer_bytes
+from ..git.lfs import (
+    RECORDS,
+    Pointer,
+    Record,
+    find_fault,
+    has_object,
+    object_path,
+    pointer_bytes,
+    read_records,
+    records_bytes,
+)
 from ..git.objects.trees import FILE_LIMIT_BYTES
 from ..host.files import sync_directory, sync_file
 from ..model import shown
 from ..protocol import Progress, ProgressSink
 from .quarantine import within_room
+from .refs import write_durably
 from .repository import Repository
 from .service import Mirrors
 from .upstream import Upstream, parse_upstream
@@ -64,6 +74,9 @@ async def fetch_objects(
         except MirrordError as error:
             said = error.message
         reasons |= {each.oid: said for each in pointers if not has_object(git_dir, each)}
+    had = [Record(pointer, url) for pointer, url in wanted if has_object(git_dir, pointer)]
+    if had:
+        await to_thread.run_sync(_record, git_dir, had)
     return reasons
 
 
@@ -173,10 +186,23 @@ def _take_in(source: Path, git_dir: Path, pointers: Iterable[Pointer]) -> str | 
     return wrong
 
 
-def find_fault(file: Path, pointer: Pointer) -> str | None:
-    """Say how a file differs from the object that a pointer means; None where it is right."""
-    if (size := file.stat().st_size) != pointer.size:
-        return f"it has {size} bytes, not {pointer.size}"
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return None if digest == pointer.oid else "sha256 mismatch"
+def _record(git_dir: Path, had: Iterable[Record]) -> None:
+    """Add objects to the list of those that a mirror should have, durably."""
+    before = read_records(git_dir)
+    records = {each.pointer: each for each in (*before, *had)}.values()
+    content = records_bytes(records)
+    if content != records_bytes(before) or not (git_dir / RECORDS).exists():
+        write_durably(git_dir / RECORDS, content)
+
+
+async def fetch_again(
+    mirrors: Mirrors, row: MirrorRow, oids: Collection[str], sink: ProgressSink | None
+) -> dict[str, str]:
+    """Replace LFS objects that are damaged or gone; return those that could not be had."""
+    git_dir = mirrors.path(row.name)
+    records = {each.pointer.oid: each for each in await to_thread.run_sync(read_records, git_dir)}
+    for oid in oids:
+        if object_path(git_dir, oid).exists():
+            await mirrors.quarantine.discard(object_path(git_dir, oid))
+    wanted = [(records[oid].pointer, records[oid].url) for oid in oids if oid in records]
+    return await fetch_objects(mirrors, row, wanted, sink)

@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from ..config import Settings
 from ..errors import CheckoutBusyError, IntegrityError, MirrordError
+from ..git.lfs import Pointer, find_fault
 from ..git.packs import pack_is_whole
 from ..host.files import read_plain
 from ..host.trash import Trash
@@ -338,18 +339,25 @@ class Templates:
 
 
 def find_bad_packs(directory: Path) -> list[Path]:
-    """Return the packs and indexes of one mirror's stores that are damaged or lack the other half.
+    """Return the packs and indexes of one mirror's stores that are damaged or lack the other half,
+    and damaged LFS objects.
 
     Runs in a worker. A file of many links is read once, and returned for each.
     """
     sound: dict[int, bool] = {}
     bad = []
-    for pattern in ("packs/*/pack-*", "gits/*/.git/objects/pack/pack-*"):
+    of_stores = ("objects/pack/pack-*", "lfs/objects/??/??/*")
+    patterns = ["packs/*/pack-*", *(f"gits/*/.git/{each}" for each in of_stores)]
+    patterns += [f"gits/*/.git/modules/**/{each}" for each in of_stores]
+    for pattern in patterns:
         for file in sorted(directory.glob(pattern)):
             with suppress(FileNotFoundError):
-                inode = file.stat().st_ino
+                inode = (found := file.stat()).st_ino
                 if inode not in sound:
-                    sound[inode] = pack_is_whole(file)
+                    if file.name.startswith("pack-"):
+                        sound[inode] = pack_is_whole(file)
+                    else:
+                        sound[inode] = not find_fault(file, Pointer(file.name, found.st_size))
                 if not sound[inode]:
                     bad.append(file)
     for record in directory.glob("packs/[!.]*/layer.json"):

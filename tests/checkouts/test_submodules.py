@@ -18,6 +18,7 @@ from gitrepos import Upstream, git
 from mirrord import Backend, Checkout, Client, History, View
 from mirrord.catalog import Module
 from mirrord.datasets.submodules import join_url
+from mirrord.model import AuditLevel, FindingKind
 from mirrord.seal.verify import verify_seal
 from mirrord.templates.modules import config_of
 
@@ -291,6 +292,34 @@ def test_submodules_are_recorded_and_audited(world: World) -> None:
         assert client.get_instance("i").missing is None
         exported = b"".join(client.export_dataset("rows"))
         assert world.inner.encode() not in exported
+
+
+def test_lfs_objects_are_audited_and_healed(world: World) -> None:
+    """By size, and by sha256 at level `content`; stores that share a damaged file are discarded."""
+    big, other = (hashlib.sha256(data).hexdigest() for data in (BIG, OTHER))
+    (damaged,) = world.running.state_dir.glob(f"mirrors/o__top/lfs/objects/*/*/{big}")
+    (lost,) = world.running.state_dir.glob(f"mirrors/o__sub/lfs/objects/*/*/{other}")
+    damaged.chmod(0o644)
+    damaged.write_bytes(BIG.upper())
+    lost.unlink()
+    with Client(world.running.socket) as client:
+
+        def found(level: AuditLevel, *, heal: bool) -> set[tuple[str, str]]:
+            client.wait(client.start_audit(level=level, heal=heal))
+            audit = client.list_audits()[0]
+            return {(each.mirror, each.detail.rpartition(": ")[2]) for each in audit.findings
+                    if each.kind is FindingKind.OBJECT}  # fmt: skip
+
+        assert found(AuditLevel.CLOSURE, heal=False) == {("o__sub", "it is gone")}
+        every = {("o__sub", "it is gone"), ("o__top", "sha256 mismatch")}
+        assert found(AuditLevel.CONTENT, heal=False) == every
+        assert found(AuditLevel.CONTENT, heal=True) == set()
+        assert (damaged.read_bytes(), lost.read_bytes()) == (BIG, OTHER)
+        with client.checkout("i", owner=AGENT) as made:
+            assert (
+                run(made.path, "rm big.bin; git checkout -q -- big.bin; cat big.bin")
+                == BIG.decode()
+            )
 
 
 def test_every_history_has_what_it_says(world: World) -> None:

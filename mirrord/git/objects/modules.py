@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CorruptObjectError, GitFailedError
-from ...host.files import read_plain
 from ...quoting import decode_name, encode_name
 from ..command import run_git_sync
-from ..lfs import POINTER_BYTES, Pointer, has_object, object_path, parse_pointer
+from ..lfs import POINTER_BYTES, Pointer, parse_pointer, read_object
 from ..patterns import Attributes
 from .repository import Objects, open_objects, read_commit
 from .text import is_of_lfs
@@ -285,8 +284,8 @@ class _Composer:
         """Write an LFS object as a blob; None where the mirror does not have it."""
         key = mirror, pointer
         if key not in self._blobs:
-            file = object_path(mirror, pointer.oid) if has_object(mirror, pointer) else None
-            self._blobs[key] = self._scratch.write_blob(read_plain(file)) if file else None
+            data = read_object(mirror, pointer)
+            self._blobs[key] = None if data is None else self._scratch.write_blob(data)
         return self._blobs[key]
 
 
