@@ -126,6 +126,7 @@ class Storage:
                 templates = await self.templates.collect(keep)
                 await self.quarantine.clean()
                 await self.environments.builds.drop_caches()
+                self.environments.images.drop_unused()
                 await self.trash.settle()
             kept = set() if dry_run else await anyio.to_thread.run_sync(_find_existing, items)
         dropped = [
@@ -179,7 +180,11 @@ class Storage:
         leftovers = self.quarantine.leftovers
         layout, garbage, store = self.layout, self._find_garbage(), self.environments.store
         environments = [
-            _Item(each.name, (store.root / each.digest,), store.held[each.digest])
+            _Item(
+                each.name,
+                (store.root / each.digest, *store.lowers(each.digest)[1:]),
+                store.held[each.digest],
+            )
             for each in store.list()
         ]
         mirrors, quarantine = _paths_in(layout.mirrors), _paths_in(layout.quarantine)
@@ -216,10 +221,12 @@ class Storage:
         ]
         trash = sorted(path for directory in directories for path in find_trash(directory))
         leftovers = sorted(self.quarantine.leftovers)
+        fetched = self.environments.images.fetched()
         spares, caches = self.checkouts.pool.spares.ready, self.environments.builds.caches()
         return {
             "environments": [
-                _Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches
+                *(_Item(f"cache of {each.name}", (each,), is_garbage=True) for each in caches),
+                *(_Item(f"image {each.name}", (each,), is_garbage=True) for each in fetched),
             ],
             "warm-trees": [_Item(each.public.name, each, is_garbage=True) for each in spares],
             "quarantine": [_Item(each.name, (each,), is_garbage=True) for each in leftovers],

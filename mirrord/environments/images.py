@@ -149,8 +149,13 @@ class Images:
         if not self._turn.locked():
             self.store.sweep_layers()
 
+    def drop_unused(self) -> None:
+        """Remove what imports that failed have fetched and unpacked, unless one runs."""
+        self.mirrors.trash.add(*self.fetched())
+        self.sweep()
+
     def fetched(self) -> list[Path]:
-        """Return what imports that failed have fetched."""
+        """Return what imports that failed have fetched; nothing while one runs."""
         return sorted((self.place / "images").glob("*")) if not self._turn.locked() else []
 
     # -- fetching ----------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def test_layers_are_unpacked_once_and_removed_with_the_last_image(bench: Bench) 
     assert (second.shared_bytes, second.size_bytes - first.size_bytes) == (first.size_bytes, 2)
     assert second.dropped == {"set-id bits": 1}
     assert (bench.layers / lowest).stat().st_ino == inode
+    rows = [each for each in bench.client.usage(verbose=True).rows if each.kind == "environments"]
+    assert sum(each.size_bytes >= first.size_bytes for each in rows) == 2, "with all its layers"
 
     with (
         bench.client.checkout(f"o/r@{bench.base}", environment="two", owner=AGENT) as checkout,
