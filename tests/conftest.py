@@ -28,9 +28,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that none is left alone at the end of a parallel run."""
+    """Files with slow tests first, so that none is left alone at the end of a parallel run.
+
+    Before all others those whose tests may take longest.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    allowed_s = dict.fromkeys(slow, 0)
+    for item in items:
+        if item.path in slow and (timeout := item.get_closest_marker("timeout")):
+            allowed_s[item.path] = max(allowed_s[item.path], timeout.args[0])
+    items.sort(key=lambda item: (item.path not in slow, -allowed_s.get(item.path, 0)))
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("root"):
