@@ -28,8 +28,8 @@ from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
 from ..model import utc_now
-from ..templates.builder import StoreBuilder
 from ..templates.environments import EnvironmentStore
+from ..templates.service import Templates
 from ..workers.pool import Workers
 
 
@@ -41,7 +41,7 @@ def compose_checkouts(
     workers: Workers,
     mirrors: Mirrors,
     datasets: Datasets,
-    stores: StoreBuilder,
+    templates: Templates,
     overlay: CheckoutBackend | None,
     environments: EnvironmentStore,
     access: Access,
@@ -63,7 +63,8 @@ def compose_checkouts(
     def objects_of(lease: Lease) -> Path:
         return objects_path(state_dir, mirrors.path(lease.mirror), lease.base)
 
-    pool = PoolBackend(state_dir, workers, stores, mirrors.path, trash)
+    stores = templates.stores
+    pool = PoolBackend(state_dir, workers, templates, mirrors.path, trash)
     leases = Leases(state_dir)
     layers = Layers(state_dir, leases, trash)
     backends = {backend.name: backend for backend in (overlay, pool) if backend}

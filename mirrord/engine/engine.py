@@ -228,7 +228,7 @@ class Engine:
         # leases are adopted once the templates under their trees are known
         self.checkouts = compose_checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
-            mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
+            mirrors=self.mirrors, datasets=self.datasets, templates=self.templates, overlay=overlay,
             environments=self.environment_store, access=self.access, events=self.events,
             # made below
             environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108
@@ -349,10 +349,7 @@ class Engine:
         limit = await self.datasets.find_history_limit(name, commit)
         if limit is not None and not history.is_within(limit):
             history = limit
-        if self.backend is Backend.OVERLAY:
-            await self.templates.ensure(name, commit, history)
-        else:
-            await self.stores.ensure(name, commit, history)
+        await self.templates.ensure(name, commit, history)
 
     async def _add_configured_mirrors(self) -> None:
         """Add the mirrors of the settings; publish an event for each refused one."""

@@ -24,11 +24,12 @@ from ..host.processes import ActingAs, boot_id
 from ..quoting import decode_name, encode_name
 from ..trees.conversions import conversions_for, is_attributes, reconverted
 from ..trees.dotgit import index_bytes
-from ..trees.manifest import Entries, Manifest
+from ..trees.manifest import Entries, Manifest, without
 from ..trees.reader import TreeReader, parents
 from ..trees.scan import hash_tree, prove_files, tree_id
 from ..trees.sharing import SharedFiles
-from ..trees.tree import materialise, mtime_for, recorded, root_entry, share_entries, unrecorded
+from ..trees.sources import unrecorded
+from ..trees.tree import materialise, mtime_for, recorded, root_entry, share_entries
 from ..trees.writer import TreeWriter
 
 # a read of an overlay looks a name up in each layer; with two more on top a stack has 18
@@ -137,16 +138,7 @@ def _read_manifest(
 
 def _laid_on(below: Manifest, delta: Manifest, removed: Sequence[bytes]) -> Manifest:
     """Return the manifest of a delta over its base's, without the `removed` paths of the base."""
-    files, gone = below.files, set(removed)
-    if gone:
-        inside = tuple(path + b"/" for path in gone)
-        files = Entries(
-            {
-                path: entry
-                for path, entry in files.items()
-                if path not in gone and not path.startswith(inside)
-            }
-        )
+    files = Entries(without(below.files, removed)) if removed else below.files
     return Manifest(delta.commit, delta.tree, delta.recorded_ns, files | delta.files)
 
 

@@ -7,8 +7,8 @@ are a cache: damaged and missing ones are built again.
 
 import os
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..jobs.events import Events
 from ..model import CommitId, History, MirrorName
 from ..protocol import CacheActivity
 from ..trees.dotgit import refs_in
+from ..trees.sources import LayerFiles
 from ..workers.coalesce import Coalescer
 from ..workers.pool import Workers
 from .builder import StoreBuilder
@@ -57,6 +58,7 @@ class Template:
     head: CommitId
     tree: str
     layers: tuple[Path, ...]
+    files: tuple[LayerFiles, ...]  # the last of them, with what each hides
     facts: TemplateFacts | None = None
 
 
@@ -170,9 +172,12 @@ class Templates:
                 )
             if templates.is_whole(tree):
                 break  # else it was evicted while the store was built
-        files = (templates.files(layer.tree) for layer in templates.chain(tree))
-        layers = (templates.index(tree), store.path, *files)
-        template = Template(name, commit, history, store.head, tree, layers)
+        files = tuple(
+            LayerFiles(templates.files(layer.tree), layer.whiteouts)
+            for layer in templates.chain(tree)
+        )
+        layers = (templates.index(tree), store.path, *(layer.files for layer in files))
+        template = Template(name, commit, history, store.head, tree, layers, files)
         self._found[name.key, commit, history] = template
         return template
 
@@ -223,6 +228,14 @@ class Templates:
     def hold(self, template: Template) -> None:
         """Keep the layers of a template for a checkout. Await nothing between `find` and this."""
         self._registry.held.update(template.layers)
+
+    @contextmanager
+    def holding(self, template: Template) -> Iterator[None]:
+        self.hold(template)
+        try:
+            yield
+        finally:
+            self.drop(template)
 
     def drop(self, template: Template) -> None:
         """Undo one `hold`; `template_ttl` counts from now."""

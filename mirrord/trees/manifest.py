@@ -263,6 +263,18 @@ class Entries(MutableMapping[bytes, Entry]):
         return self._is_at(bisect_left(self._names, path), path)
 
 
+def without(entries: Mapping[bytes, Entry], removed: Collection[bytes]) -> dict[bytes, Entry]:
+    """Return the entries that are at or below none of the removed paths."""
+    gone, inside = set(removed), tuple(path + b"/" for path in removed)
+    if not gone:
+        return dict(entries)
+    return {
+        path: entry
+        for path, entry in entries.items()
+        if path not in gone and not path.startswith(inside)
+    }
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A manifest.

@@ -15,13 +15,14 @@ from ..host.files import open_directory, opened
 from ..host.trash import TrashDirectory, remove_tree
 from ..protocol import Proof
 from ..quoting import quote_name
-from ..telemetry import elapsed_s
+from ..telemetry import elapsed_s, log
 from . import dotgit
 from .layer import lay, with_layers
 from .manifest import DIRECTORY, Manifest, clock_ns
 from .proof import must_prove
 from .reader import open_top
-from .scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan
+from .scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan, tree_id
+from .sources import LayerFiles
 from .tree import materialise, move, must_fit_from, repair
 
 _ROUNDS = 3
@@ -33,7 +34,8 @@ class PoolPaths(NamedTuple):
     """What a worker needs of a checkout.
 
     `store` is the sealed `.git`, which the checkout's own copies or `borrows` from; None links to
-    the mirror. Everything that is taken away goes to
+    the mirror. `template` are the layers that a new tree is copied from, top first; without them
+    it is written from git's objects. Everything that is taken away goes to
     `trash`, which the caller removes. On the clean tree, which the manifest describes, are laid the
     prepared layers `below`, the lowest first, and on them `layer`; first of all what stands beside
     the `.git` in `modules`, a sealed store with submodules.
@@ -50,6 +52,7 @@ class PoolPaths(NamedTuple):
     below: tuple[Path, ...] = ()
     borrows: bool = False
     modules: Path | None = None
+    template: tuple[LayerFiles, ...] = ()
 
     @property
     def tree(self) -> Path:
@@ -75,7 +78,7 @@ def make(
                 verified = make_clean(paths, commit, tree).tree
                 return verified, {"take": taken_s, "reset": elapsed_s(taken)}
         with closing(TrashDirectory(paths.trash)) as trash:
-            manifest = _write_tree(paths, commit, tree, trash)
+            manifest = _write_new(paths, commit, tree, trash)
             tree_s, written = elapsed_s(began), time.perf_counter()
             store = _read_store(paths)
             manifest = _converge(paths, store, commit, manifest, ScanResult(), trash)
@@ -192,6 +195,23 @@ def _lay(paths: PoolPaths, clean: Manifest) -> None:
             laid.save(paths.private / _LAID)
         if paths.layer is not None:
             lay(paths.layer, paths.tree, paths.owner, trash)
+
+
+def _write_new(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory) -> Manifest:
+    """Write the tree of a new checkout, copied from its template where that is sound.
+
+    It is not read back: its bytes had the hashes of git when they were written, and only the
+    daemon's user, who could change the manifest as well, knows the path of a checkout until then.
+    """
+    try:
+        manifest = materialise(
+            paths.mirror, commit, paths.tree, owner=paths.owner, template=paths.template
+        )
+        if tree_id(manifest) == tree:
+            return manifest.settled(clock_ns())
+    except errors.ProofFailedError as error:
+        log.warning("template.unsound", tree=tree, problem=error.message)
+    return _write_tree(paths, commit, tree, trash)
 
 
 def _write_tree(paths: PoolPaths, commit: str, tree: str, trash: TrashDirectory) -> Manifest:

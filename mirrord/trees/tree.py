@@ -17,15 +17,16 @@ from pathlib import Path
 from ..errors import CommitUnservableError, full_disk_named
 from ..git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ..git.objects.text import Conversions
-from ..git.objects.trees import TreeEntry, changes, must_be_target, must_fit, walk
+from ..git.objects.trees import TreeEntry, changes, must_fit, walk
 from ..host.files import opened
 from ..host.processes import ActingAs, Owner
 from ..host.trash import TrashDirectory
 from .conversions import conversions_for, is_attributes, reconverted, tree_entries
-from .manifest import DIRECTORY, NO_OBJECT, Entries, Entry, Manifest, blob_id, clock_ns
+from .manifest import DIRECTORY, Entries, Entry, Manifest, clock_ns
 from .reader import open_top
 from .scan import ScanResult, is_control
 from .sharing import SharedFiles
+from .sources import LayerFiles, Read, reading_layers, reading_objects, unrecorded
 from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
@@ -35,24 +36,41 @@ _BATCH = 64
 _BATCH_BYTES = 4 * 1024**2
 
 
-def materialise(git_dir: Path, commit: str, dest: Path, *, owner: Owner | None = None) -> Manifest:
+def materialise(
+    git_dir: Path,
+    commit: str,
+    dest: Path,
+    *,
+    owner: Owner | None = None,
+    template: Sequence[LayerFiles] = (),
+) -> Manifest:
     """Write the tree of `commit` into `dest`, a new or empty directory.
 
-    `owner` is (uid, gid) of all files, None for the daemon's own. Raises CommitUnservableError,
-    TreeTooLargeError, CorruptObjectError, DiskFullError.
+    `owner` is (uid, gid) of all files, None for the daemon's own. `template` are the layers of the
+    tree's template, top first; without, git's objects are read. Raises CommitUnservableError,
+    TreeTooLargeError, CorruptObjectError, DiskFullError; ProofFailedError for a damaged template.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
     with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
         info = read_commit(objects, commit)
-        must_fit(objects, info.tree)
-        entries = list(walk(objects, info.tree))
-        conversions = conversions_for(objects, entries)
-        if owner and owner != (os.geteuid(), os.getegid()):
-            os.fchown(root, *owner)
-        with TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer:
+        with (
+            reading_layers(template) if template else _reading_tree(objects, info.tree) as source,
+            TreeWriter(root, ActingAs(owner), mtime_ns=mtime_for(info.time)) as writer,
+        ):
+            entries, read = source
+            if owner and owner != (os.geteuid(), os.getegid()):
+                os.fchown(root, *owner)
             writer.make_directory(b"")
-            written = write_entries(objects, conversions, entries, writer)
+            written = write_entries(read, entries, writer)
             return recorded(info, {b"": root_entry(info.tree), **written}, writer)
+
+
+@contextmanager
+def _reading_tree(objects: Objects, tree: str) -> Iterator[tuple[list[TreeEntry], Read]]:
+    with objects.reading_many():
+        must_fit(objects, tree)
+        entries = list(walk(objects, tree))
+        yield entries, reading_objects(objects, conversions_for(objects, entries))
 
 
 def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
@@ -89,7 +107,7 @@ def move(
             )
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
-            written = write_entries(objects, after, new, writer)
+            written = write_entries(reading_objects(objects, after), new, writer)
             files |= written | staying | {b"": root_entry(info.tree)}
             writer.touched |= {b"", *staying}
             _record_directories(files, writer)
@@ -118,7 +136,9 @@ def repair(
                     writer.remove(path)
             damaged = sorted(filter(None, (*found.modified, *found.missing)))
             entries = tree_entries(manifest.files, [at for at in damaged if at in manifest.files])
-            files = manifest.files | write_entries(objects, conversions, entries, writer)
+            files = manifest.files | write_entries(
+                reading_objects(objects, conversions), entries, writer
+            )
             _record_directories(files, writer)
             return replace(manifest, files=files)
 
@@ -143,26 +163,19 @@ def mtime_for(commit_time: int) -> int:
     return max(_OLDEST_NS, min(commit_time * 10**9, time.time_ns() - _SETTLED_NS))
 
 
-def unrecorded(entry: TreeEntry) -> Entry:
-    """Return the record of an entry without the stat of its file."""
-    oid = bytes.fromhex(entry.oid)
-    content = NO_OBJECT if entry.is_tree or entry.is_submodule else oid
-    return Entry(entry.mode, oid, content)
-
-
 def root_entry(tree: str) -> Entry:
     return unrecorded(TreeEntry(b"", DIRECTORY, tree))
 
 
 def write_entries(
-    objects: Objects, conversions: Conversions, entries: Sequence[TreeEntry], writer: TreeWriter
+    read: Read, entries: Sequence[TreeEntry], writer: TreeWriter
 ) -> dict[bytes, Entry]:
     """Write entries, each directory before its content; `recorded` adds the stat of directories."""
     written: dict[bytes, Entry] = {}
     batch: list[tuple[TreeEntry, Entry, bytes]] = []
     size = 0
     for entry in entries:
-        record, data = _read(objects, conversions, entry)
+        record, data = read(entry)
         batch.append((entry, record, data))
         size += len(data)
         if len(batch) == _BATCH or size > _BATCH_BYTES or entry is entries[-1]:
@@ -181,6 +194,7 @@ def share_entries(
 ) -> dict[bytes, Entry]:
     """Write entries of a layer, which is read-only: regular files are links into `shared`."""
     written: dict[bytes, Entry] = {}
+    read = reading_objects(objects, conversions)
     for entry in entries:
         path, executable = entry.path, entry.is_executable
         is_file = stat.S_ISREG(entry.mode)
@@ -188,25 +202,12 @@ def share_entries(
         if is_plain and (found := shared.link(entry.oid, writer, path, executable=executable)):
             written[path] = unrecorded(entry).with_stat(found)
             continue
-        record = _write(writer, entry, *_read(objects, conversions, entry))
+        record = _write(writer, entry, *read(entry))
         if is_file:
             added = shared.add(record.content.hex(), writer, path, executable=executable)
             record = record.with_stat(added)
         written[path] = record
     return written
-
-
-def _read(objects: Objects, conversions: Conversions, entry: TreeEntry) -> tuple[Entry, bytes]:
-    record = unrecorded(entry)
-    if entry.is_tree or entry.is_submodule:
-        return record, b""
-    data = objects.read_blob(entry.oid)
-    if entry.is_symlink:
-        must_be_target(entry.oid, data)
-    elif conversion := conversions.find(entry.path):
-        data = conversion.smudge(data, entry.oid)
-        record = record._replace(content=blob_id(data))
-    return record, data
 
 
 def _write(writer: TreeWriter, entry: TreeEntry, record: Entry, data: bytes) -> Entry:

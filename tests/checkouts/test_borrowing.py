@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from checkout_parts import Service, running_service
 from gitrepos import ENV, Upstream, git
@@ -241,6 +242,12 @@ def test_a_store_that_root_wrote_to_is_built_again(service: Service, damage: str
 # -- as long as a tree borrows ---------------------------------------------------------------------
 
 
+async def until_a_spare_is_ready(service: Service) -> None:
+    with anyio.fail_after(60):
+        while not service.checkouts.pool.spares.ready:
+            await anyio.sleep(0.01)
+
+
 def collect(service: Service) -> Any:
     async def collect() -> Any:
         return await service.templates.collect(frozenset())
@@ -265,6 +272,7 @@ def test_a_borrowed_store_is_not_evicted(service: Service) -> None:
     assert in_tree(moved, "log", "--format=%H").splitlines()[0] == moved.commit
     service.call(service.checkouts.release, held.id, PEER)
     service.call(service.trash.settle)
+    service.call(until_a_spare_is_ready, service)  # which is a copy of the template
     collect(service)
     assert not second.exists()
 

@@ -16,11 +16,20 @@ from typing import Any
 
 import anyio
 import pytest
-from checkout_parts import USER, Pool, as_user, deeds, destroy, passable_directory, running_pool
+from checkout_parts import (
+    NAME,
+    USER,
+    Pool,
+    as_user,
+    deeds,
+    destroy,
+    passable_directory,
+    running_pool,
+)
 from gitrepos import Upstream, git
 
 from mirrord.checkouts.lease import Lease
-from mirrord.model import History
+from mirrord.model import CommitId, History
 from mirrord.trees import pooled
 from mirrord.trees import scan as scanning
 from mirrord.trees.manifest import Entries, Manifest, clock_ns
@@ -62,6 +71,21 @@ def test_a_checkout_is_its_owners_and_git_works_in_it(run_pool: Callable[..., No
             for path in lease.tree_path.rglob("*")
             if ".git/objects/pack" not in str(path)
         } == {USER}
+
+    run_pool(story)
+
+
+def test_a_damaged_template_is_left_alone(run_pool: Callable[..., None]) -> None:
+    """A tree is copied from its template; where that is damaged, it is written from git's."""
+
+    async def story(pool: Pool, ids: list[str]) -> None:
+        template = await pool.backend.templates.ensure(NAME, CommitId(ids[2]), History.SEALED)
+        pages = [layer.files / "docs/page0.txt" for layer in template.files]
+        next(page for page in pages if page.exists()).write_text("damaged")
+        lease = await pool.checkout(ids[2])
+        assert "damaged" not in (lease.tree_path / "docs/page0.txt").read_text()
+        assert as_user(lease.tree_path, "diff-files") == ""
+        assert as_user(lease.tree_path, "write-tree") == lease.base.tree
 
     run_pool(story)
 

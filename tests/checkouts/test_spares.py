@@ -250,8 +250,11 @@ def service(rich: Upstream) -> Iterator[Service]:
         yield running
 
 
-def test_a_checkout_right_after_a_release_takes_the_spare(service: Service) -> None:
+def test_a_checkout_right_after_a_release_takes_the_spare(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one that is still being written: twelve of twelve."""
+    monkeypatch.setattr(spares, "_WAIT_S", 60.0)
     taken = []
     for _ in range(13):
         wanted = StartCheckout(instance="psf__requests@v2", backend=Backend.POOL)

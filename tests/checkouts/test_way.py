@@ -76,7 +76,7 @@ def test_a_warm_checkout_can_be_read_in_one_sitting(service: Service, backend: B
         held = service.call(service.checkouts.checkout, request, USER_PEER)
     made = follow(service, service.checkouts.checkout, request, USER_PEER)
     reset = follow(service, service.checkouts.reset, held.id, ResetCheckout(), USER_PEER)
-    assert len(set(made.files)) <= (22 if backend is Backend.OVERLAY else 26), set(made.files)
+    assert len(set(made.files)) <= (22 if backend is Backend.OVERLAY else 27), set(made.files)
     assert len(set(reset.files)) <= 25, set(reset.files)
     for way in (made, reset):
         assert way.frames <= 16

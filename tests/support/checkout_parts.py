@@ -120,7 +120,12 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         trash=Trash(),
     )
     trash = Trash()
-    backend = PoolBackend(state, workers, stores, lambda name: state / "mirrors" / str(name), trash)
+    templates = Templates(
+        settings=Settings, state_dir=state, workers=workers, mirrors_path=stores.mirrors_path, stores=stores,
+        events=Events(), trash=trash,
+    )  # fmt: skip
+    await templates.open()
+    backend = PoolBackend(state, workers, templates, stores.mirrors_path, trash)
     await backend.open()
     try:
         yield Pool(state, workers, stores, backend)
@@ -235,7 +240,7 @@ class Service:
             else None
         )
         self.checkouts = compose_checkouts(
-            state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, stores=self.stores, overlay=overlay,
+            state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, templates=self.templates, overlay=overlay,
             environments=self.environments, access=self.access, clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
         )  # fmt: skip
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)

@@ -39,7 +39,7 @@ from ..leases import Leases
 from .spares import Spares
 
 if TYPE_CHECKING:  # workers load this module, and need neither
-    from ...templates.builder import StoreBuilder
+    from ...templates.service import Templates
     from ...workers.pool import Workers
 
 _TIMEOUT = timedelta(minutes=10)
@@ -53,11 +53,12 @@ class PoolBackend:
 
     state_dir: Path
     workers: Workers
-    stores: StoreBuilder
+    templates: Templates
     mirrors_path: Callable[[MirrorName], Path]
     trash: Trash
 
     def __post_init__(self) -> None:
+        self.stores = self.templates.stores
         self.spares = Spares(self._write_spare, self.trash)
         self._borrowed: dict[CheckoutId, Path] = {}  # the stores of checkouts that borrow
 
@@ -77,12 +78,13 @@ class PoolBackend:
             spare = await self.spares.take(lease)
             if spare is None:
                 await self.stores.room.ensure(f"write a tree of {lease.base.commit}")
-            try:
-                tree, timings = await self.workers.run(
-                    make, paths, lease.base.commit, lease.base.tree, spare, timeout=_TIMEOUT
-                )
-            finally:
-                if spare is not None:
+                tree, timings = await self._make(lease, paths)
+            else:
+                try:
+                    tree, timings = await self.workers.run(
+                        make, paths, lease.base.commit, lease.base.tree, spare, timeout=_TIMEOUT
+                    )
+                finally:
                     self.trash.add(*spare)
             self._keep_store(lease)
         if spare is not None:
@@ -95,8 +97,18 @@ class PoolBackend:
         for directory in like.directories:
             directory.mkdir(mode=0o700)
         async with self._paths(like) as paths:
-            await self.workers.run(
-                make, paths, like.base.commit, like.base.tree, None, timeout=_TIMEOUT
+            await self._make(like, paths)
+
+    async def _make(self, lease: Lease, paths: PoolPaths) -> tuple[str, dict[str, float]]:
+        """Write a new tree: a copy of its template, which serves each further one."""
+        with ExitStack() as stack:
+            if lease.history is not History.LINKED:
+                wanted = lease.template
+                template = self.templates.find(*wanted) or await self.templates.ensure(*wanted)
+                stack.enter_context(self.templates.holding(template))
+                paths = paths._replace(template=template.files)
+            return await self.workers.run(
+                make, paths, lease.base.commit, lease.base.tree, None, timeout=_TIMEOUT
             )
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
