@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _MODULES = (
     *("errors", "model", "client._sync", "client._async", "protocol"),
     *("client._sync.sandbox", "client._async.sandbox"),
+    *("client._sync.rehearsal", "client._async.rehearsal"),
 )
 
 

@@ -3,12 +3,12 @@
 from .client._async import AsyncCheckout as AsyncCheckout
 from .client._async import AsyncClient as AsyncClient
 from .client._async import AsyncGrade as AsyncGrade
-from .client._async import AsyncRehearsal as AsyncRehearsal
+from .client._async.rehearsal import AsyncRehearsal as AsyncRehearsal
 from .client._async.sandbox import AsyncSandbox as AsyncSandbox
 from .client._sync import Checkout as Checkout
 from .client._sync import Client as Client
 from .client._sync import Grade as Grade
-from .client._sync import Rehearsal as Rehearsal
+from .client._sync.rehearsal import Rehearsal as Rehearsal
 from .client._sync.sandbox import Sandbox as Sandbox
 from .errors import AccessError as AccessError
 from .errors import AlreadyRunningError as AlreadyRunningError

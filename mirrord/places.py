@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE
@@ -123,6 +122,8 @@ def socket_path(named: Path | str | None, config_path: Path | str | None) -> Pat
 
 def _read_paths(config: Path) -> dict[str, Path]:
     """Return `socket` and `state_dir` of a configuration, those that it sets."""
+    import tomllib  # noqa: PLC0415  (4 ms, and most clients have no configuration)
+
     try:
         values = tomllib.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -17,17 +17,19 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BackendUnavailableError
 from ..model import Isolation
 from .box import PIPES, Box, ScratchDirectory, explain, sweep_scratch
 from .direct import isolate
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 _CHUNK = 64 * 1024
 _ENDS = ("in", "out", "err", "end", "report")
@@ -217,6 +219,8 @@ class SandboxRoom:
 @cache
 def _starter(_pid: int) -> ThreadPoolExecutor:
     """A thread that lives as long as its process: a box ends with the thread that started it."""
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (exec needs no thread)
+
     return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
 
 

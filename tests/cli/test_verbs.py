@@ -273,6 +273,7 @@ _HEAVY = {
     "asyncio", "anyio", "pydantic", "httpx", "ssl", "http.client", "subprocess", "tempfile", "logging.config", "toml",
     "mirrord.config", "mirrord.git", "mirrord.api", "mirrord.host", "mirrord.client._async",
 }  # fmt: skip
+EXEC_MODULES_MAX = 46
 ID = str(LEASE["id"])
 STATUS = {
     "version": "0.1.0",
@@ -303,6 +304,26 @@ def test_help_needs_none_of_the_heavy_libraries() -> None:
     assert not _modules("--help") & (
         _HEAVY | {"pydantic", "anyio", "asyncio", "mirrord.config", "mirrord.client"}
     )
+
+
+def test_exec_imports_little_before_it_asks_the_daemon() -> None:
+    """Imports are nearly all of its processor time: each module of ours takes about 1 ms."""
+    code = (
+        "import sys, mirrord.cli.main, mirrord.cli.verbs.execute, mirrord.client._sync.client\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
+    loaded = set(done.stdout.decode().split())
+    others = {
+        "hashlib",
+        "tomllib",
+        "concurrent.futures",
+        "mirrord.testlogs",
+        "xml.etree.ElementTree",
+    }
+    assert not loaded & (others | _HEAVY - {"mirrord.host", "subprocess", "tempfile"})
+    ours = {name for name in loaded if name.partition(".")[0] == "mirrord"}
+    assert len(ours) <= EXEC_MODULES_MAX, sorted(ours)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,5 @@
 
 from .checkout import AsyncCheckout, AsyncGrade
 from .client import AsyncClient
-from .rehearsal import AsyncRehearsal
 
-__all__ = ["AsyncCheckout", "AsyncClient", "AsyncGrade", "AsyncRehearsal"]
+__all__ = ["AsyncCheckout", "AsyncClient", "AsyncGrade"]

@@ -1,6 +1,5 @@
 """The client: one method per endpoint. Methods that start long work return its operation."""
 
-import hashlib
 import json
 import os
 import time
@@ -8,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ... import errors, model, protocol
 from ...places import socket_path
@@ -18,8 +17,10 @@ from ..archives import open_image
 from ..primitives_async import Pending, async_pause, async_pieces, async_write
 from .checkout import AsyncCheckout, AsyncGrade, AsyncRenewal
 from .connection import AsyncConnection
-from .rehearsal import AsyncRehearsal
 from .turns import AsyncBatch, AsyncEnding, AsyncFinished, start_of
+
+if TYPE_CHECKING:
+    from .rehearsal import AsyncRehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -578,6 +579,8 @@ class AsyncClient:
 
         The signature is not verified. A receipt is proven only if `proven_by` says by what.
         """
+        import hashlib  # noqa: PLC0415  (loads OpenSSL: 4 ms)
+
         digest = hashlib.sha256(receipt.signed_bytes()).hexdigest()
         known = replace(receipt, grade=None, signature=None)  # a grade may be long
         return await self._post(
@@ -738,13 +741,15 @@ class AsyncClient:
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
         owner: int | None = None,
-    ) -> AsyncRehearsal:
+    ) -> "AsyncRehearsal":
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
         `test_timeout`; logs go to the directory `logs`. The checkouts are those of `owner`, as whom
         the tests run.
         """
+        from .rehearsal import AsyncRehearsal  # noqa: PLC0415  (loads the parsers of logs)
+
         rehearsal = AsyncRehearsal(self, run=run, logs=logs, test_timeout=test_timeout, owner=owner)
         await rehearsal.prepare(instances, dataset)
         return rehearsal

@@ -3,6 +3,5 @@
 
 from .checkout import Checkout, Grade
 from .client import Client
-from .rehearsal import Rehearsal
 
-__all__ = ["Checkout", "Client", "Grade", "Rehearsal"]
+__all__ = ["Checkout", "Client", "Grade"]

@@ -1,7 +1,6 @@
 # @generated from ../_async/client.py by tests/support/unasync.py: edit that file, then run it.
 """The client: one method per endpoint. Methods that start long work return its operation."""
 
-import hashlib
 import json
 import os
 import time
@@ -9,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ... import errors, model, protocol
 from ...places import socket_path
@@ -19,8 +18,10 @@ from ..archives import open_image
 from ..primitives_sync import pause, pieces, write
 from .checkout import Checkout, Grade, Renewal
 from .connection import Connection
-from .rehearsal import Rehearsal
 from .turns import Batch, Ending, Finished, start_of
+
+if TYPE_CHECKING:
+    from .rehearsal import Rehearsal
 
 A = TypeVar("A", bound=protocol.Answer)
 Q = TypeVar("Q", bound=protocol.Request)
@@ -577,6 +578,8 @@ class Client:
 
         The signature is not verified. A receipt is proven only if `proven_by` says by what.
         """
+        import hashlib  # noqa: PLC0415  (loads OpenSSL: 4 ms)
+
         digest = hashlib.sha256(receipt.signed_bytes()).hexdigest()
         known = replace(receipt, grade=None, signature=None)  # a grade may be long
         return self._post(protocol.ReceiptReport, "receipts", "verify", body=known, sha256=digest)
@@ -731,13 +734,15 @@ class Client:
         logs: Path | None = None,
         test_timeout: timedelta = timedelta(minutes=30),
         owner: int | None = None,
-    ) -> Rehearsal:
+    ) -> "Rehearsal":
         """Prepare a rehearsal of these instances, all of a dataset, or all; for administrators.
 
         With `run` it builds their environments and runs their tests, each run for at most
         `test_timeout`; logs go to the directory `logs`. The checkouts are those of `owner`, as whom
         the tests run.
         """
+        from .rehearsal import Rehearsal  # noqa: PLC0415  (loads the parsers of logs)
+
         rehearsal = Rehearsal(self, run=run, logs=logs, test_timeout=test_timeout, owner=owner)
         rehearsal.prepare(instances, dataset)
         return rehearsal

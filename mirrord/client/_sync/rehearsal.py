@@ -233,9 +233,9 @@ class Rehearsal:
         problems = self._find_problems()
         key = candidate.mirror.lower()
         found = [
-            f"its {each.role} commit {each.commit} cannot be served: {problem}"
-            for each in candidate.commits
-            if (problem := problems.get((key, each.commit)))
+            f"its {commit.role} commit {commit.commit} cannot be served: {problem}"
+            for commit in candidate.commits
+            if (problem := problems.get((key, commit.commit)))
         ]
         record.add("recorded", "but" if found else "ok", "; ".join(found))
 
