@@ -33,7 +33,8 @@ class StartCheckout(Request):
     that can be attached, even if the peer's mount namespace does not show it; `sandbox` for one
     whose path need not be shown, because sandboxes attach it themselves. `layer` names a
     prepared layer of the same commit; the default is the layer `environment-<digest>` of the
-    `environment`, if that was saved.
+    `environment`, if that was saved. `objects` "private" is for a pool tree whose `.git` will be
+    read where the daemon's sealed stores cannot be seen, as in another container.
     """
 
     instance: Revision | None = None
@@ -43,6 +44,7 @@ class StartCheckout(Request):
     history: model.History | None = None
     view: model.View = model.View.AGENT
     backend: model.Backend | None = None
+    objects: model.ObjectSource | None = None
     ttl: Ttl | None = None
     owner: OwnerUid | None = None
     bind: model.Bind = model.Bind.LEASE

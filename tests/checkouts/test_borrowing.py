@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,10 @@ def service(rich: Upstream) -> Iterator[Service]:
         yield running
 
 
-def start(service: Service, name: str = "psf__requests@v2") -> Checkout:
-    request = StartCheckout(instance=name, backend=Backend.POOL)
+def start(
+    service: Service, name: str = "psf__requests@v2", *, objects: ObjectSource | None = None
+) -> Checkout:
+    request = StartCheckout(instance=name, backend=Backend.POOL, objects=objects)
     found: Checkout = service.call(service.checkouts.checkout, request, PEER)
     return found
 
@@ -98,9 +101,15 @@ def test_a_borrowing_tree_is_whole_sealed_and_small(service: Service) -> None:
 
 
 def test_who_does_not_see_the_store_gets_a_copy(service: Service) -> None:
-    """Another user, the setting `private`, and a volume, which a container shows."""
+    """Another user, a request or the setting for `private`, and a volume, which a container shows."""
     other = StartCheckout(instance="psf__requests@v2", owner=1234)
     assert not is_borrowing(service.call(service.checkouts.checkout, other, PEER))
+    with pytest.raises(InvalidRequestError, match="cannot borrow"):
+        shared_one = replace(other, objects=ObjectSource.SHARED)
+        service.call(service.checkouts.checkout, shared_one, PEER)
+    asked = StartCheckout(instance="psf__requests@v2", objects=ObjectSource.PRIVATE)
+    alone = service.call(service.checkouts.checkout, asked, PEER)
+    assert (alone.borrows, is_borrowing(alone), leaks(alone)) == (None, False, set())
     parts = service.checkouts
     volume = Volumes(parts.leasing, parts.checkout, parts.fork)
     wanted = StartCheckout(instance="psf__requests@v2")
@@ -111,6 +120,7 @@ def test_who_does_not_see_the_store_gets_a_copy(service: Service) -> None:
     with pytest.raises(InvalidRequestError, match="borrows objects"):
         service.call(volume.create, "late", "tree", {}, Existing(shared.id), PEER)
     service.change(objects=ObjectSource.PRIVATE)
+    assert is_borrowing(start(service, objects=ObjectSource.SHARED))
     private = start(service)
     assert (private.borrows, is_borrowing(private)) == (None, False)
     assert leaks(private) == set()

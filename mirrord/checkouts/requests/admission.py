@@ -265,16 +265,24 @@ class Leasing:
             owner_uid=owner[0], owner_gid=owner[1], taken_by=peer.uid, view=request.view,
             created_at=now, expires_at=now + ttl, bound_to=process, label=request.label,
         )  # fmt: skip
-        return Admitted(backends, history, terms, self._choose_objects(owner, visible))
+        objects = self._choose_objects(request.objects, owner, visible)
+        return Admitted(backends, history, terms, objects)
 
-    def _choose_objects(self, owner: Owner, visible: Visible) -> ObjectSource:
+    def _choose_objects(
+        self, requested: ObjectSource | None, owner: Owner, visible: Visible
+    ) -> ObjectSource:
         """Return whether the `.git` of a pool tree may borrow: its reader must see the store.
 
         Others than the daemon's own user may not enter `templates/`, another mount namespace need
         not show it, and where overlays are to be had the pool is asked for containers.
         """
-        wanted = self.settings().checkouts.objects
+        wanted = requested or self.settings().checkouts.objects
         is_seen = owner[0] == os.geteuid() and visible is Visible.MOUNTS
+        if requested is ObjectSource.SHARED and not is_seen:
+            raise errors.InvalidRequestError(
+                "cannot borrow the objects of a sealed store: the reader of the tree cannot see it",
+                hint="ask for private objects, or for a tree of the daemon's own user",
+            )
         if not is_seen or (wanted is ObjectSource.AUTO and self.has_overlay):
             return ObjectSource.PRIVATE
         return ObjectSource.PRIVATE if wanted is ObjectSource.PRIVATE else ObjectSource.SHARED

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...errors import CheckoutNotFoundError, InstanceNotFoundError, UsageError
-from ...model import ApplyStrategy, DiffFormat, FoundStrategy, Target, View, shown
+from ...model import (
+    ApplyStrategy,
+    DiffFormat,
+    FoundStrategy,
+    ObjectSource,
+    Target,
+    View,
+    shown,
+)
 from ...protocol import Checkout, RestoreAnswer
 from ...quoting import quote_name, unquote_name
 from ..output import count, listing, when
@@ -59,6 +67,10 @@ def checkout(
     history: HistoryOption = None,
     view: ViewOption = View.AGENT,
     backend: BackendOption = None,
+    objects: Annotated[
+        ObjectSource | None,
+        Option("Whether the .git of a pool tree borrows its objects; default: as configured."),
+    ] = None,
     ttl: Ttl = None,
     owner: OwnerOption = None,
     attachable: Attachable = False,
@@ -72,6 +84,7 @@ def checkout(
     """
     asked: dict[str, Any] = {"dataset": dataset, "history": history, "view": view}
     asked |= {"backend": backend, "layer": layer, "environment": environment, "label": label}
+    asked["objects"] = objects
     asked |= {"ttl": read_duration(ttl, "--ttl"), "owner": read_owner(owner)}
     handle = session.client.checkout(instance, **asked, attach=attachable, auto_renew=False)
     print_path(session, handle.lease)

@@ -405,6 +405,7 @@ class Client:
         history: model.History | None = None,
         view: model.View = model.View.AGENT,
         backend: model.Backend | None = None,
+        objects: model.ObjectSource | None = None,
         ttl: timedelta | float | str | None = None,
         owner: int | None = None,
         bind: model.Bind = model.Bind.LEASE,
@@ -423,6 +424,7 @@ class Client:
         uid that owns the tree. With `bind` "process" the lease ends with this process. `attach`
         makes a checkout for `Checkout.attach`, even if this mount namespace does not show its
         path; `sandbox` makes one for commands in sandboxes, where the path need not be shown.
+        `objects` "private" copies the objects of a pool tree, for a reader in another container.
         `layer` is a prepared layer to start with. `environment` is KEY, KEY@DIGEST, or "auto" for
         that of the instance. `label`, by default MIRRORD_LABEL, is a word by which `list_checkouts`
         finds the checkout, its forks and its grades.
@@ -430,7 +432,7 @@ class Client:
         members: dict[str, Any] = {"instance": instance, "mirror": mirror, "commit": commit}
         members |= {"dataset": dataset, "history": history, "view": view, "backend": backend}
         members |= {"ttl": http.seconds_of(ttl), "owner": owner, "bind": bind, "attach": attach}
-        members["sandbox"] = sandbox
+        members |= {"sandbox": sandbox, "objects": objects}
         members |= {"layer": layer, "environment": environment, "label": http.label_of(label)}
         request = {
             "body": http.message(protocol.StartCheckout, **members),
