@@ -68,7 +68,7 @@ def is_gone(pid: int) -> bool:
             Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
             == "Z"
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between open and read
         return True
 
 
