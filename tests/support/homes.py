@@ -16,7 +16,16 @@ from daemons import Daemon
 from gitrepos import Upstream
 
 UID, SUB = 47110, 471100000
-WITHOUT = ("bwrap", "--unshare-user", "--disable-userns", "--dev-bind", "/", "/", "--")
+WITHOUT = (
+    "bwrap",
+    "--die-with-parent",
+    "--unshare-user",
+    "--disable-userns",
+    "--dev-bind",
+    "/",
+    "/",
+    "--",
+)
 
 
 class Home(Daemon):
