@@ -88,6 +88,9 @@ class OverlayBackend:
         self._held: dict[CheckoutId, _Held] = {}
         self._mapping = anyio.Lock()
         self._mounted: set[str] = set()
+        # A mount point is closed to the client until, and where, no mount covers it: outside of a
+        # home it never is, and the client has the uid that owns it.
+        self._uncovered_mode = 0 if home.is_inside() else 0o700
 
     async def open(self) -> None:
         self._mounted = await anyio.to_thread.run_sync(read_overlays)
@@ -293,7 +296,7 @@ class OverlayBackend:
             # a reset may be the first to show an environment
             if layer == overlay.layer or overlay.target == ENVIRONMENT:
                 with suppress(FileExistsError):
-                    os.mkdir(f"{lease.directory}/{overlay.target}", _uncovered_mode())
+                    os.mkdir(f"{lease.directory}/{overlay.target}", self._uncovered_mode)
             try:
                 os.mkdir(path, 0o700)
             except FileExistsError:  # left by a reset that failed
@@ -323,14 +326,6 @@ class OverlayBackend:
             return remove_layer(old)
 
         self.trash.add(old, take_down=partial(self.trash.in_thread, remove))
-
-
-def _uncovered_mode() -> int:
-    """Return the mode of a mount point: closed to the client until, and where, no mount covers it.
-
-    Outside of a home it never is, and the client has the uid that owns it.
-    """
-    return 0 if home.is_inside() else 0o700
 
 
 def _remove(directories: Directories) -> bool:
