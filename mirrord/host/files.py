@@ -135,6 +135,14 @@ def open_regular(directory: int, name: bytes, flags: int = FOR_READING) -> int:
     return fd
 
 
+def open_unnoticed(directory: int, name: bytes) -> int:
+    """Open a regular file for reading; its access time stays, if this user owns it."""
+    try:
+        return open_regular(directory, name, FOR_READING | os.O_NOATIME)
+    except PermissionError:  # O_NOATIME is for the file's owner only
+        return open_regular(directory, name)
+
+
 def open_own(directory: int, name: bytes, flags: int) -> int:
     """Open `name` whatever its mode if this user owns it, else PermissionError.
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ResourceError
-from .files import FOR_READING, open_child, open_regular
+from .files import open_child, open_regular, open_unnoticed
 
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
@@ -299,12 +299,7 @@ class ActingAs:
 
         `keep_atime` leaves the access time of a file that the owner owns.
         """
-        fd = -1
-        if keep_atime:
-            with suppress(PermissionError):  # O_NOATIME is for the file's owner only
-                fd = open_regular(directory, name, FOR_READING | os.O_NOATIME)
-        if fd < 0:
-            fd = open_regular(directory, name)
+        fd = (open_unnoticed if keep_atime else open_regular)(directory, name)
         return self._check_access(fd, name, 0o4) if self._checks else fd
 
     def _check_access(self, fd: int, name: bytes, bits: int) -> int:

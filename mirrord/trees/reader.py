@@ -211,7 +211,7 @@ def content_id(directory: int, name: bytes, st: os.stat_result) -> bytes:
     """Return the blob id of a file's bytes or a link's target; OSError for other kinds."""
     if stat.S_ISLNK(st.st_mode):
         return blob_id(os.fsencode(os.readlink(name, dir_fd=directory)))
-    return read_id(files.open_regular(directory, name), st.st_size)
+    return read_id(files.open_unnoticed(directory, name), st.st_size)
 
 
 def file_id(fd: int) -> bytes:

@@ -440,7 +440,7 @@ HOSTILE: list[object] = [
             [TREE + ",upperdir=/etc"],
             ["..__../trees/" + "1" * 40 + "/files"],
             ["a/../trees/" + "1" * 40 + "/files"],
-            [TREE] * 65,
+            [TREE] * 161,
             [TREE + "\n"],
             [".layers"],
             [".layers/.."],
