@@ -216,12 +216,18 @@ class SandboxRoom:
         self._limits.remove()
 
 
-@cache
-def _starter(_pid: int) -> ThreadPoolExecutor:
-    """A thread that lives as long as its process: a box ends with the thread that started it."""
+_starters: dict[int, ThreadPoolExecutor] = {}
+
+
+def _starter(pid: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as its process: a box ends with the thread that started it.
+
+    Calls at once get the same one: an executor that is dropped ends its thread.
+    """
     from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  (exec needs no thread)
 
-    return ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")
+    own = ThreadPoolExecutor(1, thread_name_prefix="mirrord-sandbox")  # it has no thread yet
+    return _starters.setdefault(pid, own)
 
 
 @cache

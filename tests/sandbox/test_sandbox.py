@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accounts import accounts
@@ -25,6 +27,7 @@ from waiting import until
 
 import mirrord
 from mirrord import Executed, Sandbox
+from mirrord.sandbox import room
 from mirrord.sandbox.box import find_obstacle
 from mirrord.sandbox.calls import OUTPUT_BYTES, Output
 
@@ -153,6 +156,22 @@ def test_git_commits_in_a_sandbox(overlay: mirrord.Checkout) -> None:
 def _runs(text: str) -> bool:
     command = ["pgrep", "--uid", str(AGENT), "--full", text]
     return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_sandboxes_that_start_at_once_have_one_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a second one would end with it, and with the thread its sandbox."""
+    met = threading.Barrier(2)
+
+    class Slow(ThreadPoolExecutor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            met.wait(60)
+
+    monkeypatch.setattr(room, "_starters", {})
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", Slow)
+    with ThreadPoolExecutor(2) as callers:
+        one, other = callers.map(room._starter, [1, 1])
+    assert one is other
 
 
 def test_a_sequence_needs_no_shell_and_what_cannot_run_has_its_status(
