@@ -127,7 +127,7 @@ mirror restore; mirrors:restore_mirrors; 345789; Restore mirrors, pins and rows 
 environment build; environments:build; 346789; Build environments of instances, keys or a dataset.
   environment build --dataset verified
 environment import; environments:add; 346789; Import an image, or recipes from a TOML file.
-  environment import docker://docker.io/library/debian:12 --key debian
+  environment import docker://debian:12 --key debian
 environment list; environments:list_all; 39; List environments and failed builds.
   environment list
 environment show; environments:show; 349; Show an environment, or why its build failed.

@@ -25,7 +25,7 @@ def open_image(source: str) -> tuple[str, Iterator[bytes] | None]:
     """
     kind, _, name = source.partition(":")
     if not is_image(source) or not name or (kind == "docker" and not name.startswith("//")):
-        hint = "for example docker://docker.io/library/debian:12, oci-archive:FILE or dir:ROOTFS"
+        hint = "for example docker://debian:12, oci-archive:FILE or dir:ROOTFS"
         raise errors.UsageError(f"cannot import {source}: it names no image", hint=hint)
     if kind == "docker":
         return source, None
