@@ -26,7 +26,7 @@ LOWEST_TOOLS := hatchling==1.31.0 hypothesis mypy pip "psycopg[binary]>=3.3.9" p
 LOWEST_TESTS := $(addprefix tests/,config api/test_application.py api/test_main_job.py client catalog \
 	datasets/test_reading.py jobs daemon/test_telemetry.py workers/test_pool.py checkouts/test_pool.py)
 
-.PHONY: help setup harnesses run demo check test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint bench screenshots debian clean
+.PHONY: help setup harnesses run demo check test compiled try-wheels try-harnesses coverage pythons test-pythons test-lowest deb wheels release release-check release-tools faults lint site bench screenshots debian clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 13
@@ -85,11 +85,11 @@ run: setup ## run the daemon in the foreground
 demo: setup ## run the main job once on real repositories, in a scratch directory
 	@$(BIN)/python benchmarks/demo.py $(if $(UPSTREAM),--upstream '$(UPSTREAM)')
 
-check: setup lint ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
+check: setup lint site ## style, types, layers and the quick tests: no root, no Debian packages, two minutes
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not root and not slow and not release" $(PYTEST_ARGS)
 
 test: debian setup ## all tests and checks except those of a release; one test: PYTEST_ARGS='-k NAME'
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint compiled try-wheels try-harnesses
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line lint site compiled try-wheels try-harnesses
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 -m "not release" $(PYTEST_ARGS)
 
 # Else each of pytest's processes compiles all files of a fresh clone: 11 s of a processor, 4 times.
@@ -141,6 +141,14 @@ lint: setup ## style, types, layers
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+site: .venv/site/ready ## build the documents as a site in dist/site; no link leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python packaging/site/build.py
+
+.venv/site/ready: packaging/site/requirements.lock .venv/ready
+	@$(UV) venv --clear --python $(BIN)/python .venv/site
+	@$(UV) pip sync --python .venv/site --require-hashes packaging/site/requirements.lock
+	@touch $@
 
 deb: setup ## build the Debian package in dist/
 	@$(BIN)/python packaging/deb.py dist

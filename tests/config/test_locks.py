@@ -12,6 +12,7 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 RUNTIME, DEVELOPMENT = PROJECT / "requirements.lock", PROJECT / "requirements-dev.lock"
 RELEASE = PROJECT / "packaging/release.lock"
+SITE = PROJECT / "packaging/site/requirements.lock"
 HARNESSES = sorted((PROJECT / "tests/integrations/requirements").glob("*.lock"))
 
 
@@ -49,7 +50,7 @@ def test_both_locks_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    "lock", [RUNTIME, DEVELOPMENT, RELEASE, *HARNESSES], ids=lambda lock: lock.name
+    "lock", [RUNTIME, DEVELOPMENT, RELEASE, SITE, *HARNESSES], ids=lambda lock: lock.name
 )
 def test_every_locked_file_has_its_hash_and_no_place(lock: Path) -> None:
     """pip checks the bytes; the package index is the machine's choice."""
