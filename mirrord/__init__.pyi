@@ -38,6 +38,7 @@ from .errors import DiskFailedError as DiskFailedError
 from .errors import DiskFullError as DiskFullError
 from .errors import EnvironmentFailedError as EnvironmentFailedError
 from .errors import EnvironmentInUseError as EnvironmentInUseError
+from .errors import EnvironmentLeaksError as EnvironmentLeaksError
 from .errors import EnvironmentNotFoundError as EnvironmentNotFoundError
 from .errors import ForkTooLargeError as ForkTooLargeError
 from .errors import GitFailedError as GitFailedError

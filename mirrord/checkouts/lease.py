@@ -71,7 +71,8 @@ class Base:
     diffs and resets are relative, and over that `layer`, the content of a fork, snapshot or grade
     (`layers.py`); `environment_layer` is likewise over the environment. A sandbox shows the
     tree at `workdir` too. `whole` is the composed tree of a commit with submodules.
-    `image` is what commands in the environment start with, as JSON, if that is an image.
+    `image` is what commands in the environment start with, as JSON, if that is an image; `cover` is
+    the layer that hides what of the environment came after the commit.
     """
 
     commit: CommitId
@@ -85,6 +86,7 @@ class Base:
     workdir: str | None = None
     whole: str | None = None
     image: str | None = None
+    cover: str | None = None
 
     @property
     def clean_tree(self) -> str:

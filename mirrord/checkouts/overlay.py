@@ -283,7 +283,7 @@ class OverlayBackend:
         own = path(lease.base.layer) if lease.base.layer else None
         overlays = [_Overlay(TREE, "layer", "next", own, below)]
         if lease.base.environment is not None:
-            lowers = self.environments.lowers(lease.base.environment.digest)
+            lowers = self.environments.lowers(lease.base.environment.digest, lease.base.cover)
             below = (*map(path, saved.environment_layers if saved else ()), *lowers)
             own = path(lease.base.environment_layer) if lease.base.environment_layer else None
             overlays.append(_Overlay(ENVIRONMENT, ENVIRONMENT, f"{ENVIRONMENT}-next", own, below))

@@ -116,10 +116,11 @@ class GradingSettings(Section):
 
 
 class EnvironmentSettings(Section):
-    """A change applies to new builds, and has failed ones retried."""
+    """A change applies to new builds, and has failed ones retried; of `leaks` to new checkouts."""
 
     index: Annotated[str, AfterValidator(values.index)] = ""
     network: StrictBool = True
+    leaks: Literal["report", "hide", "refuse"] = "report"
     auth_file: Annotated[str, AfterValidator(values.path_or_nothing)] = ""
     image_bytes: Size = 20 * 1024**3
 

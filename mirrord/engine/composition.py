@@ -18,7 +18,7 @@ from ..checkouts.prepared import PreparedLayers
 from ..checkouts.receipts import Receipts
 from ..checkouts.requests.admission import Leasing
 from ..checkouts.requests.quotas import Quotas
-from ..checkouts.requests.resolve import Resolver
+from ..checkouts.requests.resolve import CoverOf, Resolver
 from ..checkouts.service import Checkouts
 from ..config import Settings
 from ..datasets.service import Datasets
@@ -46,6 +46,7 @@ def compose_checkouts(
     environments: EnvironmentStore,
     access: Access,
     events: Events,
+    cover_of: CoverOf,
     trash: Trash,
     clock: Callable[[], datetime] = utc_now,
     environment_of: Callable[[InstanceRow], str | None] = lambda _: None,
@@ -53,7 +54,7 @@ def compose_checkouts(
     """Return the service of checkouts, not yet open.
 
     The pool serves every request; `overlay` is preferred where the host allows mounts.
-    `environment_of` names the environment of an instance.
+    `environment_of` names the environment of an instance, `cover_of` what hides its leaks.
     """
 
     def limits() -> CopyLimits:
@@ -81,7 +82,7 @@ def compose_checkouts(
         has_overlay=bool(overlay),
     )  # fmt: skip
     resolver = Resolver(
-        datasets, mirrors, stores.commits.learn, prepared, environments, environment_of
+        datasets, mirrors, stores.commits.learn, prepared, environments, environment_of, cover_of
     )
     return Checkouts(
         leases=leases, layers=layers, lifecycle=lifecycle, leasing=leasing, quotas=quotas,

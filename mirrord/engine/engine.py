@@ -26,6 +26,7 @@ from ..config import Settings
 from ..datasets.service import Datasets
 from ..environments.building import Builds
 from ..environments.images import Images
+from ..environments.leaks import Leaks
 from ..environments.probing import Probes
 from ..environments.service import Environments
 from ..errors import BackendUnavailableError, InvalidConfigError, MirrordError, StoppingError
@@ -225,6 +226,8 @@ class Engine:
             templates=self.templates, workers=self.workers, mirrors_path=self.mirrors.path,
             trash=self.trash, environments=self.environment_store,
         )  # fmt: skip
+        self.leaks = Leaks(store=self.environment_store, mirrors=self.mirrors)
+        self._closing.push_async_callback(self.leaks.close)
         # leases are adopted once the templates under their trees are known
         self.checkouts = compose_checkouts(
             settings=self.settings, state_dir=self.layout.root, git=self.git, workers=self.workers,
@@ -232,7 +235,7 @@ class Engine:
             environments=self.environment_store, access=self.access, events=self.events,
             # made below
             environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108
-            trash=self.trash,
+            cover_of=self.leaks.cover_of, trash=self.trash,
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         self.volumes = Volumes(self.checkouts.leasing, self.checkouts.checkout, self.checkouts.fork)
@@ -248,7 +251,7 @@ class Engine:
         )  # fmt: skip
         await anyio.to_thread.run_sync(builds.open)
         self.environments = Environments(
-            builds=builds, recipes=place / "recipes", datasets=self.datasets,
+            builds=builds, recipes=place / "recipes", datasets=self.datasets, leaks=self.leaks,
             images=Images(place=place, store=self.environment_store, mirrors=self.mirrors),
         )  # fmt: skip
         self._closing.push_async_callback(self.environments.close)

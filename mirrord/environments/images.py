@@ -124,7 +124,8 @@ class Images:
             try:
                 tree = facts["image"]["tree"]
                 cover = [tree] if tree in facts["image"]["repositories"] else []
-                await anyio.to_thread.run_sync(make_cover, path / "files", cover)
+                below = [self.store.layers / name for name in facts["stack"]]
+                await anyio.to_thread.run_sync(make_cover, path / "files", cover, below)
                 self._write(path, facts)
             finally:
                 self.mirrors.trash.add(path)

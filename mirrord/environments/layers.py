@@ -158,12 +158,51 @@ def finish_layer(root: Path, listing: Listing, below: Sequence[Path]) -> dict[st
     return dict(dropped)
 
 
-def make_cover(root: Path, paths: Sequence[str]) -> None:
-    """Make a layer that hides paths of the layers below it."""
+def make_cover(root: Path, paths: Sequence[str], below: Sequence[Path]) -> None:
+    """Make a layer that hides what the layers `below` it, the top first, show at paths.
+
+    Its directories are like those that it covers.
+    """
     root.mkdir(mode=0o755)
+    directories = dict[str, None]()
     with full_disk_named("a layer of an image"), opened(open_directory(root)) as top:
-        for path in paths:
-            _remove(top, path.strip("/"))
+        for path in (each.strip("/") for each in paths):
+            if _shown(path, below) is not None:
+                _remove(top, path)
+                directories |= dict.fromkeys(_above(path))
+    for path in directories:
+        if (like := _shown(path, below)) is not None:
+            os.chmod(root / path, stat.S_IMODE(like.st_mode))
+            os.utime(root / path, ns=(like.st_atime_ns, like.st_mtime_ns))
+
+
+def _above(path: str) -> Iterator[str]:
+    while path := os.path.dirname(path):
+        yield path
+
+
+def _shown(path: str, layers: Sequence[Path]) -> os.stat_result | None:
+    """Return what a stack of layers shows at a path, without following links."""
+    at, seen = "", list(layers)
+    for name in path.split("/"):
+        at, upper, seen = os.path.join(at, name), seen, []
+        shown = None
+        for layer in upper:
+            try:
+                facts = os.lstat(layer / at)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if stat.S_ISCHR(facts.st_mode):  # a whiteout; there are no other devices
+                break
+            shown = shown or facts
+            if not stat.S_ISDIR(facts.st_mode):
+                break
+            seen.append(layer)
+        if shown is None:
+            return None
+        if not stat.S_ISDIR(shown.st_mode):
+            return shown if at == path else None
+    return shown
 
 
 def _strip(directory: int, dropped: Counter[str]) -> None:

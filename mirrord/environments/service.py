@@ -29,6 +29,7 @@ from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
 from .images import Images
+from .leaks import Leaks
 from .recipes import checked, digest_of, key_of, recipes_of_toml
 from .requirements import expanded, reads_tree
 from .specs import recipe_of
@@ -47,6 +48,7 @@ class Environments:
     images: Images
     recipes: Path
     datasets: Datasets
+    leaks: Leaks
     _running: Coalescer[None] = field(default_factory=Coalescer)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
@@ -241,7 +243,8 @@ class Environments:
         written = record.facts["recipe"]
         recipe = Recipe.from_json(written) if written is not None else None
         prepared = self.builds.list_preparations(record.digest)
-        return replace(self._describe(record), recipe=recipe, prepared=prepared)
+        scans = self.leaks.list(record.digest)
+        return replace(self._describe(record), recipe=recipe, prepared=prepared, scans=scans)
 
     def name_for(self, row: InstanceRow) -> str:
         """Return the name of an instance's environment: of those with its key one with a layer for

@@ -247,12 +247,12 @@ _LAYER = {
         rf"|\.layers/{_CHECKOUT.pattern}"
     ),
     ENVIRONMENT: re.compile(
-        r"\.environments/(?:[0-9a-f]{64}/files|\.layers/[0-9a-f]{64})"
+        r"\.environments/(?:[0-9a-f]{64}/(?:files|cover-[0-9a-f]{16})|\.layers/[0-9a-f]{64})"
         rf"|\.layers/{_CHECKOUT.pattern}"
     ),
 }
 # The daemon is not root and may be taken over: each number it sends is bounded. A stack has at most
-# 18 layers, one over an image 127 more.
+# 19 layers, one over an image 127 more.
 _LAYERS_MAX = 160
 
 

@@ -103,6 +103,20 @@ class Preparation(Answer):
     findings: list[dict[str, Any]] = []
 
 
+class EnvironmentScan(Answer):
+    """What an environment has of what `mirror` has beyond `commit`.
+
+    `count` is of all findings; `findings` are the first of them, as of `verify-seal --root`.
+    """
+
+    mirror: str
+    commit: str
+    at: datetime
+    count: int
+    findings: list[dict[str, Any]] = []
+    notes: list[str] = []
+
+
 class Environment(Answer):
     """An environment. `name` is KEY@DIGEST. It was built at `commit` of `mirror`, if it has one.
 
@@ -110,8 +124,9 @@ class Environment(Answer):
     shared with other environments. `dropped` counts omitted files by reason, `findings` are those
     of the scan. A failed build has an `error` and the last lines of its log (`tail`). `interpreter`
     is the host's, or None if the environment has its own. `holders` counts the checkouts and
-    prepared layers that use it. Lists omit `prepared` and `recipe`. Of an imported `image`, which
-    has a `source` but no `python` and no `recipe`, `size_bytes` are those of its layers.
+    prepared layers that use it. Lists omit `prepared`, `scans` and `recipe`. Of an imported
+    `image`, which has a `source` but no `python` and no `recipe`, `size_bytes` are those of its
+    layers.
     """
 
     key: str
@@ -135,6 +150,7 @@ class Environment(Answer):
     error: str | None = None
     tail: list[str] = []
     prepared: list[Preparation] = []
+    scans: list[EnvironmentScan] = []
     recipe: Recipe | None = None
     image: Image | None = None
     source: str | None = None

@@ -35,7 +35,7 @@ class Future:
     def __init__(self, mirror: Path, base: CommitId, scratch: Path) -> None:
         self.mirror, self.base = mirror, base
         self._scratch = borrow(scratch, locate(mirror))
-        kind, _ = self._look_up([base]).get(bytes.fromhex(base), ("missing", 0))
+        kind, _ = self.look_up([base]).get(bytes.fromhex(base), ("missing", 0))
         if kind != "commit":
             raise CommitNotFoundError(
                 f"cannot compare with {base}: {mirror} has no such commit",
@@ -66,14 +66,18 @@ class Future:
 
     def outside(self, ids: Iterable[bytes]) -> dict[bytes, str]:
         """Return the type of each of `ids` that is outside the closure. Ignores trivial blobs."""
-        objects = {
-            oid: kind
-            for oid, (kind, size) in self._look_up(oid.hex() for oid in ids).items()
-            if kind != "blob" or size >= TRIVIAL_BYTES
-        }
+        objects = self.candidates(ids)
         return {oid: kind for oid, kind in objects.items() if oid not in self.closure}
 
-    def _look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
+    def candidates(self, ids: Iterable[bytes]) -> dict[bytes, str]:
+        """Return the type of each of `ids` that the mirror has, without trivial blobs."""
+        return {
+            oid: kind
+            for oid, (kind, size) in self.look_up(oid.hex() for oid in ids).items()
+            if kind != "blob" or size >= TRIVIAL_BYTES
+        }
+
+    def look_up(self, names: Iterable[str]) -> dict[bytes, tuple[str, int]]:
         listed = run_git_sync(
             "cat-file", "--buffer", "--batch-check=%(objectname) %(objecttype) %(objectsize)",
             git_dir=self._scratch, stdin=lines_of(names), timeout=TIMEOUT, doing="look up objects",

@@ -52,7 +52,7 @@ def scan_root(root: Path, mirror: Path, base: str, *, seen_at: str | None = None
         scratch = Path(directory)
         future = Future(mirror, commit, scratch / "mirror")
         contents = read_directory(root) if root.is_dir() else read_archive(root)
-        scan = _Scan(root, seen_at or str(root.resolve()), future, contents, scratch)
+        scan = _RootScan(root, seen_at or str(root.resolve()), future, contents, scratch)
         leaks = [*scan.files(), *scan.leads(), *scan.packs(), *scan.repositories()]
         leaks = [*contents.leaks, *leaks]
         return RootReport(
@@ -77,14 +77,12 @@ class _Sighting(NamedTuple):
     label: str
 
 
-class _Scan:
-    def __init__(
-        self, root: Path, seen_at: str, future: Future, contents: Contents, scratch: Path
-    ) -> None:
-        self._root, self._seen_at, self._scratch = root, seen_at, scratch
-        self._future, self._contents = future, contents
-        self._views = views_of(contents)
-        self.stores = [view.git_directories() for view in self._views]
+class Scan:
+    """Compares contents, as the views of them show them, with the future."""
+
+    def __init__(self, contents: Contents, views: list[RootFilesystem], future: Future) -> None:
+        self._future, self._contents, self._views = future, contents, views
+        self.stores = [view.git_directories() for view in views]
 
     def files(self) -> Iterator[RootLeak]:
         """Find files with later content, and later loose objects outside of repositories."""
@@ -98,7 +96,7 @@ class _Scan:
         for oid in outside:
             commit, name = place = places.get(oid, FirstSeen())
             for kind, view, number, path, label in seen[oid]:
-                if _is_licence(label, place):
+                if is_licence(label, place):
                     continue
                 if name and is_foreign(label, name, own):
                     foreign.add(label)
@@ -128,6 +126,30 @@ class _Scan:
                     path = archive.partition("!")[0]
                     label = f"{archive}!{member}"
                     yield oid, _Sighting("future-file", view, number, path, label)
+                    if loose := _LOOSE.fullmatch(member):
+                        named = bytes.fromhex(loose[1] + loose[2])
+                        yield named, _Sighting("object", view, number, path, label)
+
+    def packs(self) -> Iterator[RootLeak]:
+        """Find packs and bundles outside of repositories."""
+        for view, stores in zip(self._views, self.stores, strict=True):
+            own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
+            for number, (_, tree) in enumerate(view.layers):
+                for path in tree.packs:
+                    directory, _, name = path.rpartition("/")
+                    if f"{directory}/" in own and _PACK.fullmatch(name):
+                        continue
+                    hidden = not view.shows(number, path.partition("!")[0])
+                    fact = "a git pack or bundle, outside of a repository"
+                    yield RootLeak(kind="pack", path=path, detail=fact, hidden=hidden)
+
+
+class _RootScan(Scan):
+    def __init__(
+        self, root: Path, seen_at: str, future: Future, contents: Contents, scratch: Path
+    ) -> None:
+        super().__init__(contents, views_of(contents), future)
+        self._root, self._seen_at, self._scratch = root, seen_at, scratch
 
     def leads(self) -> Iterator[RootLeak]:
         """Find installations and `.git` files that lead to something that was not judged."""
@@ -154,19 +176,6 @@ class _Scan:
             return at is not None and view.has(at)
         oid = bytes.fromhex(lead.commit or "")
         return oid in self._future.past or not (lead.is_own or self._future.outside([oid]))
-
-    def packs(self) -> Iterator[RootLeak]:
-        """Find packs and bundles outside of repositories."""
-        for view, stores in zip(self._views, self.stores, strict=True):
-            own = [f"{at}/objects/pack/" if at else "objects/pack/" for at in stores]
-            for number, (_, tree) in enumerate(view.layers):
-                for path in tree.packs:
-                    directory, _, name = path.rpartition("/")
-                    if f"{directory}/" in own and _PACK.fullmatch(name):
-                        continue
-                    hidden = not view.shows(number, path.partition("!")[0])
-                    fact = "a git pack or bundle, outside of a repository"
-                    yield RootLeak(kind="pack", path=path, detail=fact, hidden=hidden)
 
     def repositories(self) -> Iterator[RootLeak]:
         """Judge each repository; of other projects' report only damage."""
@@ -204,11 +213,11 @@ class _Scan:
         if not outside or set(outside.values()) != {"blob"}:
             return bool(outside)
         return not all(
-            _is_licence("licence", place) for place in self._future.places(outside).values()
+            is_licence("licence", place) for place in self._future.places(outside).values()
         )
 
 
-def _is_licence(path: str, place: FirstSeen) -> bool:
+def is_licence(path: str, place: FirstSeen) -> bool:
     """Return whether both names are of licences and the like, which many projects share."""
     return bool(_LICENCE.fullmatch(path) and place.name and _LICENCE.fullmatch(place.name))
 

@@ -146,11 +146,15 @@ class EnvironmentStore:
         """Return the prefix of an environment."""
         return self.root / digest / "files"
 
-    def lowers(self, digest: str) -> tuple[Path, ...]:
-        """Return the layers of an environment, the top first: its prefix, or an image's."""
+    def lowers(self, digest: str, cover: str | None = None) -> tuple[Path, ...]:
+        """Return the layers of an environment, the top first: its prefix, or an image's.
+
+        `cover` is a layer of whiteouts over them (`environments/leaks.py`).
+        """
         record = self._records.get(digest)
         stack = record.facts.get("stack", []) if record else []
-        return (self.directory(digest), *(self.layers / name for name in stack))
+        covers = (self.root / digest / cover,) if cover else ()
+        return (*covers, self.directory(digest), *(self.layers / name for name in stack))
 
     def find_image(self, digest: str) -> str | None:
         """Return what commands in an image start with, as JSON; None for other environments."""

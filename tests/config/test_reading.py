@@ -320,6 +320,7 @@ LIVE = {
     "access.ttl_max": "1h",
     "environments.auth_file": "/etc/mirrord/auth.json",
     "environments.image_bytes": 1024**3,
+    "environments.leaks": "hide",
     "environments.index": "/srv/packages",
     "environments.network": False,
     "grading.policy": "drop",

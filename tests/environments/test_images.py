@@ -8,19 +8,25 @@ import shutil
 import socket
 import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import images
 import pytest
 from daemons import Daemon, daemon
-from gitrepos import Upstream
+from gitrepos import Upstream, git
 from homes import home
 from waiting import until
 
-from mirrord import Client, Sandbox
-from mirrord.errors import EnvironmentInUseError, UpstreamAuthError, UpstreamError, UsageError
+from mirrord import Client, Sandbox, protocol
+from mirrord.errors import (
+    EnvironmentInUseError,
+    EnvironmentLeaksError,
+    UpstreamAuthError,
+    UpstreamError,
+    UsageError,
+)
 from mirrord.protocol import BuildReport
 from mirrord.sandbox.box import find_obstacle
 
@@ -39,6 +45,7 @@ class Bench:
     """A daemon with a mirror of three commits, and images of the second."""
 
     def __init__(self, made: Daemon, place: Path) -> None:
+        self.made = made
         self.place, self.layers = place, made.root / "state/templates/.environments/.layers"
         self.auth_file = made.root / "auth.json"
         self.auth_file.write_text('{"auths": {}}')
@@ -108,6 +115,73 @@ def test_a_checkout_stands_in_the_place_of_the_images_repository(bench: Bench) -
         with pytest.raises(EnvironmentInUseError):
             bench.client.remove_environment("whole")
     bench.remove("whole")
+
+
+@pytest.fixture
+def policy(bench: Bench) -> Iterator[Callable[[str], None]]:
+    """Set `leaks`; `report` again at the end."""
+    config = bench.made.config
+    before = config.read_text()
+
+    def put(leaks: str) -> None:
+        config.write_text(before.replace("[environments]", f'[environments]\nleaks = "{leaks}"'))
+        bench.client.reload()
+
+    yield put
+    config.write_text(before)
+    bench.client.reload()
+
+
+def test_what_came_after_the_commit_is_reported_hidden_or_refused(
+    bench: Bench, policy: Callable[[str], None]
+) -> None:
+    secret = "the answer, which is long enough to be more than a coincidence\n" * 2
+    later = bench.upstream.commit({"README": secret})
+    members: list[images.Member] = [("opt/x", secret.encode(), {}), ("opt/y", b"own", {})]
+    clone = bench.root / "srv/a/b/copy"
+    subprocess.run(["git", "clone", "-q", bench.upstream.path, clone], check=True)
+    try:
+        packed = images.layer(members, above=bench.root)
+    finally:
+        shutil.rmtree(bench.root / "srv")
+    images.oci(bench.place / "leaky", [packed])
+    assert bench.imported(f"oci:{bench.place}/leaky", "leaky").failed == []
+    bench.client.wait(bench.client.sync_mirror("o/r"))
+    look = f"ls /opt /srv/a/b/copy; git -C /srv/a/b/copy cat-file -e {later}"
+
+    def scans() -> list[protocol.EnvironmentScan]:
+        return bench.client.get_environment("leaky").scans
+
+    with bench.client.checkout(f"o/r@{bench.base}", environment="leaky", owner=AGENT) as checkout:
+        until(scans)  # after the answer
+        (scan,) = scans()
+        found = {(each["kind"], each["path"]) for each in scan.findings}
+        assert found == {
+            ("future-file", "opt/x"), ("future-file", "srv/a/b/copy/README"),
+            ("repository", "srv/a/b/copy/.git"),
+        }  # fmt: skip
+        assert (scan.mirror, scan.commit, scan.count) == ("o__r", bench.base, 3)
+        policy("hide")
+        with Sandbox(checkout) as sandbox:
+            said = sandbox.exec(look)
+            assert (b"x\n" in said.stdout, b"README" in said.stdout) == (True, True)
+            assert said.exit_code == 0
+            for _ in range(2):
+                checkout.reset()
+                said = sandbox.exec(look)
+                assert (b"x\n" in said.stdout, b"README" in said.stdout) == (False, False)
+                assert (b"y\n" in said.stdout, said.exit_code) == (True, 128)
+                sandbox.exec("touch /opt/x")
+        policy("refuse")
+        with pytest.raises(EnvironmentLeaksError, match="3 of its files"):
+            checkout.reset()
+    with (
+        bench.client.checkout(f"o/r@{later}", environment="leaky", owner=AGENT) as whole,
+        Sandbox(whole) as sandbox,
+    ):
+        assert sandbox.exec(look).exit_code == 0  # nothing came after that
+    bench.remove("leaky")
+    assert bench.kept() == set()
 
 
 def test_layers_are_unpacked_once_and_removed_with_the_last_image(bench: Bench) -> None:
@@ -195,13 +269,21 @@ def test_an_ordinary_user_has_images_too() -> None:
     """In the user's own namespaces; what is not the user's in an archive becomes the user's."""
     members: list[images.Member] = [("srv", None, {"uid": 9}), ("srv/x", b"x", {"mode": 0o4600})]
 
+    secret = "the answer, which is long enough to be more than a coincidence\n" * 2
+    members.append(("srv/answer", secret.encode(), {"mode": 0}))
+
     def fill(place: Path) -> None:
+        upstream = place / "up/owner/name"
+        git(upstream, "checkout", "--quiet", "-b", "later")
+        (upstream / "a.txt").write_text(secret)
+        git(upstream, "commit", "--quiet", "--all", "--message", "later")
+        git(upstream, "checkout", "--quiet", "main")
         packed = images.layer([*members, ("e", b"", {})], above=images.root(place / "root"))
         images.oci(place / "image", [packed, images.layer([(".wh.e", b"", {})])])
 
-    with home(fill=fill) as made:
+    with home('[environments]\nleaks = "hide"\n', fill=fill) as made:
         made.cli("environment", "import", f"oci:{made.root}/image", "--key", "i")
-        script = "id -u; pwd; cat a.txt /srv/x; ls /e || touch /srv/y"
+        script = "id -u; pwd; cat a.txt /srv/x; ls /e /srv/answer || touch /srv/y"
         options = ("owner/name@main", "--environment", "i", "--")
         assert made.cli("exec", *options, "sh", "-c", script) == "0\n/testbed\na\nx"
         weak = made.run(

@@ -30,6 +30,7 @@ from mirrord.datasets.service import DatasetFile, Datasets
 from mirrord.engine.composition import compose_checkouts
 from mirrord.environments.building import Builds
 from mirrord.environments.images import Images
+from mirrord.environments.leaks import Leaks
 from mirrord.environments.probing import Probes
 from mirrord.environments.service import Environments
 from mirrord.git.command import Git
@@ -239,9 +240,11 @@ class Service:
             if self._with_overlay
             else None
         )
+        leaks = Leaks(store=self.environments, mirrors=self.mirrors)
         self.checkouts = compose_checkouts(
             state_dir=self.state, git=git_starter, mirrors=self.mirrors, datasets=self.datasets, templates=self.templates, overlay=overlay,
-            environments=self.environments, access=self.access, clock=lambda: utc_now() + self.now_shift, trash=self.trash, **parts,
+            environments=self.environments, access=self.access, clock=lambda: utc_now() + self.now_shift, trash=self.trash,
+            cover_of=leaks.cover_of, **parts,
         )  # fmt: skip
         self.templates.evict_only_if(lambda: self.checkouts.leases.knows_all)
         await self.checkouts.open()
@@ -252,7 +255,11 @@ class Service:
             place=self.state / "environments", store=self.environments, mirrors=self.mirrors
         )
         environments = Environments(
-            builds=builds, recipes=self.state / "recipes", datasets=self.datasets, images=images
+            builds=builds,
+            recipes=self.state / "recipes",
+            datasets=self.datasets,
+            images=images,
+            leaks=leaks,
         )
         self.grading = Grading(
             environments=environments, probes=Probes(service),

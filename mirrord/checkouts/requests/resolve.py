@@ -5,7 +5,7 @@ nor the catalog. A refused name gets the same answer whether or not it exists.
 """
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -62,12 +62,16 @@ class ResolvedRequest(NamedTuple):
         return self._replace(base=base)
 
 
+CoverOf = Callable[[EnvironmentName, MirrorName, CommitId], Awaitable[str | None]]
+
+
 @dataclass(eq=False, repr=False)
 class Resolver:
     """Resolves requests by datasets, mirrors, prepared layers and environments.
 
     `learn` is called with each commit that is found; `environment_of` names an instance's
-    environment. Belongs to one event loop.
+    environment, `cover_of` the layer that hides what of an environment came after a commit. Belongs
+    to one event loop.
     """
 
     datasets: Datasets
@@ -76,6 +80,7 @@ class Resolver:
     prepared: PreparedLayers
     environments: EnvironmentStore
     environment_of: Callable[[InstanceRow], str | None]
+    cover_of: CoverOf
 
     def __post_init__(self) -> None:
         self._trees: LRUCache[tuple[str, str], str] = LRUCache(_CACHED)
@@ -272,10 +277,14 @@ class Resolver:
             if history is not History.LINKED:
                 composed = await self.datasets.find_composition(found.mirror, found.base.commit)
                 whole = composed.tree if composed else None
-            image = self.environments.find_image(environment.digest) if environment else None
+            image = cover = None
+            if environment is not None:
+                image = self.environments.find_image(environment.digest)
+                cover = await self.cover_of(environment, found.mirror, found.base.commit)
             base = replace(
-                found.base, saved=saved, environment=environment, whole=whole, image=image
-            )
+                found.base, saved=saved, environment=environment, whole=whole, image=image,
+                cover=cover,
+            )  # fmt: skip
             yield found._replace(base=base)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:

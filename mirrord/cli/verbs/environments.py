@@ -7,6 +7,7 @@ from typing import Annotated
 
 from ...client.archives import is_image
 from ...errors import UsageError
+from ...model import shown
 from ...protocol import BuildReport, Environment
 from ..output import count, facts_of, listing, short, size
 from ..session import Argument, NoWait, Option, Session
@@ -14,6 +15,7 @@ from ..waiting import conclude, exit_as, watching
 
 _NAME_HELP = "KEY, or KEY@ and the first digits of the digest."
 Name = Annotated[str, Argument(_NAME_HELP, "KEY", "environment")]
+_SHOWN = 20  # of the findings of a scan; --json has more
 _NAMES_HELP = "Instances, or keys of imported recipes and earlier builds."
 
 
@@ -108,13 +110,22 @@ def _environment_lines(found: Environment) -> Iterator[str]:
     names += " held=holders files size manifest left_out findings error"
     shared = f"{size(found.size_bytes)}, {size(found.shared_bytes)} of it shared"
     left_out = ", ".join(f"{times} {reason}" for reason, times in found.dropped.items()) or None
-    leaks = len(found.findings) + sum(len(each.findings) for each in found.prepared) or None
+    counts = [len(each.findings) for each in found.prepared] + [each.count for each in found.scans]
+    leaks = len(found.findings) + sum(counts) or None
     own: dict[str, object] = {"built_at": at, "left_out": left_out, "findings": leaks}
     own |= {"size": shared} if found.state == "ready" else dict.fromkeys(("files", "size"))
     yield from facts_of(found, names, **own)
     if found.prepared:
         yield ""
         yield from listing(found.prepared, "MIRROR COMMIT=commit:short LAYER ERROR")
+    if found.scans:
+        yield ""
+        yield from listing(found.scans, "MIRROR COMMIT=commit:short FINDINGS=count SCANNED=at")
+        for each in found.scans:
+            yield from (
+                f"{leak['kind']} {shown(leak['path'], 200)}: {leak['detail']}"
+                for leak in each.findings[:_SHOWN]
+            )
     if found.tail:
         yield ""
         yield from found.tail
