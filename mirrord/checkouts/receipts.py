@@ -20,7 +20,7 @@ from ..errors import DeadlineError, MirrordError
 from ..git.command import Git, lines_of
 from ..git.packs import PackIndex
 from ..mirrors.service import Mirrors
-from ..mirrors.upstream import public_url
+from ..mirrors.upstreams.upstream import public_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..telemetry import log
 from ..templates.builder import StoreBuilder, squashed_commit

@@ -31,8 +31,8 @@ from ..api.server import Server
 from ..api.volumes import VolumeDriver
 from ..engine.engine import Engine
 from ..errors import host_error
-from ..host import home
 from ..host.files import opened
+from ..host.namespaces import home
 from ..host.systemd import Notifier, take_sockets
 from ..model import utc_now
 from ..places import DOCKER_SOCKET

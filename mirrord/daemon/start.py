@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import places
 from ..errors import BackendUnavailableError, MirrordError
-from ..host import home
+from ..host.namespaces import home
 from ..host.processes import Capability, has_capabilities
 
 if TYPE_CHECKING:

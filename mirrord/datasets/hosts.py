@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ..catalog import InstanceRow
 from ..errors import InvalidNameError, InvalidUrlError
-from ..mirrors.upstream import LOCAL, is_same_host, parse_upstream
+from ..mirrors.upstreams.upstream import LOCAL, is_same_host, parse_upstream
 from ..model import MirrorName, shown
 from .fields import RowError, host_label
 

@@ -26,7 +26,7 @@ from ..catalog import ALL_COMMITS, Composition, DatasetHead, InstanceRow, PinRow
 from ..mirrors.pins import ADOPTED
 from ..mirrors.quarantine import SPOOL_PREFIX
 from ..mirrors.service import Mirrors
-from ..mirrors.upstream import parse_upstream
+from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import (
     CommitId,
     CommitRole,

@@ -19,7 +19,7 @@ from ..git.lfs import Pointer, has_object
 from ..git.objects.modules import Link, Needs, Part, Whole, compose, read_needs
 from ..mirrors.lfs import fetch_objects
 from ..mirrors.service import Mirrors
-from ..mirrors.upstream import parse_upstream
+from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import CommitId, CommitRole, DatasetName, MirrorName
 from ..places import whole_path
 from ..protocol import ProgressSink

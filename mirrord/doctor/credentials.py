@@ -7,7 +7,7 @@ import anyio
 
 from ..config import Settings
 from ..errors import MirrordError
-from ..mirrors.credentials import Credentials
+from ..mirrors.upstreams.credentials import Credentials
 from .checks import Result
 
 

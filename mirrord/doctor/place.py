@@ -1,7 +1,7 @@
 """The place of this host, and what it makes of the remedies of other checks."""
 
 from ..config import Settings
-from ..host.place import find_place
+from ..host.namespaces.place import find_place
 from ..model import Place
 from .checks import Result
 

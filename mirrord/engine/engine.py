@@ -34,9 +34,9 @@ from ..fleet.claims import Claims
 from ..git.command import Git
 from ..grading.service import Grading
 from ..heal.repair import Heals
-from ..host import home
+from ..host.namespaces import home
+from ..host.namespaces.place import find_place
 from ..host.peers import Access
-from ..host.place import find_place
 from ..host.room import Room
 from ..host.trash import Trash, remove_trees
 from ..jobs.events import Events
@@ -44,7 +44,7 @@ from ..jobs.operations import Operations
 from ..jobs.watch import Watch, is_complete_name, signature_of
 from ..mirrors.bundles import Bundles
 from ..mirrors.service import Mirrors
-from ..mirrors.upstream import default_url
+from ..mirrors.upstreams.upstream import default_url
 from ..model import Backend, CommitId, History, MirrorName, utc_now
 from ..places import Layout
 from ..protocol import Activity, Configuration, ReloadAnswer, Status

@@ -23,7 +23,7 @@ from ..mirrors.bundles import Bundles, sort_refs
 from ..mirrors.quarantine import Quarantine
 from ..mirrors.refs import followed_refs
 from ..mirrors.repository import Repository
-from ..mirrors.upstream import public_url
+from ..mirrors.upstreams.upstream import public_url
 from ..model import MirrorName
 from ..protocol import BundleImported, NotRestored, Problem, Progress, ProgressSink
 from ..telemetry import log

@@ -22,7 +22,7 @@ from ..mirrors.bundles import Bundles
 from ..mirrors.refs import lasting_refs, write_durably
 from ..mirrors.repository import Repository
 from ..mirrors.sharing import Sharing, Turn
-from ..mirrors.upstream import parse_upstream
+from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import MirrorName
 from ..protocol import Progress, ProgressSink
 from ..telemetry import log

@@ -38,7 +38,7 @@ from ..mirrors.bundles import BundleRefs, sort_refs
 from ..mirrors.quarantine import DAMAGED, within_room
 from ..mirrors.repository import Repository
 from ..mirrors.service import Mirrors
-from ..mirrors.upstream import Upstream
+from ..mirrors.upstreams.upstream import Upstream
 from ..model import CommitId, MirrorName
 from ..places import Layout
 from ..protocol import ProgressSink

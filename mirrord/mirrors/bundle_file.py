@@ -26,7 +26,7 @@ from ..protocol import Dataset, ProgressSink, RowFault
 from ..quoting import decode_name, encode_name, quote_name
 from .quarantine import STREAM_BIG_FILES
 from .repository import Refs, Repository
-from .upstream import public_url
+from .upstreams.upstream import public_url
 
 # -- header and pack ----------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from .repository import Repository
 from .sharing import Sharing
 from .survey import SURVEY_BATCH, OwnedCommits, survey
 from .sync import unmark
-from .upstream import default_url, parse_upstream
+from .upstreams.upstream import default_url, parse_upstream
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

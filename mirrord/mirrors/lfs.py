@@ -35,7 +35,7 @@ from .quarantine import within_room
 from .refs import write_durably
 from .repository import Repository
 from .service import Mirrors
-from .upstream import Upstream, parse_upstream
+from .upstreams.upstream import Upstream, parse_upstream
 
 _TIMEOUT = timedelta(hours=24)
 _CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)

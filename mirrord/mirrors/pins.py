@@ -19,7 +19,7 @@ from ..model import CommitId, shown, utc_now
 from ..telemetry import log
 from .refs import Moves, commit, recover
 from .repository import PINS, Refs, Repository
-from .upstream import find_bad
+from .upstreams.upstream import find_bad
 
 ADOPTED = "found in the mirror"
 """The reason of a pin that the catalog lacked, after a crash or with an older catalog."""

@@ -22,7 +22,6 @@ from ..git.objects.repository import resolve
 from ..model import CommitId, MirrorName, Resolved, shown, utc_now
 from ..telemetry import mask_url
 from ..workers.coalesce import Coalescer, SharedWork
-from .credentials import Credentials
 from .history import columns_of, diff_records, get_record, list_records, read_record
 from .inventory import Inventory
 from .maintenance import maintain, size_bytes
@@ -32,7 +31,8 @@ from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
 from .sharing import Turn
 from .sync import Fetcher, move_refs, sync
-from .upstream import (
+from .upstreams.credentials import Credentials
+from .upstreams.upstream import (
     REQUEST_PATIENCE_S,
     HostLimits,
     Upstream,

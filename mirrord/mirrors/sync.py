@@ -31,11 +31,11 @@ from ..protocol import ProgressSink, RefChange, RefFault, Synced
 from ..telemetry import masked
 from ..units import Backoff
 from . import refs
-from .credentials import Credentials
 from .history import read_last, write_record
 from .quarantine import STREAM_BIG_FILES, Quarantine, accept_objects, within_room
 from .repository import HISTORY, KEPT, Refs, Repository
-from .upstream import Upstream, blames_objects, find_bad
+from .upstreams.credentials import Credentials
+from .upstreams.upstream import Upstream, blames_objects, find_bad
 
 INCOMING = "refs/mirrord/incoming/"
 # fetches in a row that bring none of what a line garbled; it is a fault of upstream then

@@ -16,7 +16,7 @@ from gitrepos import Upstream
 
 from mirrord.datasets.hosts import Hosts
 from mirrord.datasets.reading import ReadResult, read_dataset
-from mirrord.mirrors.upstream import LOCAL
+from mirrord.mirrors.upstreams.upstream import LOCAL
 from mirrord.model import MirrorName
 
 KNOWN = {"o__n": "forge.example.com", "at__port": "forge.example.com:8443"}

@@ -38,7 +38,7 @@ from mirrord.git.errors import (
     foreign_redirect,
     retry_after_seconds,
 )
-from mirrord.mirrors.upstream import blames_objects
+from mirrord.mirrors.upstreams.upstream import blames_objects
 from mirrord.protocol import Progress
 
 SHORT = timedelta(milliseconds=300)

@@ -20,11 +20,11 @@ from gitrepos import Upstream, git
 from mirrord.config import Settings
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
-from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
 from mirrord.mirrors.sync import INCOMING, Fetcher, sync
-from mirrord.mirrors.upstream import parse_upstream
+from mirrord.mirrors.upstreams.credentials import Credentials
+from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced
 

@@ -15,7 +15,7 @@ from mirror_parts import NAME, Builder, House
 from waiting import until
 
 from mirrord.errors import MirrordError, UpstreamLossError
-from mirrord.mirrors.upstream import parse_upstream
+from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import CommitId
 
 pytestmark = pytest.mark.slow

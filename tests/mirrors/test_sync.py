@@ -22,13 +22,13 @@ from mirrord.errors import (
 )
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
-from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.history import diff_records, list_records, read_record
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.refs import JOURNAL, Moves, commit, journal_text, recover
 from mirrord.mirrors.repository import HISTORY, KEPT, Repository
 from mirrord.mirrors.sync import INCOMING, Fetcher, sync
-from mirrord.mirrors.upstream import parse_upstream
+from mirrord.mirrors.upstreams.credentials import Credentials
+from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced
 

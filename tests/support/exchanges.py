@@ -14,11 +14,11 @@ from mirrord.fleet.exchange import Exchange
 from mirrord.fleet.objects import ObjectStore
 from mirrord.git.command import Git
 from mirrord.host.trash import Trash
-from mirrord.mirrors.credentials import Credentials
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import Repository
 from mirrord.mirrors.sync import Fetcher, sync
-from mirrord.mirrors.upstream import parse_upstream
+from mirrord.mirrors.upstreams.credentials import Credentials
+from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 
 NAME = MirrorName("owner", "name")

@@ -65,7 +65,7 @@ class Home(Daemon):
 
     def holder(self) -> int:
         """Its pid, as the kernel knows the process that listens."""
-        script = "import pathlib, sys; from mirrord.host import home\n"
+        script = "import pathlib, sys; from mirrord.host.namespaces import home\n"
         script += f"pidfd = home.find(pathlib.Path({str(self.state_dir)!r}))\n"
         script += (
             "print(pidfd and open(f'/proc/self/fdinfo/{pidfd}').read().split('Pid:')[1].split()[0])"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ... import errors
-from ...host import home
+from ...host.namespaces import home
 from ..session import Argument, Session
 
 _COMMAND_HELP = "The command, with or without -- before it; default: a shell."

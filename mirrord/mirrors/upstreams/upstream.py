@@ -17,18 +17,18 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import anyio
 
-from .. import errors
-from ..config import Settings
-from ..errors import (
+from ... import errors
+from ...config import Settings
+from ...errors import (
     InvalidUrlError,
     MirrordError,
     UpstreamThrottledError,
     UpstreamUnavailableError,
 )
-from ..git.configuration import Remote
-from ..model import MirrorName, shown
-from ..telemetry import mask_url, without_userinfo
-from ..units import Backoff
+from ...git.configuration import Remote
+from ...model import MirrorName, shown
+from ...telemetry import mask_url, without_userinfo
+from ...units import Backoff
 
 LOCAL = "local"  # the host of an upstream that is a directory
 

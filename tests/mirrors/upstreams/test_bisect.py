@@ -12,7 +12,7 @@ from mirrord.errors import (
     MirrordError,
     UpstreamAuthError,
 )
-from mirrord.mirrors.upstream import find_bad
+from mirrord.mirrors.upstreams.upstream import find_bad
 
 
 @pytest.mark.parametrize("bad", [set(), {0}, {99}, {3, 50, 51}])

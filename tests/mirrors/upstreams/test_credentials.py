@@ -29,8 +29,8 @@ from mirrord.errors import (
     UpstreamAuthError,
     UpstreamError,
 )
-from mirrord.mirrors import credentials
-from mirrord.mirrors.credentials import Credentials
+from mirrord.mirrors.upstreams import credentials
+from mirrord.mirrors.upstreams.credentials import Credentials
 
 pytestmark = pytest.mark.slow
 

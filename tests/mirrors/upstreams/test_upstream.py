@@ -10,7 +10,7 @@ from mirrord.errors import (
     UpstreamThrottledError,
     UpstreamUnavailableError,
 )
-from mirrord.mirrors.upstream import HostLimits, parse_upstream, upstream_url
+from mirrord.mirrors.upstreams.upstream import HostLimits, parse_upstream, upstream_url
 from mirrord.model import MirrorName
 
 

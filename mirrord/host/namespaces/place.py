@@ -6,8 +6,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-from ..model import Place
-from .mounts import may_mount
+from ...model import Place
+from ..mounts import may_mount
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
 _libc = ctypes.CDLL(None, use_errno=True)

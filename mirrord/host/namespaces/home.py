@@ -18,8 +18,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import BackendUnavailableError, NotFoundError
-from .files import opened
+from ...errors import BackendUnavailableError, NotFoundError
+from ..files import opened
 from .holder import END, SOCKET
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000  # linux/sched.h
@@ -198,7 +198,7 @@ def _map_ids(pid: int) -> None:
 
 
 def _subordinate_ids() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    from .peers import SUBGID, SUBUID, iter_subids  # noqa: PLC0415  (only to start a holder)
+    from ..peers import SUBGID, SUBUID, iter_subids  # noqa: PLC0415  (only to start a holder)
 
     mine = {os.geteuid(), os.getegid(), *_overflow_ids()}
     users, groups = (

@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 import anyio
 from anyio import to_thread
 
-from ..config import CredentialSettings, Settings
-from ..errors import CredentialUnusableError, MirrordError, UpstreamAuthError, UpstreamError
-from ..git.configuration import Remote
-from ..host.children import Child, in_memory, start
-from ..host.files import open_plain
-from ..host.processes import search_path
-from ..telemetry import masked
+from ...config import CredentialSettings, Settings
+from ...errors import CredentialUnusableError, MirrordError, UpstreamAuthError, UpstreamError
+from ...git.configuration import Remote
+from ...host.children import Child, in_memory, start
+from ...host.files import open_plain
+from ...host.processes import search_path
+from ...telemetry import masked
 from . import github_app
 from .upstream import Upstream
 

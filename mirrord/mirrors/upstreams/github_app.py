@@ -19,8 +19,8 @@ from urllib.parse import quote, urlsplit
 
 from anyio import to_thread
 
-from ..config import AppSettings, CredentialSettings
-from ..errors import CredentialUnusableError
+from ...config import AppSettings, CredentialSettings
+from ...errors import CredentialUnusableError
 
 _MARGIN_S = 300.0  # a token lives for an hour; a long fetch asks several times with one
 _TIMEOUT_S = 30.0

@@ -1,0 +1,1 @@
+"""What mirrors are fetched from: addresses, limits of hosts, credentials."""
