@@ -19,7 +19,7 @@ from ..mirrors.history import NOTHING_RECORDED, RecordedRefs, blobs_of, parse_li
 from ..mirrors.pins import is_pin
 from ..mirrors.refs import JOURNAL, followed_refs
 from ..mirrors.repository import HISTORY, KEPT, OURS, PINS, changed_settings
-from ..mirrors.sync import INCOMING
+from ..mirrors.upstreams.fetching import INCOMING
 from ..model import FindingKind
 from ..quoting import decode_name, encode_name, quote_name
 from .defects import BadFile, Defect, FileKind

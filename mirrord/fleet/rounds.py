@@ -253,9 +253,9 @@ class Rounds:
             self.fleet.unrecorded.discard(key)
             name = MirrorName.parse(key)
             try:
-                async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
+                async with self.fleet.claim(name) as claim, self.mirrors.lock(name):
                     if self.fleet.is_on_disk(key):
-                        await turn.publish(self.mirrors.repository(name))
+                        await claim.publish(self.mirrors.repository(name))
             except (errors.MirrordError, OSError) as error:
                 log.warning("mirror.unpublished", mirror=str(name), detail=str(error))
                 self.fleet.unrecorded.add(key)
@@ -388,8 +388,8 @@ class Rounds:
         """Repair a mirror in the store from the one here."""
         progress(Progress(done=0, total=1, unit="mirrors", note=name.repo))
         try:
-            async with self.fleet.turn(name) as turn, self.mirrors.lock(name):
-                is_damaged = await self.fleet.repair(turn, self.mirrors.repository(name))
+            async with self.fleet.claim(name) as claim, self.mirrors.lock(name):
+                is_damaged = await self.fleet.repair(claim, self.mirrors.repository(name))
             await self.catalog.finish(hold.claim)
         except (errors.MirrordError, OSError):
             failures = await self.catalog.count_failures(hold.claim.key)
@@ -416,7 +416,7 @@ class Rounds:
             row = await self.catalog.find_mirror(key)
             if row is None:
                 continue  # of a removed mirror, or of a lost catalog
-            async with self.fleet.turn(row.name):
+            async with self.fleet.claim(row.name):
                 newest = self.fleet.generations.get(key)
                 kept = await list_needed(self.catalog, row.name)
                 work = partial(collect, self.fleet.store, row.name, newest, now, kept=kept)

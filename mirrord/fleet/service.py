@@ -1,4 +1,4 @@
-"""A daemon in a fleet: its turns at mirrors, the generations it publishes and follows.
+"""A daemon in a fleet: its claims of mirrors, the generations it publishes and follows.
 
 The catalog lists the mirrors, the store has them all, this disk has those that were asked for here.
 Without the catalog or the store a daemon serves what is on its disk, and health reports it.
@@ -21,7 +21,7 @@ from ..host.files import read_plain
 from ..mirrors.bundles import Bundles
 from ..mirrors.refs import lasting_refs, write_durably
 from ..mirrors.repository import Repository
-from ..mirrors.sharing import Sharing, Turn
+from ..mirrors.sharing import MirrorClaim, Sharing
 from ..mirrors.upstreams.upstream import parse_upstream
 from ..model import MirrorName
 from ..protocol import Progress, ProgressSink
@@ -44,8 +44,8 @@ def read_node(state_dir: Path) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class FleetTurn(Turn):
-    """A turn for as long as its claim is held."""
+class FleetMirrorClaim(MirrorClaim):
+    """Held until the catalog gives the work to another daemon."""
 
     fleet: "Fleet"
     name: MirrorName
@@ -79,7 +79,7 @@ class Fleet(Sharing):
         self.behind: set[str] = set()
         self.unrecorded: set[str] = set()  # whose records are to be published
         self.damaged: dict[str, float] = {}  # since when the store lacks some of a generation
-        self.unfinished: set[str] = set()  # whose turn an outage ended
+        self.unfinished: set[str] = set()  # whose claim an outage ended
         self.lost: dict[str, Generation] = {}  # generations that the catalog no longer knows
         self.fault: str | None = None  # of the store
         self.refusals = 0  # of the store since the start
@@ -141,12 +141,12 @@ class Fleet(Sharing):
             ],
         )  # fmt: skip
 
-    # -- turns ----------------------------------------------------------------------------------
+    # -- claims ---------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def turn(
+    async def claim(
         self, name: MirrorName, progress: ProgressSink | None = None
-    ) -> AsyncIterator[FleetTurn]:
+    ) -> AsyncIterator[FleetMirrorClaim]:
         def wait(holder: HeldClaim | None) -> None:
             if progress:
                 fact = f"another daemon has {name}" if holder else "its host has enough connections"
@@ -156,18 +156,18 @@ class Fleet(Sharing):
         is_sync = progress is not None and work not in self.claims.held
         before = await self.catalog.find_mirror(key) if is_sync else None
         async with self.claims.holding(work, wait) as (hold, was_claimed):
-            turn = FleetTurn(self, name, hold)
-            turn.row = hold.row
+            claim = FleetMirrorClaim(self, name, hold)
+            claim.row = hold.row
             if hold.row is None:
                 await self.refresh([key])
             if was_claimed and before and (after := await self.catalog.find_mirror(key)):
-                turn.is_fresh = after.synced_at != before.synced_at and not after.error
+                claim.is_fresh = after.synced_at != before.synced_at and not after.error
             try:
-                yield turn
+                yield claim
             except (errors.CatalogUnavailableError, errors.StoreUnavailableError):
                 self.unfinished.add(key)
                 raise
-            if turn.is_synced:
+            if claim.is_synced:
                 hold.after, hold.has_failed = self.settings().sync.interval or None, False
 
     @asynccontextmanager
@@ -176,13 +176,13 @@ class Fleet(Sharing):
             yield
 
     async def publish(
-        self, turn: FleetTurn, repository: Repository, *, is_whole: bool = True
+        self, claim: FleetMirrorClaim, repository: Repository, *, is_whole: bool = True
     ) -> None:
         """Publish a mirror as its next generation; upload all of it if the last is not whole."""
-        name, epoch = turn.name, turn.hold.claim.epoch
+        name, epoch = claim.name, claim.hold.claim.epoch
         if is_whole and await self.is_behind(repository):
             await self.follow(repository)
-        row = turn.row or await self.catalog.find_mirror(name.key)
+        row = claim.row or await self.catalog.find_mirror(name.key)
         if row is None:
             return  # removed
         previous = self.generations.get(name.key)
@@ -208,7 +208,7 @@ class Fleet(Sharing):
         await to_thread.run_sync(write_generation, repository, made)
         log.info("mirror.published", mirror=str(name), epoch=made.epoch, number=made.number)
 
-    async def repair(self, turn: FleetTurn, repository: Repository) -> bool:
+    async def repair(self, claim: FleetMirrorClaim, repository: Repository) -> bool:
         """Publish a mirror again if the store lacks some of it; return whether it did.
 
         A mirror that is behind then publishes less than the damaged generation had. A node with
@@ -224,7 +224,7 @@ class Fleet(Sharing):
             log.warning("store.damaged", mirror=str(repository.name), detail=error.message)
         else:
             return False
-        await self.publish(turn, repository, is_whole=False)
+        await self.publish(claim, repository, is_whole=False)
         return True
 
     async def ask_for_repair(self, key: str) -> None:

@@ -329,7 +329,7 @@ class Bundles:
             await self.mirrors.add(str(name), records.url)
         # without a sync, an earlier import was interrupted after it registered the mirror
         is_new = row is None or row.synced_at is None
-        async with self.mirrors.sharing.turn(name) as turn, self.mirrors.lock(name):
+        async with self.mirrors.sharing.claim(name) as claim, self.mirrors.lock(name):
             await self.mirrors.catch_up(name)
             restored: dict[str, int] = {}
             for dataset, (head, spool) in spools.items():
@@ -340,7 +340,7 @@ class Bundles:
             await self.mirrors.catalog.put_pins(pins)
             await self.mirrors.pins.remove_unrecorded(self.mirrors.repository(name), pins)
             if publish:
-                await turn.publish(self.mirrors.repository(name))
+                await claim.publish(self.mirrors.repository(name))
             await self._record(name, is_new=is_new)
         return BundleImported(
             mirror=str(name),

@@ -37,7 +37,7 @@ from .refs import recover
 from .repository import Repository
 from .sharing import Sharing
 from .survey import SURVEY_BATCH, OwnedCommits, survey
-from .sync import unmark
+from .upstreams.fetching import unmark
 from .upstreams.upstream import default_url, parse_upstream
 
 
@@ -300,7 +300,7 @@ class Inventory:
         """Delete a mirror; raises MirrorInUseError while something needs it."""
         row = await self.get(str(name))
         path = self.path(row.name)
-        async with self.sharing.turn(row.name), self.lock(row.name):
+        async with self.sharing.claim(row.name), self.lock(row.name):
             recorded = await self.catalog.list_recorded(row.name.key)
             pinned = await self.catalog.list_pins(row.name.key)
             used = [f"dataset {one} records it" for one in sorted({it.dataset for it in recorded})]

@@ -9,7 +9,7 @@ from ..model import CommitId
 from .history import read_last, write_record
 from .refs import commit
 from .repository import HISTORY, Repository
-from .sync import Fetcher
+from .upstreams.fetching import Fetcher
 
 _MAX_LACKING = 20  # each costs an exchange
 

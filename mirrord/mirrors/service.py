@@ -29,9 +29,10 @@ from .moving import find_lacking, record_move
 from .pins import check_owner, pin_ref
 from .refs import is_followed, names_of_revision
 from .repository import HISTORY, Repository
-from .sharing import Turn
-from .sync import Fetcher, move_refs, sync
+from .sharing import MirrorClaim
+from .sync import move_refs, sync
 from .upstreams.credentials import Credentials
+from .upstreams.fetching import Fetcher
 from .upstreams.upstream import (
     REQUEST_PATIENCE_S,
     HostLimits,
@@ -87,12 +88,12 @@ class Mirrors(Inventory):
         work.report(protocol.Progress(unit="syncs", note=protocol.QUEUED))
         await self._hosts.wait(parse_upstream((await self.get(str(name))).url).host)
         try:
-            async with self.sharing.turn(name, work.report) as turn, self.lock(name):
-                row = turn.row or await self.get(str(name))
-                is_done = turn.is_fresh and not accept_loss and not retry_faults
+            async with self.sharing.claim(name, work.report) as claim, self.lock(name):
+                row = claim.row or await self.get(str(name))
+                is_done = claim.is_fresh and not accept_loss and not retry_faults
                 if not is_done:
                     result = await self._ask(row, accept_loss, retry_faults, work)
-                    await self._record(row, result, turn)
+                    await self._record(row, result, claim)
             if is_done:  # after the claim was given back, which others wait for
                 work.close()
                 await self.follow(row.name)
@@ -150,21 +151,21 @@ class Mirrors(Inventory):
         fact = {"code": error.code, "detail": error.message}
         self.events.publish("mirror.failed", mirror=str(name), **fact)
 
-    async def _record(self, row: MirrorRow, result: protocol.Synced, turn: Turn) -> None:
+    async def _record(self, row: MirrorRow, result: protocol.Synced, claim: MirrorClaim) -> None:
         self._unsynced.pop(row.name.key, None)
-        turn.is_synced = True
+        claim.is_synced = True
         now, repository = utc_now(), self.repository(row.name)
         columns: dict[str, Any] = {"ref_count": result.ref_count, "kept_count": result.kept_count}
         refs = await repository.all_refs()
         # an earlier sync may have failed before it was recorded
         if result.changed or row.size_bytes is None or row.history != refs.get(HISTORY):
-            await turn.publish(repository)
+            await claim.publish(repository)
             columns = await columns_of(repository, row.history)
             columns["size_bytes"] = await to_thread.run_sync(size_bytes, repository.path)
         faults = [fault.to_json() for fault in result.faults]
         columns |= {"default_branch": result.default_branch, "error": None, "ref_faults": faults}
         is_same = all(getattr(row, name) == value for name, value in columns.items())
-        if not (is_same and turn.defers_recording(row)):
+        if not (is_same and claim.defers_recording(row)):
             columns |= {"synced_at": now, "attempted_at": now}
             await self.catalog.update_mirror(row.name.key, **columns)
 
@@ -180,7 +181,7 @@ class Mirrors(Inventory):
             await self.catalog.update_mirror(row.name.key, configured_url=configured)
             return
         await self._hosts.wait(upstream.host)
-        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+        async with self.sharing.claim(row.name) as claim, self.lock(row.name):
             await self.catch_up(row.name, ask=True)  # also where it was never on this disk
             repository = self.repository(row.name)
             if repository.path.exists():
@@ -188,7 +189,7 @@ class Mirrors(Inventory):
                 if not accept_loss:
                     await self._must_have_commits(row, upstream)
                 await record_move(repository, f"upstream set to {upstream.shown}")
-                await turn.publish(repository)
+                await claim.publish(repository)
             await self.catalog.update_mirror(
                 row.name.key,
                 url=upstream.url,
@@ -444,10 +445,10 @@ class Mirrors(Inventory):
         check_owner(owner)
         row = await self._synced(name)
         repository = self.repository(row.name)
-        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+        async with self.sharing.claim(row.name) as claim, self.lock(row.name):
             await self.catch_up(row.name)
             await repository.must_be_ours()
-            refused = await self.pins.add(repository, commits, owner, reason, turn.publish)
+            refused = await self.pins.add(repository, commits, owner, reason, claim.publish)
         self.sharing.records_changed([row.name.key])
         if pinned := set(commits) - refused.keys():
             counts = {"count": len(pinned), "refused": len(refused)}
@@ -513,7 +514,7 @@ class Mirrors(Inventory):
         """
         row = await self._synced(name)
         repository = self.repository(row.name)
-        async with self.sharing.turn(row.name) as turn, self.lock(row.name):
+        async with self.sharing.claim(row.name) as claim, self.lock(row.name):
             await self.catch_up(row.name)
             record = await get_record(repository, at)
             before = await get_record(repository, "latest")
@@ -521,7 +522,7 @@ class Mirrors(Inventory):
             present, why = await repository.all_refs(), f"restore {record.id[:12]}"
             refs, head = recorded.followed, recorded.head
             changes, _ = await move_refs(repository, present, refs, head, why=why)
-            await turn.publish(repository)
+            await claim.publish(repository)
             columns = await columns_of(repository, row.history)
             await self.catalog.update_mirror(row.name.key, **columns)
         fact = {"at": record.id, "changes": len(changes)}

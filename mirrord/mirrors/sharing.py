@@ -1,6 +1,6 @@
 """How the daemons of a fleet share mirrors: the contract, and the daemon alone.
 
-A daemon alone has every turn at once and publishes nothing. The implementation for a fleet is
+A daemon alone has every claim at once and publishes nothing. The implementation for a fleet is
 `mirrord.fleet.service`.
 """
 
@@ -13,10 +13,10 @@ from ..protocol import ProgressSink
 from .repository import Repository
 
 
-class Turn:
-    """The right of one daemon to change a mirror. `row` is its row, if the turn read it.
+class MirrorClaim:
+    """The right of one daemon to change a mirror. `row` is its row, if the claim read it.
 
-    `is_fresh`: another daemon has synced the mirror since this turn was requested. A sync that
+    `is_fresh`: another daemon has synced the mirror since this claim was requested. A sync that
     succeeds sets `is_synced`, which makes the next one due an interval later.
     """
 
@@ -28,7 +28,7 @@ class Turn:
         """Publish the mirror for other daemons. Raises ClaimLostError, StoreUnavailableError."""
 
     def defers_recording(self, row: MirrorRow) -> bool:
-        """True if the turn will record a sync that changed nothing but its time."""
+        """True if the claim will record a sync that changed nothing but its time."""
         return False
 
 
@@ -38,11 +38,11 @@ class Sharing:
     is_fleet = False
 
     @asynccontextmanager
-    async def turn(
+    async def claim(
         self, name: MirrorName, progress: ProgressSink | None = None
-    ) -> AsyncIterator[Turn]:
-        """Wait for the turn at a mirror, and hold it; taken before the mirror's lock."""
-        yield Turn()
+    ) -> AsyncIterator[MirrorClaim]:
+        """Wait for the claim of a mirror, and hold it; taken before the mirror's lock."""
+        yield MirrorClaim()
 
     @asynccontextmanager
     async def exclusive(self, work: str) -> AsyncIterator[None]:

@@ -9,7 +9,7 @@ from . import maintenance
 from .pins import read_pins
 from .refs import JOURNAL
 from .repository import read_refs_of
-from .sync import INCOMING
+from .upstreams.fetching import INCOMING
 
 SURVEY_BATCH = 100  # mirrors in one call of a worker
 

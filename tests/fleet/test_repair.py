@@ -84,11 +84,11 @@ def test_a_daemon_that_is_behind_publishes_what_it_has(
         with pytest.raises(StoreDamagedError):
             await fleet.follow(repository)
         before = followed_refs(await repository.all_refs())
-        async with fleet.turn(NAME) as turn, it.mirrors.lock(NAME):
+        async with fleet.claim(NAME) as claim, it.mirrors.lock(NAME):
             with pytest.raises(StoreDamagedError):
-                await turn.publish(repository)
-            assert await fleet.repair(turn, repository)
-            assert not await fleet.repair(turn, repository)
+                await claim.publish(repository)
+            assert await fleet.repair(claim, repository)
+            assert not await fleet.repair(claim, repository)
         third = fleet.generations[NAME.key]
         assert third[:2] > second[:2] > first[:2]
         assert followed_refs(read_manifest(store, NAME, third).refs) == before

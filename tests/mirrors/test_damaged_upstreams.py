@@ -22,8 +22,9 @@ from mirrord.git.command import Git
 from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import KEPT, Repository
-from mirrord.mirrors.sync import INCOMING, Fetcher, sync
+from mirrord.mirrors.sync import sync
 from mirrord.mirrors.upstreams.credentials import Credentials
+from mirrord.mirrors.upstreams.fetching import INCOMING, Fetcher
 from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 from mirrord.protocol import Synced

@@ -16,8 +16,9 @@ from mirrord.git.command import Git
 from mirrord.host.trash import Trash
 from mirrord.mirrors.quarantine import Quarantine
 from mirrord.mirrors.repository import Repository
-from mirrord.mirrors.sync import Fetcher, sync
+from mirrord.mirrors.sync import sync
 from mirrord.mirrors.upstreams.credentials import Credentials
+from mirrord.mirrors.upstreams.fetching import Fetcher
 from mirrord.mirrors.upstreams.upstream import parse_upstream
 from mirrord.model import MirrorName
 
