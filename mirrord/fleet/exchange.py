@@ -46,7 +46,7 @@ from .objects import Blob, ObjectStore
 _MAX_TAIL = 16  # packs after the first one: every git opens them all
 Accept = Callable[[Generation], Awaitable[bool]]
 """Make a generation the newest one in the catalog; False where it may not be."""
-Record = Callable[[Path], Awaitable[Refs]]
+RecordWriter = Callable[[Path], Awaitable[Refs]]
 """Write what the catalog knows into an object directory; return the ref that names it."""
 
 
@@ -73,7 +73,7 @@ class Exchange:
         epoch: int,
         previous: Generation | None,
         accept: Accept,
-        record: Record = record_nothing,
+        record: RecordWriter = record_nothing,
         is_whole: bool = True,
     ) -> Generation | None:
         """Publish `refs`, whose objects the mirror has, as the next generation.

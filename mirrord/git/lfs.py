@@ -86,31 +86,31 @@ def find_fault(file: Path, pointer: Pointer, *, reads: bool = True) -> str | Non
     return None
 
 
-class Record(NamedTuple):
+class RecordedObject(NamedTuple):
     """An object that a mirror has had, and the server that `.lfsconfig` named for it."""
 
     pointer: Pointer
     url: str | None = None
 
 
-def read_records(git_dir: Path) -> set[Record]:
+def read_records(git_dir: Path) -> set[RecordedObject]:
     """Return what a mirror should have: its list, and what is on disk besides."""
     try:
         lines = read_plain(git_dir / RECORDS).decode().splitlines()
     except FileNotFoundError:
         lines = []
-    found = set[Record]()
+    found = set[RecordedObject]()
     for line in lines:
         oid, size, *url = line.split(" ")
-        found.add(Record(Pointer(oid, int(size)), url[0] if url else None))
+        found.add(RecordedObject(Pointer(oid, int(size)), url[0] if url else None))
     known = {each.pointer.oid for each in found}
     for file in (git_dir / OBJECTS).glob("??/??/*"):
         if _OID.fullmatch(file.name) and file.name not in known:
-            found.add(Record(Pointer(file.name, file.stat().st_size)))
+            found.add(RecordedObject(Pointer(file.name, file.stat().st_size)))
     return found
 
 
-def records_bytes(records: Iterable[Record]) -> bytes:
+def records_bytes(records: Iterable[RecordedObject]) -> bytes:
     rows = ((each.pointer.oid, str(each.pointer.size), each.url or "") for each in records)
     return "".join(f"{' '.join(row).rstrip()}\n" for row in sorted(rows)).encode()
 

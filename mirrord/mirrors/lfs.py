@@ -19,7 +19,7 @@ from ..git.command import GitResult
 from ..git.lfs import (
     RECORDS,
     Pointer,
-    Record,
+    RecordedObject,
     find_fault,
     has_object,
     object_path,
@@ -74,7 +74,7 @@ async def fetch_objects(
         except MirrordError as error:
             said = error.message
         reasons |= {each.oid: said for each in pointers if not has_object(git_dir, each)}
-    had = [Record(pointer, url) for pointer, url in wanted if has_object(git_dir, pointer)]
+    had = [RecordedObject(pointer, url) for pointer, url in wanted if has_object(git_dir, pointer)]
     if had:
         await to_thread.run_sync(_record, git_dir, had)
     return reasons
@@ -186,7 +186,7 @@ def _take_in(source: Path, git_dir: Path, pointers: Iterable[Pointer]) -> str | 
     return wrong
 
 
-def _record(git_dir: Path, had: Iterable[Record]) -> None:
+def _record(git_dir: Path, had: Iterable[RecordedObject]) -> None:
     """Add objects to the list of those that a mirror should have, durably."""
     before = read_records(git_dir)
     records = {each.pointer: each for each in (*before, *had)}.values()
