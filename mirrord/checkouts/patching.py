@@ -93,16 +93,17 @@ class Patches:
 
     async def apply(
         self, lease: Lease, patch: bytes | Path, *, reverse: bool, strategy: model.ApplyStrategy
-    ) -> tuple[list[str], model.FoundStrategy]:
-        """Apply a patch; returns the paths that it wrote or removed, and the strategy that fitted.
+    ) -> tuple[list[str], model.FoundStrategy, list[str]]:
+        """Apply a patch; returns the paths that it wrote or removed, the strategy that fitted, and
+        notes on submodules.
 
         Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError, and changes nothing.
         """
         async with self._completed(lease):
-            paths, found = await self.workers.run(
+            paths, found, notes = await self.workers.run(
                 apply, self.job(lease), patch, reverse, strategy, timeout=self.timeout()
             )
-        return [decode_name(path) for path in paths], found
+        return [decode_name(path) for path in paths], found, notes
 
     async def restore(self, lease: Lease, request: RestorePaths) -> list[str]:
         """Write files of a pinned commit into the checkout, without any of its objects.
@@ -195,6 +196,7 @@ class Patches:
             tree=lease.base.clean_tree,
             owner=lease.owner,
             scratch=lease.private / ".scratch",
+            is_sealed=lease.terms.view is not model.View.GRADER,
         )
 
 

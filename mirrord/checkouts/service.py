@@ -362,12 +362,12 @@ class Checkouts:
                 self.leasing.must_be_admin(peer, "apply the instance's own patch")
                 patch, direction = await self.patches.named_patch(lease, named or "")
                 backwards ^= direction is Direction.REVERSE
-            paths, applied_by = await self.patches.apply(
+            paths, applied_by, notes = await self.patches.apply(
                 lease, patch, reverse=backwards, strategy=strategy
             )
         facts = {"files": len(paths), "reverse": reverse, "strategy": str(applied_by)}
         self.leasing.publish("checkout.patched", lease, **facts)
-        return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=applied_by)
+        return protocol.ApplyAnswer(**checkout_fields(lease, {}), strategy=applied_by, notes=notes)
 
     async def restore(
         self, checkout: str, peer: Peer, request: protocol.RestorePaths

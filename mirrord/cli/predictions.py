@@ -76,7 +76,9 @@ class GradedPrediction:
             return f"line {self.counts} counts"
         if self.tested:
             return "; ".join(filter(None, [self.tested.reason, *self.tested.contradictions]))
-        return self.error.message if self.error else ""
+        if self.error:
+            return self.error.message
+        return "; ".join(self.grade.notes) if self.grade else ""
 
     def to_json(self) -> dict[str, Any]:
         grade = self.grade
@@ -92,6 +94,7 @@ class GradedPrediction:
             "steering": grade.steering if grade else [],
             "judged_by": grade.judged_by if grade else None,
             "dropped": list(map(quote_name, grade.dropped)) if grade else [],
+            "notes": grade.notes if grade else [],
             "checkout": grade.id if grade and self.is_kept else None,
             "path": grade.path if grade and self.is_kept else None,
             "seconds": None if self.seconds is None else round(self.seconds, 6),

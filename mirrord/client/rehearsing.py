@@ -3,7 +3,7 @@
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Step:
     """What a running step is told about itself."""
 
     strategy: FoundStrategy | None = None
+    notes: Sequence[str] = ()
 
 
 class Record:
@@ -94,7 +95,8 @@ class Record:
         else:
             is_noted = step.strategy not in (None, FoundStrategy.EXACT)
             detail = f"applied by strategy {step.strategy}" if is_noted else ""
-            self.add(name, "ok", detail, began, step.strategy)
+            detail = "; ".join(filter(None, [detail, *step.notes]))
+            self.add(name, "but" if step.notes else "ok", detail, began, step.strategy)
 
     def add(
         self,

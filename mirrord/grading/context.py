@@ -28,13 +28,14 @@ class InstanceTests:
     """The changes of an instance's test patch to the base tree.
 
     `imports` are the modules that the patched files import at the base commit, `new_imports` those
-    that they import only after the patch. `strategy` is how the patch applied.
+    that they import only after the patch. `strategy` is how the patch applied, with its `notes`.
     """
 
     changes: list[Change] = field(default_factory=list)
     imports: frozenset[str] = frozenset()
     new_imports: frozenset[str] = frozenset()
     strategy: FoundStrategy | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

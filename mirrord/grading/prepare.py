@@ -30,7 +30,7 @@ from ..host.processes import ActingAs
 from ..model import ApplyStrategy, DiffFormat, FoundStrategy
 from ..patches.diff import Diff, collect, must_be_short, print_diff
 from ..patches.fit import BaseFiles, Change
-from ..patches.strategies import apply_patch
+from ..patches.strategies import Applied, apply_patch
 from ..patches.worktree import PatchJob, Worktree, open_worktree
 from ..protocol import Steering
 from ..quoting import decode_name
@@ -99,7 +99,8 @@ class ModelPatch(NamedTuple):
 
 class Prepared(NamedTuple):
     """A prepared grade. `files` and `size_bytes` are its layer's; `tests` may be None. `kept` are
-    the paths of the change that are in it, `new_tests` the files of tests.
+    the paths of the change that are in it, `new_tests` the files of tests. `notes` say which
+    submodules the patches move without their files.
     """
 
     changed: int
@@ -112,6 +113,7 @@ class Prepared(NamedTuple):
     size_bytes: int
     kept: list[bytes]
     new_tests: list[bytes]
+    notes: list[str]
     diff: Diff | None = None
 
 
@@ -123,7 +125,8 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
     with ExitStack() as stack:
         objects = stack.enter_context(open_objects(job.mirror))
         base = BaseTree(objects, job.tree)
-        tree, changed, strategy, printed = None, list[bytes](), None, None
+        tree, changed, printed = None, list[bytes](), None
+        strategy, notes = None, list[str]()
         if isinstance(source, AgentTree):
             tree, changed = stack.enter_context(open_worktree(source.job)), source.changed()
             left_out: list[bytes] = []
@@ -132,7 +135,9 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
                 printed = print_diff(source.job, tree, changes, left_out, *source.order)
                 must_be_short(printed.content)
         else:
-            changes, strategy = _applied(job, objects, source)
+            changes = []
+            if applied := _applied(job, objects, source):
+                changes, strategy, notes = applied.changes, applied.strategy, applied.notes
         if job.layered:
             changes = list(_with_layers(objects, base, job.layered, changes))
         tests = _tests_of(job, objects)
@@ -157,6 +162,7 @@ def prepare(job: GradeJob, source: AgentTree | ModelPatch) -> Prepared:
         size_bytes=sum(len(change.data) for change in written),
         kept=[change.path for change in sifted.changes],
         new_tests=[change.path for change in context.tests.changes if change.mode is not None],
+        notes=list(dict.fromkeys([*notes, *context.tests.notes])),
         diff=printed,
     )
 
@@ -177,16 +183,14 @@ def _names_in(base: BaseTree, below: Sequence[Path], directory: bytes) -> set[by
 book_of = lru_cache(maxsize=16)(RuleBook)
 
 
-def _applied(
-    job: GradeJob, objects: Objects, source: ModelPatch
-) -> tuple[list[Change], FoundStrategy | None]:
-    """Return the changes that a patch makes, none for an empty one."""
+def _applied(job: GradeJob, objects: Objects, source: ModelPatch) -> Applied | None:
+    """Apply a patch to the base; None for an empty one."""
     patch = source.patch.read_bytes() if isinstance(source.patch, Path) else source.patch
     if not patch.strip():
-        return [], None
+        return None
     base = BaseFiles(objects, job.layered or job.tree)
-    applied = apply_patch(base, patch, scratch=job.scratch, strategy=source.strategy)
-    return applied.changes, applied.strategy
+    how = source.strategy
+    return apply_patch(base, patch, scratch=job.scratch, strategy=how, submodules=objects)
 
 
 def _with_layers(
@@ -228,7 +232,9 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
         base = BaseFiles(objects, job.tree)
         tolerant = ApplyStrategy.TOLERANT  # eight public sets have rows that git refuses
         try:
-            applied = apply_patch(base, job.test_patch, scratch=job.scratch, strategy=tolerant)
+            applied = apply_patch(
+                base, job.test_patch, scratch=job.scratch, strategy=tolerant, submodules=objects
+            )
         except (errors.ConflictError, errors.UsageError) as error:
             raise errors.PatchConflictError(
                 f"cannot apply the tests of the instance: {error.message}",
@@ -236,10 +242,10 @@ def _tests_of(job: GradeJob, objects: Objects) -> InstanceTests | None:
             ) from error
         changes = applied.changes
         old = (change.old for change in changes)
-        before = set[str]().union(*(imports_of(objects.read_blob(e.oid)) for e in old if e))
+        before = set[str]().union(*(imports_of(_content(objects, e)) for e in old if e))
         after = set[str]().union(*(imports_of(change.data) for change in changes))
         imports = frozenset(before), frozenset(after - before)
-        found = InstanceTests(changes, *imports, applied.strategy)
+        found = InstanceTests(changes, *imports, applied.strategy, tuple(applied.notes))
     _tests_cache[key] = found
     while len(_tests_cache) > _CACHED:
         _tests_cache.popitem(last=False)

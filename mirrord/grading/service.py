@@ -218,7 +218,7 @@ class Grading:
         counts = {"changed": prepared.changed, "dropped": len(prepared.dropped)}
         counts["steering"] = len(prepared.steering)
         self.leasing.publish("checkout.graded", lease, duration_s=timings["total"], **counts)
-        names = ("strategy", "tests_strategy", "changed", "dropped", "steering", "tests")
+        names = "strategy", "tests_strategy", "changed", "dropped", "steering", "tests", "notes"
         answer = {name: getattr(prepared, name) for name in names}
         answer["judged_by"] = "loading" if judged.by_loading else "names"
         return protocol.Grade(**checkout_fields(lease, timings), **answer)

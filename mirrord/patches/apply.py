@@ -33,10 +33,10 @@ _NOT_IN_A_TREE = (b"", b".", b"..", b".git")
 
 def apply(
     job: PatchJob, patch: bytes | Path, reverse: bool, strategy: ApplyStrategy
-) -> tuple[list[bytes], FoundStrategy]:
+) -> tuple[list[bytes], FoundStrategy, list[str]]:
     """Apply a patch to the current files, all or nothing.
 
-    Returns the paths that it wrote or removed, and the strategy that fitted.
+    Returns the paths that it wrote or removed, the strategy that fitted, and notes on submodules.
     """
     patch = patch.read_bytes() if isinstance(patch, Path) else patch
     with open_worktree(job) as worktree, full_disk_named("the files of the patch"):
@@ -48,13 +48,14 @@ def apply(
             reverse=reverse,
             strategy=strategy,
             base=BaseFiles(worktree.objects, job.tree),
+            submodules=None if job.is_sealed else worktree.objects,
         )
         removed = [change.path for change in done.changes if change.mode is None]
         new = {at.path: File(at.mode, at.data) for at in done.changes if at.mode is not None}
         rules = {path: file.data for path, file in new.items() if _is_rules(path, file.mode)}
         modes = {path: file.mode for path, file in new.items()}
         _write(job, worktree, removed, modes, lambda path: new[path].data, rules, tree.stats)
-        return [change.path for change in done.changes], done.strategy
+        return [change.path for change in done.changes], done.strategy, done.notes
 
 
 def restore(job: PatchJob, commit: str, paths: list[bytes]) -> list[bytes]:

@@ -16,6 +16,7 @@ from signal import SIGABRT
 
 from ..errors import InvalidPatchError, MirrordError, PatchConflictError, PathOutsideCheckoutError
 from ..git.command import run_git_sync
+from ..git.objects.repository import Objects
 from ..git.objects.trees import ScratchRepository, TreeEntry
 from ..host.files import shown_path
 from ..host.trash import remove_tree
@@ -55,6 +56,7 @@ from .parse import (
     parse,
     split_binary,
 )
+from .pointers import move
 from .repairs import (
     has_crlf_headers,
     recount,
@@ -81,10 +83,13 @@ _REFUSALS = (InvalidPatchError, PatchConflictError, PathOutsideCheckoutError)
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The result of a patch. `old` of a change is the entry before the patch."""
+    """The result of a patch. `old` of a change is the entry before the patch; `notes` say which
+    submodules it moves without their files.
+    """
 
     changes: list[Change]
     strategy: FoundStrategy
+    notes: list[str]
 
 
 def apply_patch(
@@ -95,24 +100,33 @@ def apply_patch(
     reverse: bool = False,
     strategy: ApplyStrategy = ApplyStrategy.EXACT,
     base: Tree | None = None,
+    submodules: Objects | None = None,
 ) -> Applied:
     """Apply a patch to a tree in memory.
 
     `scratch` is a directory for git, made if needed and removed. `base` is the tree of the base
-    commit, if it differs. Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError
-    with the message of a plain `git apply`, whatever the strategy, and the hunk that fits nowhere.
+    commit, if it differs. `submodules` has the commits to which the patch may move submodules.
+    Raises PatchConflictError, InvalidPatchError, PathOutsideCheckoutError with the message of a
+    plain `git apply`, whatever the strategy, and the hunk that fits nowhere.
     """
     if not patch.endswith(b"\n"):  # common in datasets; git calls it corrupt
         patch += b"\n"
-    attempt = _Application(tree, reverse, scratch, base)
+    moved = move(tree, submodules, patch, reverse=reverse)
+    if moved.rest != patch and not named_paths(moved.rest):
+        return Applied(_changes(tree, moved.results), FoundStrategy.EXACT, moved.notes)
+    patch, after = moved.rest, Patched(tree, moved.results) if moved.results else tree
+    attempt = _Application(after, reverse, scratch, base)
     is_tolerant = strategy is ApplyStrategy.TOLERANT
     try:
-        return Applied(_changes(tree, attempt.exactly(patch)), FoundStrategy.EXACT)
+        found, results = FoundStrategy.EXACT, attempt.exactly(patch)
     except _REFUSALS as error:
         applied = attempt.tolerantly(patch) if is_tolerant else None
         if applied is None:
-            raise with_hunk(error, tree, patch, reverse=reverse, is_tolerant=is_tolerant) from error
-    return Applied(_changes(tree, applied[1]), applied[0])
+            raise with_hunk(
+                error, after, patch, reverse=reverse, is_tolerant=is_tolerant
+            ) from error
+        found, results = applied
+    return Applied(_changes(tree, moved.results | results), found, moved.notes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class PatchJob:
     """The checkout of a diff, apply or restore.
 
     `root` has the files; `tree` is that of the base commit, or of a prepared layer over it;
-    `mirror` has its objects. `scratch` is a private directory.
+    `mirror` has its objects. `scratch` is a private directory. A checkout with the agent view
+    `is_sealed`: no patch brings another commit of a submodule.
     """
 
     root: Path
@@ -48,6 +49,7 @@ class PatchJob:
     tree: str
     owner: Owner
     scratch: Path
+    is_sealed: bool = True
 
     @property
     def private(self) -> Path:

@@ -284,7 +284,8 @@ class Grade(Checkout):
     `tests_strategy` is how the instance's test patch applied, None if it has none. `changed` counts
     the paths of the agent's change, `dropped` lists those missing in the grade. `tests` are the
     paths of the instance's test patch, None if it has none. It was `judged_by` what its environment
-    loads, or without an environment by `names` of paths and modules.
+    loads, or without an environment by `names` of paths and modules. `notes` say which submodules
+    the patches move without their files.
     """
 
     strategy: model.FoundStrategy | None = None
@@ -294,6 +295,7 @@ class Grade(Checkout):
     steering: list[Steering] = []
     judged_by: Literal["loading", "names"] = "names"
     tests: list[GitName] | None = None
+    notes: list[str] = []
 
 
 class Proof(Answer):
@@ -353,9 +355,13 @@ class TurnsAnswer(Answer):
 
 
 class ApplyAnswer(Checkout):
-    """`strategy` is how the patch applied: `exact`, unless the apply was tolerant."""
+    """`strategy` is how the patch applied: `exact`, unless the apply was tolerant.
+
+    `notes` say which submodules it moves without their files.
+    """
 
     strategy: model.FoundStrategy
+    notes: list[str] = []
 
 
 class RestoreAnswer(Answer):

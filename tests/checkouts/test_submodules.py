@@ -15,7 +15,7 @@ import pytest
 from daemons import Daemon, daemon
 from gitrepos import Upstream, git
 
-from mirrord import Backend, Checkout, Client, History, View
+from mirrord import Backend, Checkout, Client, History, PatchConflictError, View
 from mirrord.catalog import Module
 from mirrord.datasets.submodules import join_url
 from mirrord.model import AuditLevel, FindingKind
@@ -250,6 +250,67 @@ def test_edits_below_a_submodule_are_edits(
     assert checkout.diff() == patch
     checkout.reset()
     assert not verify_seal(tree, world.base).leaks
+
+
+def _pointers(world: World, new: str, old: str = "") -> dict[str, str]:
+    """Return how git records that a submodule moves: as a commit, and by `diff --submodule`."""
+    old = old or world.inner
+    header = f"diff --git a/pkg/sub b/pkg/sub\nindex {old[:7]}..{new[:7]} 160000\n"
+    names = "--- a/pkg/sub\n+++ b/pkg/sub\n@@ -1 +1 @@\n"
+    lines = f"-Subproject commit {old}\n+Subproject commit {new}\n"
+    return {
+        "plain": header + names + lines,
+        "no header": names + lines,
+        "log": f"Submodule pkg/sub {old[:7]}..{new[:7]}:\n  > later\n",
+    }
+
+
+@pytest.mark.parametrize("backend", [Backend.OVERLAY, Backend.POOL])
+def test_a_patch_that_moves_a_submodule_has_its_files(world: World, backend: Backend) -> None:
+    """Both ways, beside another file's change, and in a grade; not for an agent."""
+    other = "--- a/pkg/x.py\n+++ b/pkg/x.py\n@@ -1 +1 @@\n-x\n+y\n"
+    with Client(world.running.socket) as client:
+        with client.checkout("i", backend=backend, view=View.GRADER) as made:
+            for how, text in _pointers(world, world.secret).items():
+                answer = client.apply_patch(made.id, (text + other).encode())
+                assert (answer.notes, answer.strategy) == ([], "exact"), how
+                assert (made.path / "pkg/sub/b.txt").read_text() == "of the future\n", how
+                assert (made.path / "pkg/x.py").read_text() == "y\n"
+                moved = made.diff()
+                assert b"pkg/sub/b.txt" in moved
+                made.apply((other + text).encode(), reverse=True)
+                assert made.diff() == b"", how
+            text = _pointers(world, world.secret)["plain"]
+            (made.path / "pkg/sub/b.txt").write_text("edited\n")
+            with pytest.raises(PatchConflictError, match=r"pkg/sub/b\.txt"):
+                made.apply(text)
+            made.reset()
+            dirty = _pointers(world, f"{world.inner}-dirty")["plain"]
+            deep = f"Submodule pkg/sub {world.inner[:9]}..{world.secret[:9]}:\n" + moved.decode()
+            for patch, files in {
+                _pointers(world, "3" * 40)["plain"] + other: "commit 333",
+                dirty + other: "edited",
+                deep: None,
+                text.replace("pkg/sub", "gone").replace(world.inner, "1" * 40): "not had",
+            }.items():
+                notes = client.apply_patch(made.id, patch.encode()).notes
+                assert len(notes) == bool(files), patch
+                assert (files or "") in "".join(notes)
+                made.reset()
+            gone = text.replace("index ", "deleted file mode 160000\nindex ").replace(
+                "+++ b/pkg/sub\n@@ -1 +1 @@", "+++ /dev/null\n@@ -1 +0,0 @@"
+            )
+            made.apply(gone.partition("+Subproject")[0])
+            assert not (made.path / "pkg/sub/b.txt").exists()
+        with client.grade("i", (text + other).encode(), backend=backend) as grade:
+            assert (grade.path / "pkg/sub/b.txt").read_text() == "of the future\n"
+            assert grade.report.notes == []
+        with client.grade("i", patch.encode(), backend=backend) as grade:
+            assert "not had" in "".join(grade.report.notes)
+        with client.checkout("i", backend=backend) as made:
+            notes = client.apply_patch(made.id, text.encode()).notes
+            assert "agent view" in "".join(notes)
+            assert made.diff() == b""
 
 
 def test_a_store_of_a_submodule_with_more_is_a_leak(world: World, tmp_path: Path) -> None:

@@ -271,6 +271,8 @@ def apply(
     answer = session.client.apply_patch(found, content, reverse=reverse, strategy=strategy)
     if answer.strategy is not FoundStrategy.EXACT:
         session.note(f"applied by strategy {answer.strategy}")
+    for sentence in answer.notes:
+        session.note(sentence)
     session.answer(answer, [answer.path])
 
 

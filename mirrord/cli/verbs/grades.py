@@ -123,6 +123,7 @@ def _remarks(grade: Grade) -> list[str]:
         for name, how in hows.items()
         if how not in (None, FoundStrategy.EXACT)
     )
+    lines += grade.notes
     if grade.tests is None:
         lines.append("no tests: it has no instance, or the instance has no test patch")
     if grade.judged_by == "names":

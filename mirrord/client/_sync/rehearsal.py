@@ -209,7 +209,8 @@ class Rehearsal:
                 record.add(named, "nothing", "the row has none: nothing to apply")
                 continue
             with record.step(named) as step:
-                step.strategy = checkout.apply(named)
+                answer = self._client.apply_patch(checkout.id, named)
+                step.strategy, step.notes = answer.strategy, answer.notes
                 applied.append(named)
                 is_exact &= step.strategy is FoundStrategy.EXACT
         with record.step("tree"):

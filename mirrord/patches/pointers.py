@@ -1,0 +1,181 @@
+"""Patches that move a submodule to another commit, as changes of the files below it.
+
+git records a submodule as a commit, so its patch is two lines, `Subproject commit ID`, and no file
+changes by it. Here both commits are read, and what differs between them is what the patch does.
+`diff --submodule=log` and `diff --submodule=diff` are read too. Runs in workers.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..errors import CommitNotFoundError, CorruptObjectError, PatchConflictError
+from ..git.lfs import POINTER_BYTES, parse_pointer
+from ..git.objects.repository import Objects, read_commit
+from ..git.objects.trees import TreeEntry, changes
+from ..host.files import shown_path
+from .fit import DIRECTORY, File, Results, Tree
+from .parse import NeedsGitError, name_of, named_paths
+
+_ID = rb"([0-9a-f]{7,64})(-dirty)?"
+_EXTENDED = rb"(?:(?:index|(?:new file|deleted file|old|new) mode) [^\n]*\n)*"
+_SECTION = re.compile(
+    rb"(?m)^(?:diff --git [^\n]*\n" + _EXTENDED + rb")?--- ([^\n]*)\n\+\+\+ ([^\n]*)\n"
+    rb"@@ -\d+(?:,\d+)? \+\d+(?:,\d+)? @@[^\n]*\n"
+    rb"(?:-Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
+    rb"(?:\+Subproject commit " + _ID + rb"\r?(?:\n|\Z))?"
+    rb"(?=diff |--- |Submodule |-- \n|\n|\Z)"
+)
+_LOG = re.compile(
+    rb"(?m)^Submodule (.+) ([0-9a-f]{7,64})\.{2,3}([0-9a-f]{7,64})"
+    rb"(?: \([a-z ]+\))?:?\r?\n(?:  [<>] [^\n]*\n)*"
+)
+_DIRTY = re.compile(rb"(?m)^Submodule (.+) contains (?:modified|untracked) content\r?\n")
+_NULL_ID = re.compile(rb"0{7,64}")
+
+
+class Pointer(NamedTuple):
+    """A submodule's commit before and after, maybe abbreviated; None where it has none."""
+
+    path: bytes
+    old: str | None
+    new: str | None
+    is_dirty: bool = False
+
+
+@dataclass(slots=True)
+class Moved:
+    """The files that pointers change, the `rest` of the patch, and what they do not change."""
+
+    rest: bytes
+    results: Results = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def move(tree: Tree, objects: Objects | None, patch: bytes, *, reverse: bool) -> Moved:
+    """Take out of a patch what moves submodules, and return the files that differ by it.
+
+    `objects` has the commits of submodules, None in a sealed checkout, which gets no file of
+    another one. What is not had is left as it is, with a note. Raises PatchConflictError for a file
+    that is not that of the old commit.
+    """
+    moved = Moved(patch)
+    if b"ubmodule " not in patch and b"Subproject commit " not in patch:
+        return moved
+    for pointer, text in _read(patch):
+        path, old, new, _ = pointer
+        if reverse:
+            pointer = Pointer(path, new, old, pointer.is_dirty)
+        has_files = _has_files(tree, path) or (
+            pointer.old is None and tree.read(path) is None and _has(objects, pointer.new)
+        )
+        if pointer.is_dirty:
+            moved.notes.append(_said(path, "what was edited in it is not in the patch"))
+        if has_files or text.startswith(b"Submodule ") or old == new:
+            moved.rest = moved.rest.replace(text, b"", 1)
+        if old == new:
+            continue
+        if not has_files:
+            moved.notes.append(_said(path, "its files are not had, so none changes"))
+        elif objects is None:
+            fact = "its files stay: a checkout with the agent view has no other commit of it"
+            moved.notes.append(_said(path, fact))
+        else:
+            _move(tree, objects, pointer, moved)
+    return moved
+
+
+def _has_files(tree: Tree, path: bytes) -> bool:
+    at = tree.read(path)
+    return at is not None and at.mode == DIRECTORY
+
+
+def _has(objects: Objects | None, commit: str | None) -> bool:
+    with suppress(CommitNotFoundError, CorruptObjectError):
+        return bool(objects and commit and read_commit(objects, commit))
+    return False
+
+
+def _read(patch: bytes) -> Iterator[tuple[Pointer, bytes]]:
+    """Yield what moves a submodule, with the text that says so."""
+    for found in _SECTION.finditer(patch):
+        before, after, old, was_dirty, new, is_dirty = found.groups()
+        if old is None and new is None:
+            continue
+        with suppress(NeedsGitError):
+            path = name_of(after if new else before, 1)
+            if path:
+                yield _pointer(path, old, new, is_dirty=bool(was_dirty or is_dirty)), found[0]
+    rest = _SECTION.sub(b"", patch)
+    named = named_paths(rest)
+    for found in _LOG.finditer(rest):
+        path, old, new = found.groups()
+        if path not in named:  # else `--submodule=diff`, and its files follow
+            yield _pointer(path, old, new), found[0]
+    for found in _DIRTY.finditer(rest):
+        if found[1] not in named:
+            yield Pointer(found[1], None, None, is_dirty=True), found[0]
+
+
+def _pointer(
+    path: bytes, old: bytes | None, new: bytes | None, *, is_dirty: bool = False
+) -> Pointer:
+    before, after = (
+        None if oid is None or _NULL_ID.fullmatch(oid) else oid.decode() for oid in (old, new)
+    )
+    return Pointer(path, before, after, is_dirty)
+
+
+def _move(tree: Tree, objects: Objects, pointer: Pointer, moved: Moved) -> None:
+    path, old, new, _ = pointer
+    for commit in (old, new):
+        if commit and not _has(objects, commit):
+            moved.notes.append(_said(path, f"its files stay: commit {commit} is not mirrored"))
+            return
+    trees = (read_commit(objects, commit).tree if commit else None for commit in (old, new))
+    for change in changes(objects, next(trees), next(trees), path + b"/"):
+        inner = Pointer(change.path, _commit_of(change.old), _commit_of(change.new))
+        if (inner.old or inner.new) and _has_files(tree, change.path):
+            _move(tree, objects, inner, moved)
+        elif inner.new:
+            moved.notes.append(_said(change.path, "its files are not had, so none changes"))
+        before, after = _file_of(change.old), _file_of(change.new)
+        if before and (before.mode, before.oid) != (after and (after.mode, after.oid)):
+            _must_be(tree, objects, before)
+        if before and not after:
+            moved.results.setdefault(change.path, None)
+        elif after:
+            data = objects.read_blob(after.oid)
+            moved.results[change.path] = File(after.mode, data)
+            if len(data) < POINTER_BYTES and parse_pointer(data):
+                fact = f"{shown_path(change.path)} is a pointer of LFS, whose object is not had"
+                moved.notes.append(_said(path, fact))
+
+
+def _commit_of(entry: TreeEntry | None) -> str | None:
+    return entry.oid if entry and entry.is_submodule else None
+
+
+def _file_of(entry: TreeEntry | None) -> TreeEntry | None:
+    return None if entry is None or entry.is_tree or entry.is_submodule else entry
+
+
+def _must_be(tree: Tree, objects: Objects, entry: TreeEntry) -> None:
+    at, data = tree.read(entry.path), objects.read_blob(entry.oid)
+    if at == File(entry.mode, data):
+        return
+    pointer = parse_pointer(data) if len(data) < POINTER_BYTES else None
+    if at and pointer and hashlib.sha256(at.data).hexdigest() == pointer.oid:
+        return
+    raise PatchConflictError(
+        f"cannot apply the patch: {shown_path(entry.path)} is not that of the commit from which the"
+        " patch moves its submodule",
+        hint="nothing was changed; `mirrord diff` shows what the checkout has",
+    )
+
+
+def _said(path: bytes, fact: str) -> str:
+    return f"submodule {shown_path(path)}: {fact}"
