@@ -33,6 +33,7 @@ from ..quoting import decode_name, encode_name
 from ..trees.layer import is_whiteout, read_attributes
 from ..trees.manifest import clock_ns
 from ..trees.reader import TreeReader, parents
+from ..trees.relocation import Relocation
 from ..trees.scan import is_control
 
 _ROUNDS = 5
@@ -160,6 +161,7 @@ def copy_layer(
     upper: TreeReader | None = None,
     own: Path | None = None,
     earlier: Path | None = None,
+    relocation: Relocation | None = None,
 ) -> Taken:
     """Copy what `survey` finds and `what` selects into the new `directory`, until both are equal.
 
@@ -170,7 +172,8 @@ def copy_layer(
     """
     with full_disk_named("a layer"), denials_named(owner.owner):
         locked = _Locked(client, owner)
-        copy = _Copy(directory, {Where.CLIENT: client, Where.UPPER: upper}, owner, own, earlier)
+        readers = {Where.CLIENT: client, Where.UPPER: upper}
+        copy = _Copy(directory, readers, owner, own, earlier, relocation)
         try:
             return _copy(copy, lambda: locked.see(survey()), what)
         finally:
@@ -277,7 +280,9 @@ class _Copy:
         owner: ActingAs,
         own: Path | None,
         earlier: Path | None,
+        relocation: Relocation | None,
     ) -> None:
+        self._relocation = relocation
         self._directory = os.fsencode(directory) + b"/"
         self._readers = readers
         self._owner = owner
@@ -355,7 +360,8 @@ class _Copy:
                 return _Read(attributes=read_attributes(directory))
             directory, name = reader.locate(path)
             if stat.S_ISLNK(piece.mode):
-                return _Read(os.readlink(name, dir_fd=directory))
+                target = os.readlink(name, dir_fd=directory)
+                return _Read(self._relocation.text(target) if self._relocation else target)
             file = self._owner.open_regular(directory, name, keep_atime=True)
         except PermissionError as error:
             seen = reader.find_stat(path)
@@ -371,6 +377,9 @@ class _Copy:
             if not piece.mode & stat.S_IRUSR:  # opening it changed the mode, and so the ctime
                 unlocked[path] = piece._replace(ctime_ns=os.fstat(file).st_ctime_ns)
             attributes = read_attributes(file)
+            if self._relocation and (moved := self._relocation.file(path, file)) != file:
+                file = moved
+                return _Read(os.read(file, os.fstat(file).st_size), attributes=attributes)
             if piece.size > _LONG_BYTES:
                 kept, file = file, -1
                 return _Read(file=kept, attributes=attributes)

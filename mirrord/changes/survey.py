@@ -24,6 +24,7 @@ from ..trees.layer import is_whiteout, iter_below
 from ..trees.manifest import Manifest
 from ..trees.pooled import has_top
 from ..trees.reader import TreeReader, open_top, parents
+from ..trees.relocation import Relocation
 from ..trees.scan import is_control, scan
 from .copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer, hidden_by
 
@@ -323,12 +324,16 @@ class _Surveyor:
 
 
 class PoolTree(NamedTuple):
-    """A pool tree with the manifest of its base; a linked one has its objects in the mirror."""
+    """A pool tree, or the prefix beside it, with the manifest of its base.
+
+    A linked tree has its objects in the mirror. A layer of a prefix has its paths by `relocation`.
+    """
 
     tree: Path
     manifest: Path
     owner: Owner
-    is_linked: bool
+    is_linked: bool = False
+    relocation: Relocation | None = None
 
 
 def pool_changes(source: PoolTree) -> list[bytes]:
@@ -380,7 +385,10 @@ def copy_pool(directory: Path, source: PoolTree, earlier: Path | None, what: Cop
         return pieces
 
     with opened(open_top(source.tree)) as root, TreeReader(root, acting) as reader:
-        taken = copy_layer(directory, survey, reader, acting, what, earlier=earlier)
+        taken = copy_layer(
+            directory, survey, reader, acting, what,
+            earlier=earlier, relocation=source.relocation,
+        )  # fmt: skip
     return taken._replace(git=taken.git and not source.is_linked)
 
 

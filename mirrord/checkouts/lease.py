@@ -215,8 +215,11 @@ class Lease:
 
     @property
     def own_paths(self) -> tuple[Path, ...]:
-        """What is written in the checkout: on an overlay its upper layer, on the pool the tree."""
-        return (self.private, self.tree_path) if self.backend is Backend.POOL else (self.private,)
+        """What is written in the checkout: on an overlay its upper layer, on the pool all."""
+        if self.backend is not Backend.POOL:
+            return (self.private,)
+        environment = (self.directory / "environment",) if self.base.environment else ()
+        return (self.private, self.tree_path, *environment)
 
     @property
     def owner(self) -> tuple[int, int]:

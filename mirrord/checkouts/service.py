@@ -40,7 +40,6 @@ from .requests.admission import (
     checkout_fields,
     copied_of,
     must_be_live,
-    must_mount,
     snapshot_of,
 )
 from .requests.quotas import Quotas
@@ -389,8 +388,6 @@ class Checkouts:
             if resolved.base.commit != lease.base.commit:
                 await resolver.choose_history(resolved, lease.terms.view, history, history)
             async with resolver.completed(request, resolved, history, peer, lease) as resolved:
-                if resolved.base.environment is not None:
-                    must_mount([lease.backend])
                 yield resolved.base
             return
         others = (request.instance, request.commit, request.dataset)

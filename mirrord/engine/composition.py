@@ -65,7 +65,7 @@ def compose_checkouts(
         return objects_path(state_dir, mirrors.path(lease.mirror), lease.base)
 
     stores = templates.stores
-    pool = PoolBackend(state_dir, workers, templates, mirrors.path, trash)
+    pool = PoolBackend(state_dir, workers, templates, mirrors.path, trash, environments)
     leases = Leases(state_dir)
     layers = Layers(state_dir, leases, trash)
     backends = {backend.name: backend for backend in (overlay, pool) if backend}

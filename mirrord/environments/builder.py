@@ -28,8 +28,10 @@ from ..errors import BackendUnavailableError, MirrordError, ResourceError
 from ..host.children import NOTHING, Child, start
 from ..host.processes import Owner, is_mapped, may_give_files_away
 from ..jsontext import loads
+from ..model import Isolation
 from ..places import ACTIVATE, ENVIRONMENT, SANDBOX_HOME
 from ..sandbox.box import Box
+from ..sandbox.direct import best, isolate
 from .bounds import BuildBounds
 
 USER = "mirrord-build"
@@ -147,7 +149,10 @@ def box_of(order: Order) -> Box:
     if order.program:
         files = {_PROGRAM: order.program.encode(), _INPUT: order.input.encode()}
         tree, environment = Path(order.tree), Path(order.environment)
-        return Box(tree=tree, environment=environment, is_environment_shared=True, files=files)
+        return Box(
+            tree=tree, environment=environment, is_environment_shared=True, files=files,
+            names_paths=True,
+        )  # fmt: skip
     directory = _directory_of(order.index)
     readable = {_UV: Path(order.uv), **({_INDEX: directory} if directory else {})}
     for path in ("/etc/uv", "/etc/pip.conf"):
@@ -163,6 +168,7 @@ def box_of(order: Order) -> Box:
         variables={**_variables(order, directory), **order.variables},
         readable=readable,
         writable=writable,
+        names_paths=True,
     )
 
 
@@ -213,12 +219,16 @@ def run(order: Order, connection: socket.socket) -> dict[str, Any]:
             connection.sendall(json.dumps({"log": text}).encode() + b"\n")
 
     box = box_of(order)
+    isolation = best(box.owner)
+    if isolation is not Isolation.NAMESPACES:
+        say(f"== without namespaces: isolation {isolation}\n")
     for step in steps_of(order):
         say(f"== {step.title}\n")
         reading, writing = os.pipe()
         with os.fdopen(reading, encoding="utf-8", errors="replace") as output:
             with open(os.devnull, "rb") as nothing:
-                child = box.start(step.command, stdin=nothing, stdout=writing, stderr=writing)
+                streams: dict[str, Any] = {"stdin": nothing, "stdout": writing, "stderr": writing}
+                child = isolate(box).start(step.command, **streams)
             os.close(writing)
             with BuildBounds(child, (order.environment, order.scratch), say) as bounds:
                 while piece := output.readline(_LINE):

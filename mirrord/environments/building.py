@@ -212,17 +212,18 @@ class Builds:
     ) -> str | None:
         """Have the builder make the prefix, and adopt it; return what failed."""
         async with self.scratch() as scratch:
-            prefix = scratch / "prefix"
+            prefix, tree = scratch / "prefix", scratch / "tree"
             if plan.mirror is None:
-                failure = await self.run(plan, scratch / "tree", prefix, scratch, log)
+                failure = await self.run(plan, tree, prefix, scratch, log)
             else:
                 async with self.checkout(plan, plan.commit) as checkout:
-                    failure = await self.run(plan, Path(checkout.path), prefix, scratch, log)
+                    tree = Path(checkout.path)
+                    failure = await self.run(plan, tree, prefix, scratch, log)
             if failure is None:
                 log.say("== adopting it\n")
                 try:
                     adopted = await self.workers.run(
-                        adopt, prefix, path, self.store.shared, timeout=_ADOPT_TIMEOUT
+                        adopt, prefix, tree, path, self.store.shared, timeout=_ADOPT_TIMEOUT
                     )
                 except LimitReachedError as error:
                     return error.message

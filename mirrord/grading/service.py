@@ -16,7 +16,7 @@ from ..catalog import InstanceRow
 from ..checkouts.layers import Layers, objects_path
 from ..checkouts.lease import Base, Graded, SavedLayer, SavedState
 from ..checkouts.patching import DiffAnswer, Patches
-from ..checkouts.requests.admission import Admitted, Leasing, checkout_fields, must_mount
+from ..checkouts.requests.admission import Admitted, Leasing, checkout_fields
 from ..checkouts.requests.resolve import ResolvedRequest, Resolver
 from ..config import Settings
 from ..datasets.service import Datasets
@@ -114,8 +114,6 @@ class Grading:
                 found = ResolvedRequest(parent.mirror, base)
                 changed = self.leasing.lifecycle.backend_of(parent).changed_paths(parent)
                 source = AgentTree(self.patches.job(parent), changed, order)
-                if parent.base.environment is not None:
-                    admitted = admitted._replace(backends=must_mount(admitted.backends))
                 judged, found = await self._prepare(stack, admitted, found, source, policies)
                 # under the lock: while it is held, the parent keeps its layer and environment
                 terms = admitted, found, judged, policies

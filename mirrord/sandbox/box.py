@@ -108,6 +108,9 @@ class Box:
     `mount` is the descriptor of the mount of the tree's parent directory, where this mount
     namespace does not show it.
 
+    Where a box has no namespaces, commands find its paths elsewhere (`direct.py`); those of a box
+    with `names_paths`, and its variables, may name them all the same.
+
     With an `image` the environment is a whole root file system, with the image's variables and
     user; the tree is where the image has its repository, and at `workdir`.
     """
@@ -127,6 +130,7 @@ class Box:
     scratch_bytes: int = 4 * 1024**3
     mount: int | None = None
     image: Image | None = None
+    names_paths: bool = False
 
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
@@ -225,7 +229,8 @@ class Box:
         places = (main,) if is_within else (main, self.workdir)
         for inside, shown in {**dict.fromkeys(places, self.tree), **self.writable}.items():
             yield from ("--bind", str(shown), inside)
-        for place in places:
+        shown_at = (inside for inside, shown in self.writable.items() if shown == self.tree)
+        for place in (*places, *shown_at):
             for path in self.frozen:
                 yield from ("--ro-bind-try", str(self.tree / path), f"{place}/{path}")
         yield "--clearenv"

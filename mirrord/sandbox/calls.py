@@ -163,11 +163,13 @@ def box_of(
     image = lease.image if environment is None else None
     facts = {"MIRRORD_CHECKOUT": lease.id, "MIRRORD_REPOSITORY": lease.mirror.replace("__", "/", 1)}
     facts |= {"MIRRORD_INSTANCE": lease.instance} if lease.instance else {}
+    own = environment_of(lease)
+    # the environment of a pool tree names its own path and that of the tree
+    is_copy = own is not None and environment is None and lease.backend == Backend.POOL
     return Box(
         tree=Path(lease.path),
-        environment=environment or environment_of(lease),
-        # of a pool tree it is the one on disk that all share
-        is_environment_shared=environment is not None or lease.backend == Backend.POOL,
+        environment=environment or own,
+        is_environment_shared=environment is not None,
         owner=None if is_own else (lease.owner_uid, lease.owner_gid),
         network=network,
         variables={**facts, **variables},
@@ -175,6 +177,7 @@ def box_of(
         workdir=workdir or lease.workdir or (image.tree if image else TESTBED),
         image=image,
         readable={lease.borrows: Path(lease.borrows)} if lease.borrows else {},
+        writable={str(path): path for path in (own, Path(lease.path))} if own and is_copy else {},
         files=_git_files(network=network),
     )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,14 @@ class DirectBox:
         place = max(within, key=len)
         return f"{self._places[place]}{path[len(place) :]}"
 
+    def text(self, words: str) -> str:
+        """Return a text with the paths of the host for those of the sandbox."""
+        if not self._box.names_paths:
+            return words
+        places = "|".join(map(re.escape, sorted(self._places, key=len, reverse=True)))
+        names = rf"(?<![\w.-])(?:{places})(?![\w.-])"
+        return re.sub(names, lambda match: str(self._places[match[0]]), words)
+
     def start(
         self, command: Sequence[str], *, before: Sequence[str] = (), **options: Any
     ) -> Started:
@@ -89,7 +99,7 @@ class DirectBox:
             "scratch": [self._scratch.path, self._scratch.lock],
             "paths": self._paths() if self.isolation is Isolation.LANDLOCK else None,
             "variables": self._variables(),
-            "command": [*command],
+            "command": [*map(self.text, command)],
         }
         is_own_uid = self._owner[0] != os.geteuid()
         sockets = seccomp.Sockets.ALL if is_own_uid else seccomp.Sockets.NOT_LOCAL
@@ -109,8 +119,12 @@ class DirectBox:
         return started
 
     def _variables(self) -> dict[str, str]:
-        found = self._box.all_variables(self.at)
-        own = {"TMPDIR": str(self._tmp), "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG)}
+        variables = {name: self.text(value) for name, value in self._box.variables.items()}
+        found = replace(self._box, variables=variables).all_variables(self.at)
+        own = {
+            "TMPDIR": self.at("/tmp"),  # noqa: S108
+            "GIT_CONFIG_SYSTEM": self.at(_GITCONFIG),
+        }
         found = {**own, "MIRRORD_TREE": self.at(TESTBED), **found}
         if paths := [*self._paths_of_tree()]:
             found = {"PYTHONPATH": ":".join(paths)} | found

@@ -46,8 +46,9 @@ from ..model import (
     EnvironmentName,
     shown,
 )
-from ..places import ENVIRONMENT
+from ..places import ENVIRONMENT, TESTBED
 from ..telemetry import log
+from ..trees.relocation import Relocation
 
 DIRECTORY = ".environments"
 """Below `templates`, which the mounter shows to each owner as its own."""
@@ -284,8 +285,11 @@ class Adopted(NamedTuple):
     dropped: dict[str, int]
 
 
-def adopt(source: Path, target: Path, shared: Path) -> Adopted:
+def adopt(source: Path, tree: Path, target: Path, shared: Path) -> Adopted:
     """Copy the prefix `source` to `target`/files, as links to the files in `shared`. In a worker.
+
+    Paths of the host in its scripts and path files, of itself and of `tree`, become those that a
+    sandbox shows: a build without namespaces knows no others.
 
     All processes of the build have ended. None of the build's inodes is kept, so a descriptor that
     is still open somewhere cannot change an environment. Files get mode 644 or 755 and one time,
@@ -293,7 +297,8 @@ def adopt(source: Path, target: Path, shared: Path) -> Adopted:
     """
     with full_disk_named("an environment"):
         shared.mkdir(mode=0o700, exist_ok=True)
-        copy = _TreeCopy(shared)
+        places = {str(source): ENVIRONMENT, str(tree): TESTBED}
+        copy = _TreeCopy(shared, Relocation(places))
         try:
             with opened(open_directory(source)) as directory:
                 copy.directory(directory, target / "files", b"")
@@ -322,7 +327,8 @@ def sweep_shared(shared: Path) -> int:
 
 
 class _TreeCopy:
-    def __init__(self, shared: Path) -> None:
+    def __init__(self, shared: Path, relocation: Relocation) -> None:
+        self._relocation = relocation
         self.lines: list[tuple[bytes, bytes]] = []
         self.files = self.size_bytes = self.shared_bytes = 0
         self.dropped: Counter[str] = Counter()
@@ -343,10 +349,11 @@ class _TreeCopy:
                 with opened(open_child(source, name)) as child:
                     self.directory(child, to, path + b"/")
             elif kind == stat.S_IFREG:
-                with opened(open_regular(source, name)) as file:
+                with opened(self._relocation.file(path, open_regular(source, name))) as file:
                     self._file(file, to, path)
             elif kind == stat.S_IFLNK:
-                self._link(os.readlink(name, dir_fd=source), to, path)
+                aim = self._relocation.text(os.readlink(name, dir_fd=source))
+                self._link(aim, to, path)
             else:
                 self.dropped["devices, pipes and sockets"] += 1
         os.utime(target, ns=(_MTIME_NS, _MTIME_NS))

@@ -34,6 +34,7 @@ from .manifest import (
     clock_ns,
 )
 from .reader import TreeReader, file_id, open_top, parents
+from .relocation import Relocation
 from .scan import is_control
 from .writer import TreeWriter
 
@@ -124,6 +125,7 @@ def lay(
     trash: TrashDirectory,
     *,
     skips: Callable[[bytes], bool] = _none,
+    relocation: Relocation | None = None,
 ) -> None:
     """Write the content of a layer into a clean tree, as new files of the tree's owner."""
     with (
@@ -131,7 +133,7 @@ def lay(
         TreeWriter(root, ActingAs(owner), mtime_ns=time.time_ns(), trash=trash) as writer,
     ):
         directories: list[_LayerPath] = []
-        pieces = _iter_pieces(layer, skips)
+        pieces = _iter_pieces(layer, skips, relocation)
         while batch := list(islice(pieces, _BATCH)):
             try:
                 with writer.owner:  # once per batch; the owner may not read the layer
@@ -152,14 +154,18 @@ def lay(
 
 
 def with_layers(
-    clean: Manifest, layers: Iterable[Path], tree: Path, modules: Path | None = None
+    clean: Manifest,
+    layers: Iterable[Path],
+    tree: Path,
+    modules: Path | None = None,
+    relocation: Relocation | None = None,
 ) -> Manifest:
     """Return the manifest of a clean tree on which layers were just laid, the lowest first; before
     them the submodules beside the `.git` of `modules`.
     """
     files, touched = clean.files.copy(), set[bytes]()
     for layer in (*filter(None, [modules]), *layers):
-        for piece in _iter_pieces(layer, is_control if layer == modules else _none):
+        for piece in _iter_pieces(layer, is_control if layer == modules else _none, relocation):
             try:
                 entry = _entry_of(piece)
             finally:
@@ -212,7 +218,9 @@ def read_attributes(file: int) -> dict[str, bytes]:
     }
 
 
-def _iter_pieces(layer: Path, skips: Callable[[bytes], bool] = _none) -> Iterator[_LayerPath]:
+def _iter_pieces(
+    layer: Path, skips: Callable[[bytes], bool], relocation: Relocation | None
+) -> Iterator[_LayerPath]:
     with opened(open_directory(layer)) as root, TreeReader(root, ActingAs(None)) as reader:
         for path, piece in iter_below(reader):
             if skips(path):
@@ -220,12 +228,15 @@ def _iter_pieces(layer: Path, skips: Callable[[bytes], bool] = _none) -> Iterato
             directory, name = reader.locate(path)
             if stat.S_ISREG(piece.st_mode):
                 file = open_regular(directory, name)
+                if relocation:
+                    file = relocation.file(path, file)
                 yield _LayerPath(path, piece, read_attributes(file), file=file)
             elif stat.S_ISDIR(piece.st_mode):
                 with opened(open_child(directory, name)) as fd:
                     yield _LayerPath(path, piece, read_attributes(fd))
             elif stat.S_ISLNK(piece.st_mode):
-                yield _LayerPath(path, piece, {}, target=os.readlink(name, dir_fd=directory))
+                target = os.readlink(name, dir_fd=directory)
+                yield _LayerPath(path, piece, {}, relocation.text(target) if relocation else target)
             else:
                 yield _LayerPath(path, piece, {})
 

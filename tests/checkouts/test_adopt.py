@@ -33,7 +33,7 @@ def built(tmp_path: Path) -> Iterator[Path]:
 def take(source: Path, name: str) -> tuple[Adopted, Path]:
     target = source.parent / name
     target.mkdir()
-    return adopt(source, target, source.parent / "shared"), target
+    return adopt(source, Path("/nowhere/tree"), target, source.parent / "shared"), target
 
 
 def test_equal_files_of_two_environments_are_one_on_disk(built: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from container_engines import why_no_podman
 from gitrepos import Upstream
 from pods import Pod, pod
+from python_packages import wheel
 
 pytestmark = [
     pytest.mark.root,
@@ -23,6 +24,8 @@ INSTANCE, USER = "psf__name-1", 1000
 PLACES = {"root": (0, "landlock"), "user": (USER, "landlock"), "no landlock": (0, "uid")}
 TESTS = "diff --git a/t b/t\nnew file mode 100644\n--- /dev/null\n+++ b/t\n@@ -0,0 +1 @@\n+test\n"
 PATCH = "diff --git a/n b/n\nnew file mode 100644\n--- /dev/null\n+++ b/n\n@@ -0,0 +1 @@\n+new\n"
+PROGRAM = "import sys\ndef main(): print(sys.prefix, sys.path[-1])\n"
+SCRIPTS = "[console_scripts]\ntiny = tiny:main\n"
 # What an agent tries; `secret` is a file of the daemon's state that its user may read.
 ATTEMPTS = """
 import ctypes, json, os, signal, socket, sys
@@ -59,6 +62,26 @@ print(json.dumps({"uid": os.getuid(), "done": done, "caps": status["CapEff"] + s
 _ALLOWED = {"write the tree", "write home", "write temporary"}
 
 
+def _row_with_environment(upstream: Upstream) -> dict[str, object]:
+    """Its environment has a program and a path file that names the tree; installing makes a file."""
+    test = "import unittest\nimport demo\nimport made\nclass Case(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(demo.x, made.y)\n"
+    base = upstream.commit({"demo.py": "x = 1\n", "src/own.py": "", ".gitignore": "made.py\n"})
+    fixed = upstream.commit({"demo.py": "x = 2\n"})
+    tested = upstream.commit({"test_demo.py": test})
+    gold, tests = (f"{upstream.git('diff', *pair)}\n" for pair in ((base, fixed), (fixed, tested)))
+    site = "$VIRTUAL_ENV/lib/python3.11/site-packages"
+    return {
+        "instance_id": "acme__demo-1", "repo": "acme/demo", "base_commit": base, "version": "1",
+        "patch": gold, "test_patch": tests, "PASS_TO_PASS": "[]",
+        "FAIL_TO_PASS": ["test_it (test_demo.Case.test_it)"],
+        "install_config": {
+            "python": "3.11", "pip_packages": ["tiny"], "log_parser": "unittest",
+            "install": f"echo /testbed/src >{site}/own.pth && echo y = 2 >/testbed/made.py",
+            "test_cmd": "python -m unittest -v",
+        },
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=PLACES)
 def place(request: pytest.FixtureRequest) -> Iterator[tuple[Pod, int, str]]:
     """A pod with a daemon, a mirror and a data set; the daemon's user, and the best isolation."""
@@ -74,11 +97,19 @@ def place(request: pytest.FixtureRequest) -> Iterator[tuple[Pod, int, str]]:
         }  # fmt: skip
         (root / "rows.jsonl").write_text(json.dumps(row) + "\n")
         (root / "patch").write_text(PATCH)
+        wheel(root / "packages", "tiny", "1.0", {"tiny.py": PROGRAM}, SCRIPTS)
+        settings = f'[environments]\nindex = "{root}/packages"\nnetwork = false\n'
+        (root / "config.toml").write_text(settings)
+        project = Upstream(root / "acme/demo")
+        (root / "demo.jsonl").write_text(json.dumps(_row_with_environment(project)))
         with pod(root, has_landlock=request.param != "no landlock") as made:
             made.serve(user)
             added = ("mirror", "add", "psf/name", "--url", f"file://{upstream.path}")
             made.must(*added, user=user)
             made.must("dataset", "import", f"{root}/rows.jsonl", "--name", "rows", user=user)
+            added = ("mirror", "add", "acme/demo", "--url", f"file://{project.path}")
+            made.must(*added, user=user)
+            made.must("dataset", "import", f"{root}/demo.jsonl", "--name", "demo", user=user)
             yield made, user, isolation
     finally:
         shutil.rmtree(root)
@@ -208,3 +239,40 @@ def test_a_sandbox_of_the_client(place: tuple[Pod, int, str]) -> None:
     assert answer["struck"] == "time"
     assert [f"isolation {isolation}" in warning for warning in answer["warned"]] == [True]
     assert not made.run("sh", "-c", "ls -d /tmp/mirrord-sandbox-*").stdout
+
+
+def test_an_environment_is_a_copy_beside_the_tree(place: tuple[Pod, int, str]) -> None:
+    """Built and prepared; then shown, changed, forked and reset without any mount."""
+    made, user, _ = place
+    instance = "acme__demo-1"
+    made.must("environment", "build", instance, user=user)
+    owner = () if user else ("--owner", "61000")
+    held = made.json("checkout", instance, "--environment", "auto", *owner, user=user)
+    assert (held["backend"], held["layer"][:12]) == ("pool", "environment-")
+    tree, prefix = held["path"], f"{held['directory']}/environment"
+
+    def tiny(checkout: str) -> str:
+        return made.must("exec", checkout, "--", "sh", "-c", "cat made.py; tiny", user=user)
+
+    def shown(path: str) -> str:
+        return f"y = 2\n{path}/environment {path}/tree/src\n"
+
+    assert (tiny(tree), made.must("diff", tree, user=user)) == (shown(held["directory"]), "")
+    broken = f"rm {prefix}/bin/tiny; cp {prefix}/bin/python {prefix}/bin/other; echo $VIRTUAL_ENV >{prefix}/bin/mine; rm made.py"
+    assert made.must("exec", tree, "--", "sh", "-c", broken, user=user) == ""
+    forked = made.json("fork", tree, user=user)
+    listed = "cd $VIRTUAL_ENV/bin; cat mine; ls tiny ../../tree/made.py; ./other -c 'print(1)'"
+    there = made.mirrord("exec", forked["path"], "--", "sh", "-c", listed, user=user)
+    assert there.stdout == f"{forked['directory']}/environment\n1\n", there
+    made.must("reset", tree, user=user)
+    assert tiny(tree) == shown(held["directory"])
+    assert made.run("test", "-e", f"{prefix}/bin/other").returncode == 1
+    refused = made.mirrord("environment", "remove", instance, user=user)
+    assert "2 checkouts have it" in refused.stderr, refused
+    made.must("release", tree, forked["path"], user=user)
+
+
+def test_tests_of_a_row_run_without_a_mount(place: tuple[Pod, int, str]) -> None:
+    made, user, _ = place
+    found = made.json("rehearse", "--run", "--dataset", "demo", user=user)
+    assert [row["status"] for row in found["instances"]] == ["ready"], found

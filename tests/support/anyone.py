@@ -52,6 +52,9 @@ def _copy() -> Path:
         f"{_PROJECT}/mirrord",
     ):
         subprocess.run(["cp", "-r", "--preserve=timestamps", source, directory], check=True)
+    uv = Path(sys.executable).with_name("uv")  # which its package finds there
+    (directory / "bin").mkdir(exist_ok=True)
+    subprocess.run(["cp", "--reflink=auto", uv, directory / "bin"], check=True)
     subprocess.run(["chmod", "-R", "a+rX", directory], check=True)
     return directory
 

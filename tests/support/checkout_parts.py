@@ -126,7 +126,8 @@ async def running_pool(state: Path, upstream: Upstream) -> AsyncIterator[Pool]:
         events=Events(), trash=trash,
     )  # fmt: skip
     await templates.open()
-    backend = PoolBackend(state, workers, templates, stores.mirrors_path, trash)
+    environments = EnvironmentStore(state, trash)
+    backend = PoolBackend(state, workers, templates, stores.mirrors_path, trash, environments)
     await backend.open()
     try:
         yield Pool(state, workers, stores, backend)

@@ -57,9 +57,10 @@ class Pod:
         home.mkdir()
         os.chown(home, user, user)
         log = home / "daemon.log"
+        config = ("--env", f"MIRRORD_CONFIG={self.root}/config.toml")
         command = f"exec {' '.join([*self._python, '-P', '-m', 'mirrord', 'serve'])} >{log} 2>&1"
         options = ("--detach", "--user", str(user), "--env", f"HOME={home if user else '/root'}")
-        self.engine("exec", *options, self.name, "sh", "-c", command)
+        self.engine("exec", *options, *config, self.name, "sh", "-c", command)
         for _ in range(100):  # each takes a while
             if self.mirrord("status", user=user).returncode == 0:
                 return

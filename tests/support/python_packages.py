@@ -14,7 +14,9 @@ from pathlib import Path
 from daemons import Daemon, daemon
 
 
-def wheel(directory: Path, name: str, version: str, files: Mapping[str, str]) -> Path:
+def wheel(
+    directory: Path, name: str, version: str, files: Mapping[str, str], entry_points: str = ""
+) -> Path:
     """A wheel of pure Python in a directory that serves as an index."""
     directory.mkdir(exist_ok=True)
     path = directory / f"{name}-{version}-py3-none-any.whl"
@@ -23,6 +25,7 @@ def wheel(directory: Path, name: str, version: str, files: Mapping[str, str]) ->
         **files,
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **({f"{info}/entry_points.txt": entry_points} if entry_points else {}),
     }
     record = "".join(f"{each},,\n" for each in [*content, f"{info}/RECORD"])
     with zipfile.ZipFile(path, "w") as archive:

@@ -3,7 +3,8 @@
 The manifest beside a tree always describes an earlier clean state and is replaced last, so a call
 that was killed can be repeated. Without a usable manifest or top directory the tree is written
 again. A released tree is removed, never reused; a new checkout takes a spare one if there is one
-(`spares.py`). A restart removes spares, which have no lease.
+(`spares.py`). A restart removes spares, which have no lease. An environment is a copy beside the
+tree, which a reset makes anew if anything changed in it.
 """
 
 from __future__ import annotations
@@ -25,20 +26,23 @@ from ...changes.copying import CopyRule, Taken
 from ...changes.survey import PoolTree, copy_pool, pool_changes
 from ...host.files import mounted_on
 from ...host.mounts import Visible, mounts_below, visible_to
+from ...host.overlays import ENVIRONMENT
 from ...host.trash import Trash, find_trash, new_trash
-from ...model import Backend, CheckoutId, History, MirrorName, Target
+from ...model import Backend, CheckoutId, History, LayerId, MirrorName, Target
 from ...patches import journal
 from ...protocol import Proof
 from ...telemetry import elapsed_s, log
 from ...trees import dotgit
 from ...trees.pooled import _LAID, PoolPaths, make, make_clean
+from ...trees.prefix import Prefix, make_prefix
 from ..backend import ChangedPaths
 from ..layers import layer_path
 from ..lease import Directories, Lease, LeaseState, resetting
 from ..leases import Leases
 from .spares import Spares
 
-if TYPE_CHECKING:  # workers load this module, and need neither
+if TYPE_CHECKING:  # workers load this module, and need none of them
+    from ...templates.environments import EnvironmentStore
     from ...templates.service import Templates
     from ...workers.pool import Workers
 
@@ -56,11 +60,14 @@ class PoolBackend:
     templates: Templates
     mirrors_path: Callable[[MirrorName], Path]
     trash: Trash
+    environments: EnvironmentStore
 
     def __post_init__(self) -> None:
         self.stores = self.templates.stores
         self.spares = Spares(self._write_spare, self.trash)
-        self._borrowed: dict[CheckoutId, Path] = {}  # the stores of checkouts that borrow
+        # by checkout: the store that it borrows, and the digests of its environments
+        self._borrowed: dict[CheckoutId, Path] = {}
+        self._held: dict[CheckoutId, frozenset[str]] = {}
 
     async def open(self) -> None:
         """Remove the records of linked worktrees whose checkout is gone."""
@@ -72,6 +79,7 @@ class PoolBackend:
         await self.spares.close()
 
     async def create(self, lease: Lease) -> tuple[str, dict[str, float]]:
+        self._must_be_possible(lease)
         began = time.perf_counter()
         async with self._paths(lease) as paths:
             sealed_s = elapsed_s(began)
@@ -86,7 +94,11 @@ class PoolBackend:
                     )
                 finally:
                     self.trash.add(*spare)
-            self._keep_store(lease)
+            self._keep(lease)
+            if lease.base.environment is not None:
+                written = time.perf_counter()
+                await self._make_environment(lease, paths.trash)
+                timings["environment"] = elapsed_s(written)
         if spare is not None:
             self.spares.order(lease)
         return tree, {"seal": sealed_s} | timings
@@ -113,6 +125,7 @@ class PoolBackend:
 
     async def reset(self, to: Lease, leases: Leases) -> Proof:
         """Reset in place. A failure after the tree was touched leaves the lease RESETTING."""
+        self._must_be_possible(to)
         await self.trash.keep_up()
         async with self._paths(to) as paths:
             if mounted := await anyio.to_thread.run_sync(mounts_below, str(to.tree_path)):
@@ -126,7 +139,8 @@ class PoolBackend:
             except errors.TreeTooLargeError:
                 leases.save(before or to)  # nothing was touched yet
                 raise
-            self._keep_store(to)
+            self._keep(to)
+            await self._make_environment(to, paths.trash)
         journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
         leases.save(to)
         return proof
@@ -134,7 +148,7 @@ class PoolBackend:
     async def adopt(self, lease: Lease) -> None:
         for trash in find_trash(lease.directory):
             self.trash.add(trash)
-        self._keep_store(lease)
+        self._keep(lease)
         if lease.borrows and self.stores.find(*lease.template) is None:
             try:  # templates are only a cache, which somebody may have removed
                 await self.stores.ensure(*lease.template)
@@ -143,17 +157,25 @@ class PoolBackend:
         if lease.state is LeaseState.LIVE:  # a reset makes a tree anew, also without a manifest
             os.stat(lease.tree_path, follow_symlinks=False)
 
-    def _keep_store(self, lease: Lease) -> None:
-        """Keep the store that a checkout borrows, instead of the one that it borrowed before."""
-        before = self._borrowed.pop(lease.id, None)
-        if lease.borrows:
-            self._borrowed[lease.id] = self.stores.hold(self.stores.path(*lease.template))
-        if before is not None:
-            self.stores.let_go(before)
+    def _keep(self, lease: Lease) -> None:
+        """Keep the store that a checkout borrows and its environments, instead of those before."""
+        for digest in lease.environments:
+            self.environments.hold(digest)
+        store = self.stores.hold(self.stores.path(*lease.template)) if lease.borrows else None
+        self._let_go(lease.id)
+        self._held[lease.id] = lease.environments
+        if store is not None:
+            self._borrowed[lease.id] = store
+
+    def _let_go(self, checkout: CheckoutId) -> None:
+        for digest in self._held.pop(checkout, ()):
+            self.environments.drop(digest)
+        if (store := self._borrowed.pop(checkout, None)) is not None:
+            self.stores.let_go(store)
 
     async def take_down(self, directories: Directories, lease: Lease | None) -> bool:
-        if lease is not None and (store := self._borrowed.pop(lease.id, None)) is not None:
-            self.stores.let_go(store)
+        if lease is not None:
+            self._let_go(lease.id)
         if lease is not None and lease.history is History.LINKED:
             await anyio.to_thread.run_sync(
                 dotgit.remove_worktree, self.mirrors_path(lease.mirror), lease.id
@@ -171,8 +193,14 @@ class PoolBackend:
     async def copy_layer(
         self, lease: Lease, directory: Path, earlier: Path | None, what: CopyRule
     ) -> Taken:
+        source = self._tree(lease)
+        if what.of_environment:
+            prefix = self._prefix(lease, new_trash(lease.directory.parent))
+            source = PoolTree(
+                prefix.path, prefix.manifest, prefix.owner, relocation=prefix.as_built
+            )
         return await self.workers.run(
-            copy_pool, directory, self._tree(lease), earlier, what, timeout=what.limits.timeout
+            copy_pool, directory, source, earlier, what, timeout=what.limits.timeout
         )
 
     def visible_to(self, pid: int) -> Visible:
@@ -190,6 +218,41 @@ class PoolBackend:
     def _tree(self, lease: Lease) -> PoolTree:
         manifest = lease.private / (_LAID if lease.base.saved or lease.base.whole else "manifest")
         return PoolTree(lease.tree_path, manifest, lease.owner, lease.history is History.LINKED)
+
+    # -- environments ------------------------------------------------------------------------------
+
+    def _must_be_possible(self, lease: Lease) -> None:
+        if lease.base.image is not None:
+            raise errors.BackendUnavailableError(
+                f"cannot show image {lease.base.environment}: the backend pool mounts nothing, and"
+                " a whole root file system is shown by mounts alone",
+                hint="ask for the backend overlay, or for no environment; `mirrord doctor` says"
+                " what to ask the administrator for",
+            )
+
+    async def _make_environment(self, lease: Lease, trash: Path) -> None:
+        """Have the environment beside the tree as the lease says; take one away that it lacks."""
+        prefix = self._prefix(lease, trash)
+        if lease.base.environment is not None:
+            await self.workers.run(make_prefix, prefix, timeout=_TIMEOUT)
+        elif prefix.path.exists():
+            gone = new_trash(lease.directory)
+            prefix.path.rename(gone)
+            self.trash.add(gone)
+
+    def _prefix(self, lease: Lease, trash: Path) -> Prefix:
+        def path(layer: LayerId) -> Path:
+            return layer_path(self.state_dir, layer)
+
+        base, layers = lease.base, tuple[Path, ...]()
+        if base.environment is not None:
+            saved = base.saved.environment_layers if base.saved else ()
+            layers = (*map(path, saved), *self.environments.lowers(base.environment.digest))
+        own = path(base.environment_layer) if base.environment_layer else None
+        return Prefix(
+            lease.directory / ENVIRONMENT, lease.tree_path, lease.private / "environment-manifest",
+            layers[::-1], own, lease.owner, trash,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:

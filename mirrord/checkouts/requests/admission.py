@@ -258,8 +258,6 @@ class Leasing:
         elif not (request.sandbox and home.is_inside()):
             visible = await self.visible_to(peer)
         backends = self.choose_backends(backend, history, visible)
-        if request.environment is not None:
-            backends = must_mount(backends)
         now = self.clock()
         terms = Terms(
             owner_uid=owner[0], owner_gid=owner[1], taken_by=peer.uid, view=request.view,
@@ -354,19 +352,6 @@ class Leasing:
             taken_by=lease.terms.taken_by,
             **fields,
         )
-
-
-def must_mount(backends: list[Backend]) -> list[Backend]:
-    """Return the backends that can show an environment. Raises BackendUnavailableError."""
-    if Backend.OVERLAY in backends:
-        return [Backend.OVERLAY]
-    raise errors.BackendUnavailableError(
-        "cannot show an environment: the backend pool mounts nothing",
-        hint=_HOME_HINT
-        if home.is_inside()
-        else "ask for the backend overlay, if `mirrord doctor` finds it available, or for no"
-        " environment",
-    )
 
 
 def must_be_live(lease: Lease) -> None:
