@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,18 @@ def podman(plugin: Path, user: int | None = None) -> Iterator[Engine]:
         engine.try_run("volume", "rm", "--all", "--force")
         if user is not None:
             engine.try_run("system", "migrate")  # ends the process that holds the user namespace
+        until(lambda: not _names(root))  # after a container or an exec another podman cleans up
         shutil.rmtree(root)
+
+
+def _names(root: Path) -> list[Path]:
+    """The processes that name a directory in their arguments."""
+    naming = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            if os.fsencode(root) in file.read_bytes():
+                naming.append(file)
+    return naming
 
 
 @contextmanager
