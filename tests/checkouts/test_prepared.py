@@ -633,6 +633,7 @@ def test_what_cannot_have_an_environment_says_so(service: Service, environment: 
     with pytest.raises(errors.BackendUnavailableError):
         pooled.reset(environment="image")
     assert pooled.diff() == b""
+    until(lambda: not service.environments.held[NEWER])  # its scan has ended
 
 
 @pytest.mark.parametrize("lost", ["nothing", "environment", "both"])

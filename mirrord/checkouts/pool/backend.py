@@ -247,7 +247,10 @@ class PoolBackend:
         base, layers = lease.base, tuple[Path, ...]()
         if base.environment is not None:
             saved = base.saved.environment_layers if base.saved else ()
-            layers = (*map(path, saved), *self.environments.lowers(base.environment.digest))
+            layers = (
+                *map(path, saved),
+                *self.environments.lowers(base.environment.digest, base.cover),
+            )
         own = path(base.environment_layer) if base.environment_layer else None
         return Prefix(
             lease.directory / ENVIRONMENT, lease.tree_path, lease.private / "environment-manifest",
