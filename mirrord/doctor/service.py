@@ -16,7 +16,7 @@ from ..host.files import opened
 from ..host.mounts import find_left_behind
 from ..host.processes import search_path
 from ..places import DOCKER_SOCKET, Layout
-from ..sandbox.box import find_obstacle
+from ..sandbox.box import find_ip, find_obstacle
 from .checks import Result, existing, judge
 from .units import find_unit
 
@@ -136,6 +136,12 @@ def confinement(settings: Settings) -> Result:
     if obstacle := find_obstacle():
         remedy = "install `bubblewrap`, and allow user namespaces; sandboxes do not run otherwise"
         return "warn", obstacle, remedy
+    if find_ip() is None:
+        return (
+            "warn",
+            "without a route: ip is not installed",
+            "install `iproute2`; connecting in a sandbox fails at once, instead of timing out",
+        )
     if shutil.which("newuidmap", path=search_path()) is None:
         return "ok", "for this uid and root; newuidmap is not installed", ""
     return "ok", "for this uid, subordinate uids and root", ""

@@ -38,7 +38,7 @@ from ..model import ENVIRONMENT_KEY, EnvironmentName, shown
 from ..places import TESTBED, read_workdir
 from ..protocol import Progress, ProgressSink
 from ..templates.environments import RECORD, EnvironmentStore
-from .layers import Listing, User, find_user, finish_layer, list_layer, make_cover
+from .layers import Listing, User, find_links, find_user, finish_layer, list_layer, make_cover
 from .recipes import COMMIT, slug
 
 _FETCH_TIMEOUT = timedelta(hours=6)
@@ -54,6 +54,8 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LOOPBACK = re.compile(r"docker://(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?/")
 _TAIL_BYTES = 2000
+# sandboxes mount their own there, which fails on a link that leads nowhere
+_GIVEN = ("etc/hosts", "etc/resolv.conf", "etc/gitconfig")
 REGISTRY = "docker://"
 ARCHIVES = ("docker-archive", "oci-archive", "rootfs")
 """Kinds of uploads; `rootfs` is an archive of a root file system."""
@@ -123,8 +125,9 @@ class Images:
             path.mkdir(mode=0o700)
             try:
                 tree = facts["image"]["tree"]
-                cover = [tree] if tree in facts["image"]["repositories"] else []
                 below = [self.store.layers / name for name in facts["stack"]]
+                cover = await anyio.to_thread.run_sync(find_links, _GIVEN, below)
+                cover += [tree] if tree in facts["image"]["repositories"] else []
                 await anyio.to_thread.run_sync(make_cover, path / "files", cover, below)
                 self._write(path, facts)
             finally:

@@ -176,6 +176,12 @@ def make_cover(root: Path, paths: Sequence[str], below: Sequence[Path]) -> None:
             os.utime(root / path, ns=(like.st_atime_ns, like.st_mtime_ns))
 
 
+def find_links(paths: Sequence[str], layers: Sequence[Path]) -> list[str]:
+    """Return the paths that are symbolic links in a stack of layers, the top first."""
+    shown = {path: _shown(path, layers) for path in paths}
+    return [path for path, facts in shown.items() if facts and stat.S_ISLNK(facts.st_mode)]
+
+
 def _above(path: str) -> Iterator[str]:
     while path := os.path.dirname(path):
         yield path

@@ -47,7 +47,16 @@ _NAME = "testbed"  # of the user, the group and the host
 # An agent may trace bwrap's process, the first of its pid namespace, and clear PR_SET_PDEATHSIG. So
 # the sandbox is in one more pid namespace, whose first process it cannot see. That one has a /proc
 # of its own, because bwrap reads the /proc of its own processes.
-_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child", "--")
+_GUARD = ("unshare", "--user", "--map-current-user", "--pid", "--mount-proc", "--kill-child")
+# Without network the guard's namespace has an address and a route, as a container has, and what is
+# sent there is lost, so that connecting ends with its time-out. A loopback device does that: Linux
+# discards what comes out of it for others. It needs no module, as a dummy or veth does. The
+# capabilities for it (`--keep-caps`) end before bwrap starts.
+_SWALLOW = (
+    '"$0" -batch - <<E || exit\n'
+    "link set lo up\naddr add 172.17.0.2/32 dev lo\nroute add default dev lo src 172.17.0.2\nE\n"
+    'exec setpriv --inh-caps=-all --ambient-caps=-all -- "$@"'
+)
 
 PIPES = "/run/mirrord"
 
@@ -163,7 +172,7 @@ class Box:
             packed = give(b"".join(os.fsencode(each) + b"\0" for each in arguments))
             shown = showing(self.mount, self.tree.parent)
             given += [] if self.mount is None else [self.mount]
-            program = [*become(self.owner), *shown, *_GUARD, find_bwrap()]
+            program = [*become(self.owner), *shown, *_guard(network=self.network), find_bwrap()]
             argv = [*before, *program, "--args", packed, "--", *command]
             return Started(argv, pass_fds=given, env={}, cwd="/", **options)
 
@@ -182,7 +191,7 @@ class Box:
         yield from ("--new-session", "--die-with-parent")
         if _can_disable_userns():
             yield "--disable-userns"
-        if not self.network:
+        if not self.network and not find_ip():
             yield "--unshare-net"
         if self.image:
             yield from ("--uid", str(self.image.uid), "--gid", str(self.image.gid))
@@ -263,6 +272,7 @@ class Box:
         return {
             "MIRRORD_ISOLATION": Isolation.NAMESPACES,
             "HOME": image.home,
+            "HOSTNAME": _NAME,
             "MIRRORD_WORKDIR": self.workdir,
             **image.variables,
             "PATH": f"{search}:{PROGRAMS}",
@@ -281,6 +291,8 @@ class Box:
             if self.network:
                 with suppress(OSError):
                     yield "/etc/resolv.conf", Path("/etc/resolv.conf").read_bytes()
+            else:  # refuses at once: an answer from behind the route would be waited for
+                yield "/etc/resolv.conf", b"nameserver 127.0.0.1\n"
             yield from self.own_files(self.at).items()
             return
         uid, gid = self.owner or (os.geteuid(), os.getegid())
@@ -336,6 +348,18 @@ def showing(mount: int | None, directory: Path) -> Iterator[str]:
 
 def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def _guard(*, network: bool) -> tuple[str, ...]:
+    if network or not (program := find_ip()):
+        return *_GUARD, "--"
+    return *_GUARD, "--keep-caps", "--net", "--", "sh", "-c", _SWALLOW, program
+
+
+@cache
+def find_ip() -> str | None:
+    """Return the path of ip(8). Without it a sandbox has no route, and connecting fails at once."""
+    return shutil.which("ip", path="/usr/sbin:/sbin:/usr/bin:/bin")
 
 
 def find_bwrap() -> str:

@@ -110,7 +110,7 @@ def test_a_checkout_stands_in_the_place_of_the_images_repository(bench: Bench) -
         checkout.reset()
         assert (
             sandbox.exec("ls /etc /new new").stdout.split()
-            == b"/etc: gitconfig hosts passwd".split()
+            == b"/etc: gitconfig hosts passwd resolv.conf".split()
         )
         with pytest.raises(EnvironmentInUseError):
             bench.client.remove_environment("whole")
@@ -189,6 +189,7 @@ def test_layers_are_unpacked_once_and_removed_with_the_last_image(bench: Bench) 
     above = images.layer([
         ("d/.wh..wh..opq", b"", {}), ("d/z", b"4", {}), (".wh.e", b"", {}),
         ("su", b"5", {"mode": 0o4755, "uid": 9}), ("dev/sda", b"", {"type": tarfile.BLKTYPE}),
+        ("etc/resolv.conf", b"", {"type": tarfile.SYMTYPE, "linkname": "/run/absent/resolv.conf"}),
     ])  # fmt: skip
     config = {"Env": ["A=b c", "PATH=/bin"], "User": "me", "WorkingDir": "/srv/app"}
     images.oci(bench.place / "one", [base])
@@ -279,13 +280,16 @@ def test_an_ordinary_user_has_images_too() -> None:
         git(upstream, "commit", "--quiet", "--all", "--message", "later")
         git(upstream, "checkout", "--quiet", "main")
         packed = images.layer([*members, ("e", b"", {})], above=images.root(place / "root"))
-        images.oci(place / "image", [packed, images.layer([(".wh.e", b"", {})])])
+        config = {"Entrypoint": ["sh", "-c"], "Cmd": ["echo $HOSTNAME"]}
+        images.oci(place / "image", [packed, images.layer([(".wh.e", b"", {})])], config)
 
     with home('[environments]\nleaks = "hide"\n', fill=fill) as made:
         made.cli("environment", "import", f"oci:{made.root}/image", "--key", "i")
         script = "id -u; pwd; cat a.txt /srv/x; ls /e /srv/answer || touch /srv/y"
         options = ("owner/name@main", "--environment", "i", "--")
         assert made.cli("exec", *options, "sh", "-c", script) == "0\n/testbed\na\nx"
+        assert made.cli("exec", "--entrypoint", *options[:-1]) == "testbed\n"
+        assert made.cli("exec", "--entrypoint", *options, "echo $0", "x") == "x\n"
         weak = made.run(
             "-m", "mirrord", "exec", "--isolation", "landlock", *options, "id", check=False
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from ... import errors
+from ... import errors, protocol
 from ...host.processes import hide_argument
 from ...model import Bind, Isolation, View, shown
 from ...sandbox.box import Started, become, showing
@@ -89,6 +89,9 @@ def execute(
     workdir: Annotated[
         str | None, Option("Where the tree is, besides /testbed; default: as the row says.", "PATH")
     ] = None,
+    entrypoint: Annotated[
+        bool, Option("Run the image's entry point; the command is its arguments.")
+    ] = False,
     isolation: Annotated[
         Isolation | None,
         Option("Demand this isolation, instead of the best that is possible here."),
@@ -117,7 +120,8 @@ def execute(
     if isolation and keep_access:
         raise errors.UsageError("cannot use --isolation with --keep-access", hint="use one of them")
     run = _Run(
-        command or [_SHELL],
+        command or [],
+        entrypoint,
         network,
         not keep_access,
         isolation,
@@ -127,8 +131,9 @@ def execute(
         dict(map(_read_variable, variable)),
         choose_workdir(workdir),
     )
-    if keep_access and workdir:
-        fact = "cannot use --workdir with --keep-access: the command sees the host's paths"
+    if keep_access and (workdir or entrypoint):
+        option = "--workdir" if workdir else "--entrypoint"
+        fact = f"cannot use {option} with --keep-access: the command sees the host's paths"
         raise errors.UsageError(fact, hint="name one of them")
     if not (is_id(target) or keep_access or given["owner"]) and _needs_uid(isolation):
         given["owner"] = _free_uid(session)
@@ -183,7 +188,8 @@ def _checkout(
 class _Run(NamedTuple):
     """A command, its sandbox and its limits."""
 
-    command: list[str]
+    given: list[str]
+    is_entered: bool
     network: bool
     is_sandboxed: bool
     isolation: Isolation | None
@@ -235,7 +241,8 @@ class _Run(NamedTuple):
         box = replace(box, mount=mount)
         try:
             if self.is_sandboxed:
-                command, paths = self._find_program(environment_of(checkout.lease, mount))
+                asked = self._command(box.image)
+                command, paths = self._find_program(asked, environment_of(checkout.lease, mount))
                 shown_paths = {str(path): path for path in paths}
                 box = replace(box, readable={**box.readable, **shown_paths})
                 # through a shell, for its message and status 127 if the command does not exist
@@ -249,15 +256,27 @@ class _Run(NamedTuple):
             start = [*self.limits.before, *own, "env", f"--chdir={checkout.path}"]
             options["pass_fds"] = () if mount is None else (mount,)
             variables = {**os.environ, **box.variables, "PWD": str(checkout.path)}
-            argv = [*start, *self.limits.inside, *self.command]
+            argv = [*start, *self.limits.inside, *self._command(None)]
             return subprocess.Popen(argv, env=variables, cwd="/", **options)
         except OSError as error:
-            fact = f"cannot run {self.command[0]}: {error.strerror}"
+            fact = f"cannot run {self._command(box.image)[0]}: {error.strerror}"
             raise errors.UsageError(fact, hint="see `mirrord doctor`") from error
 
-    def _find_program(self, environment: Path | None) -> tuple[list[str], list[Path]]:
+    def _command(self, image: protocol.Image | None) -> list[str]:
+        """Return the command: with an entry point as docker puts them together."""
+        if not self.is_entered:
+            return self.given or [_SHELL]
+        if image is None or not (command := [*image.entrypoint, *(self.given or image.command)]):
+            fact = "it has nothing to run" if image else "the checkout has no image"
+            hint = "leave --entrypoint out, and name a command"
+            raise errors.UsageError(f"cannot run the entry point: {fact}", hint=hint)
+        return command
+
+    def _find_program(
+        self, command: list[str], environment: Path | None
+    ) -> tuple[list[str], list[Path]]:
         """Return the command and the paths to show; the host's program if the sandbox lacks it."""
-        name, *rest = self.command
+        name, *rest = command
         search = f"{environment}/bin:{_SANDBOX_PATH}" if environment else _SANDBOX_PATH
         is_inside = "/" not in name and shutil.which(name, path=search)
         program = None if is_inside else shutil.which(name)
@@ -266,7 +285,7 @@ class _Run(NamedTuple):
             or not program.startswith("/")
             or program.startswith(_SANDBOX_DIRECTORIES)
         ):
-            return self.command, self.shown_paths
+            return command, self.shown_paths
         return [program, *rest], [*self.shown_paths, Path(program)]
 
 
