@@ -17,13 +17,13 @@ from typing import NamedTuple
 from ..errors import CheckoutBusyError
 from ..git.objects.repository import open_objects
 from ..git.objects.trees import BaseTree
-from ..host.files import find_stat, names_in, open_beneath, open_directory, opened
+from ..host.files import find_stat, names_in, open_beneath, open_directory, open_top, opened
 from ..host.processes import ActingAs, Owner
 from ..patches.worktree import denials_named
 from ..trees.layer import is_whiteout, iter_below
 from ..trees.manifest import Manifest
 from ..trees.pooled import has_top
-from ..trees.reader import TreeReader, open_top, parents
+from ..trees.reader import TreeReader, parents
 from ..trees.relocation import Relocation
 from ..trees.scan import is_control, scan
 from .copying import HIDDEN, CopyRule, Piece, Pieces, Taken, Where, copy_layer, hidden_by

@@ -138,11 +138,11 @@ class Leases:
     def begin(self, lease: Lease) -> None:
         """Make the directories of a new checkout, and the file that `put` publishes."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
-            os.mkdir(lease.private, 0o700)
-            _write(f"{lease.private}/{lease.state}.new", lease)
-            os.mkdir(lease.directory, 0o700)
+            os.mkdir(lease.directories.private, 0o700)
+            _write(f"{lease.directories.private}/{lease.state}.new", lease)
+            os.mkdir(lease.directories.public, 0o700)
             if lease.terms.owner_uid != os.geteuid():
-                _let_in(lease.terms.owner_uid, lease.directory)
+                _let_in(lease.terms.owner_uid, lease.directories.public)
 
     def find(self, checkout: CheckoutId) -> Lease | None:
         return self._live.get(checkout)
@@ -176,27 +176,27 @@ class Leases:
     def prepare(self, lease: Lease) -> None:
         """Write and flush the file for the next `put`. Run it in a thread: a flush takes long."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
-            _write(f"{lease.private}/{lease.state}.new", lease, durably=True)
+            _write(f"{lease.directories.private}/{lease.state}.new", lease, durably=True)
 
     def put(self, lease: Lease) -> None:
         """Publish the lease that `begin` or `prepare` wrote."""
         with full_disk_named(f"the lease of checkout {lease.id}"):
-            _replace(f"{lease.private}/{lease.state}")
+            _replace(f"{lease.directories.private}/{lease.state}")
         if lease.id not in self._live:
             self.add(lease.terms.taken_by, lease.terms.owner_uid)
         self._set(lease)
 
     def save(self, lease: Lease) -> None:
         """Replace a lease. If only its state changes, the file is renamed and not written."""
-        before, path = self._live[lease.id], f"{lease.private}/{lease.state}"
+        before, path = self._live[lease.id], f"{lease.directories.private}/{lease.state}"
         with full_disk_named(f"the lease of checkout {lease.id}"):
             if replace(before, state=lease.state) == lease:
-                os.rename(f"{lease.private}/{before.state}", path)
+                os.rename(f"{lease.directories.private}/{before.state}", path)
             else:
                 _write(f"{path}.new", lease)
                 _replace(path)
                 if before.state is not lease.state:
-                    os.unlink(f"{lease.private}/{before.state}")
+                    os.unlink(f"{lease.directories.private}/{before.state}")
         self._set(lease)
 
     def release(self, lease: Lease) -> Directories:

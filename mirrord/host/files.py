@@ -126,6 +126,17 @@ def open_child(directory: int, name: bytes) -> int:
     return open_own(directory, name, _DIRECTORY)
 
 
+def open_top(root: Path) -> int:
+    """Open the top of a pool tree; CheckoutBusyError where it is a mount point."""
+    with opened(open_directory(root.parent)) as above:
+        try:
+            return open_child(above, os.fsencode(root.name))
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise mounted_on(os.fsencode(root)) from error
+            raise
+
+
 def open_regular(directory: int, name: bytes, flags: int = FOR_READING) -> int:
     """Open a regular file without waiting on a pipe; FileNotFoundError for other kinds."""
     fd = open_own(directory, name, flags)

@@ -7,7 +7,7 @@ import platform
 import resource
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from functools import cache
@@ -261,6 +261,10 @@ class ActingAs:
         self._drops = owner is not None and (self._changes or owner == me)
         self.maker = self.owner if self._changes else me
         self._checks = self.maker != self.owner
+        self.open_directory: Callable[[int, bytes], int] = (
+            self._open_allowed if self._checks else open_child
+        )
+        """Open a directory in an open one. PermissionError if the owner may not read it."""
         self._me, self._groups = me, os.getgroups() if self._changes else []
         self._parent = os.getppid() if self._changes and dies_with_parent() else None
         self._depth = 0
@@ -289,10 +293,8 @@ class ActingAs:
                 self._become_owner()
             self._depth = depth
 
-    def open_directory(self, directory: int, name: bytes) -> int:
-        """Open a directory in an open one. PermissionError if the owner may not read it."""
-        fd = open_child(directory, name)
-        return self._check_access(fd, name, 0o5) if self._checks else fd
+    def _open_allowed(self, directory: int, name: bytes) -> int:
+        return self._check_access(open_child(directory, name), name, 0o5)
 
     def open_regular(self, directory: int, name: bytes, *, keep_atime: bool = False) -> int:
         """Open a regular file for reading. PermissionError if the owner may not read it.

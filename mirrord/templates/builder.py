@@ -122,12 +122,15 @@ class StoreBuilder:
     def find(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore | None:
         """Return the finished store, None where it is not on disk."""
         key = (name.key, commit, history)
-        found = self._found.get(key) or disk.load(self.path(name, commit, history), name)
-        if found is None or not found.git.exists():
+        known = self._found.get(key)
+        store = known or disk.load(self.path(name, commit, history), name)
+        if store is None or not store.git.exists():
             self._found.pop(key, None)
             return None
-        self._note(found)
-        return found
+        if known is None:
+            self._note(store)
+        self.used_at[store.path] = time.time()
+        return store
 
     async def ensure(self, name: MirrorName, commit: CommitId, history: History) -> SealedStore:
         """Return the store, built once for all callers, as long as one of them waits.

@@ -35,4 +35,6 @@ def reconverted(
 
 
 def tree_entries(files: Entries, paths: Iterable[bytes]) -> list[TreeEntry]:
-    return [TreeEntry(path, files[path].mode, files[path].oid.hex()) for path in paths]
+    """Return git's entries of those paths that are in the tree."""
+    known = ((path, files.get(path)) for path in paths)
+    return [TreeEntry(path, entry.mode, entry.oid.hex()) for path, entry in known if entry]

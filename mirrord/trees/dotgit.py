@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..host.files import open_plain, opened, read_plain
+from ..host.files import open_plain, open_top, opened, read_plain
 from ..host.processes import ActingAs
 from ..host.trash import TrashDirectory
 from ..quoting import decode_name
 from .manifest import DIRECTORY, NO_OBJECT, SECOND_NS, SUBMODULE, Entry, Manifest, blob_id
-from .reader import file_id, open_top
+from .reader import file_id
 from .scan import ScanResult, is_control
 from .writer import TreeWriter
 
@@ -114,35 +114,44 @@ def write_store(
     wanted = {*store.directories, *store.contents, *store.packs, _INDEX}
     unchanged = _unchanged(manifest, found)
     control = {path: entry for path, entry in unchanged.items() if path in wanted}
-    with _opened(tree, manifest, trash) as writer:
-        if unchanged:
-            gone = [path for path in found.extra if is_control(path)]
-            for path in (*gone, *sorted(unchanged.keys() - wanted, reverse=True)):
-                writer.remove(path)
-        else:
-            writer.remove(_GIT)
-        for path in store.directories:
-            if path not in control:
-                writer.make_directory(path)
-                control[path] = Entry(DIRECTORY, NO_OBJECT, NO_OBJECT)
-        for path, data in contents.items():
-            content = blob_id(data)
-            if path not in control or control[path].content != content:
-                control[path] = _record(content, writer.write_file(path, data))
-        for path, pack in store.packs.items():
-            entry = control.get(path)
-            # a recorded pack of the same name has the same bytes: stores never reuse a name
-            if not (entry and stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size):
-                with open_plain(pack) as source:
-                    copied = writer.copy_file(path, source.fileno(), permissions=0o444)
-                    control[path] = _record(file_id(source.fileno()), copied)
-        with writer.owner:
-            known = (at for at in writer.touched if at in control or at in manifest.files)
-            stats = {path: writer.get_stat(path) for path in known}
-    if not writer.touched:
+    if unchanged:
+        gone = [path for path in found.extra if is_control(path)]
+        gone += sorted(unchanged.keys() - wanted, reverse=True)
+    else:
+        gone = [_GIT]
+    directories = [path for path in store.directories if path not in control]
+    packs = [path for path, pack in store.packs.items() if not _has_pack(control.get(path), pack)]
+    files = {}
+    for path, data in contents.items():
+        content = blob_id(data)
+        if path not in control or control[path].content != content:
+            files[path] = content
+    if not (gone or directories or files or packs):
         return manifest
+    with _opened(tree, manifest, trash) as writer:
+        for path in gone:
+            writer.remove(path)
+        for path in directories:
+            writer.make_directory(path)
+            control[path] = Entry(DIRECTORY, NO_OBJECT, NO_OBJECT)
+        for path, content in files.items():
+            control[path] = _record(content, writer.write_file(path, contents[path]))
+        for path in packs:
+            with open_plain(store.packs[path]) as source:
+                copied = writer.copy_file(path, source.fileno(), permissions=0o444)
+                control[path] = _record(file_id(source.fileno()), copied)
+        stats = writer.stats_of(
+            [path for path in writer.touched if path in control or path in manifest.files]
+        )
     checksum = manifest.index if index is None else index[-20:].hex()
     return replace(manifest, control=control, index=checksum).with_stats(stats)
+
+
+def _has_pack(entry: Entry | None, pack: Path) -> bool:
+    """A recorded pack of the same name has the same bytes: stores never reuse a name."""
+    if entry is None:
+        return False
+    return stat.S_ISREG(entry.st_mode) and entry.size == pack.stat().st_size
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..host.files import (
     open_child,
     open_directory,
     open_regular,
+    open_top,
     opened,
     write_all,
 )
@@ -33,7 +34,7 @@ from .manifest import (
     blob_id,
     clock_ns,
 )
-from .reader import TreeReader, file_id, open_top, parents
+from .reader import TreeReader, file_id, parents
 from .relocation import Relocation
 from .scan import is_control
 from .writer import TreeWriter

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import struct
 import time
 from bisect import bisect_left
@@ -91,10 +90,6 @@ class Entry(NamedTuple):
     ctime_ns: int = 0
     uid: int = 0
     gid: int = 0
-
-    @property
-    def permissions(self) -> int:
-        return stat.S_IMODE(self.st_mode)
 
     @property
     def is_directory(self) -> bool:
@@ -234,11 +229,13 @@ class Entries(MutableMapping[bytes, Entry]):
         """Return the entries of some paths."""
         return {path: self[path] for path in paths}
 
-    def children(self, directories: Collection[bytes]) -> dict[bytes, list[bytes]]:
-        """Return the paths directly below each of the directories."""
+    def children(self, entries: Mapping[bytes, Entry]) -> dict[bytes, list[bytes]]:
+        """Return the paths directly below each directory among some entries."""
         below: dict[bytes, list[bytes]] = {}
         names = self._names
-        for above in directories:
+        for above, entry in entries.items():
+            if entry.mode not in DIRECTORIES:
+                continue
             found = below[above] = []
             prefix = above + b"/" if above else b""
             place = bisect_left(names, prefix or _FIRST)
@@ -250,9 +247,9 @@ class Entries(MutableMapping[bytes, Entry]):
                 if names[place] not in self._changed:
                     found.append(names[place])
                 place += 1
-        for path, entry in self._changed.items():
+        for path, changed in self._changed.items():
             above = path.rpartition(b"/")[0]
-            if path and entry is not None and above in below:
+            if path and changed is not None and above in below:
                 below[above].append(path)
         return below
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .. import errors
 from ..errors import full_disk_named
-from ..host.files import open_directory, opened
+from ..host.files import open_directory, open_top, opened
 from ..host.trash import TrashDirectory, remove_tree
 from ..protocol import Proof
 from ..quoting import quote_name
@@ -20,7 +20,6 @@ from . import dotgit
 from .layer import lay, with_layers
 from .manifest import DIRECTORY, Manifest, clock_ns
 from .proof import must_prove
-from .reader import open_top
 from .scan import ScanResult, examine, hash_tree, is_control, prove_directories, scan, tree_id
 from .sources import LayerFiles
 from .tree import materialise, move, must_fit_from, repair
@@ -90,12 +89,13 @@ def make(
 
 def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
     """Bring the tree to `commit`, whatever was done to it, and prove it."""
+    root, record = paths.tree, paths.manifest
     with full_disk_named(f"checkout {paths.directory.name}"):
         store = _read_store(paths)
         before = _find_manifest(paths)
         if before and before.commit != commit:
             must_fit_from(paths.mirror, before, tree)
-        found = scan(paths.tree, before) if before else ScanResult()
+        found = scan(root, before) if before else ScanResult()
         try:
             with closing(TrashDirectory(paths.trash)) as trash, full_disk_named("the tree"):
                 manifest = before or _write_tree(paths, commit, tree, trash)
@@ -106,22 +106,21 @@ def make_clean(paths: PoolPaths, commit: str, tree: str) -> Proof:
             manifest = before or _write_tree(paths, commit, tree, trash)
             after = _converge(paths, store, commit, manifest, found, trash)
         if after is not before:
-            after.save(paths.manifest)
+            after.save(record)
         _lay(paths, after)
     method = "written again, read back"
     if before:
         method = "stat against the private manifest, content where stat proves nothing"
         if before.commit != commit:
             method += ", moved by the tree difference"
-    restored = [path for path in (*found.modified, *found.missing) if path and not is_control(path)]
     proof = Proof(
         head=paths.head,
         tree=after.tree,
         index=after.index,
         control_files=after.control_files,
         files_checked=found.looked_at,
-        files_restored=len(restored),
-        files_removed=sum(not is_control(path) for path in found.extra),
+        files_restored=found.count_restored(),
+        files_removed=found.count_removed(),
         refs=store.refs if store else [],
         packs=store.pack_names if store else [],
         method=method,
@@ -141,14 +140,15 @@ def _converge(
 
     Returns `before` itself if there was nothing to do or record.
     """
+    tree = paths.tree
     manifest, settled_ns = before.with_stats(found.proven), max(before.recorded_ns, found.began_ns)
     for turn in range(_ROUNDS):
         begun = manifest
         if found.in_tree():
-            manifest = repair(paths.mirror, manifest, found, paths.tree, trash)
+            manifest = repair(paths.mirror, manifest, found, tree, trash)
         if manifest.commit != commit:
             old = manifest.files
-            manifest = move(paths.mirror, manifest, commit, paths.tree, trash)
+            manifest = move(paths.mirror, manifest, commit, tree, trash)
             new = {path: manifest.files[path] for path in manifest.files.recorded_since(old)}
             directories = [path for path, entry in new.items() if entry.mode == DIRECTORY]
             prove_directories(
@@ -159,15 +159,15 @@ def _converge(
             index = dotgit.index_bytes(manifest)
             manifest = dotgit.link_worktree(paths.directory, paths.mirror, manifest, index, trash)
         elif dotgit.keeps_index(begun, manifest, found):
-            manifest = dotgit.write_store(paths.tree, manifest, found, store, None, trash)
+            manifest = dotgit.write_store(tree, manifest, found, store, None, trash)
         else:
             index = dotgit.index_bytes(manifest)
-            manifest = dotgit.write_store(paths.tree, manifest, found, store, index, trash)
+            manifest = dotgit.write_store(tree, manifest, found, store, index, trash)
         control = [
             path for path, entry in manifest.control.items() if begun.control.get(path) is not entry
         ]
         touched = manifest.files.recorded_since(begun.files) + control
-        left = examine(paths.tree, manifest, touched)
+        left = examine(tree, manifest, touched)
         if turn == 0 and found.youngest_ns < found.began_ns - before.slack_ns:
             settled_ns = left.began_ns  # a change since the scan would show in its times
         if left.is_empty:
@@ -185,6 +185,8 @@ def _converge(
 
 def _lay(paths: PoolPaths, clean: Manifest) -> None:
     """Lay a checkout's layers on its clean tree; record the result of the prepared ones."""
+    if not (paths.modules or paths.below or paths.layer):
+        return
     with closing(TrashDirectory(paths.trash)) as trash:
         if paths.modules:
             lay(paths.modules, paths.tree, paths.owner, trash, skips=is_control)
@@ -249,10 +251,11 @@ def has_top(tree: Path, owner: tuple[int, int]) -> bool:
 
 def _find_manifest(paths: PoolPaths) -> Manifest | None:
     """Return the manifest if it and the tree's top directory are usable."""
+    record = paths.manifest
     if not has_top(paths.tree, paths.owner):
         return None
     try:
-        manifest = Manifest.load(paths.manifest)
+        manifest = Manifest.load(record)
     except (FileNotFoundError, errors.ProofFailedError):
         return None
     return manifest if manifest.owner == paths.owner else None

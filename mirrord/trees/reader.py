@@ -196,17 +196,6 @@ def enter(owner: ActingAs, directory: int, path: bytes, name: bytes) -> int:
         raise type(error)(error.errno, error.strerror, path) from error
 
 
-def open_top(root: Path) -> int:
-    """Open the top of a pool tree; CheckoutBusyError where it is a mount point."""
-    with files.opened(files.open_directory(root.parent)) as above:
-        try:
-            return files.open_child(above, os.fsencode(root.name))
-        except OSError as error:
-            if error.errno == errno.EXDEV:
-                raise files.mounted_on(os.fsencode(root)) from error
-            raise
-
-
 def content_id(directory: int, name: bytes, st: os.stat_result) -> bytes:
     """Return the blob id of a file's bytes or a link's target; OSError for other kinds."""
     if stat.S_ISLNK(st.st_mode):

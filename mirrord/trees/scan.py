@@ -25,12 +25,12 @@ from ..host.files import (
     names_in,
     open_beneath,
     open_child,
+    open_top,
     opened,
     shown_path,
 )
 from ..host.processes import ActingAs, Owner, may_forge_ctimes
 from .manifest import (
-    DIRECTORIES,
     DIRECTORY,
     SYMLINK,
     Entries,
@@ -39,7 +39,7 @@ from .manifest import (
     clock_ns,
     stat_tuple,
 )
-from .reader import TreeReader, content_id, enter, open_top
+from .reader import TreeReader, content_id
 
 _CONTROL = b".git"
 
@@ -72,6 +72,15 @@ class ScanResult:
         """Return all that differs outside `.git`."""
         return [at for at in (*self.modified, *self.missing, *self.extra) if not is_control(at)]
 
+    def count_restored(self) -> int:
+        """Return how many paths of the tree, without its root, a reset writes again."""
+        restored = (*self.modified, *self.missing)
+        return sum(bool(path) and not is_control(path) for path in restored)
+
+    def count_removed(self) -> int:
+        """Return how many paths outside `.git` a reset removes."""
+        return sum(not is_control(path) for path in self.extra)
+
 
 def is_control(path: bytes) -> bool:
     return path == _CONTROL or path.startswith(_CONTROL + b"/")
@@ -83,8 +92,7 @@ def scan(root: Path, manifest: Manifest, *, rehash: bool | None = None) -> ScanR
     `rehash` reads every file, whatever its stat; by default for a checkout of root, where root can
     set a ctime.
     """
-    every = manifest.owner[0] == 0 and may_forge_ctimes() if rehash is None else rehash
-    return _compare(root, manifest, None, every=every)
+    return _compare(root, manifest, None, every=rehash)
 
 
 def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanResult:
@@ -93,28 +101,33 @@ def examine(root: Path, manifest: Manifest, paths: Collection[bytes]) -> ScanRes
 
 
 def _compare(
-    root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool
+    root: Path, manifest: Manifest, paths: Collection[bytes] | None, *, every: bool | None
 ) -> ScanResult:
     scanned = ScanResult(began_ns=clock_ns())
-    with opened(open_top(root)) as fd, ActingAs(manifest.owner) as owner:
-        entries = manifest.files | manifest.control
-        scanned.looked_at = len(entries) - 1 if paths is None else len(paths)
+    entries, owner = manifest.files | manifest.control, manifest.owner
+    scanned.looked_at = len(entries) - 1 if paths is None else len(paths)
+    if every is None:
+        every = owner[0] == 0 and may_forge_ctimes()
+    read_from_ns = 0 if every else manifest.racy_from_ns
+    with opened(open_top(root)) as fd, ActingAs(owner) as acting:
         if paths is None:
-            paths = entries.keys() if every else _suspects(fd, owner, manifest, scanned)
+            paths = (
+                entries.keys() if every else _suspects(fd, acting, manifest, read_from_ns, scanned)
+            )
         if paths:
-            read_from_ns = 0 if every else manifest.racy_from_ns
-            with TreeReader(fd, owner) as reader:
-                _Examination(fd, owner, reader, entries, scanned, read_from_ns).judge(paths)
+            with TreeReader(fd, acting) as reader:
+                _Examination(reader, entries, scanned, read_from_ns).judge(paths)
     return scanned
 
 
-def _suspects(root: int, owner: ActingAs, manifest: Manifest, scanned: ScanResult) -> list[bytes]:
+def _suspects(
+    root: int, owner: ActingAs, manifest: Manifest, racy_from_ns: int, scanned: ScanResult
+) -> list[bytes]:
     """Return the paths whose stat changed, or is too recent to prove anything.
 
     Those in a directory that is gone are suspects too; the closer look finds them missing.
     """
     suspects = []
-    racy_from_ns = manifest.racy_from_ns
     lstat = os.lstat
     control = [(path, entry[3:]) for path, entry in manifest.control.items()]
     current, directory = b"", root
@@ -145,8 +158,6 @@ class _Examination:
     Reads files with a ctime from `read_from_ns` on. `lost` are paths found missing.
     """
 
-    root: int
-    owner: ActingAs
     reader: TreeReader
     entries: Entries
     found: ScanResult
@@ -156,75 +167,61 @@ class _Examination:
 
     def judge(self, paths: Collection[bytes]) -> None:
         entries = self.entries.select(paths)
-        directories = [path for path, entry in entries.items() if entry.mode in DIRECTORIES]
-        self.children = self.entries.children(directories)
+        self.children = self.entries.children(entries)
         for path, entry in sorted(entries.items()):
             if path in self.lost:
                 continue
             try:
                 seen = self.reader.find_stat(path)
-                directory, name = self.reader.locate(path) if path else (self.root, b".")
+                directory, name = self.reader.locate(path)
             except OSError:
                 seen = None
             if seen is None:
                 self._miss(path)
             elif path in self.children:
-                self._judge_directory(directory, name, path, entry, seen)
-            elif not self._is_same_file(directory, name, path, entry, seen):
+                self._judge_directory(path, entry, seen)
+            elif stat_tuple(seen) != entry[3:]:
+                try:  # at a mount point, lstat is that of the mounted file
+                    os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
+                except OSError as error:
+                    if error.errno == errno.EXDEV:
+                        raise mounted_on(path) from error
+                self.found.modified.append(path)
+            elif entry.ctime_ns >= self.read_from_ns:
+                self.found.hashed += 1
+                with suppress(OSError):
+                    if content_id(directory, name, seen) == entry.content:
+                        continue
                 self.found.modified.append(path)
 
-    def _judge_directory(
-        self, directory: int, name: bytes, path: bytes, entry: Entry, seen: os.stat_result
-    ) -> None:
+    def _judge_directory(self, path: bytes, entry: Entry, seen: os.stat_result) -> None:
         """Judge a directory by its own stat and its names, not by the stat of its content."""
+        inside = path + b"/" if path else b""
+        expected = {child.removeprefix(inside) for child in self.children[path]}
         fd = -1
         if stat.S_ISDIR(seen.st_mode) and (seen.st_uid, seen.st_gid) == (entry.uid, entry.gid):
             with suppress(OSError):
-                fd = enter(self.owner, directory, path, name)
+                fd, _ = self.reader.locate(inside)
         if fd < 0:
             self.found.modified.append(path)
-            for child in self._children_of(path):
+            for child in self.children[path]:
                 self._miss(child)
             return
-        with opened(fd):
-            is_sound = (
-                stat.S_IMODE(seen.st_mode) == entry.permissions
-                and not os.listxattr(fd)
-                and not is_locked(fd)
-            )
-            names = names_in(fd)
+        is_sound = (
+            stat.S_IMODE(seen.st_mode ^ entry.st_mode) == 0
+            and not os.listxattr(fd)
+            and not is_locked(fd)
+        )
+        names = set(names_in(fd))
         if not is_sound:
             self.found.modified.append(path)
-        expected = {child.rpartition(b"/")[2]: child for child in self._children_of(path)}
-        prefix = path + b"/" if path else b""
-        extra = [prefix + name for name in names if name not in expected]
-        self.found.extra += extra
-        gone: list[bytes] = []
-        if len(names) - len(extra) != len(expected):
-            gone = sorted(expected.keys() - set(names))
-        for name in gone:
-            self._miss(expected[name])
-        if not extra and not gone and is_sound and stat_tuple(seen) != entry[3:]:
+        for name in sorted(names - expected):
+            self.found.extra.append(inside + name)
+        for name in sorted(expected - names):
+            self._miss(inside + name)
+        if names == expected and is_sound and stat_tuple(seen) != entry[3:]:
             self.found.proven[path] = seen
             self.found.youngest_ns = max(self.found.youngest_ns, seen.st_ctime_ns)
-
-    def _is_same_file(
-        self, directory: int, name: bytes, path: bytes, entry: Entry, seen: os.stat_result
-    ) -> bool:
-        if stat_tuple(seen) != entry[3:]:
-            try:  # at a mount point, lstat is that of the mounted file
-                os.close(open_beneath(directory, name, os.O_PATH | os.O_NOFOLLOW))
-            except OSError as error:
-                if error.errno == errno.EXDEV:
-                    raise mounted_on(path) from error
-            return False
-        if entry.ctime_ns < self.read_from_ns:
-            return True
-        self.found.hashed += 1
-        try:
-            return content_id(directory, name, seen) == entry.content
-        except OSError:
-            return False
 
     def _miss(self, path: bytes) -> None:
         if path not in self.lost:
@@ -236,7 +233,7 @@ class _Examination:
 
     def _children_of(self, path: bytes) -> list[bytes]:
         if path not in self.children:
-            self.children |= self.entries.children([path])
+            self.children |= self.entries.children({path: self.entries[path]})
         return self.children[path]
 
 
@@ -280,7 +277,7 @@ def prove_files(
 
 def _is_as_recorded(reader: TreeReader, path: bytes, entry: Entry) -> bool:
     st = reader.find_stat(path)
-    if st is None or stat.S_IMODE(st.st_mode) != entry.permissions:
+    if st is None or stat.S_IMODE(st.st_mode ^ entry.st_mode):
         return False
     if entry.is_directory:
         if entry.mode == DIRECTORY or not stat.S_ISDIR(st.st_mode):
@@ -310,7 +307,7 @@ def tree_id(manifest: Manifest) -> str:
 def prove_directories(manifest: Manifest, changed: Collection[bytes]) -> None:
     """Hash the entries of directories; ProofFailedError where git has another tree."""
     files = manifest.files
-    for directory, paths in files.children(changed).items():
+    for directory, paths in files.children(files.select(changed)).items():
         entries = ((path.rpartition(b"/")[2], files[path]) for path in paths)
         if _hash((at.mode, name, at.oid) for name, at in entries) != files[directory].oid:
             raise ProofFailedError(

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,13 +38,10 @@ def unrecorded(entry: TreeEntry) -> Entry:
     return Entry(entry.mode, oid, content)
 
 
-def reading_objects(objects: Objects, conversions: Conversions) -> Read:
-    return partial(_read_object, objects, conversions)
-
-
-def _read_object(
+def read_object(
     objects: Objects, conversions: Conversions, entry: TreeEntry
 ) -> tuple[Entry, bytes]:
+    """Return the record of an entry, and the bytes that git has for it, converted."""
     record = unrecorded(entry)
     if entry.is_tree or entry.is_submodule:
         return record, b""

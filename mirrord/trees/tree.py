@@ -12,21 +12,21 @@ import time
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import CommitUnservableError, full_disk_named
 from ..git.objects.repository import CommitInfo, Objects, open_objects, read_commit
 from ..git.objects.text import Conversions
 from ..git.objects.trees import TreeEntry, changes, must_fit, walk
-from ..host.files import opened
+from ..host.files import open_top, opened
 from ..host.processes import ActingAs, Owner
 from ..host.trash import TrashDirectory
 from .conversions import conversions_for, is_attributes, reconverted, tree_entries
 from .manifest import DIRECTORY, Entries, Entry, Manifest, clock_ns
-from .reader import open_top
 from .scan import ScanResult, is_control
 from .sharing import SharedFiles
-from .sources import LayerFiles, Read, reading_layers, reading_objects, unrecorded
+from .sources import LayerFiles, Read, read_object, reading_layers, unrecorded
 from .writer import TreeWriter
 
 _OLDEST_NS = 315_619_200 * 10**9  # 1980-01-02: zip files hold no earlier time
@@ -51,7 +51,11 @@ def materialise(
     TreeTooLargeError, CorruptObjectError, DiskFullError; ProofFailedError for a damaged template.
     """
     dest.mkdir(mode=0o755, exist_ok=True)
-    with open_objects(git_dir) as objects, _opened_tree(dest, commit) as root:
+    with (
+        full_disk_named(f"the tree of {commit[:12]}"),
+        open_objects(git_dir) as objects,
+        _opened_tree(dest, commit) as root,
+    ):
         info = read_commit(objects, commit)
         with (
             reading_layers(template) if template else _reading_tree(objects, info.tree) as source,
@@ -70,7 +74,7 @@ def _reading_tree(objects: Objects, tree: str) -> Iterator[tuple[list[TreeEntry]
     with objects.reading_many():
         must_fit(objects, tree)
         entries = list(walk(objects, tree))
-        yield entries, reading_objects(objects, conversions_for(objects, entries))
+        yield entries, partial(read_object, objects, conversions_for(objects, entries))
 
 
 def must_fit_from(git_dir: Path, manifest: Manifest, tree: str) -> None:
@@ -107,7 +111,7 @@ def move(
             )
             if any(is_attributes(step.path) for step in steps):
                 new += reconverted(objects, manifest, after, files)
-            written = write_entries(reading_objects(objects, after), new, writer)
+            written = write_entries(partial(read_object, objects, after), new, writer)
             files |= written | staying | {b"": root_entry(info.tree)}
             writer.touched |= {b"", *staying}
             _record_directories(files, writer)
@@ -130,14 +134,15 @@ def repair(
         conversions = conversions_for(objects, manifest.files)
         owner, mtime_ns = ActingAs(manifest.owner), mtime_for(info.time)
         with TreeWriter(root, owner, mtime_ns=mtime_ns, trash=trash) as writer:
-            writer.make_directory(b"")
+            if b"" in found.modified:
+                writer.make_directory(b"")
             for path in found.extra:
                 if not is_control(path):
                     writer.remove(path)
             damaged = sorted(filter(None, (*found.modified, *found.missing)))
-            entries = tree_entries(manifest.files, [at for at in damaged if at in manifest.files])
+            entries = tree_entries(manifest.files, damaged)
             files = manifest.files | write_entries(
-                reading_objects(objects, conversions), entries, writer
+                partial(read_object, objects, conversions), entries, writer
             )
             _record_directories(files, writer)
             return replace(manifest, files=files)
@@ -145,7 +150,7 @@ def repair(
 
 @contextmanager
 def _opened_tree(dest: Path, commit: str) -> Iterator[int]:
-    with opened(open_top(dest)) as root, full_disk_named(f"the tree of {commit[:12]}"):
+    with opened(open_top(dest)) as root:
         try:
             yield root
         except OSError as error:
@@ -194,7 +199,6 @@ def share_entries(
 ) -> dict[bytes, Entry]:
     """Write entries of a layer, which is read-only: regular files are links into `shared`."""
     written: dict[bytes, Entry] = {}
-    read = reading_objects(objects, conversions)
     for entry in entries:
         path, executable = entry.path, entry.is_executable
         is_file = stat.S_ISREG(entry.mode)
@@ -202,7 +206,7 @@ def share_entries(
         if is_plain and (found := shared.link(entry.oid, writer, path, executable=executable)):
             written[path] = unrecorded(entry).with_stat(found)
             continue
-        record = _write(writer, entry, *read(entry))
+        record = _write(writer, entry, *read_object(objects, conversions, entry))
         if is_file:
             added = shared.add(record.content.hex(), writer, path, executable=executable)
             record = record.with_stat(added)
@@ -227,8 +231,10 @@ def recorded(info: CommitInfo, files: dict[bytes, Entry], writer: TreeWriter) ->
 
 def _record_directories(files: MutableMapping[bytes, Entry], writer: TreeWriter) -> None:
     """Record the stat of directories that were made or changed, once their content is written."""
-    with writer.owner:
-        for path in sorted(writer.touched):
-            entry = files.get(path)
-            if entry is not None and entry.is_directory:
-                files[path] = entry.with_stat(writer.get_stat(path))
+    made = {}
+    for path in sorted(writer.touched):
+        entry = files.get(path)
+        if entry is not None and entry.is_directory:
+            made[path] = entry
+    for path, seen in writer.stats_of(made).items():
+        files[path] = made[path].with_stat(seen)

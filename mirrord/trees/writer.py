@@ -7,7 +7,7 @@ a tree that differs from its manifest, which a scan finds.
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -246,10 +246,17 @@ class TreeWriter:
             return self._reader.find_stat(path)
 
     def get_stat(self, path: bytes) -> os.stat_result:
-        st = self.find_stat(path)
-        if st is None:
-            raise _busy(path)
-        return st
+        return self.stats_of([path])[path]
+
+    def stats_of(self, paths: Iterable[bytes]) -> dict[bytes, os.stat_result]:
+        """Return the lstat of each path; CheckoutBusyError where one is gone."""
+        stats = {}
+        with self.owner:
+            for path in paths:
+                if (seen := self._reader.find_stat(path)) is None:
+                    raise _busy(path)
+                stats[path] = seen
+        return stats
 
     def locate(self, path: bytes) -> tuple[int, bytes]:
         """Return the open parent of a path and the name in it; CheckoutBusyError if it is gone."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trees import awkward, record_control
 
 from mirrord.errors import ProofFailedError
-from mirrord.trees.manifest import Entries, Entry, Manifest
+from mirrord.trees.manifest import DIRECTORY, Entries, Entry, Manifest
 from mirrord.trees.tree import materialise
 
 WORD, LONG, OID = (
@@ -56,6 +56,7 @@ def test_children_of_a_directory_are_found(read: set[bytes], later: dict[bytes, 
             del records[path]
     paths = {b"", *read} | {path for path, is_there in later.items() if is_there}
     paths -= {path for path, is_there in later.items() if not is_there}
+    above_all = Entry(DIRECTORY, bytes(20), bytes(20))
     directories = {path.rpartition(b"/")[0] for path in paths}
     expected = {
         above: sorted(path for path in paths if path and path.rpartition(b"/")[0] == above)
@@ -65,7 +66,8 @@ def test_children_of_a_directory_are_found(read: set[bytes], later: dict[bytes, 
         assert set(each) == paths
         assert len(each) == len(paths)
         assert {
-            above: sorted(found) for above, found in each.children(directories).items()
+            above: sorted(found)
+            for above, found in each.children(dict.fromkeys(directories, above_all)).items()
         } == expected
 
 

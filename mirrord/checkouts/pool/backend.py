@@ -141,7 +141,7 @@ class PoolBackend:
                 raise
             self._keep(to)
             await self._make_environment(to, paths.trash)
-        journal.end(to.private)  # of an apply that was killed: the tree is as `to` says
+        journal.end(to.directories.private)  # of an apply that was killed: the tree is as `to` says
         leases.save(to)
         return proof
 
@@ -260,24 +260,25 @@ class PoolBackend:
     @asynccontextmanager
     async def _paths(self, lease: Lease) -> AsyncIterator[PoolPaths]:
         """Yield the paths for a worker. The store is kept meanwhile; the trash is removed after."""
-        mirror = self.mirrors_path(lease.mirror)
         layer = layer_path(self.state_dir, lease.base.layer) if lease.base.layer else None
         saved = lease.base.saved.layers if lease.base.saved else ()
         below = tuple(layer_path(self.state_dir, each) for each in reversed(saved))
-        trash = new_trash(lease.directory.parent)
+        mirror = self.mirrors_path(lease.mirror)
+        trash = new_trash(lease.directories.public.parent)
+        wanted, borrows, owner = lease.template, lease.borrows, lease.owner
         with ExitStack() as stack:
             store, head, modules = None, lease.base.commit, None
             if lease.history is not History.LINKED:
-                sealed = await self.stores.ensure(*lease.template)
-                if lease.borrows:
+                sealed = await self.stores.ensure(*wanted)
+                if borrows:
                     sealed = await self.stores.ensure_intact(sealed)
                 stack.enter_context(self.stores.holding(sealed))
                 store, head = sealed.git, sealed.head
                 modules = sealed.path if lease.base.whole else None
             try:
                 yield PoolPaths(
-                    *lease.directories, mirror, store, head, lease.owner, trash, layer, below,
-                    lease.borrows, modules,
+                    *lease.directories, mirror, store, head, owner, trash, layer, below,
+                    borrows, modules,
                 )  # fmt: skip
             finally:
                 if trash.exists():
