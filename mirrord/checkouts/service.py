@@ -2,12 +2,12 @@
 
 import builtins
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio.to_thread
 
@@ -22,7 +22,15 @@ from ..host.mounts import Visible
 from ..host.peers import Peer, Process
 from ..host.trash import Trash
 from ..mirrors.service import Mirrors
-from ..model import ApplyStrategy, Backend, CommitRole, DiffFormat, Direction, History
+from ..model import (
+    ApplyStrategy,
+    Backend,
+    CommitRole,
+    DiffFormat,
+    Direction,
+    History,
+    LayerId,
+)
 from ..telemetry import elapsed_s, log
 from ..templates.builder import StoreBuilder
 from ..templates.store import StoreKey, find_leaks
@@ -44,6 +52,8 @@ from .requests.admission import (
 )
 from .requests.quotas import Quotas
 from .requests.resolve import Resolver
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -414,6 +424,20 @@ class Checkouts:
         facts = {"layer": record.saved.name, "files": record.copied["files"]}
         self.leasing.publish("layer.saved", lease, duration_s=elapsed_s(began), **facts)
         return self.prepared.describe(record)
+
+    async def show_layer(
+        self, checkout: str, write: Callable[[Path, Path], Awaitable[T]], peer: Peer
+    ) -> T:
+        """Show in a clean checkout the new layer that `write` makes, given the tree and the path of
+        the layer, if it makes one. The layer is removed with the checkout.
+        """
+        async with self.leasing.held(checkout, peer, live=True) as lease:
+            with self.layers.making() as layer:
+                written = await write(lease.tree_path, layer)
+                if layer.exists():
+                    base = replace(lease.base, layer=LayerId(layer.name))
+                    await self.lifecycle.make_clean(replace(lease, base=base))
+        return written
 
     async def list_layers(
         self, mirror: str | None, peer: Peer

@@ -18,7 +18,7 @@ from ..checkouts.prepared import PreparedLayers
 from ..checkouts.receipts import Receipts
 from ..checkouts.requests.admission import Leasing
 from ..checkouts.requests.quotas import Quotas
-from ..checkouts.requests.resolve import CoverOf, Resolver
+from ..checkouts.requests.resolve import CoverOf, ImagePreparer, Resolver
 from ..checkouts.service import Checkouts
 from ..config import Settings
 from ..datasets.service import Datasets
@@ -27,10 +27,14 @@ from ..host.peers import Access
 from ..host.trash import Trash
 from ..jobs.events import Events
 from ..mirrors.service import Mirrors
-from ..model import utc_now
+from ..model import CommitId, EnvironmentName, History, MirrorName, utc_now
 from ..templates.environments import EnvironmentStore
 from ..templates.service import Templates
 from ..workers.pool import Workers
+
+
+async def _without(_: EnvironmentName, _of: MirrorName, _at: CommitId, _by: History) -> None:
+    """Make no layer for an image."""
 
 
 def compose_checkouts(
@@ -50,11 +54,13 @@ def compose_checkouts(
     trash: Trash,
     clock: Callable[[], datetime] = utc_now,
     environment_of: Callable[[InstanceRow], str | None] = lambda _: None,
+    prepare_image: ImagePreparer = _without,
 ) -> Checkouts:
     """Return the service of checkouts, not yet open.
 
     The pool serves every request; `overlay` is preferred where the host allows mounts.
-    `environment_of` names the environment of an instance, `cover_of` what hides its leaks.
+    `environment_of` names the environment of an instance, `cover_of` what hides its leaks;
+    `prepare_image` makes the layer of an image for a commit.
     """
 
     def limits() -> CopyLimits:
@@ -82,8 +88,9 @@ def compose_checkouts(
         has_overlay=bool(overlay),
     )  # fmt: skip
     resolver = Resolver(
-        datasets, mirrors, stores.commits.learn, prepared, environments, environment_of, cover_of
-    )
+        datasets, mirrors, stores.commits.learn, prepared, environments, environment_of, cover_of,
+        prepare_image,
+    )  # fmt: skip
     return Checkouts(
         leases=leases, layers=layers, lifecycle=lifecycle, leasing=leasing, quotas=quotas,
         resolver=resolver, forks=Forks(leases, layers, lifecycle.backend_of, limits),

@@ -236,6 +236,7 @@ class Engine:
             # made below
             environment_of=lambda row: self.environments.name_for(row),  # noqa: PLW0108
             cover_of=self.leaks.cover_of, trash=self.trash,
+            prepare_image=lambda *named: self.environments.image_trees.ensure(*named),  # noqa: PLW0108
         )  # fmt: skip
         self._closing.push_async_callback(self.checkouts.close)
         self.volumes = Volumes(self.checkouts.leasing, self.checkouts.checkout, self.checkouts.fork)

@@ -30,11 +30,10 @@ from ..errors import (
     LimitReachedError,
     full_disk_named,
 )
-from ..host.files import read_plain
 from ..host.peers import Peer, own_process
 from ..mirrors.service import Mirrors
 from ..model import CommitId, EnvironmentName, MirrorName
-from ..protocol import Preparation, Recipe, SaveLayer
+from ..protocol import Recipe, SaveLayer
 from ..seal.scan import scan_environment
 from ..telemetry import masked
 from ..templates.environments import (
@@ -45,11 +44,11 @@ from ..templates.environments import (
     sweep_shared,
 )
 from .builder import TIMEOUT, Order, build_owner, find_uv, run_builder
+from .preparations import Preparations
 
 # the rest of a build's output is dropped, except the last lines, which the error quotes
 _LOG_BYTES = 8 << 20
 _TAIL_LINES = 30
-_PREPARATIONS = "preparations.json"  # beside environment.json: by mirror and commit
 
 
 class Plan(NamedTuple):
@@ -137,6 +136,7 @@ class Builds:
         mirrors = self.mirrors
         self.workers, self.events, self.trash = mirrors.workers, mirrors.events, mirrors.trash
         self.settings = mirrors.settings
+        self.preparations = Preparations(self.store, self.checkouts.prepared)
 
     def open(self) -> None:
         """Remove the scratch directories of an earlier daemon. In a thread."""
@@ -298,25 +298,11 @@ class Builds:
 
     # -- preparations ------------------------------------------------------------------------------
 
-    def list_preparations(self, digest: str) -> list[Preparation]:
-        """Return the commits with a prepared layer, and those whose preparation failed."""
-        known, name = self._read_preparations(digest), layer_name(digest)
-        ready = [each for each in self.checkouts.prepared.all() if each.saved.name == name]
-        preparations = []
-        for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
-            facts = known.get(key, {})
-            if any(f"{each.mirror}@{each.commit}" == key for each in ready):
-                facts = {"layer": name, "findings": facts.get("findings", [])}
-            mirror, _, commit = key.partition("@")
-            named = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
-            preparations.append(Preparation(mirror=mirror, commit=commit, **named))
-        return preparations
-
     def needs_preparation(self, plan: Plan, base: CommitId) -> bool:
         """Return whether the recipe has commands for a commit that has no layer."""
         ready = [
             preparation.commit
-            for preparation in self.list_preparations(plan.digest)
+            for preparation in self.preparations.list(plan.digest)
             if preparation.layer
         ]
         return bool(plan.mirror and plan.commands and base not in ready)
@@ -326,9 +312,9 @@ class Builds:
 
         Raises EnvironmentFailedError if they fail, or failed before and nothing has changed.
         """
-        key, known = f"{plan.mirror}@{base}", self._read_preparations(plan.digest)
+        key, known = f"{plan.mirror}@{base}", self.preparations.read(plan.digest)
         made_with = self.made_with(plan.recipe)
-        before = known.pop(key, {})
+        before = known.get(key, {})
         if not again and "error" in before and before["made_with"] == made_with:
             raise failed(plan, f"{before['error']} (earlier; nothing has changed)")
         began = time.perf_counter()
@@ -341,9 +327,7 @@ class Builds:
         elif base != plan.commit:  # the build has scanned it for that one
             prefix = self.store.directory(plan.digest)
             facts["findings"] = await self.scan(prefix, plan, base)
-        (self.store.root / plan.digest / _PREPARATIONS).write_text(
-            json.dumps({**known, key: facts})
-        )
+        self.preparations.write(plan.digest, key, facts)
         fields = {"key": plan.recipe.key, "digest": plan.digest, "mirror": str(plan.mirror)}
         duration_s = round(time.perf_counter() - began, 3)
         if failure:
@@ -361,12 +345,6 @@ class Builds:
                 except (ForkTooLargeError, DiffTooLargeError) as error:  # of the recipe's making
                     return error.message
         return failure
-
-    def _read_preparations(self, digest: str) -> dict[str, dict[str, Any]]:
-        with suppress(FileNotFoundError, ValueError):
-            text = read_plain(self.store.root / digest / _PREPARATIONS)
-            return dict(json.loads(text))
-        return {}
 
     # -- caches ------------------------------------------------------------------------------------
 

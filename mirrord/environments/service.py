@@ -28,6 +28,7 @@ from ..protocol import Progress, ProgressSink, Recipe
 from ..templates.environments import EnvironmentRecord, not_found
 from ..workers.coalesce import Coalescer, SharedWork
 from .building import Builds, Plan, failed
+from .image_trees import ImageTrees
 from .images import Images
 from .leaks import Leaks
 from .recipes import checked, digest_of, key_of, recipes_of_toml
@@ -53,11 +54,17 @@ class Environments:
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
     def __post_init__(self) -> None:
-        self.store, self.mirrors = self.builds.store, self.builds.mirrors
+        builds = self.builds
+        self.store, self.mirrors = builds.store, builds.mirrors
+        self.image_trees = ImageTrees(
+            store=builds.store, checkouts=builds.checkouts, mirrors=builds.mirrors,
+            preparations=builds.preparations,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Cancel the running builds."""
         await self._running.close()
+        await self.image_trees.close()
 
     # -- recipes -----------------------------------------------------------------------------------
 
@@ -242,7 +249,7 @@ class Environments:
         record = self._record(name)
         written = record.facts["recipe"]
         recipe = Recipe.from_json(written) if written is not None else None
-        prepared = self.builds.list_preparations(record.digest)
+        prepared = self.builds.preparations.list(record.digest)
         scans = self.leaks.list(record.digest)
         return replace(self._describe(record), recipe=recipe, prepared=prepared, scans=scans)
 

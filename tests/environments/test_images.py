@@ -27,6 +27,7 @@ from mirrord.errors import (
     UpstreamError,
     UsageError,
 )
+from mirrord.model import DiffFormat
 from mirrord.protocol import BuildReport
 from mirrord.sandbox.box import find_obstacle
 
@@ -41,6 +42,11 @@ BCRYPT = "$2b$04$3W8a2WaACChMaTtiW8HpcOFQ.ZV/tYEbddeDozFQiKEUhc.TGEuw2"
 """Of the password `secret`."""
 
 
+def long(number: int) -> str:
+    """Return content that is not trivial, for a scan."""
+    return f"the content of {number}\n" * 20
+
+
 class Bench:
     """A daemon with a mirror of three commits, and images of the second."""
 
@@ -51,7 +57,8 @@ class Bench:
         self.auth_file.write_text('{"auths": {}}')
         self.upstream = Upstream(place / "r")
         self.base, self.future = [
-            self.upstream.commit({"README": f"{number}\n"}) for number in range(2)
+            self.upstream.commit({"README": f"{number}\n", "lib/a": long(number), "gone": "x"})
+            for number in range(2)
         ]
         self.client = Client(made.socket)
         operation = self.client.wait(self.client.add_mirror("o/r", url=self.upstream.url))
@@ -158,9 +165,9 @@ def test_what_came_after_the_commit_is_reported_hidden_or_refused(
         found = {(each["kind"], each["path"]) for each in scan.findings}
         assert found == {
             ("future-file", "opt/x"), ("future-file", "srv/a/b/copy/README"),
-            ("repository", "srv/a/b/copy/.git"),
+            ("future-file", "srv/a/b/copy/lib/a"), ("repository", "srv/a/b/copy/.git"),
         }  # fmt: skip
-        assert (scan.mirror, scan.commit, scan.count) == ("o__r", bench.base, 3)
+        assert (scan.mirror, scan.commit, scan.count) == ("o__r", bench.base, 4)
         policy("hide")
         with Sandbox(checkout) as sandbox:
             said = sandbox.exec(look)
@@ -173,7 +180,7 @@ def test_what_came_after_the_commit_is_reported_hidden_or_refused(
                 assert (b"y\n" in said.stdout, said.exit_code) == (True, 128)
                 sandbox.exec("touch /opt/x")
         policy("refuse")
-        with pytest.raises(EnvironmentLeaksError, match="3 of its files"):
+        with pytest.raises(EnvironmentLeaksError, match="4 of its files"):
             checkout.reset()
     with (
         bench.client.checkout(f"o/r@{later}", environment="leaky", owner=AGENT) as whole,
@@ -182,6 +189,67 @@ def test_what_came_after_the_commit_is_reported_hidden_or_refused(
         assert sandbox.exec(look).exit_code == 0  # nothing came after that
     bench.remove("leaky")
     assert bench.kept() == set()
+
+
+@contextmanager
+def cloned(bench: Bench, commit: str, tree: str = "testbed") -> Iterator[Path]:
+    """Have a clone of the upstream in the root file system, at a commit."""
+    clone = bench.root / tree
+    subprocess.run(["git", "clone", "-q", bench.upstream.path, clone], check=True)
+    subprocess.run(["git", "-C", clone, "checkout", "-q", commit], check=True)
+    try:
+        yield clone
+    finally:
+        shutil.rmtree(clone)
+
+
+def test_what_the_image_has_besides_the_commit_is_there_and_in_no_diff(bench: Bench) -> None:
+    """Also after a reset; nothing of a `.git` is, and no content of a later commit."""
+    with cloned(bench, bench.base) as clone:
+        files = {"lib/a.so": "built", "new/b": "b", "new/.git/HEAD": "x", "README": "edited\n"}
+        for path, content in {**files, "lib/answer": long(1), "new/answer": long(1)}.items():
+            (clone / path).parent.mkdir(parents=True, exist_ok=True)
+            (clone / path).write_text(content)
+        (clone / "lib/link").symlink_to("../README")
+        (clone / "gone").unlink()
+        assert bench.imported(f"dir:{bench.root}", "built").failed == []
+    ask = "cat README lib/a.so new/b lib/link; ls -A . lib new; echo >> lib/a.so; echo >> README"
+    shown = b"edited\nbuiltbedited\n.:\n.git\nREADME\nlib\nnew\n\nlib:\na\na.so\nlink\n\nnew:\nb\n"
+    name = f"o/r@{bench.base}"
+    with bench.client.checkout(name, environment="built", owner=AGENT) as checkout:
+        assert checkout.diff() == b""
+        with Sandbox(checkout) as sandbox:
+            for _ in range(2):
+                said = sandbox.exec(ask)
+                assert said.stdout == shown, said
+                changed = checkout.diff(format=DiffFormat.NAME_STATUS).split()
+                assert changed == [b"M", b"README", b"M", b"lib/a.so"]
+                checkout.reset()
+    (prepared,) = bench.client.get_environment("built").prepared
+    assert prepared.commit == bench.base
+    assert sorted(each["path"] for each in prepared.findings) == [
+        "/testbed/lib/answer", "/testbed/new/answer",
+    ]  # fmt: skip
+    bench.remove("built")
+
+
+def test_an_image_at_another_commit_leaves_the_base_commit_as_it_is(bench: Bench) -> None:
+    with cloned(bench, bench.future) as clone:
+        (clone / "built").write_text("built")
+        (clone / "gone").unlink()
+        assert bench.imported(f"dir:{bench.root}", "later").failed == []
+    with (
+        bench.client.checkout(f"o/r@{bench.base}", environment="later", owner=AGENT) as checkout,
+        Sandbox(checkout) as sandbox,
+    ):
+        said = sandbox.exec("cat README lib/a built; ls gone")
+        assert said.stdout.decode() == f"0\n{long(0)}built"
+    (prepared,) = bench.client.get_environment("later").prepared
+    (found,) = prepared.findings
+    assert (found["kind"], found["path"]) == ("other-head", "/testbed")
+    assert bench.future in found["detail"]
+    assert "2 paths" in found["detail"]
+    bench.remove("later")
 
 
 def test_layers_are_unpacked_once_and_removed_with_the_last_image(bench: Bench) -> None:
@@ -268,7 +336,10 @@ def test_what_is_no_image_is_refused(bench: Bench, tmp_path: Path) -> None:
 
 def test_an_ordinary_user_has_images_too() -> None:
     """In the user's own namespaces; what is not the user's in an archive becomes the user's."""
-    members: list[images.Member] = [("srv", None, {"uid": 9}), ("srv/x", b"x", {"mode": 0o4600})]
+    members: list[images.Member] = [
+        ("srv", None, {"uid": 9}), ("srv/x", b"x", {"mode": 0o4600}),
+        ("testbed", None, {}), ("testbed/built", b"b", {"uid": 9}),
+    ]  # fmt: skip
 
     secret = "the answer, which is long enough to be more than a coincidence\n" * 2
     members.append(("srv/answer", secret.encode(), {"mode": 0}))
@@ -285,9 +356,9 @@ def test_an_ordinary_user_has_images_too() -> None:
 
     with home('[environments]\nleaks = "hide"\n', fill=fill) as made:
         made.cli("environment", "import", f"oci:{made.root}/image", "--key", "i")
-        script = "id -u; pwd; cat a.txt /srv/x; ls /e /srv/answer || touch /srv/y"
+        script = "id -u; pwd; cat a.txt built /srv/x; ls /e /srv/answer || touch /srv/y"
         options = ("owner/name@main", "--environment", "i", "--")
-        assert made.cli("exec", *options, "sh", "-c", script) == "0\n/testbed\na\nx"
+        assert made.cli("exec", *options, "sh", "-c", script) == "0\n/testbed\na\nbx"
         assert made.cli("exec", "--entrypoint", *options[:-1]) == "testbed\n"
         assert made.cli("exec", "--entrypoint", *options, "echo $0", "x") == "x\n"
         weak = made.run(

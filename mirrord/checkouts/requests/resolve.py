@@ -32,9 +32,11 @@ from ...model import (
 from ...protocol import ResetCheckout, StartCheckout
 from ...quoting import unquote_name
 from ...templates.environments import EnvironmentStore
-from ..lease import Base, Lease
+from ..lease import Base, Lease, SavedLayer
 from ..prepared import PreparedLayers
 
+ImagePreparer = Callable[[EnvironmentName, MirrorName, CommitId, History], Awaitable[None]]
+"""Makes the layer of an image for a commit, unless there is one."""
 _CACHED = 100_000
 
 
@@ -70,8 +72,8 @@ class Resolver:
     """Resolves requests by datasets, mirrors, prepared layers and environments.
 
     `learn` is called with each commit that is found; `environment_of` names an instance's
-    environment, `cover_of` the layer that hides what of an environment came after a commit. Belongs
-    to one event loop.
+    environment, `cover_of` the layer that hides what of an environment came after a commit;
+    `prepare_image` makes the layer of an image for a commit. Belongs to one event loop.
     """
 
     datasets: Datasets
@@ -81,6 +83,7 @@ class Resolver:
     environments: EnvironmentStore
     environment_of: Callable[[InstanceRow], str | None]
     cover_of: CoverOf
+    prepare_image: ImagePreparer
 
     def __post_init__(self) -> None:
         self._trees: LRUCache[tuple[str, str], str] = LRUCache(_CACHED)
@@ -262,15 +265,12 @@ class Resolver:
             environment = await self._find_environment(request.environment, found)
         before = lease and (lease.base.commit, lease.base.environment)
         is_same = before == (found.base.commit, environment)
-        if request.layer or not is_same:
-            place = found.mirror.key, found.base.commit, history
-            saved = None
-            if request.layer or environment:
-                saved = self.prepared.choose(request.layer, place, peer.uid, environment)
         with ExitStack() as stack:
             if environment is not None:
                 self.environments.hold(environment.digest)
                 stack.callback(self.environments.drop, environment.digest)
+            if request.layer or not is_same:
+                saved = await self._choose_layer(request.layer, found, history, peer, environment)
             if saved is not None:
                 stack.enter_context(self.prepared.held(saved))
             whole = None
@@ -286,6 +286,18 @@ class Resolver:
                 cover=cover,
             )  # fmt: skip
             yield found._replace(base=base)
+
+    async def _choose_layer(
+        self, name: str | None, found: ResolvedRequest, history: History, peer: Peer,
+        environment: EnvironmentName | None,
+    ) -> SavedLayer | None:  # fmt: skip
+        """Return the layer of a name, or else the environment's; an image's is made if need be."""
+        if not (name or environment):
+            return None
+        mirror, commit = found.mirror, found.base.commit
+        if environment and not name and self.environments.find_image(environment.digest):
+            await self.prepare_image(environment, mirror, commit, history)
+        return self.prepared.choose(name, (mirror.key, commit, history), peer.uid, environment)
 
     async def _find_environment(self, name: str, found: ResolvedRequest) -> EnvironmentName:
         if name == "auto":

@@ -1,0 +1,45 @@
+"""Records of what was prepared for commits, beside each environment; by mirror and commit."""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkouts.prepared import PreparedLayers, layer_name
+from ..host.files import read_plain
+from ..protocol import Preparation
+from ..templates.environments import EnvironmentStore
+
+_FILE = "preparations.json"
+
+
+@dataclass(frozen=True)
+class Preparations:
+    """The preparations of one store's environments, whose layers `layers` has."""
+
+    store: EnvironmentStore
+    layers: PreparedLayers
+
+    def read(self, digest: str) -> dict[str, dict[str, Any]]:
+        """Return what is recorded of an environment, by MIRROR@COMMIT."""
+        with suppress(FileNotFoundError, ValueError):
+            return dict(json.loads(read_plain(self.store.root / digest / _FILE)))
+        return {}
+
+    def write(self, digest: str, key: str, facts: dict[str, Any]) -> None:
+        written = json.dumps({**self.read(digest), key: facts})
+        (self.store.root / digest / _FILE).write_text(written)
+
+    def list(self, digest: str) -> list[Preparation]:
+        """Return the commits with a prepared layer, and those whose preparation failed."""
+        known, name = self.read(digest), layer_name(digest)
+        ready = [each for each in self.layers.all() if each.saved.name == name]
+        preparations = []
+        for key in dict.fromkeys([*(f"{each.mirror}@{each.commit}" for each in ready), *known]):
+            facts = known.get(key, {})
+            if any(f"{each.mirror}@{each.commit}" == key for each in ready):
+                facts = {"layer": name, "findings": facts.get("findings", [])}
+            mirror, _, commit = key.partition("@")
+            named = {each: facts[each] for each in ("layer", "error", "findings") if each in facts}
+            preparations.append(Preparation(mirror=mirror, commit=commit, **named))
+        return preparations
