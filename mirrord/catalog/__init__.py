@@ -245,6 +245,7 @@ class Catalog:
     find_history_limit = _reads(datasets.find_history_limit)
     find_composition = _reads(needs.find_composition)
     list_compositions = _reads(needs.list_compositions)
+    replace_compositions = _writes(needs.replace_compositions)
 
     put_audit = _writes(audits.put_audit)
     find_audit = _reads(audits.find_audit)

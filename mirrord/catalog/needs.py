@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, and_, insert, select
 
 from ..model import CommitId, CommitRole
-from .schema import Composition, Module, instances, needs, recorded
+from .schema import Composition, Module, datasets, instances, needs, recorded
 
 Compositions = Mapping[tuple[str, CommitId], Composition]
 """By the key of a mirror, and a base commit."""
@@ -42,6 +42,15 @@ def forget_unneeded(connection: Connection) -> None:
         sa.func.lower(instances.c.mirror_name) == needs.c.mirror_key,
     )
     connection.execute(sa.delete(needs).where(~is_base))
+
+
+def replace_compositions(connection: Connection, dataset: str, compositions: Compositions) -> None:
+    """Replace what is known of these commits: all base commits of a dataset, if it exists."""
+    dataset_id = connection.execute(
+        select(datasets.c.id).where(datasets.c.name == dataset)
+    ).scalar()
+    if dataset_id is not None:
+        put_compositions(connection, dataset_id, compositions)
 
 
 def put_compositions(connection: Connection, dataset_id: int, compositions: Compositions) -> None:

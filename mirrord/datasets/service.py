@@ -412,6 +412,29 @@ class Datasets:
                     self._changed("dataset.resolved", dataset, instances=count)
         return pinned
 
+    async def recompose(self, names: Collection[str]) -> DatasetNeeds:
+        """Find what the base commits of these datasets need in the mirrors that are here.
+
+        A bundle or a restore brought them, maybe where no upstream can be asked.
+        """
+        every = Composed({})
+        for dataset in sorted(map(DatasetName, names)):
+            async with self._exclusive(owner_of(dataset)):
+                bases: dict[str, set[CommitId]] = {}
+                for row in await self._catalog.list_recorded(None, dataset):
+                    if row.role is CommitRole.BASE:
+                        bases.setdefault(row.mirror.key, set()).add(row.commit)
+                composed = await compose_all(
+                    self._mirrors, dataset, bases, self._templates, None, asks=False
+                )
+                await self.on_objects(composed.changed)
+                await self._catalog.replace_compositions(dataset, composed.found)
+                self.on_composed(composed.found)
+            reasons = {*every.lfs_reasons, *composed.lfs_reasons}
+            every = Composed(every.found | composed.found, lfs_reasons=tuple(sorted(reasons)))
+        self.expire_cache()
+        return _needs_of(every)
+
     async def list_waiting(self) -> set[str]:
         """Return the keys of mirrors with a recorded commit or branch that is not pinned yet."""
         recorded = await self._catalog.list_recorded(unpinned=True)

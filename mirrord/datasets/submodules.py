@@ -32,6 +32,7 @@ COUNT_LIMIT = 200
 """Submodules of one commit, those within others included."""
 _NAME = re.compile(r"(?!-|/)(?!.*(?:^|/)\.{0,2}(?:/|$))(?!.*\.git(?:/|$))[^\x00-\x1f\\:]{1,200}")
 _TIMEOUT = timedelta(minutes=30)
+_ABSENT = "it is not here, and an import of the data set would ask for it"
 Key = tuple[str, CommitId]
 """The key of a mirror, and a base commit."""
 
@@ -64,10 +65,13 @@ async def compose_all(
     bases: Mapping[str, Collection[CommitId]],
     templates: Path,
     sink: ProgressSink | None,
+    *,
+    asks: bool = True,
 ) -> Composed:
     """Return what each base commit of these mirrors needs, and write the composed trees.
 
-    Mirrors of submodules are added and synced, their commits pinned for the dataset.
+    Mirrors of submodules are added and synced, their commits pinned for the dataset. Without `asks`
+    no upstream is asked: what is not here is missing.
     """
     found: dict[Key, Composition] = {}
     all_needs: dict[Key, Needs] = {}
@@ -83,13 +87,13 @@ async def compose_all(
             if each.links:
                 level.append(((key, commit), "", "", rows[key].name, each))
     if mirrors.settings().datasets.submodules:
-        await _descend(mirrors, dataset, level, found, all_needs, sink)
+        await _descend(mirrors, dataset, level, found, all_needs, sink, asks=asks)
     else:
         for base, _, _, _, needs in level:
             fact = "[datasets] submodules is false"
             missing = tuple((link.path, fact) for link in needs.links)
             found[base] = replace(found[base], missing=missing)
-    reasons = await _have_objects(mirrors, found, all_needs, sink)
+    reasons = await _have_objects(mirrors, found, all_needs, sink, asks=asks)
     changed = await _compose(mirrors, found, templates)
     return Composed(found, changed, tuple(sorted(set(reasons))))
 
@@ -99,6 +103,8 @@ async def _have_objects(
     found: dict[Key, Composition],
     needs: Mapping[Key, Needs],
     sink: ProgressSink | None,
+    *,
+    asks: bool,
 ) -> list[str]:
     """Fetch the LFS objects of these commits, and count them; return why some are not had."""
     wanted: dict[str, dict[Pointer, str | None]] = {}
@@ -113,7 +119,9 @@ async def _have_objects(
     for key, pointers in wanted.items():
         git_dir = mirrors.path(rows[key].name)
         lacking[key] = {each for each in pointers if not has_object(git_dir, each)}
-        if mirrors.settings().datasets.lfs:
+        if not asks:
+            reasons += [_ABSENT] if lacking[key] else []
+        elif mirrors.settings().datasets.lfs:
             reasons += (await fetch_objects(mirrors, rows[key], pointers.items(), sink)).values()
             lacking[key] = {each for each in lacking[key] if not has_object(git_dir, each)}
         elif lacking[key]:
@@ -150,6 +158,8 @@ async def _descend(
     found: dict[Key, Composition],
     all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
+    *,
+    asks: bool,
 ) -> None:
     """Have the submodules of each level, and then those within them."""
     for depth in range(DEPTH_LIMIT + 1):
@@ -171,7 +181,7 @@ async def _descend(
                     found[base] = replace(composition, missing=missing)
         if not wanted:
             return
-        level = await _have(mirrors, dataset, wanted, found, all_needs, sink)
+        level = await _have(mirrors, dataset, wanted, found, all_needs, sink, asks=asks)
 
 
 def _resolve(
@@ -225,6 +235,8 @@ async def _have(
     found: dict[Key, Composition],
     all_needs: dict[Key, Needs],
     sink: ProgressSink | None,
+    *,
+    asks: bool,
 ) -> list[tuple[Key, str, str, MirrorName, Needs]]:
     """Mirror and pin submodules; return those that have submodules themselves."""
     names: dict[str, MirrorName] = {}
@@ -236,6 +248,9 @@ async def _have(
         if key not in names and key not in outcomes:
             try:
                 row = await mirrors.catalog.find_mirror(key)
+                if row is None and not asks:
+                    outcomes[key] = PinOutcome({ALL_COMMITS: _ABSENT}, {})
+                    continue
                 if row is None:
                     row = await mirrors.add(each.mirror.repo, each.own_url)
                     new.append(row.name)
@@ -244,7 +259,14 @@ async def _have(
                 outcomes[key] = PinOutcome({ALL_COMMITS: error.message}, {})
         commits.setdefault(key, {})[CommitId(each.link.commit)] = CommitRole.SUBMODULE
     commits = {key: commits[key] for key in names}
+    absent: dict[str, dict[str, str]] = {}
+    for key in () if asks else names:
+        gone = await mirrors.repository(names[key]).absent(commits[key])
+        absent[key] = dict.fromkeys(gone, _ABSENT)
+        commits[key] = {commit: why for commit, why in commits[key].items() if commit not in gone}
     outcomes |= await pin_all(mirrors, dataset, names, commits, {}, sink)
+    for key, gone_ones in absent.items():
+        outcomes[key] = PinOutcome({**outcomes[key].refused, **gone_ones}, outcomes[key].found)
     for name in new:  # what cannot be had is asked for by the next import, not by each sync
         if (await mirrors.get(str(name))).synced_at is None:
             await mirrors.remove(name)

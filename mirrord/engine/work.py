@@ -120,6 +120,7 @@ class BackgroundWork:
             result = await self.bundles.import_file(
                 path, mirror=mirror, owner_uid=owner_uid, progress=progress
             )
+            result = replace(result, needs=await self.datasets.recompose(result.datasets))
             self.datasets.rows_changed(result.datasets)
             await self.on_mirrors_changed()
             return result
@@ -150,7 +151,9 @@ class BackgroundWork:
                     else:
                         failed.append(each)
             finally:
-                self.datasets.rows_changed({name for each in restored for name in each.datasets})
+                changed = {name for each in restored for name in each.datasets}
+                await self.datasets.recompose(changed)
+                self.datasets.rows_changed(changed)
             await self.on_mirrors_changed()
             audit = None
             if restored:

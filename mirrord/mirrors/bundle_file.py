@@ -151,6 +151,46 @@ def _bad(error: errors.MirrordError, advice: str) -> errors.InvalidBundleError:
     return errors.InvalidBundleError(f"cannot import the bundle: {fact}", hint=hint)
 
 
+# -- parts: the mirrors of submodules --------------------------------------------------------------
+#
+# Each has its refs below a name of its own, in the same pack: to git they are refs like others.
+
+MODULES = "refs/mirrord/modules/"
+
+
+def part_of(name: MirrorName, refs: Refs) -> Refs:
+    """Return the refs of a submodule's mirror as they are named in the bundle of another."""
+    return {f"{MODULES}{name}/{ref}": oid for ref, oid in refs.items()}
+
+
+def split_parts(refs: Refs) -> tuple[Refs, dict[str, Refs]]:
+    """Return the refs of the bundle's own mirror, and those of submodules' mirrors by their names.
+
+    Raises InvalidNameError.
+    """
+    own, parts = dict[str, str](), dict[str, Refs]()
+    for ref, oid in refs.items():
+        name, _, inner = ref.removeprefix(MODULES).partition("/")
+        if not ref.startswith(MODULES):
+            own[ref] = oid
+        elif inner:
+            parts.setdefault(str(MirrorName.parse(name)), {})[inner] = oid
+    return own, parts
+
+
+async def take_part(source: Repository, part: Repository, tips: Iterable[str]) -> None:
+    """Copy what some tips reach into an empty repository; raises InvalidBundleError."""
+    try:
+        await source.run(
+            "pack-objects", "--revs", "--delta-base-offset", "-q", str(part.objects / "pack/pack"),
+            stdin=lines_of(sorted({*tips})),
+            timeout=timedelta(hours=6),
+            doing=f"import the bundle of mirror {part.name}",
+        )  # fmt: skip
+    except (errors.GitFailedError, errors.CorruptObjectError) as error:
+        raise _bad(error, "it names commits whose objects are not in it: get it again") from error
+
+
 # -- records ----------------------------------------------------------------------------------
 
 _FORMAT = 1

@@ -7,7 +7,9 @@ same import finishes what a crash interrupted.
 
 The file is a git bundle (version 2): plain git lists, verifies, clones and fetches from it.
 `refs/mirrord/records/owner__name` in it is a commit, whose tree has what the catalog knows:
-`mirror.json`, and a file of rows for each dataset.
+`mirror.json`, and a file of rows for each dataset. Below `refs/mirrord/modules/` are the mirrors of
+submodules, each with such refs of its own; `refs/mirrord/lfs/owner__name` is a commit with the LFS
+objects.
 """
 
 from collections.abc import AsyncGenerator
@@ -27,7 +29,7 @@ from ..host.files import sync_directory, sync_tree
 from ..model import CommitId, MirrorName, utc_now
 from ..protocol import BundleImported, ProgressSink, RefChange
 from ..quoting import unquote_name
-from . import bundle_file, history
+from . import bundle_file, history, lfs
 from .maintenance import remove_stale_files, size_bytes
 from .pins import pin_ref, read_pins
 from .quarantine import accept_objects, within_room
@@ -63,6 +65,7 @@ class BundleRefs(NamedTuple):
     records: str | None
     mirror: str | None
     head: str | None
+    lfs: str | None = None
 
     @property
     def tips(self) -> Refs:
@@ -78,6 +81,7 @@ class BundleRefs(NamedTuple):
 
 def sort_refs(refs: Refs) -> BundleRefs:
     """Sort the refs of a bundle by kind; raises InvalidBundleError, InvalidNameError."""
+    refs, _ = bundle_file.split_parts(refs)
     followed = {ref: oid for ref, oid in refs.items() if is_followed(ref)}
     drop_shadowed(followed)
     named = [ref for ref in refs if ref.startswith(RECORDS)]
@@ -96,6 +100,7 @@ def sort_refs(refs: Refs) -> BundleRefs:
         records=refs[named[0]] if named else None,
         mirror=str(MirrorName.parse(mirror)) if mirror else None,
         head=next(iter([*usual, *sorted(at_head)]), None),
+        lfs=refs.get(f"{lfs.IN_BUNDLE}{mirror}"),
     )
 
 
@@ -236,8 +241,9 @@ class Bundles:
             objects = directory / "objects"
             objects.mkdir()
             head = refs.get(await repository.head() or "")
-            refs = refs | await self.write_records(row, repository, objects)
+            refs = refs | await self._write_catalog(row, repository, objects)
             refs |= {"HEAD": head} if head else {}
+            refs |= await self._write_modules(row.name, objects)
             header = bundle_file.header_bytes(prerequisites, refs)
             size = len(header)
             yield header
@@ -256,6 +262,27 @@ class Bundles:
                     yield chunk
         made = {"refs": len(refs), "size_bytes": size}
         self.mirrors.events.publish("bundle.created", mirror=str(row.name), **made)
+
+    async def _write_catalog(self, row: MirrorRow, repository: Repository, objects: Path) -> Refs:
+        made = await self.write_records(row, repository, objects)
+        return made | await lfs.write_objects(repository, objects)
+
+    async def _write_modules(self, name: MirrorName, objects: Path) -> Refs:
+        """Return the refs of the mirrors of submodules, and let `objects` borrow theirs."""
+        compositions = await self.mirrors.catalog.list_compositions(name.key)
+        keys = {at.mirror.lower() for each in compositions.values() for at in each.modules}
+        refs, lenders = dict[str, str](), list[str]()
+        for key in sorted(keys - {name.key}):
+            row = await self.mirrors.catalog.find_mirror(key)
+            if row and (repository := self.mirrors.repository(row.name)).path.exists():
+                own = lasting_refs(await repository.all_refs())
+                own |= await self._write_catalog(row, repository, objects)
+                refs |= bundle_file.part_of(row.name, own)
+                lenders.append(f"{repository.objects}\n")
+        if lenders:
+            (objects / "info").mkdir(exist_ok=True)
+            (objects / "info/alternates").write_text("".join(lenders), encoding="utf-8")
+        return refs
 
     async def write_records(self, row: MirrorRow, repository: Repository, objects: Path) -> Refs:
         """Write the catalog's records of a mirror into an object directory; return their ref."""
@@ -289,7 +316,8 @@ class Bundles:
         catalog, quarantine = self.mirrors.catalog, self.mirrors.quarantine
         with quarantine.holding(path):
             async with quarantine.directory("import") as directory:
-                bundle = sort_refs((await to_thread.run_sync(bundle_file.read_header, path)).refs)
+                refs = (await to_thread.run_sync(bundle_file.read_header, path)).refs
+                bundle, (_, modules) = sort_refs(refs), bundle_file.split_parts(refs)
                 text = mirror or bundle.mirror
                 if text is None:
                     raise InvalidBundleError(
@@ -304,9 +332,39 @@ class Bundles:
                 await scratch.create(lender=lender if lender.path.exists() else None)
                 sink = within_room(self.mirrors.room, progress, "import the bundle")
                 await bundle_file.unbundle(scratch, path, sink)
-                result = await self.take(scratch, bundle, owner_uid)
+                parts = {part: sort_refs(inner) for part, inner in modules.items()}
+                count = 0
+                for part, inside in parts.items():
+                    taken = await self._take_part(
+                        scratch, MirrorName.parse(part), inside, owner_uid
+                    )
+                    count += taken.lfs_objects
+                if parts or bundle.lfs:
+                    result = await self._take_part(scratch, name, bundle, owner_uid)
+                else:
+                    result = await self.take(scratch, bundle, owner_uid)
+                result = replace(
+                    result, submodules=[*parts], lfs_objects=count + result.lfs_objects
+                )
         counts = {"created": result.created, "pins": result.pins}
         self.mirrors.events.publish("bundle.imported", mirror=result.mirror, **counts)
+        return result
+
+    async def _take_part(
+        self, source: Repository, name: MirrorName, bundle: BundleRefs, owner_uid: int
+    ) -> BundleImported:
+        """Take one of the mirrors in a bundle, without the objects of the others."""
+        row = await self.mirrors.catalog.find_mirror(name.key)
+        async with self.mirrors.quarantine.directory("import") as directory:
+            part = Repository(self.mirrors.git, row.name if row else name, directory / "repository")
+            lender = self.mirrors.repository(part.name)
+            await part.create(lender=lender if lender.path.exists() else None)
+            await bundle_file.take_part(source, part, bundle.tips.values())
+            result = await self.take(part, bundle, owner_uid)
+            if bundle.lfs:
+                taken = directory / "lfs"
+                count = await lfs.take_objects(self.mirrors, source, bundle.lfs, part.name, taken)
+                result = replace(result, lfs_objects=count)
         return result
 
     async def take(

@@ -14,8 +14,8 @@ from pathlib import Path
 from anyio import to_thread
 
 from ..catalog import MirrorRow
-from ..errors import InvalidUrlError, MirrordError, StoppingError
-from ..git.command import GitResult
+from ..errors import InvalidBundleError, InvalidUrlError, MirrordError, StoppingError
+from ..git.command import GitResult, lines_of
 from ..git.lfs import (
     RECORDS,
     Pointer,
@@ -29,11 +29,11 @@ from ..git.lfs import (
 )
 from ..git.objects.trees import FILE_LIMIT_BYTES
 from ..host.files import sync_directory, sync_file
-from ..model import shown
+from ..model import MirrorName, shown
 from ..protocol import Progress, ProgressSink
 from .quarantine import within_room
 from .refs import write_durably
-from .repository import Repository
+from .repository import Refs, Repository
 from .service import Mirrors
 from .upstreams.upstream import Upstream, parse_upstream
 
@@ -41,6 +41,7 @@ _TIMEOUT = timedelta(hours=24)
 _CAUSE = re.compile(r"error transferring|\[[45]\d\d\]|batch re|missing", re.IGNORECASE)
 _DIRECTORY_MAX = 1000
 """Pointers in one directory of the commit."""
+_LIST = "objects.txt"
 
 
 async def fetch_objects(
@@ -206,3 +207,72 @@ async def fetch_again(
             await mirrors.quarantine.discard(object_path(git_dir, oid))
     wanted = [(records[oid].pointer, records[oid].url) for oid in oids if oid in records]
     return await fetch_objects(mirrors, row, wanted, sink)
+
+
+# -- in bundles ------------------------------------------------------------------------------------
+
+IN_BUNDLE = "refs/mirrord/lfs/"
+"""Below it the ref of a commit with the objects of a mirror as files, named by their sha256."""
+
+
+async def write_objects(repository: Repository, objects: Path) -> Refs:
+    """Write the LFS objects of a mirror into an object directory; return the ref of their commit.
+
+    The ref is the same for the same objects; there is none where the mirror has none.
+    """
+    records = await to_thread.run_sync(read_records, repository.path)
+    had = [each for each in records if has_object(repository.path, each.pointer)]
+    if not had:
+        return {}
+    dates = dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "@0 +0000")
+
+    async def write(*words: str, stdin: bytes | Path | None = None) -> str:
+        made = await repository.run(
+            *words, stdin=stdin, quarantine_objects=objects, env=dates, timeout=_TIMEOUT,
+            doing="write the LFS objects of a mirror",
+        )  # fmt: skip
+        return made.lines[0]
+
+    files: dict[str, bytes | Path] = {_LIST: records_bytes(had)}
+    files |= {each.pointer.oid: object_path(repository.path, each.pointer.oid) for each in had}
+    entries = [
+        f"100644 blob {await write('hash-object', '-w', '--stdin', stdin=content)}\t{name}"
+        for name, content in sorted(files.items())
+    ]
+    tree = await write("mktree", stdin=lines_of(entries))
+    tip = await write("commit-tree", "-m", f"LFS objects of {repository.name}", tree)
+    return {f"{IN_BUNDLE}{repository.name}": tip}
+
+
+async def take_objects(
+    mirrors: Mirrors, source: Repository, commit: str, name: MirrorName, scratch: Path
+) -> int:
+    """Take the LFS objects of a bundle into a mirror, each compared with its sha256.
+
+    Returns how many the mirror has of them; raises InvalidBundleError for one that is another.
+    """
+    doing = "read the LFS objects of a bundle"
+
+    async def read(file: str, into: Path) -> bool:
+        await to_thread.run_sync(lambda: into.parent.mkdir(parents=True, exist_ok=True))
+        words = ("cat-file", "blob", f"{commit}:{file}")
+        return (await source.run(*words, stdout_path=into, ok=(0, 128), doing=doing)).status == 0
+
+    git_dir = mirrors.path(name)
+    is_listed = await read(_LIST, scratch / RECORDS)
+    try:
+        records = read_records(scratch) if is_listed else set()
+    except ValueError as error:
+        raise InvalidBundleError(
+            "cannot import the bundle: its list of LFS objects is bad"
+        ) from error
+    wanted = [each for each in records if not has_object(git_dir, each.pointer)]
+    for each in wanted:
+        if each.pointer.size <= FILE_LIMIT_BYTES:
+            await read(each.pointer.oid, object_path(scratch, each.pointer.oid))
+    pointers = [each.pointer for each in wanted]
+    if wrong := await to_thread.run_sync(_take_in, scratch, git_dir, pointers):
+        raise InvalidBundleError(f"cannot import the bundle: {wrong}")
+    had = [each for each in records if has_object(git_dir, each.pointer)]
+    await to_thread.run_sync(_record, git_dir, had)
+    return len(had)

@@ -98,6 +98,7 @@ class BundleImported(Answer):
     """The result of a bundle's import.
 
     `pins_taken_over` counts pins of datasets that could not be restored; the importer owns them.
+    `submodules` are the mirrors that came with it, `needs` is about the base commits of `datasets`.
     """
 
     mirror: str
@@ -108,6 +109,9 @@ class BundleImported(Answer):
     pins_taken_over: int = 0
     datasets: dict[str, int] = {}
     datasets_refused: list[str] = []
+    submodules: list[str] = []
+    lfs_objects: int = 0
+    needs: DatasetNeeds | None = None
 
 
 class NotRestored(Answer):

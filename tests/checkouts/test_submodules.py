@@ -135,6 +135,10 @@ def run(tree: Path, script: str) -> str:
     return done.stdout
 
 
+def git_fails(at: Path, *words: str) -> bool:
+    return subprocess.run(["git", "-C", str(at), *words], check=False).returncode != 0
+
+
 def test_a_checkout_has_the_files_of_submodules(world: World, checkout: Checkout) -> None:
     """Their status is clean, git finds nothing to fetch, and nothing of the future is there."""
     tree = checkout.path
@@ -353,6 +357,41 @@ def test_submodules_are_recorded_and_audited(world: World) -> None:
         assert client.get_instance("i").missing is None
         exported = b"".join(client.export_dataset("rows"))
         assert world.inner.encode() not in exported
+
+
+def test_a_bundle_has_the_submodules_and_lfs_objects(world: World, tmp_path: Path) -> None:
+    """A host without the upstreams serves the same trees; each mirror has its own objects alone.
+
+    What is not had is named there as here, and git reads the file as a bundle of the mirror.
+    """
+    file = tmp_path / "top.bundle"
+    with Client(world.running.socket) as client, client.checkout("i") as made:
+        client.create_bundle("o/top", file)
+        tree, missing = made.tree, {*(client.get_instance("i", view=View.GRADER).missing or {})}
+    git(tmp_path, "clone", "-q", str(file), "clone")
+    assert git(tmp_path / "clone", "log", "-1", "--format=%H", world.base) == world.base
+    with daemon('[upstream]\nurl = "file:///nonexistent/{owner}/{name}"\n') as other:
+        with Client(other.socket) as client:
+            result = client.wait(client.import_bundle(file)).result or {}
+            assert (result["submodules"], result["lfs_objects"]) == (["o__deep", "o__sub"], 2)
+            assert {each["path"] for each in result["needs"]["missing"]} == missing
+            assert (result["needs"]["submodules"], result["needs"]["lfs_missing"]) == (2, 1)
+            for backend in (Backend.OVERLAY, Backend.POOL):
+                with client.checkout("i", owner=AGENT, backend=backend) as made:
+                    assert made.tree == tree
+                    assert (made.path / "pkg/sub/in/deep/deep.txt").read_text() == "deep\n"
+                    assert (made.path / "pkg/sub/o.bin").read_bytes() == OTHER
+                    assert (made.path / "big.bin").read_bytes() == BIG
+                    assert run(made.path, "git status --porcelain") == ""
+                    assert not verify_seal(made.path, world.base).leaks
+            pins = {(pin.mirror, pin.commit, pin.owner) for pin in client.list_pins()}
+            assert ("o__sub", world.inner, "dataset/rows") in pins
+            audit = client.wait(client.start_audit(level=AuditLevel.CONTENT, heal=False)).result
+            assert (audit or {})["findings"] == []
+            again = client.wait(client.import_bundle(file)).result or {}
+            assert (again["created"], again["lfs_objects"]) == (False, 2)
+        for name, stranger in (("o__top", world.inner), ("o__sub", world.base)):
+            assert git_fails(other.state_dir / "mirrors" / name, "cat-file", "-e", stranger)
 
 
 def test_lfs_objects_are_audited_and_healed(world: World) -> None:

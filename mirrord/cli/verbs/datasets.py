@@ -14,6 +14,7 @@ from ...protocol import (
     Dataset,
     DatasetDiff,
     DatasetImported,
+    DatasetNeeds,
     DatasetSummary,
     Instance,
     InstanceName,
@@ -123,17 +124,8 @@ def readiness_of(dataset: DatasetSummary) -> str | None:
 
 
 def _warnings(found: DatasetImported) -> Iterator[str]:
-    dataset, needs = found.dataset, found.needs
-    for lacking in needs.missing:
-        of = count(lacking.commits, "base commit")
-        yield f"submodule {lacking.path} of {of} stays empty: {lacking.reason}"
-    if more := needs.missing_count - sum(each.commits for each in needs.missing):
-        yield f"{count(more, 'submodule')} more stay empty"
-    if needs.lfs_missing:
-        of = count(needs.lfs_commits, "base commit")
-        pointers = count(needs.lfs_missing, "Git LFS pointer")
-        why = "; ".join(needs.lfs_reasons[:_SHOWN_MIRRORS])
-        yield f"{pointers} in {of}: their files are not had: {why}"
+    dataset = found.dataset
+    yield from lacking_lines(found.needs)
     for rule, times in dataset.rules.items():
         if rule.endswith(UNREAD_LIST):
             yield f"{count(times, 'row')}: {rule}; `mirrord rehearse --run` fails for them"
@@ -337,3 +329,17 @@ def remove(session: Session, name: Name) -> None:
 def formats(session: Session) -> None:
     known = session.client.list_formats()
     session.answer(known, listing(known, "FORMAT=name TITLE DETECTED_BY"))
+
+
+def lacking_lines(needs: DatasetNeeds) -> Iterator[str]:
+    """Say which submodules and LFS objects of base commits are not had."""
+    for lacking in needs.missing:
+        of = count(lacking.commits, "base commit")
+        yield f"submodule {lacking.path} of {of} stays empty: {lacking.reason}"
+    if more := needs.missing_count - sum(each.commits for each in needs.missing):
+        yield f"{count(more, 'submodule')} more stay empty"
+    if needs.lfs_missing:
+        of = count(needs.lfs_commits, "base commit")
+        pointers = count(needs.lfs_missing, "Git LFS pointer")
+        why = "; ".join(needs.lfs_reasons[:_SHOWN_MIRRORS])
+        yield f"{pointers} in {of}: their files are not had: {why}"

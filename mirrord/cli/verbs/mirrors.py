@@ -10,6 +10,7 @@ from ...protocol import BundleImported, Mirror, Operation, RefDiff, Restored
 from ..output import count, facts_of, listing, problem_of
 from ..session import Argument, MirrorArgument, NoWait, Option, Session
 from ..waiting import conclude, exit_as, finish, finish_all, started, watching
+from .datasets import lacking_lines
 from .upkeep import audit_lines
 
 Repos = Annotated[list[str], Argument("owner/name; [upstream] url is the upstream.", "REPO...")]
@@ -260,6 +261,11 @@ def _bundle_lines(result: BundleImported) -> Iterator[str]:
         yield f"dataset {name}: {count(rows, 'instance')} added"
     for name in result.datasets_refused:
         yield f"dataset {name}: another dataset has this name; you own its pins now"
+    if result.submodules:
+        yield f"with {count(len(result.submodules), 'mirror')} of submodules"
+    if result.lfs_objects:
+        yield f"with {count(result.lfs_objects, 'LFS object')}"
+    yield from lacking_lines(result.needs) if result.needs else ()
 
 
 def restore_mirrors(
