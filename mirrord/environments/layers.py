@@ -100,6 +100,7 @@ def list_layer(blob: Path, diff_id: str, limit_bytes: int) -> Listing:
 def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
     files = size_bytes = 0
     removed, opaque, repositories = [], [], set()
+    links, seen = set[str](), set[int]()  # hashes: there may be a million paths
     kept: list[tarfile.TarInfo] = archive.members  # type: ignore[attr-defined]
     for member in archive:
         kept.clear()  # else it keeps them all, a million of them
@@ -108,17 +109,31 @@ def _listed(archive: tarfile.TarFile, limit_bytes: int) -> Listing:
         size_bytes += member.size  # of a sparse file what it would unpack to
         if files > FILES_LIMIT:
             raise _refused(f"more than {FILES_LIMIT} files")
+        # programs differ in what they make of these
+        if link := next((each for each in _above(path) if each in links), None):
+            raise _refused(f"the path {shown(path)}, below the link {shown(link)}")
+        if member.issym():
+            links.add(path)
+        if not member.isdir():
+            if not path or hash(path) in seen:
+                raise _refused(f"the path {shown(path)} twice" if path else "a root of its own")
+            seen.add(hash(path))
         if size_bytes > limit_bytes:
             raise _refused("more bytes unpacked than `[environments] image_bytes` allows")
         above, name = os.path.split(path)
         if name == _OPAQUE:
             opaque.append(above)
         elif name.startswith(_WHITEOUT):
-            removed.append(_checked(os.path.join(above, name.removeprefix(_WHITEOUT))))
+            gone = name.removeprefix(_WHITEOUT)
+            if gone in ("", "."):
+                raise _refused(f"the whiteout {shown(path)} of no name")
+            removed.append(_checked(os.path.join(above, gone)))
         elif name == ".git":
             repositories.add(f"/{above}")
         if member.islnk():
-            _checked(member.linkname)
+            target = _checked(member.linkname)
+            if any(each in links for each in _above(target)):
+                raise _refused(f"the hard link {shown(path)}, to what is below a link")
         elif (member.ischr() or member.isblk()) and not f"{path}/".startswith("dev/"):
             raise _refused(f"the device node {shown(path)}")
     return Listing(files, size_bytes, removed, opaque, sorted(repositories))
