@@ -6,7 +6,7 @@ Pure. The parsers raise ValueError with a reason.
 import random
 import re
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from .model import shown
 
@@ -87,6 +87,11 @@ def readable_size(size: float) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.{0 if units[0] == 'B' or size >= 100 else 1}f} {units[0]}"
+
+
+def when(time: datetime) -> str:
+    """Return a local time with its offset, in seconds, as every verb accepts it."""
+    return time.astimezone().isoformat(timespec="seconds")
 
 
 def counted(number: int, noun: str) -> str:

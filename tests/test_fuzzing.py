@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mirrord.cli.main import run
-from mirrord.cli.prediction_file import read_predictions
 from mirrord.config import Settings, setting_keys
 from mirrord.datasets.fields import parse_mapping
 from mirrord.datasets.reading import read_dataset
@@ -33,6 +32,7 @@ from mirrord.errors import (
 from mirrord.mirrors.bundle_file import read_header
 from mirrord.patches.parse import NeedsGitError, named_paths, parse
 from mirrord.patches.repairs import recount, to_lf, unwrap
+from mirrord.runs.prediction_file import read_predictions
 
 # Seeds are fixed: a run in CI tries what the last one tried.
 fuzzed = settings(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..model import utc_now
 from ..protocol import Mirror
 from ..quoting import legible, quote_name
-from ..units import counted, readable_size
+from ..units import counted, readable_size, when
 
 T = TypeVar("T")
 
@@ -137,11 +137,6 @@ def moment(time: datetime) -> str:
         return when(time)
     passed = utc_now() - time
     return f"{ago(passed)} ago" if passed >= timedelta() else f"in {ago(-passed)}"
-
-
-def when(time: datetime) -> str:
-    """Return a local time with its offset, in seconds, as every verb accepts it."""
-    return time.astimezone().isoformat(timespec="seconds")
 
 
 def size(count: int | None) -> str:

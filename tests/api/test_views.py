@@ -30,7 +30,7 @@ from web_daemon import ask, free_port, page, walk
 from mirrord import Client
 from mirrord.api.table import ENDPOINTS
 from mirrord.cli.main import run
-from mirrord.cli.verbs.support import Scrubber
+from mirrord.doctor.support import Scrubber
 from mirrord.errors import AccessError
 from mirrord.model import History, ReportKind, View
 from mirrord.protocol import AddReport, Instance

@@ -24,13 +24,14 @@ from waiting import until
 
 from mirrord import Client
 from mirrord.cli.main import run
-from mirrord.cli.prediction_file import Fault, Prediction, read_predictions
-from mirrord.cli.predictions import GradedPrediction, GradingReport, State, grade_all
+from mirrord.cli.predictions import grade_all
 from mirrord.cli.session import Session
 from mirrord.errors import AccessError, InstanceNotFoundError, PatchConflictError, UsageError
 from mirrord.model import SteeringKind
 from mirrord.protocol import Grade, Steering
 from mirrord.quoting import quote_name
+from mirrord.runs.prediction_file import Fault, Prediction, read_predictions
+from mirrord.runs.predictions import GradedPrediction, GradingReport, State
 
 ROWS = [
     {"instance_id": f"psf__requests-{n}", "model_patch": f"diff {n}\n", "model_name_or_path": "m"}

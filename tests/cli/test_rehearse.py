@@ -22,9 +22,9 @@ from waiting import until
 
 from mirrord import Client, Readiness, Rehearsed, UnexpectedTest
 from mirrord.cli.main import run
-from mirrord.cli.verbs.rehearse import Results
 from mirrord.client.rehearsing import Candidate
 from mirrord.errors import UsageError
+from mirrord.runs.rehearsals import Results
 
 SOURCE = "".join(f"line {n}\n" for n in range(20))
 TEST = (

@@ -11,7 +11,7 @@ from canaries import Canaries
 
 from mirrord import doctor
 from mirrord.cli.main import run
-from mirrord.cli.verbs.support import Scrubber
+from mirrord.doctor.support import Scrubber
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -22,7 +22,8 @@ from ...model import (
 )
 from ...protocol import Checkout, RestoreAnswer
 from ...quoting import quote_name, unquote_name
-from ..output import count, listing, when
+from ...units import when
+from ..output import count, listing
 from ..session import (
     Argument,
     BackendOption,

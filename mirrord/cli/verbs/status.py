@@ -12,8 +12,9 @@ from typing import Annotated
 
 from ...errors import IntegrityError, NoDaemonError, ResourceError, UsageError
 from ...protocol import Event, FleetStatus, Mirror, Operation, Status
+from ...units import when
 from ..attention import Attention, attention_lines, problems_of
-from ..output import cell, count, facts, facts_of, listing, moment, problem_of, size, when
+from ..output import cell, count, facts, facts_of, listing, moment, problem_of, size
 from ..session import Argument, Option, Session, as_json, print_line, read_duration
 from ..waiting import amount, exit_as_verb, finish, operation_table
 from .datasets import readiness_of

@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from enum import StrEnum
 from importlib import import_module
 from itertools import islice
@@ -21,11 +21,9 @@ from .. import __version__
 from ..client._async import AsyncClient
 from ..errors import UsageError
 from ..model import ReportKind, utc_now
-from ..protocol import FAULTS_MAX, AddReport, Progress, to_bytes
+from ..protocol import FAULTS_MAX, AddReport, to_bytes
 from ..quoting import as_utf8, legible, quote_name
-from .output import count, when
-from .session import Session
-from .waiting import watching
+from ..units import counted, when
 
 PAGES = {".html", ".htm"}
 
@@ -144,7 +142,7 @@ class RunReport(ABC, Generic[R]):
         templates.filters |= {
             "name": quote_name,
             "number": "{:,}".format,
-            "count": count,
+            "count": counted,
             "when": when,
         }
         page: str = templates.get_template(self.template).render(
@@ -156,46 +154,25 @@ class RunReport(ABC, Generic[R]):
         return {"totals": self.totals(), "rows": self.rows}
 
 
-def run(
-    session: Session,
-    title: str,
-    report: RunReport[R],
+async def run_all(
+    client: AsyncClient,
     jobs: int,
     begin: Callable[[AsyncClient], Awaitable[Iterator[Awaitable[R]]]],
+    note: Callable[[R], None],
 ) -> None:
-    """Await the rows that `begin` returns, `jobs` at a time, and report them, even if interrupted.
-
-    An error of one row ends the run.
-    """
-
-    def note(row: R) -> None:
-        report.add(row)
-        done, noun = len(report.rows), f"{report.noun}s"
-        watch(Progress(done=done, total=report.total, unit=noun, note=row.instance or ""))
+    """Await the rows that `begin` returns, `jobs` at a time. An error of one ends the run."""
 
     async def work(pending: Iterator[Awaitable[R]]) -> None:
         for each in pending:  # shared by all tasks
             note(await each)
 
-    async def run_all() -> None:
-        async with AsyncClient(session.socket, config=session.config) as client:
-            pending = await begin(client)
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for _ in range(jobs):
-                        tasks.create_task(work(pending))
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from None
-
-    with closing(report), watching(session, title) as watch:
-        try:
-            asyncio.run(run_all())
-        except KeyboardInterrupt:
-            done = f"{len(report.rows)} of {report.total} {report.noun}s"
-            session.note(f"interrupted after {done}")
-            raise
-        finally:
-            session.report(report.report())
+    pending = await begin(client)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(jobs):
+                tasks.create_task(work(pending))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 def _create(path: Path, suffixes: set[str]) -> BinaryIO:

@@ -1,0 +1,1 @@
+"""Runs over many instances: predictions that are graded, instances that are rehearsed, reports."""
